@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.checks import check, check_datasets, check_scored, test_set
+from engine.checks import check_datasets, check_scored, checked_order, test_set
 from engine.comm.digests import same_bits
 from engine.comm.scratch import own_scratch
-from engine.comm.tree import block
+from engine.comm.tree import dealt
 from engine.comm.world import World
 from engine.config import Config
 from engine.contract import Batch, BatchInfo, Task, kept, per_sample
@@ -40,6 +40,9 @@ from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
 from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
+
+STRETCH = 8192
+"""Samples whose place in the order, seed and so on are computed at once: little memory, and few operations a step."""
 
 
 class MicroBatch(NamedTuple):
@@ -82,61 +85,90 @@ class TrainSampler(DistributedSampler[Any]):
         self.weights = per_sample(dataset, "weights")
         self.seeded = Fetcher(dataset).seeded
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
-        self.excluded = ~kept(dataset, exclude)  # (N,) bool: left out of their steps
+        # (N,) bool: left out of their steps. Without any it takes no memory.
+        self.excluded = ~kept(dataset, exclude) if exclude else np.broadcast_to(np.False_, len(dataset))
+        self.excludes = bool(exclude)
         self.workers = plan.workers or plan.processes
-        self.mine = block(self.workers, rank, plan.processes)  # the workers that this process runs
+        self.mine = dealt(self.workers, rank, plan.processes, plan.sharded)  # the workers that this process runs
         self.passes_of_a_step = plan.passes * len(self.mine)  # of this process; an epoch's last step may have fewer
         self.position = 0  # where the next iteration starts: samples of the epoch, counted over all ranks
-        self.drawn: tuple[int, np.ndarray] | None = None  # an epoch and its order
+        self.drawn: tuple[int, Any] | None = None  # an epoch and its order
+        self.stretch = max(1, STRETCH // plan.global_batch) * plan.global_batch
 
-    def order(self) -> np.ndarray:
-        """(N,) indices: the epoch's global order, the same on every rank."""
+    def order(self) -> Any:
+        """(N,) indices: the epoch's global order, the same on every rank; or the dataset's own as a sequence that is
+        never listed, whose slices are such arrays."""
         if self.drawn is None or self.drawn[0] != self.epoch:
             rng = np.random.default_rng((self.seed, self.epoch))
             labels, count = self.labels, self.plan.num_samples
             if own := getattr(self.dataset, "epoch_order", None):
-                order = check("epoch_order", np.asarray(own(self.seed, self.epoch)), count)
+                order = checked_order(own(self.seed, self.epoch), count)
             else:
                 order = rng.permutation(count) if labels is None else balanced_order(labels, rng)
             self.drawn = self.epoch, order
         return self.drawn[1]
 
-    def arranged(self) -> tuple[np.ndarray, np.ndarray]:
-        """(N,) indices in the order of the steps to come, and (N,) the place that each has in `order`: the same, but
-        the excluded samples of a step are at its end."""
-        order, places = self.order(), np.arange(self.plan.num_samples)
-        if self.excluded.any():
+    def stretch_at(self, place: int) -> range:
+        """Return the places around this one, those of whole steps, whose numbers are computed at once: for all places
+        of an epoch they would take 32 bytes a sample."""
+        first = self.position + (place - self.position) // self.stretch * self.stretch
+        return range(max(0, first), min(first + self.stretch, self.plan.num_samples))
+
+    def arranged(self, where: range) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) indices in the order of the steps to come, and (n,) the place that each has in `order`, of a stretch:
+        the same, but the excluded samples of a step are at its end."""
+        order, places = self.order()[where.start : where.stop], np.arange(where.start, where.stop)
+        if self.excludes:
             step, dropped = (places - self.position) // self.plan.global_batch, places >= self.plan.epoch_samples
-            places = np.lexsort((self.excluded[order], step, dropped))
-        return order[places], places
+            by_step = np.lexsort((self.excluded[order], step, dropped))
+            return order[by_step], places[by_step]
+        return order, places
+
+    def kept_places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (place as arranged, index, place in `order`) of the samples that are not excluded."""
+        start = 0
+        while start < self.plan.num_samples:
+            where = self.stretch_at(start)
+            order, places = self.arranged(where)
+            for at in np.flatnonzero(~self.excluded[order]).tolist():
+                yield where.start + at, int(order[at]), int(places[at])
+            start = where.stop
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        plan, workers, (order, places) = self.plan, self.workers, self.arranged()
-        end, gone = plan.epoch_samples, self.excluded[order]
-        spare = int(gone.argmin())  # the pass of a step that has no sample, where torch needs one, takes this one
-        mean_weight = None
+        plan, workers, where = self.plan, self.workers, range(0)
+        end, mean_weight = plan.epoch_samples, None
         for start in range(self.position, end, plan.global_batch):
+            if start >= where.stop:
+                where = self.stretch_at(start)
+                order, places = self.arranged(where)
             consumed = min(start + plan.global_batch, end)
-            stop = consumed - int(gone[start:consumed].sum())
+            stop = consumed
+            if self.excludes:
+                stop -= int(self.excluded[order[start - where.start : consumed - where.start]].sum())
             largest = max(1, -(-(stop - start) // workers))  # the first worker's share
             passes = range(0, largest, plan.micro_batch)
             if self.weights is not None:
-                mean_weight = float(np.mean(self.weights[order[start:stop]], dtype=np.float64)) if stop > start else 1.0
+                of_step = self.weights[order[start - where.start : stop - where.start]]
+                mean_weight = float(np.mean(of_step, dtype=np.float64)) if stop > start else 1.0
             for worker, done in itertools.product(self.mine, passes):
-                first = start + worker + done * workers
-                empty = first >= stop
+                first = start + min(worker, workers - 1) + done * workers  # beyond the last one: its samples again
                 positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
-                at = start if stop > start else spare
-                positions = slice(at, at + 1) if empty else positions
+                if first < stop:
+                    here = slice(first - where.start, positions.stop - where.start, workers)
+                    indices, at = order[here].tolist(), places[here]
+                else:  # torch needs a sample: the step's first, or where it has none the epoch's
+                    own = start - where.start
+                    found = (start, int(order[own]), int(places[own])) if stop > start else next(self.kept_places())
+                    positions, indices, at = slice(found[0], found[0] + 1), [found[1]], np.array([found[2]])
                 yield MicroBatch(
-                    indices=order[positions].tolist(),
+                    indices=indices,
                     positions=positions,
                     closes_step=worker == self.mine[-1] and done == passes[-1],
                     consumed=consumed,
                     samples=stop - start,
-                    empty=empty,
+                    empty=first >= stop or worker >= workers,
                     mean_weight=mean_weight,
-                    seeds=self.seeds_at(places[positions]) if self.seeded else None,
+                    seeds=self.seeds_at(at) if self.seeded else None,
                     worker=worker,
                     opens_worker=not done,
                     closes_worker=done == passes[-1],
@@ -233,6 +265,7 @@ class TrainLoader(_Loader):
     ):
         super().__init__(dataset, sampler, world, loader)
         self.seed, self.prepare, self.together = seed, prepare, prepare is None
+        self.given = range(0), torch.empty(0)  # the numbers of a stretch
 
     def set_epoch(self, epoch: int, consumed: int = 0) -> None:
         """Start the next iteration in this epoch, after `consumed` samples, counted over all ranks."""
@@ -252,12 +285,15 @@ class TrainLoader(_Loader):
 
     def passes(self) -> Iterator[tuple[Batch, MicroBatch]]:
         """Yield the passes of all steps. Several of held data are prepared at once, and cut apart."""
-        pairs, numbers, at_once = self._fetched(), self._numbers(), 1
+        pairs, at_once = self._fetched(), 1
+        self.given = range(0), torch.empty(0)
         if self.held is not None and type(self.held.columns) is dict and self.together:
             bytes_of_a_pass = self.sampler.plan.micro_batch * self.held.bytes // len(self.held)
             at_once = max(1, AT_ONCE[self.device.type] // max(1, bytes_of_a_pass))
         while some := [*itertools.islice(pairs, at_once)]:
             micros = [micro for micro, _ in some]
+            columns = [self._numbers(micro.positions) for micro in micros]
+            numbers = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
             batch, end = self._prepared(micros, some[0][1], numbers), 0
             for micro in micros:
                 begin, end = end, end + len(micro.indices)
@@ -266,9 +302,11 @@ class TrainLoader(_Loader):
                     phase("data loading")
 
     def _prepared(self, micros: list[MicroBatch], batch: Batch, numbers: Tensor) -> Batch:
-        """Return the batch of some passes as the task's `loss` gets it; held data are gathered here."""
-        columns = [numbers[:, micro.positions] for micro in micros]
-        given = BatchInfo(*(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).unbind())
+        """Return the batch of some passes as the task's `loss` gets it; held data are gathered here.
+
+        numbers  (3, B) index, position and seed of its samples
+        """
+        given = BatchInfo(*numbers.unbind())
         if micros[0].mean_weight is not None:
             full = partial(torch.full, dtype=torch.float64, device=self.device)
             given.mean_weight = torch.cat([full((len(micro.indices),), micro.mean_weight) for micro in micros])
@@ -279,9 +317,17 @@ class TrainLoader(_Loader):
         phase("augmentation")
         return self.prepare(batch)
 
-    def _numbers(self) -> Tensor:
-        """(3, N) index, position and seed of the whole epoch; per batch they would take fifty operations a step."""
-        index, position = (to_device(torch.from_numpy(each), self.device) for each in self.sampler.arranged())
+    def _numbers(self, positions: slice) -> Tensor:
+        """(3, B) index, position and seed of a pass. They are computed by stretches, because per pass they would take
+        fifty operations."""
+        if positions.start not in self.given[0]:
+            where = self.sampler.stretch_at(positions.start)
+            self.given = where, self._computed(*self.sampler.arranged(where))
+        where, numbers = self.given
+        return numbers[:, positions.start - where.start : positions.stop - where.start : positions.step]
+
+    def _computed(self, order: np.ndarray, places: np.ndarray) -> Tensor:
+        index, position = (to_device(torch.from_numpy(each), self.device) for each in (order, places))
         return torch.stack([index, position, sample_seeds(self.seed, self.sampler.epoch, position)])
 
     def example(self, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
@@ -294,13 +340,13 @@ class TrainLoader(_Loader):
 
     def _unprepared(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
         """Return the arguments of `_prepared` for these samples of the epoch's order, without the excluded ones."""
-        sampler, (order, places) = self.sampler, self.sampler.arranged()
-        at = np.flatnonzero(~sampler.excluded[order])[positions]
-        seeds = sampler.seeds_at(places[at]) if sampler.seeded else None
-        there = to_device(torch.from_numpy(at), self.device)
-        micro = next(iter(sampler))._replace(indices=order[at].tolist(), positions=there, seeds=seeds)
+        sampler = self.sampler
+        kept_ones = itertools.islice(sampler.kept_places(), positions.start, positions.stop)
+        order, places = np.array([each[1:] for each in kept_ones], dtype=np.int64).reshape(-1, 2).T.copy()
+        seeds = sampler.seeds_at(places) if sampler.seeded else None
+        micro = next(iter(sampler))._replace(indices=order.tolist(), seeds=seeds)
         batch = to_device(self.source.get(micro), self.device) if self.held is None else None
-        return [micro], batch, self._numbers()
+        return [micro], batch, self._computed(order, places)
 
     def check_prepare(self, random_samples: str) -> None:
         """Prepare four samples twice. Raises LockstepError where the second time gives different bits, or moves a
@@ -370,10 +416,13 @@ class EvalLoader(_Loader):
     """Iterating gives batches on the device."""
 
     def __iter__(self) -> Iterator[Batch]:
-        index = torch.arange(self.sampler.num_samples, device=self.device)
-        seeds = sample_seeds(0, 0, index)  # of the samples alone: every evaluation draws the same
+        first, last, index = 0, 0, torch.empty(0)
         for (indices, _), batch in self._fetched():
-            here = slice(indices[0], indices[-1] + 1)
+            if indices[-1] >= last:
+                first, last = indices[0], indices[0] + max(STRETCH, len(indices))
+                index = torch.arange(first, last, device=self.device)
+                seeds = sample_seeds(0, 0, index)  # of the samples alone: every evaluation draws the same
+            here = slice(indices[0] - first, indices[-1] + 1 - first)
             given = BatchInfo(index[here], index[here], seeds[here])
             yield attach(batch if self.held is None else self.held.rows(given.index), given)
 
@@ -381,8 +430,10 @@ class EvalLoader(_Loader):
         return len(self.sampler)
 
     def example(self, end: int, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the first batch, for trials; this process fetches them."""
-        request = self.source.request(next(iter(self.sampler)).indices[begin:end])
+        """Return samples `begin` to `end` of the split's first batch, for trials: the same on all ranks. This process
+        fetches them."""
+        end = min(end, self.sampler.batch_size, self.sampler.num_samples)
+        request = self.source.request([*range(begin, end)])
         index = to_device(torch.tensor(request.indices), self.device)
         info = BatchInfo(index, index, sample_seeds(0, 0, index))
         return attach(to_device(self.source.get(request), self.device), info)
@@ -459,8 +510,9 @@ def create_data_loaders(
     if val_set is not None:  # without gradients activations take less than half the memory
         sets.append(val_set)
         samplers.append(EvalSampler(val_set, world, cfg.eval_batch_size or 2 * cfg.batch_size))
-    # Loader processes mean slow samples: a cache would fetch them all before the first step.
-    wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache
+    # Loader processes mean slow samples, and shards mean many: a cache would fetch them all before the first step.
+    slow = bool(cfg.num_workers) or hasattr(train_set, "digest")
+    wanted = "none" if cfg.cache == "auto" and slow else cfg.cache
     held = cache_datasets(wanted, sets, world.device, processes_sharing)
     loaders: list[DataLoader[Any] | None] = [None] * len(sets)
     if held is not None:

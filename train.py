@@ -27,7 +27,7 @@ import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
 from engine import checkpoint, config, launch, optim, precision, preflight, speed
 from engine.checks import built
-from engine.comm import ddp
+from engine.comm import ddp, fsdp
 from engine.comm.world import World
 from engine.errors import console
 from engine.evaluation import evaluate_split, log_metrics
@@ -79,12 +79,14 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     console.info("Creating model...")
     with survive.sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
-        model = built(task).to(world.device)
+        model = built(task).to("cpu" if plan.sharded else world.device)  # FSDP2 moves a unit at a time
         plan = speed.set_memory_format(cfg, task, model, loaders.train, plan, amp, saved.memory_format)
+    model = fsdp.shard(model, cfg, world, task, amp.name)  # with ddp.strategy=fsdp: rows of each weight, else as it is
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
-            optimizer=optim.make_optimizer(model, cfg.optim, world, task), ema=optim.make_ema(model, cfg.optim),
+            optimizer=optim.make_optimizer(model, cfg.optim, world, task, exact=plan.workers > 0),
+            ema=optim.make_ema(model, cfg.optim),
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
             loaders=loaders, stop=stop or StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
@@ -102,7 +104,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
     cfg, world, model = run.cfg.ddp, run.world, run.model
     if run.plan.devices:
         return DataParallel(precision.Autocast(model, run.precision), list(run.plan.devices))
-    if world.size == 1 and not always:
+    if run.plan.sharded or (world.size == 1 and not always):
         return model
     if cfg.sync_bn:
         model = ddp.sync_batch_norm(model, world)
@@ -173,7 +175,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
     phase("optimizer step")
     totals = run.workers.reduce_rows(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
-    grad_norm, skipped = optim.step(run.optimizer, run.scaler, run.lr, divisor, run.cfg.optim.grad_clip)
+    grad_norm, skipped = optim.step(run.optimizer, run.scaler, run.workers, run.lr, divisor, run.cfg.optim.grad_clip)
     return run.end_step(totals, grad_norm, skipped, micro.consumed)  # buffers, average of weights, totals, progress
 
 

@@ -74,10 +74,10 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
     run = built(words, strict)
 
     def scoring() -> Iterator[None]:
-        sums, model = Gathered("score"), run.evaluated_model.eval()
+        sums = Gathered("score")
         while True:
             for batch in run.loaders.val:
-                with torch.no_grad(), run.precision.autocast():
+                with torch.no_grad(), run.precision.autocast(), run.evaluated() as model:
                     sums.add(run.task.score(model, batch))
                 yield
 

@@ -15,6 +15,7 @@ from torch import nn
 from engine import config, launch
 from engine.comm import digests, sealed
 from engine.comm.buffers import check_buffers, sync_buffers
+from engine.comm.dtensor import is_sharded, like, whole
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import Task
 from engine.errors import LockstepError, console
@@ -66,7 +67,8 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
         if path and not path.exists():
             what = f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})"
             raise LockstepError(what, str(path), "give a save_dir that all machines share")
-        saved = opened(archive.read(path), path) if path else Saved()
+        mapped = cfg.ddp.strategy != "ddp"  # each rank reads its own rows
+        saved = opened(archive.read(path, mapped), path) if path else Saved()
     return config.changed(cfg, asked), saved
 
 
@@ -92,13 +94,19 @@ def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
     loads; return an empty dict on the other ranks. Training may continue while it is written."""
     check_buffers(run.world, run.workers.buffers)
-    sync_buffers(run.world, *([run.model] if run.ema is None else [run.model, run.ema.module]))
+    norms = run.workers.buffers(of_norms=True)
+    sync_buffers(run.world, norms, {name: run.ema.values[name] for name in norms} if run.ema else {})
     optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
-    if not run.world.main:
+    main = run.world.main
+    if not (main or run.plan.sharded):
         return {}
-    model = _weights(run.model, run.record.left_out)
-    ema = _weights(run.ema, {f"module.{name}" for name in run.record.left_out}) if run.ema is not None else {}
-    optimizer = _copy(optimizer)
+    digest = run.workers.digest() if run.cfg.digest_every else ""
+    model = _weights(run.model.state_dict(keep_vars=True), run.record.left_out, main)
+    without = {f"module.{name}" for name in run.record.left_out}
+    ema = _weights(run.ema.state_dict(), without, main) if run.ema is not None else {}
+    optimizer = _copy(optimizer, main)
+    if not main:
+        return {}
     if run.world.device.type == "cuda":
         with run.world.host_sync():
             torch.cuda.current_stream().synchronize()  # once, for all copies, before they are read below
@@ -115,7 +123,7 @@ def capture(run: Run) -> dict[str, Any]:
         "horizon": run.plan.horizon,
         "precision": run.precision.name,
         "data": run.record.fingerprint,
-        "digest": digests.digest(run.model.parameters()) if run.cfg.digest_every else "",
+        "digest": digest,
         "known": run.task.metadata(),
         **({"test": run.task.set_aside} if run.task.set_aside else {}),
         "memory_format": run.plan.memory_format,
@@ -130,25 +138,27 @@ def capture(run: Run) -> dict[str, Any]:
     }
 
 
-def _weights(module: nn.Module, left_out: Container[str]) -> dict[str, Any]:
+def _weights(state: dict[str, Any], left_out: Container[str], main: bool) -> dict[str, Any]:
     """Return a copy in which tied weights are one tensor, as in the model, so that the file holds it once."""
-    state = {name: value for name, value in module.state_dict().items() if name not in left_out}
-    copies = {key: _copy(value) for key, value in {_identity(value): value for value in state.values()}.items()}
+    state = {name: value for name, value in state.items() if name not in left_out}
+    copies = {key: _copy(value, main) for key, value in {_identity(value): value for value in state.values()}.items()}
     return {name: copies[_identity(value)] for name, value in state.items()}
 
 
 def _identity(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel():
+    if isinstance(value, torch.Tensor) and value.numel() and not is_sharded(value):
         return value.data_ptr(), value.dtype, value.shape, value.stride()
     return id(value)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, main: bool) -> Any:
+    """Copy to the host of rank 0. Rows that other ranks hold come to each of them, one tensor at a time."""
     if isinstance(value, torch.Tensor):  # from a GPU into pinned memory, which torch keeps for the next time
-        return value.detach().to("cpu", non_blocking=True, copy=True)
+        found = whole(value.detach())
+        return found.to("cpu", non_blocking=True, copy=True) if main else None
     if isinstance(value, dict):
-        return {name: _copy(item) for name, item in value.items()}
-    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
+        return {name: _copy(item, main) for name, item in value.items()}
+    return type(value)(_copy(item, main) for item in value) if type(value) in (list, tuple) else value
 
 
 def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fingerprint: str, split: str = "") -> Saved:
@@ -220,7 +230,7 @@ def restore(run: Run, saved: Saved) -> None:
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
         if run.ema is not None:
-            run.ema.module.load_state_dict(run.model.state_dict())
+            run.ema.restart()
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.record.left_out = left_out_digests(run.model, names) if names else {}
     if saved.path is None:
@@ -234,7 +244,8 @@ def restore(run: Run, saved: Saved) -> None:
     with _of_the_same_model(saved):
         if run.ema is not None and saved.ema is not None:
             own = {f"module.{n}": value for n, value in run.model.state_dict().items() if n in run.record.left_out}
-            run.ema.load_state_dict(own | saved.ema)
+            averages = {f"module.{name}": value for name, value in run.ema.values.items()}
+            run.ema.load_state_dict(own | {n: like(value, averages.get(n)) for n, value in saved.ema.items()})
         if saved.optimizer:  # a published model has none
             make.load_state(run.optimizer, saved.optimizer, saved.changes)
         if saved.scaler and run.scaler.is_enabled():  # amp may have changed
@@ -262,7 +273,9 @@ def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:
         what = f"{changed}, which the checkpoint leaves to the task's `model`, is not the weight it was trained with"
         raise LockstepError(what, str(saved.path), "give `model` the same weights again", exit_code=3)
     with _of_the_same_model(saved):
-        model.load_state_dict(own | weights.fitted(held, model.state_dict()))
+        state = model.state_dict()
+        fitted = weights.fitted(held, state)
+        model.load_state_dict(own | {name: like(value, state.get(name)) for name, value in fitted.items()})
 
 
 def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,8 +114,8 @@ RULES: dict[str, tuple[Any, ...]] = {
     ),
     "epoch_order": (
         "return (N,) indices of the N samples, some perhaps twice and others not; the same on every rank",
-        ("{}", lambda order, n: (order.dtype.kind not in "iu" or order.shape != (n,)) and kind(order)),
-        ("the sample {}, which is not there", lambda order, n: str(order[order != order.clip(0, n - 1)][:1])[1:-1]),
+        ("{}", lambda order, n, places: (order.dtype.kind not in "iu" or order.shape != (places,)) and kind(order)),
+        ("the sample {}, which is not there", lambda order, n, _: str(order[order != order.clip(0, n - 1)][:1])[1:-1]),
     ),
     "model": ("return the nn.Module", ("{}", no(nn.Module))),
     "loss": (
@@ -209,9 +209,35 @@ def built(task: Task) -> nn.Module:
 
 NO_SAMPLES: tuple[tuple[Any, str], ...] = (
     (DataLoader, "give the dataset in it: batches are made here, by a method `collate` of the dataset if it has one"),
-    ((IterableDataset, Iterator), "give one with __len__ and __getitem__ (streams of shards are not read yet)"),
+    ((IterableDataset, Iterator), "give one with __len__ and __getitem__; shards are read by formats/shards.py"),
     (Mapping, "give a list of its samples, or torch.utils.data.StackDataset(**columns)"),
 )
+
+
+class LazyOrder:
+    """An order that a dataset computes where it is read: each slice is checked, and no step waits for the whole."""
+
+    def __init__(self, own: Any, samples: int):
+        self.own, self.samples = own, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, positions: slice) -> np.ndarray:
+        """(n,) indices at these positions of the epoch."""
+        places = len(range(*positions.indices(self.samples)))
+        return check("epoch_order", np.asarray(self.own[positions]), self.samples, places).astype(np.int64, copy=False)
+
+
+def checked_order(found: Any, samples: int) -> Any:
+    """Return what a dataset's `epoch_order` gives, as an array (N,), or, of neither an array nor a list, as it is read.
+    Raises LockstepError if it is no order of so many samples."""
+    if hasattr(found, "__array__") or isinstance(found, Sequence) or not hasattr(found, "__len__"):
+        return check("epoch_order", np.asarray(found), samples, samples)
+    if len(found) != samples:
+        what = f"`epoch_order` returns a {type(found).__name__} of length {len(found)}"
+        raise LockstepError(what, "the task's `epoch_order`", f"it has to have the length {samples}")
+    return LazyOrder(found, samples)
 
 
 def check_datasets(found: Any, first: str = "training") -> tuple[Any, Any]:

@@ -149,7 +149,9 @@ class Task:
         a batch (fast: one gather) or a list of samples. To draw at random it takes seeds: `__getitem__(i, seed)`,
         `__getitems__(indices, seeds)`. It may have `collate(samples)`, `labels`, `weights`, `sources` (whom each sample
         is from, such as a person, a video, an episode: the names that `exclude` takes), `epoch_order(seed, epoch)`
-        ((N,) indices to take in place of a shuffle) and `prefetch(indices)`: see "Samples and batches of any form" in
+        ((N,) indices to take in place of a shuffle; or an object with `__len__` that gives a slice of them when it is
+        asked, `order[a:b]`, as formats/shards.py does), `digest` (a text that tells the samples apart from others: only
+        the first one is fetched to compare data) and `prefetch(indices)`: see "Samples and batches of any form" in
         docs/your-own-data.md.
         """
         raise NotImplementedError
@@ -220,6 +222,15 @@ class Task:
         `optim.freeze` is applied; its groups hold all trained weights. The schedule sets the rate of a group to that of
         the step times the group's own `lr` / `optim.lr`."""
         return None
+
+    def units(self, model: nn.Module) -> list[nn.Module] | None:
+        """With ddp.strategy=fsdp or hsdp: return the modules that are whole one at a time, each called as a module in
+        `model`'s forward pass, or None for the blocks in the model's own lists (nn.ModuleList, nn.Sequential)."""
+        return None
+
+    forward_methods: tuple[str, ...] = ()
+    """Names of methods of the model that are called from outside in place of its `forward`, and do not call it; FSDP2
+    must know them."""
 
     def saved(self, name: str) -> bool:
         """Return whether checkpoints hold this entry of the model's state dict. The others must not be trained, and

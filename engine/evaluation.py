@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,12 @@ def log_metrics(run: Run) -> None:
     """(all ranks) Look for a straggler, and log the metrics since the last log point."""
     seconds = phase.take()
     run.record.log.straggler(run, run.meter.stragglers.find(seconds))
-    run.record.log.train(run, training_metrics(run, seconds))
+    every, step = run.cfg.digest_every, run.progress.step
+    digest = ""
+    if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
+        with run.world.host_sync():
+            digest = run.workers.digest()
+    run.record.log.train(run, training_metrics(run, seconds), digest)
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
@@ -52,24 +58,29 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     that is done.
 
     Batches are the same on any number of ranks, and so are the metrics, to the last bit where every process computes
-    alike. Buffers are put back: the training continues as if nothing had been scored, as it does after a resume.
+    alike.
     """
     world, task = run.world, run.task
     scored, collected = Gathered("score"), Gathered("collect", task.collect_limit_mb)
-    with run.evaluated_buffers.unchanged():
-        model, incomplete = run.evaluated_model.eval(), False
+    with run.evaluated() as model:
+        incomplete = False
         phase("loading validation data")
-        for number, batch in enumerate(batches):
-            if run.stop.reason:
+        for number, batch in enumerate(_with_empty(run, batches)):
+            if run.workers.any(bool(run.stop.reason)):
                 incomplete = True
                 break
             phase("validation")
             seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
+            empty = number >= len(run.loaders.val)
             with run.precision.autocast():
-                scored.add(check("score", task.score(model, batch)))
+                sums = check("score", task.score(model, batch))
+                if not empty:
+                    scored.add(sums)
                 if collects(task):
                     samples = len(info_of(batch).index)
-                    collected.collect(check("collect", task.collect(model, batch), samples), samples)
+                    values = check("collect", task.collect(model, batch), samples)
+                    if not empty:
+                        collected.collect(values, samples)
             phase("loading validation data")
         phase("validation")
         num_trials = _num_trials(run)
@@ -91,6 +102,16 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         else:
             metrics = reported(task, sums)
         return metrics | {"count": int(sums["count"])}, sums
+
+
+def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield this rank's batches, and where every forward pass is a collective, samples to score in place of those that
+    other ranks have more; they do not count."""
+    yield from batches
+    if run.plan.sharded:
+        sampler = run.loaders.val.sampler
+        rounds = -(-sampler.num_samples // (sampler.batch_size * run.world.size))
+        yield from (run.loaders.val.example(1) for _ in range(rounds - len(sampler)))
 
 
 def _num_trials(run: Run) -> int:
@@ -123,6 +144,8 @@ TRIALS_AT_ONCE = 10
 
 @torch.no_grad()
 def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
-    """(rank 0) Return the task's pictures of an evaluation."""
-    with phase.during("validation"), run.precision.autocast(), run.evaluated_buffers.unchanged():
-        return run.task.pictures(run.evaluated_model.eval(), batch, sums)
+    """(rank 0) Return the task's pictures of an evaluation: none where a forward pass needs all ranks."""
+    if run.plan.sharded:
+        return {}
+    with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:
+        return run.task.pictures(model, batch, sums)

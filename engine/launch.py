@@ -154,6 +154,8 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
 
     Pickled objects are exchanged on the host: votes and errors get through while NCCL is stuck, and do not wait for the
     GPU."""
+    if device.type == "cpu" and cfg.ddp.strategy != "ddp":  # its meshes take no backend of our own
+        return "gloo"
     if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
         return "shm"
     if cfg.ddp.backend == "gloo":

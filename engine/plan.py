@@ -32,6 +32,7 @@ class Plan:
     peak_lr: float
     schedule: Schedule
     devices: tuple[int, ...] = ()  # GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
+    sharded: bool = False  # each process holds some rows of the weights (ddp.strategy)
     workers: int = 0  # virtual workers; 0 where each process is its own
     passes: int = 1  # forward passes of a worker, or of a process, in a step
     log_every: int = 10
@@ -56,8 +57,8 @@ class Plan:
 
     @functools.cached_property
     def loss_scale(self) -> float:
-        """Return the factor of a pass's loss: DDP divides the sum over the ranks by their number, the tree does not."""
-        return (1 if self.workers else self.processes) / self.global_batch
+        """Return the factor of a pass's loss: DDP alone divides the sum over the ranks by their number."""
+        return (1 if self.workers or self.sharded else self.processes) / self.global_batch
 
     def lr(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then cosine, linear,
@@ -86,6 +87,8 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
     workers, copies = cfg.virtual_workers, max(1, len(devices))
+    if cfg.ddp.strategy != "ddp":
+        _check_sharded(cfg)
     if workers:
         _check_virtual(cfg, world.size, bool(devices))
     batch, passes, global_batch = _cut(cfg, workers or world.size * copies)
@@ -116,6 +119,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         peak_lr=scaled_lr(cfg.optim.lr, s.lr_scaling, global_batch, s.base_batch_size),
         schedule=s,
         devices=devices,
+        sharded=cfg.ddp.strategy != "ddp",
         workers=workers,
         passes=passes,
         log_every=cfg.log_every or (50 if world.device.type == "cuda" else 10),  # there the host waits for the device
@@ -160,6 +164,24 @@ def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
     }
     if found := [setting for setting, is_set in excluded.items() if is_set]:
         raise LockstepError(f"{found[0]} with virtual_workers={workers}", "virtual_workers", todo)
+
+
+def _check_sharded(cfg: Config) -> None:
+    """Raise LockstepError where a setting rules shards of the weights out."""
+    excluded = {
+        "optim.zero": (cfg.optim.zero, "drop it: moments are sharded, too"),
+        "cuda_graph": (cfg.cuda_graph, "drop it"),
+        "compile": (cfg.compile not in ("off", "auto"), "drop it"),
+        "memory_format": (cfg.memory_format == "channels_last", "drop it: rows of weights are contiguous"),
+        "multi_gpu": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
+        "ddp.comm_hook": (cfg.ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
+        "ddp.sync_bn": (cfg.ddp.sync_bn, "drop it, or use GroupNorm"),
+        "ddp.static_graph": (cfg.ddp.static_graph, "drop it"),
+        "virtual_workers": (cfg.virtual_workers and cfg.ddp.strategy == "hsdp", "use ddp.strategy=fsdp"),
+    }
+    for key, (is_set, todo) in excluded.items():
+        if is_set:
+            raise LockstepError(f"ddp.strategy={cfg.ddp.strategy} with {key}", key, todo)
 
 
 def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:

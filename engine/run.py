@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,11 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
-from engine import contract, optim, private
+from engine import contract, private
 from engine.checks import check, check_loss, same_names
-from engine.comm.buffers import Buffers
+from engine.comm.fsdp import Sharded, ShardedWorkers
 from engine.comm.plain import Plain
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
@@ -23,6 +23,7 @@ from engine.contract import Loss, Sums, Task, scalar_on, weights_of
 from engine.errors import amount
 from engine.files.archive import Saved
 from engine.metrics import Meter, Outcome, Skipped, Straggler
+from engine.optim.ema import EMA
 from engine.optim.make import fresh_copy
 from engine.phases import phase, split_backward
 from engine.plan import Plan
@@ -81,7 +82,7 @@ class Silent:
     def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
         return items
 
-    def train(self, run: Run, metrics: dict[str, float]) -> None: ...
+    def train(self, run: Run, metrics: dict[str, float], digest: str) -> None: ...
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
     def straggler(self, run: Run, found: Straggler | None) -> None: ...
     def skipped(self, run: Run, skipped: Skipped) -> None: ...
@@ -148,17 +149,22 @@ class Run:
     net: Any  # the nn.Module that the loss calls: `model`, perhaps wrapped
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    ema: AveragedModel | None
+    ema: EMA | None
     loaders: Any  # data_loader.Loaders: of the data to train on, and of those to score, or None
     stop: Stop = field(default_factory=Stop)
     progress: Progress = field(default_factory=Progress)
     record: Record = field(default_factory=Record)
 
     def __post_init__(self) -> None:
-        self.workers = Plain(self.world, self.model, self.cfg.ddp.buffers)
-        if self.plan.workers:
-            unused = self.cfg.ddp.find_unused_parameters
-            self.workers = VirtualWorkers(self.plan.workers, self.world, self.model, unused)
+        world, model, cfg, workers = self.world, self.model, self.cfg.ddp, self.plan.workers
+        self.workers: Plain
+        if self.plan.sharded:
+            plain = functools.partial(Sharded, mode=cfg.buffers, every=cfg.reduce_every)
+            self.workers = ShardedWorkers(workers, world, model) if workers else plain(world, model)
+        elif workers:
+            self.workers = VirtualWorkers(workers, world, model, cfg.find_unused_parameters)
+        else:
+            self.workers = Plain(world, model, cfg.buffers)
         self.meter = Meter(self.world, len(self.workers.block))
         if self.cfg.check_resume:
             self.record.fresh = Fresh(fresh_copy(self.optimizer, self.model), forms(self.task, self.model))
@@ -245,7 +251,7 @@ class Run:
         samples = consumed - progress.position
         self.workers.end_step(skipped)
         if self.ema is not None:
-            optim.update_ema(self.ema, self.model, cfg.optim.ema_decay, skipped)
+            self.ema.update(skipped)
         meter.timed_samples += samples
         progress.samples += samples
         progress.step, progress.position = progress.step + 1, consumed
@@ -281,13 +287,12 @@ class Run:
         """Why the run ended early, once all ranks have agreed to stop."""
         return self.stop.agreed
 
-    @property
-    def evaluated_model(self) -> nn.Module:
-        return self.model if self.ema is None else self.ema.module
-
-    @property
-    def evaluated_buffers(self) -> Buffers:
-        return self.workers.buffers if self.ema is None else Buffers(self.ema.module)
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """The model in eval mode, with the average of weights if one is kept. What it changes in buffers is put back:
+        the training continues as if nothing had been scored, as it does after a resume."""
+        with self.ema.swapped() if self.ema else nullcontext(), self.workers.buffers.unchanged():
+            yield self.model.eval()
 
     def agree_to_stop(self) -> None:
         """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""

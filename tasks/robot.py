@@ -57,6 +57,7 @@ class Task(contract.Task):
         "policy.temporal_ensemble_coeff policy.gradient_checkpointing "
         "policy.pretrained_backbone_weights".split()
     )
+    forward_methods = ("act",)
     compat_aliases = _lerobot_keys.ALIASES
     aliases = {"root": "dataset.root", "episodes": "dataset.episodes"}
 
@@ -73,8 +74,8 @@ class Task(contract.Task):
         found: dict[str, Any] = {"eval_every": every} if (every := eval_every(cfg)) else {}
         if _lerobot.is_lerobots(cfg.policy):
             return found | _lerobot.presets(cfg)[0]
-        if rate := getattr(cfg.policy, "optimizer_lr_backbone", 0.0):
-            found["optim.lr_scale"] = [f"*backbone.*:{rate / cfg.optim.lr!r}"]
+        if rate := getattr(cfg.policy, "optimizer_lr_backbone", 0.0):  # a policy without cameras has none
+            found["optim.lr_scale"] = [f"?*backbone.*:{rate / cfg.optim.lr!r}"]
         return found
 
     @classmethod

@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine import optim, plan
+from engine.comm.plain import Plain
+from engine.comm.world import World
 from engine.config import Optim, Schedule
 from engine.optim import make
 from engine.speed import memory
@@ -19,10 +22,16 @@ def small():
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
 
 
+def plain(model):
+    return Plain(World(0, 0, 1, torch.device("cpu")), model, "same")
+
+
 def take(model, divisor, grad_clip=0.0, scaler=None):
     optimizer = optim.make_optimizer(model, Optim())
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    return optim.step(optimizer, scaler, 0.1, torch.tensor(divisor, dtype=torch.float64), grad_clip), optimizer
+    return optim.step(
+        optimizer, scaler, plain(model), 0.1, torch.tensor(divisor, dtype=torch.float64), grad_clip
+    ), optimizer
 
 
 def with_gradients(scale, dtype=torch.float64):
@@ -103,14 +112,15 @@ def test_the_average_is_torchs_own_but_of_skipped_steps():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).double())
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
-    ours, theirs = (optim.make_ema(model, Optim(ema_decay=0.9)) for _ in range(2))
+    ours = optim.make_ema(model, Optim(ema_decay=0.9))
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     for skipped in (1.0, 0.0, 0.0, 1.0, 0.0, 0.0):
         before = copy.deepcopy(ours.state_dict())
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p))
         model[:2](torch.randn(8, 4) + 1)
-        optim.update_ema(ours, model, 0.9, torch.tensor(skipped))
+        ours.update(torch.tensor(skipped))
         if not skipped:
             theirs.update_parameters(model)
         for name, value in ours.state_dict().items():

@@ -163,7 +163,8 @@ def test_rates_and_freezing_by_name(tmp_path, name):
     (tmp_path / "a.yaml").write_text("optim:\n  lr_scale:\n    0: 0.5\n    2.wei*: 4\n    2: 3\n  freeze: [1.bias]\n")
     read = ["--config", str(tmp_path / "a.yaml")]
     given = ["optim.lr_scale={0: 0.5, 2.wei*: 4, 2: 3}", "optim.freeze=1.bias"]
-    for words in (read, given):
+    listed = ["optim.lr_scale=?*backbone.*:9,0:0.5,2.wei*:4,2:3", "optim.freeze=1.bias"]  # the first may match nothing
+    for words in (read, given, listed):
         cfg = config.parse([OWN, f"optim.name={name}", *words], tasks.load).cfg.optim
         model = network()
         optimizer = optim.make_optimizer(model, cfg)

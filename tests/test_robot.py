@@ -522,10 +522,10 @@ def test_the_backbone_has_lerobots_rate_of_its_own(tmp_path):
     """Given, or in the config.json of weights; without it, as all else."""
     words = ["robot", "policy.type=act", "--policy.optimizer_lr=1e-3"]
     assert parse(*words).optim.lr_scale == []
-    assert parse(*words, "--policy.optimizer_lr_backbone=1e-5").optim.lr_scale == ["*backbone.*:0.01"]
+    assert parse(*words, "--policy.optimizer_lr_backbone=1e-5").optim.lr_scale == ["?*backbone.*:0.01"]
     (tmp_path / "config.json").write_text('{"type": "act", "optimizer_lr": 1e-3, "optimizer_lr_backbone": 1e-4}')
     cfg = parse("robot", f"policy.path={tmp_path}")
-    assert cfg.optim.lr == 1e-3 and cfg.optim.lr_scale == ["*backbone.*:0.1"]
+    assert cfg.optim.lr == 1e-3 and cfg.optim.lr_scale == ["?*backbone.*:0.1"]
     assert parse("robot", f"policy.path={tmp_path}", "optim.lr_scale=x:2").optim.lr_scale == ["x:2"]
 
 

@@ -393,7 +393,7 @@ def test_auto_compiles_long_runs_on_a_gpu(wanted, device, steps, expected, monke
     monkeypatch.setenv("CC", "gcc")
     assert compiler.choose(wanted, torch.device(device), steps) == expected
     if wanted == "auto":
-        assert compiler.choose("auto", torch.device("cuda"), 10**6, copied=True) == "off"
+        assert compiler.choose("auto", torch.device("cuda"), 10**6, plain=False) == "off"
         monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", "")
         assert compiler.choose("auto", torch.device("cuda"), 10**6) == "off", "Triton needs a compiler"

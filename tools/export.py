@@ -114,7 +114,8 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
     """Return (the file's description, the file, (size, largest difference, relative) of each real batch)."""
     run = train.build(args, world, split="any")
     describe.print_plan(run, steps=False)
-    model = memory.set_memory_format(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")
+    with run.evaluated() as averaged:
+        model = memory.set_memory_format(copy.deepcopy(averaged).float().eval(), "contiguous")
     module, input_of = run.task.export_module(model)
     module.eval()
     with torch.no_grad():

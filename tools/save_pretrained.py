@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
             raise LockstepError(f"task {args.cfg.task} has no policy to save", argv[0], "give a robot's run")
         with survive.sync_errors(world):
             if world.main:
-                task.save_pretrained(found.evaluated_model, folder)
+                with found.evaluated() as model:
+                    task.save_pretrained(model, folder)
                 print(f"Saved {folder}")
         return 0
 

@@ -94,10 +94,9 @@ class Buffers:
             )
 
 
-def sync_buffers(world: World, *models: nn.Module) -> None:
-    """(all ranks) Make the buffers of norms the same on every rank: running statistics are averaged."""
-    for model in models:
-        statistics = Buffers(model)(of_norms=True)
+def sync_buffers(world: World, *sets: dict[str, Tensor]) -> None:
+    """(all ranks) Make tensors the same on every rank, by name: running statistics of norms are averaged."""
+    for statistics in sets:
         differ = [statistics[name] for name in _differing(world, statistics)]
         world.broadcast_or_mean((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
 

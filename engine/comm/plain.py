@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from engine.comm import digests
 from engine.comm.buffers import Buffers
 from engine.comm.world import World
 
@@ -41,6 +43,21 @@ class Plain:
     def reduce_rows(self, totals: Tensor) -> Tensor:
         """Return the (3 + sums,) totals of a step."""
         return totals
+
+    def grad_norm(self, grads: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients as one vector, the same on all ranks."""
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+
+    def sum_over_shards(self, tensor: Tensor) -> None:
+        """Add up, in place, over the ranks that hold other rows of the weights: here none does."""
+
+    def digest(self) -> str:
+        """Return a digest of all weights; where ranks hold other rows, all must call it."""
+        return digests.digest(self.model.parameters())
+
+    def any(self, here: bool) -> bool:
+        """Return whether this rank, or where a forward pass is a collective any rank, says so."""
+        return here
 
     def end_step(self, skipped: Tensor) -> None:
         """(all ranks) Restore the buffers if the step was skipped; make them equal on all ranks if ddp.buffers asks."""

@@ -24,6 +24,15 @@ def block(workers: int, rank: int, processes: int) -> range:
     return range(workers * rank // processes, workers * (rank + 1) // processes)
 
 
+def dealt(workers: int, rank: int, processes: int, in_rounds: bool = False) -> range:
+    """Return the virtual workers that a process runs, one after the other: a block of neighbours; or `in_rounds` one of
+    each round of as many as there are processes, so that what waits for its turn in the tree is little. Numbers from
+    `workers` on have no samples: then every process takes part in every round."""
+    return (
+        range(rank, -(-workers // processes) * processes, processes) if in_rounds else block(workers, rank, processes)
+    )
+
+
 def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
     """Append a node, and add up the last two while they are the halves of a larger one: in place, into the right half,
     or into new tensors."""
@@ -61,11 +70,11 @@ def _add(left: list[Tensor], right: list[Tensor], in_place: bool) -> list[Tensor
     return right
 
 
-def spans(workers: int, rank: int, processes: int) -> tuple[list[Span], int]:
-    """Return the nodes that remain of a process's block once halves are added up, and the most that ever wait."""
+def spans(workers: Iterable[int]) -> tuple[list[Span], int]:
+    """Return the nodes that remain of a process's workers once halves are added up, and the most that ever wait."""
     nodes: list[Node] = []
     most = 0
-    for worker in block(workers, rank, processes):
+    for worker in workers:
         most = max(most, len(nodes))
         push(nodes, Node(worker, worker + 1, [torch.zeros(())]))
     return [(node.begin, node.end) for node in nodes], most

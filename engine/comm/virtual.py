@@ -21,10 +21,16 @@ from torch.futures import Future
 from torch.nn.functional import pad
 
 from engine.comm import shm_backend
+from engine.comm.dtensor import held, local
 from engine.comm.plain import Plain
-from engine.comm.tree import Node, Span, are_halves, block, fold, push, spans
+from engine.comm.tree import Node, Span, are_halves, dealt, fold, push, spans
 from engine.comm.world import World
 from engine.errors import LockstepError
+
+AT_ONCE = 1 << 22
+"""Gradients whose squares are in memory at once."""
+
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 
 ALIGNED = 32
 """Bytes: CUDA's kernels read four float64 at once where the memory allows it."""
@@ -72,7 +78,7 @@ class Exchange:
             parts = [[*part.view(-1, self.piece)] for part in self.received.split(self.counts)]
             self.whole = self.received.new_empty(self.size * self.piece)
             self.root = self._root(parts)
-            self.work = dist.all_gather_into_tensor(self.whole, self.root, async_op=True)
+            self.work = ALL_GATHER(self.whole, self.root, async_op=True)
 
     def result(self) -> Tensor:
         """Return the sum, flat."""
@@ -90,66 +96,46 @@ class Exchange:
             for spans_of_rank, parts_of_rank in zip(self.by_rank, parts, strict=True)
             for span, part in zip(spans_of_rank, parts_of_rank, strict=True)
         ]
+        nodes.sort(key=lambda node: node.begin)
         return fold(nodes, in_place=self.channel is None)[0]  # other ranks still read shared memory
 
 
-class VirtualWorkers(Plain):
-    """Keep what the virtual workers of one process compute within a step.
+class Dealt(Plain):
+    """Keep what the virtual workers of one process compute within a step, but for their gradients.
 
-    unused   DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its passes has used
-    at_end   take a worker's gradients after its last pass, not each as soon as it is there: with `unused`, and on a
-             GPU, where all are added in one kernel
-    pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
-    waiting  parameter -> left worker whose gradient waits in `grad` for autograd to add the right one's
-    added    parameters that the worker under way has used
+    block    numbers of the workers of this process
+    by_rank  the nodes of each process that its workers' sums make
     changes  nodes of the tree of changes of running statistics, float64
     others   buffers that are not floating point, after the last worker
     """
 
-    def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
+    in_rounds = False  # see `tree.dealt`
+
+    def __init__(self, workers: int, world: World, model: nn.Module):
         super().__init__(world, model, "same")
-        self.workers, self.unused = workers, unused
-        self.at_end = unused or world.device.type == "cuda"
-        self.by_rank = [spans(workers, rank, world.size)[0] for rank in range(world.size)]
-        self.block = block(workers, world.rank, world.size)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.number = {id(p): number for number, p in enumerate(self.parameters)}
-        for number, p in enumerate(self.parameters):
-            p.register_post_accumulate_grad_hook(partial(self._take, number))
-        self.pending: dict[int, list[Node]] = collections.defaultdict(list)
-        self.waiting: dict[int, int] = {}
-        self.added: set[int] = set()
+        self.workers = workers
+        everyones = [dealt(workers, rank, world.size, self.in_rounds) for rank in range(world.size)]
+        blocks = [range(each.start, min(each.stop, workers), each.step) for each in everyones]
+        self.block, self.by_rank = blocks[world.rank], [spans(each)[0] for each in blocks]
         self.changes: list[Node] = []
         self.others: dict[str, Tensor] = {}
-        self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
-        self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
         self.worker, self.idle, self.samples = -1, False, 0  # of the passes under way; -1 before the step's first
 
     # ---- one worker after the other ----
 
     def begin_pass(self, micro: Any, in_ddp: bool) -> None:
-        """Begin a pass, a `data_loader.MicroBatch`. With `in_ddp` a step's last pass leaves its gradients to `hook`.
-
-        A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
-        that finds none is often copied.
-        """
+        """Begin a pass, a `data_loader.MicroBatch`."""
         if micro.opens_worker:
             self.begin_worker(micro.worker, micro.empty)
         self.samples = micro.samples
-        self.in_ddp = in_ddp
-        one_pass = micro.opens_worker and micro.closes_worker
-        self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
-        self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
 
     def begin_worker(self, worker: int, idle: bool) -> None:
         """Set aside what the worker before has computed, and begin with the buffers as they were before the step.
         `idle`: it has no samples, because the step has fewer than there are workers."""
         if self.worker >= 0:
             self._keep_buffers()
-        self._take_rest(right=worker % 2 == 1)
         self.buffers.restore()
         self.worker, self.idle = worker, idle
-        self.added.clear()
 
     def end_step(self, skipped: Tensor) -> None:
         self.add_changes(busy=min(self.workers, self.samples))
@@ -188,7 +174,100 @@ class VirtualWorkers(Plain):
             after, before = (torch.cat(values).double() for values in zip(*floats, strict=True))
             change = torch.where(after == before, 0.0, after - before)  # infinities stay as they are
             change = torch.zeros_like(change) if self.idle else change
-            push(self.changes, Node(self.worker, self.worker + 1, [change]))
+            if self.worker < self.workers:
+                push(self.changes, Node(self.worker, self.worker + 1, [change]))
+
+    # ---- numbers ----
+
+    def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
+        """Return (workers, len(numbers)) with zeros in the other workers' rows, so that any order of additions over
+        passes and ranks is exact. A pass beyond the last worker has votes only."""
+        rows = numbers.new_zeros(self.workers, len(numbers))
+        rows[min(micro.worker, self.workers - 1)] = numbers
+        return rows
+
+    def reduce_rows(self, rows: Tensor) -> Tensor:
+        """Return (columns,): the root of the tree over the rows."""
+        return fold((Node(w, w + 1, [row]) for w, row in enumerate(rows)), in_place=False)[0]
+
+    @torch.no_grad()
+    def grad_norm(self, grads: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients in bits that depend on their values alone: a kernel's own order of additions
+        depends on the shape of what a rank holds. No row of a weight is ever cut: its squares are added by halves, in
+        float64, and go into a table of all rows; the others' are zeros until the ranks' tables are added up.
+        """
+        table = torch.zeros(sum(len(g) if g.ndim else 1 for g in grads), dtype=torch.float64, device=grads[0].device)
+        at, batches, filled = (
+            0,
+            collections.defaultdict[Any, list[tuple[int, Tensor]]](list),
+            collections.Counter[int](),
+        )
+        for grad in grads:
+            rows, mine = held(grad), local(grad)
+            if mine.numel():
+                flat, first = mine.reshape(rows.stop - rows.start, -1), at + rows.start
+                width = 1 << (flat.shape[1] - 1).bit_length()
+                for piece in flat.split(max(1, AT_ONCE // width)):
+                    batches[width, filled[width] // AT_ONCE].append((first, piece))
+                    first, filled[width] = first + len(piece), filled[width] + len(piece) * width
+            at += len(grad) if grad.ndim else 1
+        for (width, _), batch in batches.items():
+            lengths = [len(piece) for _, piece in batch]
+            squares = table.new_zeros(sum(lengths), width)
+            filled_parts = [
+                part[:, : piece.shape[1]] for part, (_, piece) in zip(squares.split(lengths), batch, strict=True)
+            ]
+            torch._foreach_copy_(filled_parts, [piece for _, piece in batch])
+            squares.mul_(squares)
+            while squares.shape[1] > 1:
+                half = squares.shape[1] // 2
+                squares = squares[:, :half] + squares[:, half:]
+            places = [table[first : first + length] for (first, _), length in zip(batch, lengths, strict=True)]
+            torch._foreach_copy_(places, [*squares[:, 0].split(lengths)])
+        self.sum_over_shards(table)
+        return table.sum().sqrt().to(grads[0].dtype)
+
+
+class VirtualWorkers(Dealt):
+    """Virtual workers whose gradients DDP, or the only process, adds up along the tree.
+
+    unused   DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its passes has used
+    at_end   take a worker's gradients after its last pass, not each as soon as it is there: with `unused`, and on a
+             GPU, where all are added in one kernel
+    pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
+    waiting  parameter -> left worker whose gradient waits in `grad` for autograd to add the right one's
+    added    parameters that the worker under way has used
+    """
+
+    def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
+        super().__init__(workers, world, model)
+        self.unused, self.at_end = unused, unused or world.device.type == "cuda"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.number = {id(p): number for number, p in enumerate(self.parameters)}
+        for number, p in enumerate(self.parameters):
+            p.register_post_accumulate_grad_hook(partial(self._take, number))
+        self.pending: dict[int, list[Node]] = collections.defaultdict(list)
+        self.waiting: dict[int, int] = {}
+        self.added: set[int] = set()
+        self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
+        self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
+
+    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
+        """Begin a pass. With `in_ddp` a step's last pass leaves its gradients to `hook`.
+
+        A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
+        that finds none is often copied.
+        """
+        super().begin_pass(micro, in_ddp)
+        self.in_ddp = in_ddp
+        one_pass = micro.opens_worker and micro.closes_worker
+        self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
+        self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
+
+    def begin_worker(self, worker: int, idle: bool) -> None:
+        self._take_rest(right=worker % 2 == 1)
+        super().begin_worker(worker, idle)
+        self.added.clear()
 
     # ---- gradients ----
 
@@ -259,18 +338,8 @@ class VirtualWorkers(Plain):
             state.buckets = []
         return future
 
-    # ---- numbers ----
-
-    def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
-        """Return (workers, len(numbers)) with zeros in the other workers' rows, so that any order of additions over
-        passes and ranks is exact."""
-        rows = numbers.new_zeros(self.workers, len(numbers))
-        rows[micro.worker] = numbers
-        return rows
-
     def reduce_rows(self, rows: Tensor) -> Tensor:
-        """Return (columns,): the root of the tree over the rows. Also give the parameters their gradients, where one
-        process runs all workers without DDP."""
+        """Also give the parameters their gradients, where one process runs all workers without DDP."""
         if not self.in_ddp:
             self._take_rest()
         for number, nodes in self.pending.items():
@@ -283,7 +352,7 @@ class VirtualWorkers(Plain):
             odd = {p: p.grad for p in self.parameters if p.grad is not None and p.grad.data_ptr() % ALIGNED}
             for p, grad in zip(odd, torch._foreach_mul([*odd.values()], 1.0) if odd else (), strict=True):
                 p.grad = grad
-        return fold((Node(w, w + 1, [row]) for w, row in enumerate(rows)), in_place=False)[0]
+        return super().reduce_rows(rows)
 
 
 def _views(flat: Tensor, parameters: list[Tensor], offsets: list[int]) -> list[Tensor]:

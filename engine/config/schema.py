@@ -41,7 +41,7 @@ class Optim:
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.9, "momentum of sgd and muon", low=0, high=0.99999)
     lr_scale: list[str] = option(
-        [], "factors of the learning rate of weights and modules by name, such as backbone.*:0.1,head:10"
+        [], "factors of the learning rate of weights and modules by name, such as backbone.*:0.1,head:10; ?*x: if any"
     )
     freeze: list[str] = option([], "weights and modules that are not trained, by name, such as backbone.*")
     grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)
@@ -88,6 +88,20 @@ class DDP:
         "mean after each step",
     )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
+    strategy: Literal["ddp", "fsdp", "hsdp"] = option(
+        "ddp",
+        "what a process holds: ddp the whole model; fsdp some rows of each weight, gradient and moment (FSDP2); hsdp "
+        "the same within groups of ddp.shards processes",
+    )
+    shards: int = option(0, "processes that hold one copy of the model together (hsdp); 0 = those of a machine", low=0)
+    reduce_every: int = option(
+        1,
+        "forward passes between sums of gradients (fsdp, hsdp); in between each process holds whole ones; 0 = a step",
+        low=0,
+    )
+    gather_dtype: Literal["weights", "bf16"] = option(
+        "weights", "what weights are sent as (fsdp, hsdp); bf16: half as many bytes, and all layers compute in it"
+    )
 
 
 @dataclass

@@ -31,6 +31,7 @@ class Fetcher:
     def __init__(self, dataset: Any):
         self.name, self.length = type(dataset).__name__, len(dataset)
         self.prefetch: Any = getattr(dataset, "prefetch", None)
+        self.digest = str(getattr(dataset, "digest", ""))
         self.rows: Any = None  # the samples of the innermost dataset
         while type(dataset) is Subset:  # a Subset does not pass on seeds
             self.rows = dataset.indices if self.rows is None else [dataset.indices[row] for row in self.rows]
@@ -104,6 +105,8 @@ class Fetcher:
         for index, seed in zip(request.indices, request.seeds or request.indices, strict=True):
             try:
                 self.__getitems__(Request([index], [seed]))
+            except LockstepError:  # the dataset's own says more
+                raise
             except Exception:
                 name, todo = str(index), "fix or remove it"
                 break
@@ -150,14 +153,15 @@ def named(indices: list[int]) -> str:
 
 
 def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
-    """Return a digest of the datasets' lengths and of the first, the middle and the last sample of each. Leaves that
-    differ between two fetches are left out, and raise LockstepError unless random_samples=warn."""
+    """Return a digest of the datasets' lengths and of the first, the middle and the last sample of each, or of the first
+    one and of its own `digest`. Leaves that differ between two fetches are left out, and raise LockstepError unless
+    random_samples=warn."""
     digest, changed = hashlib.sha256(), list[tuple[str, str]]()
     with kept_generators():
         seed_everything(0)
         for fetcher in [Fetcher(dataset) for dataset in datasets if dataset is not None]:
-            digest.update(str(len(fetcher)).encode())
-            for index in sorted({0, len(fetcher) // 2, len(fetcher) - 1}):
+            digest.update((str(len(fetcher)) + fetcher.digest).encode())
+            for index in [0] if fetcher.digest else sorted({0, len(fetcher) // 2, len(fetcher) - 1}):
                 content, again = (contents(fetcher, index) for _ in range(2))
                 for name in sorted(content):
                     if content[name] == again.get(name):

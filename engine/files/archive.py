@@ -99,11 +99,12 @@ def check_archive(file: Path | io.BytesIO) -> None:
             _DryUnpickler(pickled, sizes, top).load()
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Load a checkpoint onto the CPU, without running code hidden in it or taking more memory than the file is long."""
+def read(path: Path, mapped: bool = False) -> dict[str, Any]:
+    """Load a checkpoint onto the CPU, without running code hidden in it or taking more memory than the file is long.
+    With `mapped` a tensor's bytes are read when they are used."""
     try:
         check_archive(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
         what = f"the checkpoint cannot be read ({reason(error)})"
         todo = "it is damaged or not Lockstep's; resume from another file"

@@ -29,6 +29,7 @@ class Status:
     checkpoints      (rank 0) the run's CheckpointWriter, closed before this process ends
     locks            real path of a run.lock -> (process, open file), see `run_folder.lock`
     smaller          `plan.smaller` of a training pass and of an evaluation pass; empty before they are known
+    less             words on a strategy that needs less memory; empty if there is none
     shrinks          whether to restart with these settings when memory runs out
     parameter_names  in DDP's order: its errors name parameters by index
     writing          held while status.json is written, because the checkpoint thread writes, too
@@ -42,7 +43,7 @@ class Status:
         self.checkpoints: Any = None
         self.locks: dict[str, tuple[int, Any]] = {}
         self.smaller: tuple[tuple[int, dict[str, int]], ...] = ()
-        self.shrinks = False
+        self.shrinks, self.less = False, ""
         self.parameter_names: list[str] = []
         self.writing, self.ended = threading.Lock(), threading.Lock()
         self.warned = False  # that status.json was not written

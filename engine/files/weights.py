@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.comm.dtensor import like
 from engine.errors import LockstepError
 from engine.files.archive import check_archive, reason
 from engine.files.checkpoints import LAST, Checkpoints
@@ -94,7 +95,7 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
         if fault := _fault(value, mine[name], name in finite):
             todo = "give weights as they were trained: neither quantised nor of a run that has diverged"
             raise LockstepError(f"{name} {fault}", f"init_from={path}", todo)
-    model.load_state_dict(fits, strict=False)
+    model.load_state_dict({name: like(value, mine[name]) for name, value in fits.items()}, strict=False)
     left = [
         f"{name} {tuple(value.shape)}, here {tuple(mine[name].shape)}" if name in mine else name
         for name, value in weights.items()

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.comm.dtensor import local
+
 
 class Lists(NamedTuple):
     """The kernel's arguments for a group."""
@@ -24,7 +26,12 @@ class AdamW(torch.optim.AdamW):
     `step` spends more time than in it if the model is small, and loads torch's compiler.
 
     Parameters of a group that have taken equally many steps share a counter; torch would advance one for each.
+
+    exact  the bits do not depend on where a tensor is cut. On a CPU the fused kernel's do: it rounds the last elements
+           of a tensor, those that do not fill a vector, in another way.
     """
+
+    exact = False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -34,7 +41,7 @@ class AdamW(torch.optim.AdamW):
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
         kept: dict[int, Lists] = vars(self).setdefault("kept_lists", {})
         for number, group in enumerate(self.param_groups):
-            grads = [grad for p in group["params"] if (grad := p.grad) is not None]
+            grads = [local(grad) for p in group["params"] if (grad := p.grad) is not None]
             if not grads:
                 continue
             # `_init_group` takes a third of the kernel's time if the model is small: keep the lists.
@@ -44,7 +51,9 @@ class AdamW(torch.optim.AdamW):
             torch._foreach_add_(
                 lists.counters, [taken] * len(lists.counters)
             )  # a list: one tensor would be read, a sync
-            torch._fused_adamw_(
+            if self.exact and found_inf is not None and found_inf:
+                continue
+            (_adamw_exact if self.exact else torch._fused_adamw_)(
                 lists.params, grads, lists.first, lists.second, [], lists.counts,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
                 eps=group["eps"], amsgrad=False, maximize=False,
@@ -65,6 +74,7 @@ class AdamW(torch.optim.AdamW):
             self._share_counters()
         counts = [self.state[p]["step"] for p in params]
         counters = [*{id(count): count for count in counts}.values()]
+        params, first, second = ([local(value.detach()) for value in values] for values in (params, first, second))
         return Lists(self.state, params, first, second, counts, counters)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
@@ -94,7 +104,11 @@ class SGD(torch.optim.SGD):
 
     torch's `step` loads the compiler, and leaves the momentum uninitialised if the first step is skipped; here it
     begins at zero, which is the same without dampening.
+
+    exact  as in AdamW
     """
+
+    exact = False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -104,18 +118,46 @@ class SGD(torch.optim.SGD):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            kept: list[Any] = [self.state[p] for p in params] if group["momentum"] else []
-            for p, state in zip(params, kept, strict=False):
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
+            for p in params if group["momentum"] else ():
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            kept = [self.state[p]["momentum_buffer"] for p in params] if group["momentum"] else []
             if group["weight_decay"]:
                 taken: Any = 1.0 if found_inf is None else 1 - found_inf.to(params[0].dtype)
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * taken)
-            torch._fused_sgd_(
-                params, [p.grad for p in params], [state["momentum_buffer"] for state in kept],
+                torch._foreach_mul_([local(p) for p in params], 1 - group["lr"] * group["weight_decay"] * taken)
+            if self.exact and found_inf is not None and found_inf:
+                continue
+            (_sgd_exact if self.exact else torch._fused_sgd_)(
+                *([local(value) for value in values] for values in (params, [p.grad for p in params], kept)),
                 lr=group["lr"], momentum=group["momentum"], weight_decay=0.0, dampening=0.0,
                 nesterov=group["nesterov"], maximize=False, is_first_step=False,
                 grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
             )  # fmt: skip
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
+
+
+def _adamw_exact(params: Any, grads: Any, first: Any, second: Any, _: Any, counts: list[Tensor], **o: Any) -> None:
+    """AdamW in operations that round once each (Loshchilov and Hutter 2019, algorithm 2). It reads the counters."""
+    if o["grad_scale"] is not None:
+        torch._foreach_div_(grads, o["grad_scale"])
+    torch._foreach_mul_(params, 1 - o["lr"] * o["weight_decay"])
+    for moments, values, beta in ((first, grads, o["beta1"]), (second, torch._foreach_mul(grads, grads), o["beta2"])):
+        torch._foreach_mul_(moments, beta)
+        torch._foreach_add_(moments, torch._foreach_mul(values, 1 - beta))
+    steps, root = [float(count) for count in counts], torch._foreach_sqrt(second)
+    torch._foreach_div_(root, [(1 - o["beta2"] ** step) ** 0.5 for step in steps])
+    torch._foreach_add_(root, o["eps"])
+    updates = torch._foreach_mul(first, [-o["lr"] / (1 - o["beta1"] ** step) for step in steps])
+    torch._foreach_div_(updates, root)
+    torch._foreach_add_(params, updates)
+
+
+def _sgd_exact(params: Any, grads: Any, kept: Any, **o: Any) -> None:
+    """SGD with momentum in operations that round once each."""
+    if o["grad_scale"] is not None:
+        torch._foreach_div_(grads, o["grad_scale"])
+    if o["momentum"]:
+        torch._foreach_mul_(kept, o["momentum"])
+        torch._foreach_add_(kept, grads)
+    torch._foreach_add_(params, torch._foreach_mul(kept or grads, -o["lr"]))

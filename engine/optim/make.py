@@ -6,14 +6,16 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.comm.dtensor import like, local
 from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import ChainedOptimizer, Task
@@ -27,9 +29,10 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def make_optimizer(
-    model: nn.Module, cfg: Optim, world: World | None = None, task: Task | None = None
+    model: nn.Module, cfg: Optim, world: World | None = None, task: Task | None = None, exact: bool = False
 ) -> torch.optim.Optimizer:
-    """Freeze the weights of `optim.freeze`; return the task's optimizer, or that of `optim.name` if it has none.
+    """Freeze the weights of `optim.freeze`; return the task's optimizer, or that of `optim.name` if it has none. With
+    `exact` the bits of its step do not depend on where FSDP2 cuts a weight, as virtual workers need it.
 
     A group with a different `lr` than `optim.lr` keeps the quotient as its `lr_scale`, a factor of the schedule's rate.
     """
@@ -41,6 +44,9 @@ def make_optimizer(
     optimizer = task.optimizer(model) if task else None
     if optimizer is None:
         optimizer = _shipped(model, trained, cfg)
+        for each in _chain(optimizer):
+            if exact and isinstance(each, AdamW | SGD) and next(iter(trained.values())).device.type == "cpu":
+                each.exact = True
     else:
         _check_own(optimizer, model, trained, cfg)
         for group in optimizer.param_groups:
@@ -58,10 +64,11 @@ def make_optimizer(
 
 
 def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Return the names of the parameters that match a pattern, or are in a module that does."""
+    """Return the names of the parameters that match a pattern, or are in a module that does; none only where the
+    pattern begins with `?*`."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-    if not found:
+    if not found and not pattern.startswith("?*"):
         some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         raise LockstepError(f"{pattern!r} matches no weight", key, f"choose of names such as {some}")
     return found
@@ -196,7 +203,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     """Return the bytes of state that this process will keep, None for a class that is not torch's."""
     held = [(each, group, p) for each in _chain(optimizer) for group in each.param_groups for p in group["params"]]
     count = 0.0
-    for each, group, p in held:
+    for each, group, parameter in held:
+        p = local(parameter)
         if isinstance(each, torch.optim.Adam):
             count += p.nbytes * (2 + group["amsgrad"])
         elif isinstance(each, torch.optim.Adafactor):
@@ -223,13 +231,18 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes:
     """
     options = {"lr_scale", *(OPTIONS[key] for key in changes if key in OPTIONS)}
     asked = [{name: group[name] for name in options & group.keys()} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
+    numbered = dict(enumerate(parameters_of(optimizer)))
+    states = {
+        n: {name: like(value, numbered.get(n)) for name, value in held.items()} if isinstance(held, dict) else held
+        for n, held in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": states})
     for group, now in zip(optimizer.param_groups, asked, strict=True):
         group.pop("lr_scale", None)
         group |= now
-    for number, p in enumerate(parameters_of(optimizer)):
-        if p in optimizer.state and number in state["state"]:
-            optimizer.state[p] = _as_saved(optimizer.state[p], state["state"][number], p)
+    for number, p in numbered.items():
+        if p in optimizer.state and number in states:
+            optimizer.state[p] = _as_saved(optimizer.state[p], states[number], p)
     _marked(optimizer)
 
 
@@ -263,11 +276,13 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     return twin
 
 
-def fresh_copy(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Return a copy that shares the model's parameters, before the first step; None if the optimizer holds something
-    that cannot be copied."""
-    shared = (*model.modules(), *model.parameters(), *model.buffers())
+def fresh_copy(
+    optimizer: torch.optim.Optimizer, model: nn.Module, instead: Mapping[Tensor, Tensor] = MappingProxyType({})
+) -> torch.optim.Optimizer | None:
+    """Return a copy that shares the model's parameters, or has others `instead` of some, before the first step; None if
+    the optimizer holds something that cannot be copied."""
+    shared: dict[int, Any] = {id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())}
     try:
-        return _twin(unwrapped(optimizer), {id(each): each for each in shared})
+        return _twin(unwrapped(optimizer), shared | {id(p): other for p, other in instead.items()})
     except Exception:
         return None

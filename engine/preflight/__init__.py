@@ -7,16 +7,16 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import config, plan
-from engine.checks import check, check_count, collects, reported
+from engine.checks import LazyOrder, check, check_count, collects, reported
 from engine.comm import digests
 from engine.comm.buffers import check_buffers
-from engine.comm.world import World, on_rank0, sync_errors
+from engine.comm.world import World, sync_errors
 from engine.contract import LockstepError, Task
 from engine.data.batches import info_of
 from engine.errors import console
@@ -24,7 +24,7 @@ from engine.files import status
 from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
-from engine.preflight import adds_up, resumable
+from engine.preflight import adds_up, resumable, strategies
 from engine.run import environment
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def compare_ranks(run: Run) -> None:
             "python": sys.version.split()[0],
             "number of training samples": str(run.plan.num_samples),
             "data": run.record.fingerprint,
-            "order of the samples": digests.digest([torch.from_numpy(run.loaders.train.sampler.order())]),
+            "order of the samples": digests.digest(_parts(run.loaders.train.sampler.order())),
             "order of convolutions": run.plan.memory_format,
         }
         _compare(world, facts, ALIKE)
@@ -64,11 +64,22 @@ def compare_ranks(run: Run) -> None:
     state_bytes = make.state_bytes(run.optimizer)
     moments = world.decide(state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes))
     run.plan = replace(run.plan, moments=moments)
+    strategies.check(run)
+    status.current.less = strategies.smaller(run)
     total, expected = torch.tensor(float(world.rank), device=world.device), world.size * (world.size - 1) / 2
     world.sum(total)
     if total.item() != expected:
         what = f"an all-reduce over {world.size} ranks gave {total.item()} instead of {expected}"
         raise LockstepError(what, "preflight", "check the network and the backend", exit_code=6)
+
+
+def _parts(order: Any) -> list[torch.Tensor]:
+    """Return an order to digest; of a sequence that is never listed, three pieces."""
+    if isinstance(order, LazyOrder):
+        return [
+            torch.from_numpy(order[first : first + 4096]) for first in (0, len(order) // 2, max(0, len(order) - 4096))
+        ]
+    return [torch.from_numpy(order)]
 
 
 def compare_weights(run: Run) -> None:
@@ -82,7 +93,7 @@ def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
     check_buffers(run.world, run.workers.buffers)
-    if run.world.differing(digests.digest(run.model.parameters())):
+    if run.world.differing(run.workers.digest()):
         of_each = digests.each(run.model.named_parameters())
         _compare(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
 
@@ -107,10 +118,14 @@ def _difference(everyone: Iterator[dict[str, str]]) -> str:
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
     """(all ranks) Score a few samples before the first step, if the task scores any: a mistake in the evaluation shows
-    now and not after an epoch. Rank 0 does, because the others may have no samples. Sets `plan.gflop`."""
+    now and not after an epoch. Rank 0 does, or where a forward pass is a collective, all do: the same samples. Sets
+    `plan.gflop`."""
     if run.loaders.val is not None and type(run.task).score is not Task.score:
-        gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
-        run.plan = replace(run.plan, gflop=gflop)
+        gflop = 0.0
+        with sync_errors(run.world):
+            if run.world.main or run.plan.sharded:
+                gflop = _rehearse(run)
+        run.plan = replace(run.plan, gflop=run.world.broadcast(gflop))
 
 
 def check_sums(run: Run) -> None:
@@ -123,10 +138,11 @@ def check_sums(run: Run) -> None:
 
 
 def _rehearse(run: Run) -> float:
-    """(rank 0) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in the task,
-    but not what so few samples may cause, such as a division by zero."""
+    """(rank 0, or all) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in
+    the task, but not what so few samples may cause, such as a division by zero."""
     task, loader, device = run.task, run.loaders.val, run.world.device
-    batch = loader.example(FEW) if device.type == "cpu" and loader.loader is None else next(iter(loader))
+    few = device.type == "cpu" and loader.loader is None
+    batch = loader.example(FEW) if few or run.plan.sharded else next(iter(loader))
     samples = len(info_of(batch).index)
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
     with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:

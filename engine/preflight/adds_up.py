@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from engine import checks, contract
 from engine.comm.buffers import Buffers
+from engine.comm.dtensor import local
 from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import PLAIN, info_of
 from engine.phases import phase
@@ -131,7 +132,8 @@ class _Trial:
         held = [each for each in vars(run.task).values() if isinstance(each, nn.Module) and each not in model]
         trained = [p for name, p in run.model.named_parameters() if name not in run.record.left_out]
         self.parameters: list[Tensor] = [*trained, *(p for each in held for p in each.parameters())]
-        self.begin = self.weights = [p.detach().clone() for p in self.parameters]
+        self.rows = [local(p.detach()) for p in self.parameters]
+        self.begin = self.weights = [rows.clone() for rows in self.rows]
         self.buffers = [Buffers(each) for each in (run.model, *held)]
         for buffers in self.buffers:
             buffers.keep()
@@ -150,7 +152,7 @@ class _Trial:
     def put_back(self, weights: list[Tensor]) -> None:
         """Give buffers and numbers the values that they had, and the weights these."""
         if weights:
-            torch._foreach_copy_(self.parameters, weights)
+            torch._foreach_copy_(self.rows, weights)
         for buffers in self.buffers:
             buffers.restore()
         for attributes, numbers in self.numbers:
@@ -161,10 +163,10 @@ class _Trial:
         """Add noise to these weights, if they are trained: a share of their size, or `zeros` to those that are zero."""
         self.put_back(weights)
         seed_generators(self.device, "weights", seed)
-        for p in self.parameters:
-            if p.requires_grad and p.is_floating_point() and p.numel():
-                p.add_(torch.randn_like(p) * (share * p.square().mean().sqrt() or zeros))
-        self.weights = [p.detach().clone() for p in self.parameters]
+        for p, rows in zip(self.parameters, self.rows, strict=True):
+            if p.requires_grad and p.is_floating_point() and rows.numel():
+                rows.add_(torch.randn_like(rows) * (share * rows.square().mean().sqrt() or zeros))
+        self.weights = [rows.clone() for rows in self.rows]
 
     def compute(self, begin: int, end: int, seed: int = 0) -> Values:
         """Return the sums of samples `begin` to `end`, on the host. The task is a copy, and so is what it keeps."""

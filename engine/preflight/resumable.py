@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm import digests
+from engine.comm.dtensor import is_sharded, local
 from engine.comm.world import sync_errors
 from engine.contract import LockstepError
 from engine.data import batches
@@ -59,12 +60,16 @@ def _check_plain(held: Any, where: str) -> None:
     """Raise LockstepError if `weights_only=True` would not load it; tried without the numbers of its tensors."""
     file, empty = io.BytesIO(), torch.empty(0)
     try:
-        torch.save(batches.tree_map(held, lambda leaf: empty if type(leaf) in (Tensor, nn.Parameter) else leaf), file)
+        torch.save(batches.tree_map(held, lambda leaf: empty if _is_plain(leaf) else leaf), file)
         archive.check_archive(file)
     except Exception as error:
         _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"
         raise LockstepError(what, where, "keep tensors, numbers and texts, in dicts, lists and tuples") from error
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) in (Tensor, nn.Parameter) or is_sharded(leaf)
 
 
 def _pass_on(error: Exception) -> None:
@@ -111,7 +116,7 @@ def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that an optimizer's state holds under several names."""
     places: dict[Any, dict[str, Tensor]] = {}
     for name, value in batches.tree_leaves(state.get("state", {})):
-        if isinstance(value, Tensor) and value.numel():
+        if isinstance(value, Tensor) and (value := local(value)).numel():
             places.setdefault((value.data_ptr(), value.shape, value.stride()), {})[name] = value
     return {name: value for same in places.values() if len(same) > 1 for name, value in same.items()}
 
@@ -135,4 +140,5 @@ def _same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and (a == b or a != a)
     if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
         return False
+    a, b = local(a), local(b)
     return (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) or digests.same_bits(a, b)

@@ -12,6 +12,7 @@ from torch import nn
 from engine import launch, private
 from engine.comm import digests
 from engine.comm.ddp import MIB
+from engine.comm.dtensor import whole
 from engine.comm.sealed import meeting
 from engine.comm.tree import block, spans
 from engine.comm.world import World, on_rank0
@@ -22,6 +23,7 @@ from engine.files import status
 from engine.files.checkpoints import LAST
 from engine.plan import Plan, cut_dependent, data_parallel_devices
 from engine.precision import Precision
+from engine.preflight import strategies
 from engine.report import mlflow, wandb
 from engine.run import Run, environment
 
@@ -104,8 +106,9 @@ def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
     """Return the lines about virtual workers: their samples, processes and sums."""
     workers, processes = plan.workers, plan.processes
     largest = -(-plan.global_batch // workers)
-    counts = " or ".join(map(str, sorted({len(block(workers, rank, processes)) for rank in range(processes)})))
-    everyones = [spans(workers, rank, processes) for rank in range(processes)]
+    everyones_blocks = [block(workers, rank, processes) for rank in range(processes)]
+    counts = " or ".join(map(str, sorted({*map(len, everyones_blocks)})))
+    everyones = [*map(spans, everyones_blocks)]
     nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
     one_way = (processes - 1) / processes * gradient_bytes / 1e6
     sent = "nothing to send"
@@ -169,6 +172,8 @@ def print_plan(run: Run, steps: bool = True) -> None:
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
     lines = plan_table(run.plan, run.cfg, run.world, run.model, run.precision).splitlines()
+    if run.world.size > 1:
+        lines.append(f"  {'strategies':<16} {strategies.describe(run)}")
     lines += [*_excluded(run.loaders.train.sampler), *_set_aside(run.task.set_aside)]
     shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
     console.info("\n".join(shown) + "\n")
@@ -208,10 +213,15 @@ def resumed(run: Run) -> None:
         console.info(f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}")
 
 
-def ended(run: Run, path: Path) -> str:
+def sha256_of_weights(run: Run) -> str:
+    """(rank 0, or where they are sharded all) Return the first digits of the hash of what checkpoints hold of them."""
+    state = run.model.state_dict().items()
+    return digests.of_tensors((n, whole(value)) for n, value in state if n not in run.record.left_out)[:16]
+
+
+def ended(run: Run, path: Path, sha256: str) -> str:
     """(rank 0) Return the last lines of a run: how it ended, and where its files are."""
     p, checkpoints = run.progress, run.record.checkpoints.checkpoints
-    weights = ((name, value) for name, value in run.model.state_dict().items() if name not in run.record.left_out)
     if run.stopped:
         result = f"Stopped after step {p.step} of {run.plan.total_steps}: {run.stopped}"
         rows = {"checkpoint": checkpoints.last, "resume with": status.current.resume_command}
@@ -221,5 +231,5 @@ def ended(run: Run, path: Path) -> str:
         result = f"Done: {p.step} steps{skipped}, {p.samples} samples{best}"
         board = f"tensorboard --logdir {path / 'logs'}"
         rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}
-    rows["weights"] = f"sha256 {digests.of_tensors(weights)[:16]}"
+    rows["weights"] = f"sha256 {sha256}"
     return "\n".join([f"\n{result}", *(f"  {name:<12} {value}" for name, value in rows.items())])

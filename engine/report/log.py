@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from engine.comm import digests
 from engine.contract import LOGGED, Sums
 from engine.errors import LockstepError, amount, console, show_bars
 from engine.evaluation import pictures
@@ -102,13 +101,9 @@ class Log(Silent):
 
     # ---- events ----
 
-    def train(self, run: Run, metrics: dict[str, float]) -> None:
-        p, plan, digest = run.progress, run.plan, dict[str, str]()
-        every = run.cfg.digest_every
-        if every and p.step % every < plan.log_every:
-            with run.world.host_sync():
-                digest["digest"] = digests.digest(run.model.parameters())
-        self._write("train", run, metrics | digest)
+    def train(self, run: Run, metrics: dict[str, float], digest: str) -> None:
+        p, plan = run.progress, run.plan
+        self._write("train", run, metrics | ({"digest": digest} if digest else {}))
         shown = {name.lower(): value for name, value in _shown(metrics).items()}
         if self.bars:
             self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)

@@ -70,9 +70,10 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     finally:
         if record.checkpoints:
             record.checkpoints.close()
+    sha256 = describe.sha256_of_weights(run) if world.main or run.plan.sharded else ""
     if isinstance(record.log, log.Log):
         code = status.STOPPED if run.stopped else status.DONE
         status.current.write("stopped" if run.stopped else "done", code, run.stopped, step=progress.step)
         record.log.end_bars(run)
-        console.info(describe.ended(run, path))
+        console.info(describe.ended(run, path, sha256))
     record.log.close("stopped" if run.stopped else "done")

@@ -49,7 +49,7 @@ def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
 
 def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     """(all ranks) Return the plan with the most threads a process may use, and whether the model is compiled."""
-    mode = compiler.choose(cfg.compile, world.device, plan.total_steps, bool(plan.devices))
+    mode = compiler.choose(cfg.compile, world.device, plan.total_steps, not (plan.devices or plan.sharded))
     if world.differing(mode):
         mode = "off"  # one of the machines may lack a C compiler
     if torch.are_deterministic_algorithms_enabled() and (mode != "off" or world.device.type == "cuda"):
@@ -78,7 +78,9 @@ def set_memory_format(
     saved  the order in the checkpoint to resume, which wins; auto without one
     """
     order = saved if cfg.memory_format == "auto" else cfg.memory_format
-    if order == "auto":
+    if plan.sharded:
+        order = "contiguous"
+    elif order == "auto":
         order = memory.faster_order(model, loader.device, amp.name)
     if memory.convolutions(model):
         memory.set_memory_format(model, order)
@@ -130,7 +132,10 @@ def finish(run: Run) -> Plan:
         for loader in (run.loaders.train, run.loaders.val)
         if loader is not None and isinstance(set_ := loader.dataset, CachedDataset)
     )
-    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # only now: memory of loading is freed
+    # Not with FSDP: what units free after their pass would stay, and nothing be saved.
+    kept = (
+        on_cpu and not plan.sharded and cfg.allocator == "keep" and memory.keep_freed_memory()
+    )  # only now: memory of loading is freed
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
         "steps recorded as a CUDA graph": cfg.cuda_graph and not graph.unsupported_reason(run),

@@ -23,15 +23,15 @@ PAYS_AFTER = 5000
 """`compile=auto` compiles runs on a GPU of at least so many steps: half a minute is then a small part."""
 
 
-def choose(wanted: str, device: torch.device, steps: int, copied: bool = False) -> str:
+def choose(wanted: str, device: torch.device, steps: int, plain: bool = True) -> str:
     """Resolve `auto` to default or off. By the length of the run, not by timing, so that all ranks, and a resumed run,
     agree. Never on a CPU: there compiling takes up to a minute, and the result may be slower.
 
-    copied  DataParallel copies the model, which a compiled one does not allow
+    plain  neither DataParallel copies the model, nor FSDP2 changes its modules: a compiled one allows neither
     """
     if wanted != "auto":
         return wanted
-    if device.type != "cuda" or copied or steps < PAYS_AFTER:
+    if device.type != "cuda" or not plain or steps < PAYS_AFTER:
         return "off"
     c_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # for the code around kernels
     return "default" if c_compiler else "off"

@@ -102,6 +102,9 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
     elif "Expected to have finished reduction in the prior iteration" in str(error):
         what, code = f"some parameters got no gradient: {_unused(str(error))}", status.USAGE
         todo = "set ddp.find_unused_parameters=true, or use every parameter in every step"
+    elif "mixed torch.Tensor and DTensor" in str(error):
+        what, code = "a weight is used past the module that FSDP2 makes it whole for", status.USAGE
+        todo = "call `net(...)`, or name the method in the task's `forward_methods`, or use ddp.strategy=ddp"
     elif isinstance(error, SystemExit):
         what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
     else:
@@ -141,6 +144,7 @@ def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
         todo = f"all processes start again with {words}, from the last checkpoint"
     else:
         todo = f"{words} takes the same steps with less memory (oom=shrink does so by itself); so may cache=none"
+    todo += f"; {status.current.less}" if status.current.less else ""
     error = LockstepError(f"out of memory, {batch} samples a forward pass: {text}", where, todo, exit_code=1)
     error.again = smaller if status.current.shrinks else {}
     return error

@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 
+from engine.comm.dtensor import local
 from engine.errors import LockstepError, amount
 from engine.files import status
 from engine.metrics import Outcome, Skipped
@@ -61,7 +62,7 @@ def _divergence(run: Run) -> str:
 def _todo(run: Run) -> str:
     """Return what to do about a divergence. A skipped step changes no weight: these show whether the saved ones are
     finite."""
-    if bad := next((name for name, p in run.model.named_parameters() if not p.isfinite().all()), ""):
+    if bad := next((name for name, p in run.model.named_parameters() if not local(p).isfinite().all()), ""):
         return f"{bad} is not finite itself: start from other weights, or resume an older checkpoint"
     saved = run.record.checkpoints and run.record.checkpoints.checkpoints.last
     left = "the last checkpoint holds finite weights" if saved else "there is no checkpoint yet"

@@ -1,0 +1,198 @@
+"""A model larger than one GPU: torch's FSDP2 (`fully_shard`), with ddp.strategy=fsdp or hsdp.
+
+Each process holds some rows of each weight, gradient and moment. A unit, mostly a block of layers, is whole only while
+it computes: an all-gather before, a reduce-scatter after. So every forward pass is a collective: all ranks must take
+equally many, in evaluations and checks, too. With hsdp several groups of processes hold a copy of the model each.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.comm import digests
+from engine.comm.dtensor import held, local
+from engine.comm.plain import Plain
+from engine.comm.tree import Node, fold, push
+from engine.comm.virtual import Dealt
+from engine.comm.world import World
+from engine.errors import LockstepError
+
+LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> nn.Module:
+    """(all ranks) With ddp.strategy=fsdp or hsdp keep this rank's rows of each weight: call it before the optimizer is
+    made, because it replaces the parameters. The names, and so checkpoints, stay as they are. Else do nothing."""
+    key = f"ddp.strategy={cfg.ddp.strategy}"
+    if cfg.ddp.strategy == "ddp":
+        return model
+    half, group = cfg.ddp.gather_dtype == "bf16", group_size(cfg, world.size)
+    scalar = next((name for name, p in model.named_parameters() if not p.ndim), "")
+    for wrong, what, todo in (
+        (task.num_trials, "trials call the model on each rank by itself", "make none, or use ddp.strategy=ddp"),
+        (half and precision != "bf16", "ddp.gather_dtype=bf16 without autocast", "add amp=bf16"),
+        (scalar, f"the weight {scalar} has no rows to shard", "give it the shape (1,)"),
+        (world.size % group, f"{world.size} processes are no groups of {group} (ddp.shards)", "give a divisor"),
+    ):
+        if wrong:
+            raise LockstepError(what, key, todo, everywhere=True)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view as a block's output: in each pass, each rank
+    recipe = MixedPrecisionPolicy(
+        torch.bfloat16 if half else None, torch.float32 if half else None, cast_forward_inputs=False
+    )
+    shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
+    shape["shard"] = group
+    mesh = dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
+    for module in [*units(model, task), model]:  # the model takes what is left
+        # The model, too: what it kept whole after a forward pass would be of no use once weights change.
+        sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+        if cfg.virtual_workers or cfg.ddp.find_unused_parameters:  # else a rank would send fewer gradients
+            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+    for method in task.forward_methods:
+        register_fsdp_forward_method(model, method)
+    return model
+
+
+def group_size(cfg: Any, processes: int) -> int:
+    """Return how many processes hold one copy of the model together; with hsdp those of a machine, if not given."""
+    if cfg.ddp.strategy == "fsdp":
+        return processes
+    return cfg.ddp.shards or int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
+
+
+def units(model: nn.Module, task: Any) -> list[nn.Module]:
+    """Return the task's units; or else the blocks in the model's lists, none inside another. One that shares a weight
+    with other modules stays a part of the rest."""
+    names, found = {module: name for name, module in model.named_modules()}, task.units(model)
+    owners = Counter(p for module in names for p in module.parameters(recurse=False))
+    if found is None:
+        found = []
+        for each in names:
+            if isinstance(each, LISTS) and not any(each in unit.modules() for unit in found):
+                found += [block for block in each if [*block.children()] and not isinstance(block, LISTS)]
+        return [unit for unit in found if [*unit.parameters()] and not _shared(unit, owners)]
+    for unit in found:
+        if unit not in names or (tied := _shared(unit, owners)):
+            what = "a module that is no part of the model"
+            if unit in names:
+                weight = next(name for name, p in model.named_parameters() if p is tied[0])
+                what = f"{names[unit]}, whose weight {weight} another module has, too"
+            todo = "return one module that has both, or leave it out"
+            raise LockstepError(f"it returns {what}", "the task's `units`", todo, everywhere=True)
+    return found
+
+
+def _shared(unit: nn.Module, owners: Counter[Tensor]) -> list[Tensor]:
+    """Return the weights of a unit that are also those of a module outside of it."""
+    here = Counter(p for module in unit.modules() for p in module.parameters(recurse=False))
+    return [p for p, count in here.items() if owners[p] > count]
+
+
+class _OverShards:
+    """What a rank with some rows of each weight does with those of the others. For a class that extends `Plain`."""
+
+    world: World
+    model: Any
+
+    def sum_over_shards(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=next(self.model.parameters()).device_mesh.get_group("shard"))
+
+    def digest(self) -> str:
+        """(all ranks) Return the digest that the whole weights have."""
+        sums, start = torch.zeros(2, digests.BLOCKS, dtype=torch.int32, device=self.world.device), 0
+        for p in self.model.parameters():
+            words = p.numel() * max(1, p.element_size() // 4)
+            sums += digests.sum_of_bits([local(p.detach())], start + held(p).start * words // len(p))
+            start += words
+        self.sum_over_shards(sums)
+        return digests.as_text(sums)
+
+    def any(self, here: bool) -> bool:
+        """(all ranks) Return whether any rank says so."""
+        vote = torch.tensor(float(here))
+        self.world.sum(vote)
+        return bool(vote)
+
+
+class Sharded(_OverShards, Plain):
+    """Each process is its own worker. Gradients are added up after each `every`-th pass of a step, and its last."""
+
+    def __init__(self, world: World, model: nn.Module, mode: str, every: int):
+        super().__init__(world, model, mode)
+        self.every, self.passes = every, 0
+
+    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
+        self.passes += 1
+        due = micro.closes_step or (self.every and self.passes % self.every == 0)
+        self.passes = 0 if micro.closes_step else self.passes
+        self.model.set_requires_gradient_sync(bool(due))
+        self.model.set_requires_all_reduce(micro.closes_step)  # between the copies of hsdp
+
+    def grad_norm(self, grads: list[Tensor]) -> Tensor:
+        norm = super().grad_norm([local(grad) for grad in grads])
+        square = norm.double().square()
+        self.sum_over_shards(square)
+        return square.sqrt().to(norm.dtype)
+
+
+class ShardedWorkers(_OverShards, Dealt):
+    """Virtual workers whose gradients `Tree` adds up, a round of them at a time."""
+
+    in_rounds = True
+
+    def __init__(self, workers: int, world: World, model: nn.Module):
+        super().__init__(workers, world, model)
+        units: list[Any] = [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
+        for unit in units:
+            tree = Tree(workers)
+            unit.set_custom_reduce_scatter(tree)
+            unit.set_all_reduce_hook(tree.add)
+
+    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
+        super().begin_pass(micro, in_ddp)
+        self.model.set_requires_gradient_sync(micro.closes_worker)
+
+
+class Tree:
+    """The sum of one unit's gradients over all workers, along the tree of `VirtualWorkers`, in FSDP2's reduce-scatter.
+
+    The backend's own adds in an order of its own. This one sends as many bytes, by all_to_all, and adds nothing: a rank
+    receives every rank's gradient of its own rows. A round of workers, one on each rank, are neighbours, so at most
+    log2(workers) + 1 sums wait, of this rank's rows only.
+    """
+
+    def __init__(self, workers: int):
+        self.workers, self.seen = workers, 0
+        self.leaves: list[Tensor] = []
+        self.nodes: list[Node] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        self.leaves = [*received.chunk(dist.get_world_size(group))]
+
+    def add(self, output: Tensor) -> None:
+        """Called after the reduce-scatter; in a world of one, which has none, in its place."""
+        for leaf in (self.leaves or [output.clone()])[: self.workers - self.seen]:  # what is beyond has no samples
+            push(self.nodes, Node(self.seen, self.seen + 1, [leaf]))
+            self.seen += 1
+        output.zero_()  # it is added to the gradient: nothing before the last round
+        if self.seen == self.workers:
+            output.copy_(fold(self.nodes)[0])
+            self.nodes, self.seen = [], 0
