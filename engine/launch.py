@@ -213,6 +213,10 @@ def _of_this_attempt(
         raise LockstepError(what, sealed.SECRET_FILE, ALIKE, exit_code=6)
     _, joined, addresses, near, refused = told
     if refused:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # rank 0 prints it: torchrun would end it, once another process has ended
+            store.wait(["rank0_has_read"], timedelta(seconds=10))
         raise LockstepError(*refused, exit_code=6, everywhere=True)
     meeting.near = near
     if env.size not in (1, env.local_size):
@@ -242,8 +246,9 @@ def _answer_all(notes: sealed.Sealed, mine: list[str], size: int, timeout: timed
     joined = hashlib.sha256(repr(everyone).encode()).hexdigest()
     for rank, (_, digits, _, where) in enumerate(everyone):
         notes.set(f"rank{rank}_is_answered", json.dumps([digits, joined, [*addresses][:4], near[where], refused]))
+    came = [rank for rank, (its, *_) in enumerate(everyone) if its and rank]
     with contextlib.suppress(RuntimeError):  # the store may go with this process, before they have read it
-        notes.store.wait([f"rank{rank}_has_read" for rank in range(1, size) if refused], timedelta(seconds=5))
+        notes.store.wait([f"rank{rank}_has_read" for rank in came if refused], timedelta(seconds=5))
 
 
 def _meeting_place() -> str:

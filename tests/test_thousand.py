@@ -282,7 +282,7 @@ CROWD = int(os.environ.get("LOCKSTEP_CROWD") or 16)
 def test_three_of_many_are_killed_at_once_and_seven_go_on(launch, tmp_path):
     """The bits, and the log, of the straight run on one process."""
     words = ["train.py", *CONV, f"virtual_workers={CROWD}", f"global_batch={CROWD + 3}", "batch_size=1", "amp=off"]
-    words += [*COMMON[2:], "log_every=1", "steps=24", "epochs=40", "save_every=2", "ddp.init_timeout_s=60"]
+    words += [*COMMON[2:], "log_every=1", "steps=24", "epochs=40", "save_every=2"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={CROWD}"]
     folder, straight = tmp_path / "run", tmp_path / "straight"
     run = launch.start(sys.executable, *torchrun, *words, f"save_dir={folder}")
