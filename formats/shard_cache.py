@@ -290,7 +290,7 @@ class Cache:
             todo = "make room, give the cache fewer bytes, or another folder"
             raise LockstepError(f"the cache cannot be written: {error.strerror}", str(self.folder), todo) from None
         finally:
-            os.close(handle)
+            _unlocked(handle)
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
@@ -299,7 +299,7 @@ class Cache:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(handle)
+            _unlocked(handle)
 
     def _given_room(self, part: int, size: int, ahead: bool) -> bool:
         """Make room for `size` bytes and take it, by the length of the file `part`; return whether that was done."""
@@ -329,7 +329,7 @@ class Cache:
                     if _is_at(handle, path):
                         path.unlink()
                 finally:
-                    os.close(handle)
+                    _unlocked(handle)
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
@@ -339,6 +339,12 @@ def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
             if each.is_file():
                 about = each.stat()
                 yield about.st_atime_ns, about.st_size, each.path
+
+
+def _unlocked(handle: int) -> None:
+    """Close a file and give up its lock, which a process that was forked meanwhile would keep with its copy."""
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def _is_at(handle: int, path: Path) -> bool:

@@ -651,6 +651,26 @@ def test_a_process_waits_for_one_that_downloads_and_takes_over_if_it_dies(site):
     assert ids(found) == [0]
 
 
+def test_a_process_that_is_forked_during_a_download_keeps_no_lock(site):
+    server, cache, _ = site
+    goes_on, over, found = threading.Event(), multiprocessing.get_context("fork").Event(), []
+    server.trouble = {"0000.tar": [goes_on]}
+    readers = [threading.Thread(target=lambda: found.append(ids(far(server, cache).read([0])))) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    assert server.half_way.wait(60)
+    wait_until(lambda: any(line.split()[1] == "->" for line in locks_of(os.getpid())))
+    child = multiprocessing.get_context("fork").Process(target=over.wait, args=(60,))
+    child.start()
+    goes_on.set()
+    for reader in readers:
+        reader.join(30)
+    stuck = [reader for reader in readers if reader.is_alive()]
+    over.set()
+    child.join()
+    assert not stuck and found == [[0], [0]]
+
+
 def locks_of(process):
     """The kernel's list: `->` marks who waits."""
     lines = Path("/proc/locks").read_text().splitlines()

@@ -36,7 +36,7 @@ def footprint(run: Run) -> Footprint:
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
     group = fsdp.group_size(cfg, processes)
     weights, trained = (sum(p.nbytes for p in ps) for ps in (run.model.parameters(), _trained(run.model)))
-    moments = (plan.moments or 0) * (processes if plan.sharded else 1)
+    moments = (plan.moments or 0) * (group if plan.sharded else 1)
     kept = weights + moments + (weights if cfg.optim.ema_decay else 0)
     units = [sum(p.nbytes for p in unit.parameters()) for unit in fsdp.units(run.model, run.task)]
     unit = 3 * max([*units, weights - sum(units)])
