@@ -191,7 +191,7 @@ def index(asked: argparse.Namespace) -> str:
     total, samples = sum(shard.bytes for shard in shards), sum(shard.samples for shard in shards)
     groups = f", row groups of up to {size(held)}" if held else ""
     return (
-        f"{amount(len(shards), made.kind + ' shard')} of {size(total / len(shards))}, {samples:,} sample{'s' * (samples != 1)}{groups}: "
+        f"{amount(len(shards), made.kind + ' shard')} of {size(total / len(shards))}, {samples:,} samples{groups}: "
         f"{folder / INDEX}"
     )
 
