@@ -19,6 +19,7 @@ import train
 from engine import config, launch
 from engine.comm.world import World
 from engine.contract import LockstepError
+from engine.preflight import strategies
 from engine.speed import cores
 from tools import doctor, machine, nvidia
 from tools.doctor import Speed
@@ -129,6 +130,17 @@ def test_a_run_that_goes_on_has_room_for_the_checkpoints_it_has(monkeypatch, tmp
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * 1_000_000))
     line = only(doctor.disk(SimpleNamespace(cfg=config.Config(save_dir=str(tmp_path), keep_checkpoints=1))))
     assert line.level == level and line.text.startswith(f"{free} MB free at {tmp_path}, the run keeps up to 4 check")
+
+
+@pytest.mark.parametrize(("memory", "level", "todo"), [
+    (100, "ok", ""), (50, "warning", "ddp.strategy=hsdp"), (39, "failure", "ddp.strategy=hsdp"),
+    (19, "failure", "ddp.strategy=fsdp"), (9, "failure", "more processes with ddp.strategy=fsdp, a smaller model"),
+])  # fmt: skip
+def test_a_model_that_does_not_fit_names_the_strategy_to_type(monkeypatch, memory, level, todo):
+    found = strategies.Footprint({"ddp": 40, "fsdp": 10, "hsdp in groups of 2": 20}, 40, memory)
+    monkeypatch.setattr(strategies, "footprint", lambda run: found)
+    line = only(doctor.model_memory(SimpleNamespace(cfg=config.Config())))
+    assert (line.level, line.remedy) == (level, todo) and "hsdp in groups of 2 0.0 MB" in line.text
 
 
 @pytest.mark.slow

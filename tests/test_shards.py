@@ -629,6 +629,7 @@ def test_a_small_cache_is_never_over_its_limit_and_loses_no_sample(site, process
         with contextlib.suppress(FileNotFoundError), open(cache / "work/room") as room:
             fcntl.flock(room, fcntl.LOCK_EX)  # while one is removed for another, both would be counted
             most.append(sum(path.stat().st_size for path in [*cache.glob("*.*"), *cache.glob("work/*")]))
+            fcntl.flock(room, fcntl.LOCK_UN)  # a process that is forked now has a copy of the file
 
     server.look = look
     ranks = in_processes(processes, lambda rank: read_as(server, cache, rank, processes, gb=limit / 1e9))

@@ -47,6 +47,7 @@ try:
     from engine.data.cache import CachedDataset
     from engine.errors import LockstepError, amount
     from engine.files import status
+    from engine.preflight import strategies
     from engine.report import describe
     from engine.run import Run
     from engine.speed.cores import CpuContention, available, bound_to, contention_warning, threads_at_most
@@ -195,6 +196,7 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
         add("disk", attempt(disk, ready))
+        report.run(model_memory, ready)
     crowd = CpuContention()
     everyone = world.gather(measure(ready, workers)) if ready else []
     report.run(busy, crowd.share())
@@ -312,6 +314,16 @@ def disk(ready: Run) -> list[Line]:
     held = sum(path.stat().st_size for path in folder.glob("*.pt") if not path.is_symlink())
     text = f"{free / MB:.0f} MB free at {there}, the run keeps up to {count} checkpoints of {one / MB:.3g} MB"
     return [_compared(count * one - held, free, text, "free some, or another save_dir, or a smaller keep_checkpoints")]
+
+
+def model_memory(ready: Run) -> list[Line]:
+    """Compare weights, gradients, moments and average of a process with its memory, by ddp.strategy."""
+    found, strategy = strategies.footprint(ready), ready.cfg.ddp.strategy
+    held = next(size for name, size in found.by_strategy.items() if name.startswith(strategy))
+    text = f"model in a process: {strategies.describe(ready)}"
+    less = [name for name, size in found.by_strategy.items() if size < min(held, found.there)]
+    todo = f"ddp.strategy={less[-1].split()[0]}" if less else "more processes with ddp.strategy=fsdp, a smaller model"
+    return [_compared(held, found.there, text, todo)]
 
 
 def checkpoint_bytes(run: Run) -> int:
