@@ -111,6 +111,25 @@ def test_one_file_for_all_strategies(launch, tmp_path):
             torch.testing.assert_close(kept[number][name], value, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_a_run_of_shards_is_scored_and_exported_like_any_other(launch, tmp_path):
+    """By one process with the whole model; and by several that hold rows, to the last digit."""
+    run = tmp_path / "run"
+    words = ["har", "dataset.stride=512", "ddp.strategy=fsdp", "steps=3", "optim.ema_decay=0.5", "amp=off"]
+    succeed(launch.torchrun(2, "train.py", *words, f"save_dir={run}"))
+    alone = succeed(launch.python("tools/evaluate.py", str(run), "--json"))
+    rows = succeed(
+        launch.torchrun(3, "tools/evaluate.py", str(run), "--json", "ddp.strategy=fsdp", "eval_batch_size=48")
+    )
+    whole = succeed(launch.python("tools/evaluate.py", str(run), "--json", "eval_batch_size=48"))
+    said = [json.loads(done.out[done.out.index("{") :]) for done in (alone, rows, whole)]
+    for each in said:
+        each.pop("processes", None)
+    assert said[1] == said[2] and said[1].keys() == said[0].keys()
+    succeed(launch.python("tools/export.py", str(run), "--out", str(tmp_path / "model.pt2")))
+    assert (tmp_path / "model.pt2").exists()
+
+
 FORWARD_CASES = {
     "a rank has more batches": (2, [TOY, "eval_batch_size=8"]),
     "a rank has none": (3, [TOY, "eval_batch_size=8", "dataset.val_samples=5"]),

@@ -94,10 +94,12 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         raise LockstepError(what, str(place / "config.yaml"), "read it, then give --trust to run it")
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
+    own = any(word.lstrip("-").startswith("ddp.strategy") for word in rest)
     return [
         "--config",
         str(folder / "config.yaml"),
         *rest,
+        *([] if own else ["ddp.strategy=ddp"]),  # a tool may be one process, and copy the model
         "save_dir=",
         f"resume={file}",
         "wandb.enable=false",
