@@ -244,8 +244,8 @@ class Cache:
                 self.path(shard).unlink()
 
     def fetch(self, shard: Shard, ahead: bool = False) -> None:
-        """Download a shard unless it is there; wait if another process does. `ahead`: only if there is room without
-        pushing others, and nobody else does. Raises LockstepError where it cannot be read, or is another one."""
+        """Download a shard unless it is there; wait if another process does. `ahead`: only if nobody else does, and
+        there is room. Raises LockstepError where it cannot be read, or is another one."""
         path = self.path(shard)
         while not path.exists():
             with self._part(path.name, wait=not ahead) as part:
@@ -253,8 +253,10 @@ class Cache:
                     return
                 if part is None or path.exists():
                     continue
-                if not self._given_room(part, shard.bytes, ahead):
-                    return
+                while not self._given_room(part, shard.bytes, ahead):
+                    if ahead:
+                        return
+                    time.sleep(0.05)  # until another download has ended, and can make room
                 download(
                     joined(self.root, shard.name),
                     shard.bytes,
@@ -270,13 +272,15 @@ class Cache:
         """Give the file of that name in `work`, locked; None if another process has had it, or has it and one does not
         `wait`. It is removed afterwards if it is still there."""
         path = self.work / name
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with self._room():  # or it might be swept before it is locked
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            mine = _locked(handle)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
+            if not mine and not wait:
                 yield None
                 return
+            if not mine:
+                fcntl.flock(handle, fcntl.LOCK_EX)
             if not _is_at(handle, path):  # it was renamed or removed meanwhile
                 yield None
                 return
@@ -302,11 +306,12 @@ class Cache:
             _unlocked(handle)
 
     def _given_room(self, part: int, size: int, ahead: bool) -> bool:
-        """Make room for `size` bytes and take it, by the length of the file `part`; return whether that was done."""
+        """Make room for `size` bytes and take it, by the length of the file `part`; return False where downloads that
+        are under way take it, for those `ahead` half of it."""
         with self._room():
             self._sweep()
             coming = sum(length for _, length, _ in _files(self.work))
-            if ahead and coming + size > self.limit // 2:
+            if coming + size > (self.limit // 2 if ahead else self.limit):
                 return False
             there = sorted(_files(self.folder))
             over = sum(length for _, length, _ in there) + coming + size - self.limit
@@ -324,12 +329,9 @@ class Cache:
                 continue
             with contextlib.suppress(OSError):
                 handle = os.open(path, os.O_RDWR)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_at(handle, path):
-                        path.unlink()
-                finally:
-                    _unlocked(handle)
+                if _locked(handle):
+                    path.unlink()
+                _unlocked(handle)
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
@@ -339,6 +341,15 @@ def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
             if each.is_file():
                 about = each.stat()
                 yield about.st_atime_ns, about.st_size, each.path
+
+
+def _locked(handle: int) -> bool:
+    """Take the lock of a file unless another one has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _unlocked(handle: int) -> None:

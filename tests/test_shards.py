@@ -1,7 +1,7 @@
 """Data larger than a disk: what is in a shard, the order of an epoch, the cache, and addresses that misbehave."""
 
 import collections
-import contextlib
+import fcntl
 import hashlib
 import io
 import itertools
@@ -595,13 +595,12 @@ def test_a_small_cache_is_never_over_its_limit_and_loses_no_sample(site):
     limit, most = sum(sizes.values()) / 3, []
 
     def look():
-        most.append(sum(path.stat().st_size for path in [*cache.glob("*.*"), *cache.glob("work/*")]))
+        with open(cache / "work" / "room") as room:  # nobody makes room meanwhile, and nothing is renamed
+            fcntl.flock(room, fcntl.LOCK_EX)
+            most.append(sum(path.stat().st_size for path in [*cache.glob("*.*"), *cache.glob("work/*")]))
+            fcntl.flock(room, fcntl.LOCK_UN)
 
-    def careful():
-        with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
-            look()
-
-    server.look = careful
+    server.look = lambda: (cache / "work").exists() and look()
     steps = joined(in_processes(2, lambda rank: read_as(server, cache, rank, 2, gb=limit / 1e9)))
     assert sorted(itertools.chain(*steps)) == [*range(count)]
     assert limit / 2 < max(most) <= limit
