@@ -151,10 +151,9 @@ class TrainSampler(DistributedSampler[Any]):
                 of_step = self.weights[order[start - where.start : stop - where.start]]
                 mean_weight = float(np.mean(of_step, dtype=np.float64)) if stop > start else 1.0
             for worker, done in itertools.product(self.mine, passes):
-                first = start + worker + done * workers
-                empty = first >= stop or worker >= workers
+                first = start + min(worker, workers - 1) + done * workers  # beyond the last one: its samples again
                 positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
-                if not empty:
+                if first < stop:
                     here = slice(first - where.start, positions.stop - where.start, workers)
                     indices, at = order[here].tolist(), places[here]
                 else:  # torch needs a sample: the step's first, or where it has none the epoch's
@@ -167,7 +166,7 @@ class TrainSampler(DistributedSampler[Any]):
                     closes_step=worker == self.mine[-1] and done == passes[-1],
                     consumed=consumed,
                     samples=stop - start,
-                    empty=empty,
+                    empty=first >= stop or worker >= workers,
                     mean_weight=mean_weight,
                     seeds=self.seeds_at(at) if self.seeded else None,
                     worker=worker,

@@ -17,7 +17,8 @@
 # They share the run's folder and meet at MASTER_PORT; if unset, at 29500, under Slurm at 10000 + job number; one node
 # alone takes a free port. With RDZV=c10d and TORCHRUN_ARGS=--max-restarts=3 a lost node may be started again, alone.
 # Kubernetes: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ... of Kubeflow, which torchrun would read, count like those
-# without PET_; so do RANK and WORLD_SIZE of its older pods.
+# without PET_; so do RANK and WORLD_SIZE of its older pods. In an indexed Job, where NNODES is set, NODE_RANK is
+# JOB_COMPLETION_INDEX if unset (kubernetes/).
 # GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; if unset, the one that leads to MASTER_ADDR.
 #
 # Environment:
@@ -113,6 +114,7 @@ find_pods() {
     fi
     for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do same "$name" "PET_$name"; done
     same RDZV PET_RDZV_BACKEND
+    [[ -z ${NNODES:-} || $NNODES =~ ^0*1$ ]] || : "${NODE_RANK:=${JOB_COMPLETION_INDEX:-}}" # alone, it numbers runs
     if [[ -n ${RANK:-} && -n ${WORLD_SIZE:-} && -n ${MASTER_ADDR:-} && -z ${NNODES:-}${LOCAL_RANK:-} ]]; then
         NNODES=$WORLD_SIZE NODE_RANK=$RANK
     fi

@@ -52,7 +52,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
     A run that torchrun, or lack of memory, has restarted is resumed from the folder it had.
     """
     # A node that rejoins has restart count 0: ask all ranks.
-    restarted = any(world.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
+    restarted = world.decide(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", any)
 
     def look() -> tuple[dict[str, str], Path | None, list[str]]:
         folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir

@@ -228,6 +228,10 @@ class Task:
         `model`'s forward pass, or None for the blocks in the model's own lists (nn.ModuleList, nn.Sequential)."""
         return None
 
+    forward_methods: tuple[str, ...] = ()
+    """Names of methods of the model that are called from outside in place of its `forward`, and do not call it; FSDP2
+    must know them."""
+
     def saved(self, name: str) -> bool:
         """Return whether checkpoints hold this entry of the model's state dict. The others must not be trained, and
         `model` must return the same values when a run is resumed or its checkpoint used: a digest is compared."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 
 class LockstepError(Exception):
@@ -31,6 +32,12 @@ def headline(error: BaseException) -> str:
 def amount(number: int, noun: str) -> str:
     """Return `1 GPU`, `2 GPUs`, `2 processes`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 0, 3`, and of many the first eight."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 console = logging.getLogger("lockstep")

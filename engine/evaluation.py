@@ -144,6 +144,8 @@ TRIALS_AT_ONCE = 10
 
 @torch.no_grad()
 def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
-    """(rank 0) Return the task's pictures of an evaluation."""
+    """(rank 0) Return the task's pictures of an evaluation: none where a forward pass needs all ranks."""
+    if run.plan.sharded:
+        return {}
     with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:
         return run.task.pictures(model, batch, sums)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import secrets
@@ -20,12 +21,16 @@ import torch.distributed as dist
 
 from engine.comm import network, sealed
 from engine.comm.sealed import meeting
+from engine.comm.shm_backend import machine
 from engine.config import Config
-from engine.errors import LockstepError, amount, headline
+from engine.errors import LockstepError, amount, headline, named_ranks
 from engine.phases import phase
 
 RESTART = "LOCKSTEP_RESTART"
 """Environment variable: JSON of a `Restart`."""
+
+ALIKE = "start the same command on all of them"
+REACH = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
 
 _BEGAN = time.monotonic()
 
@@ -164,6 +169,7 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
     if "nccl" in backend:
         network.set_up_nccl(cfg.ddp.timeout_s)
+    network.prepare_for_many(env.size)
     wait, one_machine = timedelta(seconds=cfg.ddp.init_timeout_s), env.size in (1, env.local_size)
     try:
         known = sealed.secret(one_machine) if env.launched else b""
@@ -194,24 +200,59 @@ def _of_this_attempt(
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store = dist.PrefixStore(f"time{restart().times}", store)
     # Under torchrun the agent's store always answers: wait for the ranks here, or gloo would wait ddp.timeout_s.
-    notes, mine = sealed.Sealed(store, known), f"{backend} {secrets.token_hex(16)}"
-    notes.set(f"rank{env.rank}_is_at", network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
-    notes.set(f"rank{env.rank}_joins", mine)
-    store.wait([f"rank{rank}_{what}" for rank in range(env.size) for what in ("is_at", "joins")], timeout)
-    joins: list[Any] = [notes.get(f"rank{rank}_joins") for rank in range(env.size)]
-    joins[env.rank] = mine.encode()
-    todo = "start the same command on all of them"
-    for rank, theirs in enumerate(joins):
-        if not theirs:
-            what = f"rank {rank} and rank {env.rank} have different secrets"
-            raise LockstepError(what, sealed.SECRET_FILE, todo, exit_code=6)
-        its, first = theirs.split()[0].decode(), joins[0].split()[0].decode()
-        if its != first:  # they would wait for each other, or worse
-            what = f"rank {rank} joins with {its}, rank 0 with {first}"
-            raise LockstepError(what, "ddp.backend", todo, exit_code=6, everywhere=True)
+    notes, mine, answer = sealed.Sealed(store, known), secrets.token_hex(16), f"rank{env.rank}_is_answered"
+    about = [backend, mine, network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0], machine()]
+    notes.set(f"rank{env.rank}_joins", json.dumps(about))
+    if env.rank == 0:
+        _answer_all(notes, about, env.size, timeout)
+    store.wait([answer], timeout + timedelta(seconds=10))  # rank 0 says who has not come in time
+    told = json.loads(notes.get(answer) or "[0]")
+    store.set(f"rank{env.rank}_has_read", "")
+    if told[0] != mine:
+        what = f"rank 0 and rank {env.rank} have different secrets"
+        raise LockstepError(what, sealed.SECRET_FILE, ALIKE, exit_code=6)
+    _, joined, addresses, near, refused = told
+    if refused:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # rank 0 prints it: torchrun would end it, once another process has ended
+            store.wait(["rank0_has_read"], timedelta(seconds=10))
+        raise LockstepError(*refused, exit_code=6, everywhere=True)
+    meeting.near = near
     if env.size not in (1, env.local_size):
-        meeting.network = network.choose_network(notes, env.size)
-    return store, sealed.digest(known, *joins)
+        meeting.network = network.choose_network(addresses)
+    return store, sealed.digest(known, joined.encode())
+
+
+def _answer_all(notes: sealed.Sealed, mine: list[str], size: int, timeout: timedelta) -> None:
+    """(rank 0) Wait for all ranks, and tell each a digest of what all have sent, a few addresses, the ranks of its
+    machine, and why they cannot start. Each reads this alone: all notes would be a million messages among 1,024."""
+    names = [f"rank{rank}_joins" for rank in range(size)]
+    with contextlib.suppress(RuntimeError):  # who has not come is named below
+        notes.store.wait(names, timeout)
+    everyone = [mine, *(json.loads(text or "[0, 0, 0, 0]") for text in notes.get_all(names)[1:])]
+    refused, near, addresses = [], dict[str, list[int]](), dict[str, int]()
+    if odd := [rank for rank, theirs in enumerate(everyone) if theirs[0] != mine[0]]:
+        if its := everyone[odd[0]][0]:  # they would wait for each other, or worse
+            refused = [f"rank {odd[0]} joins with {its}, rank 0 with {mine[0]}", "ddp.backend", ALIKE]
+        elif notes.check([names[odd[0]]]):
+            refused = [f"rank {odd[0]} and rank 0 have different secrets", sealed.SECRET_FILE, ALIKE]
+        else:
+            what = f"{named_ranks(odd)} of {size} could not join the others within {timeout.total_seconds():g} s"
+            refused = [what, _meeting_place(), REACH]
+    for rank, (_, _, address, where) in enumerate(everyone):
+        near.setdefault(where, []).append(rank)
+        addresses.setdefault(address or "", rank)
+    joined = hashlib.sha256(repr(everyone).encode()).hexdigest()
+    for rank, (_, digits, _, where) in enumerate(everyone):
+        notes.set(f"rank{rank}_is_answered", json.dumps([digits, joined, [*addresses][:4], near[where], refused]))
+    came = [rank for rank, (its, *_) in enumerate(everyone) if its and rank]
+    with contextlib.suppress(RuntimeError):  # the store may go with this process, before they have read it
+        notes.store.wait([f"rank{rank}_has_read" for rank in came if refused], timedelta(seconds=5))
+
+
+def _meeting_place() -> str:
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 @contextlib.contextmanager
@@ -220,12 +261,11 @@ def explained(env: Environment) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
-        text, port = headline(error), os.environ.get("MASTER_PORT", "?")
-        where = f"{os.environ.get('MASTER_ADDR', '?')}:{port}"
+        text, where, port = headline(error), _meeting_place(), os.environ.get("MASTER_PORT", "?")
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             todo = "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another"
             raise LockstepError(f"port {port} is in use", where, todo) from error
-        todo = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
+        todo = REACH
         if "connectFullMesh" in text:
             todo = (
                 "they reach that address, but not each other: let the firewall pass all ports between the machines; "
@@ -254,5 +294,5 @@ def leave() -> None:
     if dist.get_world_size() > 1:
         with phase.during("barrier", waits=True):
             dist.barrier()
-    meeting.notes, meeting.lasting, meeting.wrapped = None, None, False
+    meeting.notes, meeting.lasting, meeting.wrapped, meeting.near = None, None, False, []
     dist.destroy_process_group()

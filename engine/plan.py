@@ -177,10 +177,7 @@ def _check_sharded(cfg: Config) -> None:
         "ddp.comm_hook": (cfg.ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
         "ddp.sync_bn": (cfg.ddp.sync_bn, "drop it, or use GroupNorm"),
         "ddp.static_graph": (cfg.ddp.static_graph, "drop it"),
-        "virtual_workers": (
-            cfg.virtual_workers and cfg.ddp.strategy == "hsdp",
-            "use ddp.strategy=fsdp: hsdp adds up its copies in the backend's order",
-        ),
+        "virtual_workers": (cfg.virtual_workers and cfg.ddp.strategy == "hsdp", "use ddp.strategy=fsdp"),
     }
     for key, (is_set, todo) in excluded.items():
         if is_set:
@@ -199,7 +196,7 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
         passes = passes or -(-share // cfg.batch_size)
         return -(-share // passes), passes, cfg.global_batch
     if rest:
-        near = _divisors(cfg.global_batch, 2 * parts)[:5]
+        near = sorted(sorted(_divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5])
         processes = f"{' or '.join(map(str, near))} {'process' if near == [1] else 'processes'}"
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",

@@ -56,7 +56,7 @@ def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Pr
     """(all ranks) Return what the config asks for, the same on all ranks; for auto the one `saved` in a checkpoint."""
     with sync_errors(world):
         chosen = choose(cfg.amp, world.device, strict, compiled=cfg.compile not in ("off", "auto"))
-    if len(set(world.gather(chosen.name))) > 1:
+    if world.differing(chosen.name):
         chosen = replace(chosen, name="off", note="not all processes have bf16")
     if saved and cfg.amp == "auto" and saved != chosen.name:
         return replace(chosen, name=saved, note="as in the run it continues")

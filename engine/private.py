@@ -55,6 +55,12 @@ def ddp_record(net: DistributedDataParallel) -> dict[str, Any]:
     return net._get_ddp_logging_data()
 
 
+def meet_other_agents(agent: Any, most_s: float) -> None:
+    """Have torchrun's agent say that its processes have ended, and wait for the others to."""
+    agent._exit_barrier_timeout = most_s
+    agent._exit_barrier()
+
+
 def cpu_has_bf16() -> bool:
     """Return whether torch and oneDNN use bf16 instructions: the CPU has them, and no variable hides them."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")

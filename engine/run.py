@@ -296,7 +296,7 @@ class Run:
 
     def agree_to_stop(self) -> None:
         """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""
-        self.stop.agreed = next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
+        self.stop.agreed = self.world.decide(self.stop.reason, lambda everyone: next(filter(None, everyone), "asked"))
 
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""

@@ -83,7 +83,7 @@ def _from_http(url: str, start: int, size: int, tag: str) -> Iterator[tuple[int,
             if size >= 0 and whole not in (None, "*", str(size)):
                 kind = answer.headers.get_content_type()
                 page = ", a web page" if kind == "text/html" else ""
-                raise Wrong(f"the server gives {int(whole):,} bytes{page}, and the index says {size:,}")
+                raise Wrong(f"the server gives {whole} bytes{page}, and the index says {size}")
             tag = answer.headers.get("ETag") or ""
             yield begin, "" if tag.startswith("W/") else tag, answer
     except urllib.error.HTTPError as error:
@@ -157,14 +157,15 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
             wrong, problem, done, digest, tag = wrong + 1, str(error), 0, hashlib.sha256(), ""
             failed += 1
         except FileNotFoundError as error:
-            raise damaged(f"the file is not there: {error}", url, "put it back, or make the index anew") from None
+            todo = "put it back, renew its permission, or make the index anew"
+            raise damaged(f"the file is not there: {error}", url, todo) from None
         except Later as error:
             problem, failed = error.args[1], failed + 1
             time.sleep(min(error.args[0], LONGEST_WAIT_S))
         except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) if isinstance(error, OSError) else False:
                 raise
-            problem = f"{type(error).__name__}: {getattr(error, 'reason', None) or error}"
+            problem = " ".join(f"{type(error).__name__}: {getattr(error, 'reason', None) or error}".split())
             failed = 1 if done > before else failed + 1
     times = "" if wrong else f", tried {TRIES} times"
     todo = (
@@ -179,9 +180,13 @@ def read_whole(root: str, name: str) -> bytes:
     """Return a small file of a folder or an address."""
     if not is_url(root):
         return Path(root, name).read_bytes()
-    pieces = dict[int, bytes]()
-    download(joined(root, name), -1, pieces.__setitem__)
-    return b"".join(pieces[at] for at in sorted(pieces))
+    whole = bytearray()
+
+    def write(at: int, piece: bytes) -> None:
+        whole[at:] = piece  # what follows is of a download that has begun again
+
+    download(joined(root, name), -1, write)
+    return bytes(whole)
 
 
 # ---- where shards lie ------------------------------------------------------------------------------------------------
@@ -253,19 +258,16 @@ class Cache:
                     return
                 if part is None or path.exists():
                     continue
-                while not self._given_room(part, shard.bytes, ahead):
-                    if ahead:
-                        return
-                    time.sleep(0.05)  # until another download has ended, and can make room
-                download(
-                    joined(self.root, shard.name),
-                    shard.bytes,
-                    partial(write_at, part),
-                    shard.sha256,
-                )
-                with self._room():
-                    os.utime(part)
-                    os.rename(self.work / path.name, path)
+                if self._given_room(part, shard.bytes, ahead):
+                    where = joined(self.root, shard.name)
+                    download(where, shard.bytes, partial(write_at, part), shard.sha256)
+                    with self._room():
+                        os.utime(part)
+                        os.rename(self.work / path.name, path)
+                    return
+            if ahead:
+                return
+            self._wait_for_another()  # without a lock of one's own, or two would wait for each other
 
     @contextlib.contextmanager
     def _part(self, name: str, wait: bool) -> Iterator[int | None]:
@@ -306,12 +308,12 @@ class Cache:
             _unlocked(handle)
 
     def _given_room(self, part: int, size: int, ahead: bool) -> bool:
-        """Make room for `size` bytes and take it, by the length of the file `part`; return False where downloads that
-        are under way take it, for those `ahead` half of it."""
+        """Make room for `size` bytes and take it, by the length of the file `part`; return whether that was done: not
+        while what others fetch leaves too little."""
         with self._room():
             self._sweep()
             coming = sum(length for _, length, _ in _files(self.work))
-            if coming + size > (self.limit // 2 if ahead else self.limit):
+            if coming + size > (self.limit // 2 if ahead else self.limit) and (ahead or coming):
                 return False
             there = sorted(_files(self.folder))
             over = sum(length for _, length, _ in there) + coming + size - self.limit
@@ -321,6 +323,16 @@ class Cache:
                     over -= length
             os.ftruncate(part, size)
         return True
+
+    def _wait_for_another(self) -> None:
+        """Return once a file that another process downloads is there, or given up."""
+        for _, length, path in _files(self.work):
+            with contextlib.suppress(FileNotFoundError):
+                if length:
+                    handle = os.open(path, os.O_RDWR)
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+                    _unlocked(handle)
+                    return
 
     def _sweep(self) -> None:
         """Remove what killed processes have left on its way: nobody holds its lock."""

@@ -112,7 +112,7 @@ def without_effect(cfg: Any) -> dict[str, tuple[Any, str]]:
         "ema": ("", "optim.ema_decay=0.999 keeps an average of the weights"),
         "peft": ("", TRAINED),
         "parallelism.dp_replicate": (None, "as many processes as torchrun starts hold the whole model"),
-        "parallelism": ("", "each process holds the whole model; optim.zero=true shares the optimizer's state"),
+        "parallelism": ("", "ddp.strategy=fsdp shards the model, hsdp with ddp.shards=4 in groups"),
         "accelerator": ("", "ddp.* and amp= are the settings here; accelerate itself is not needed"),
         "job.target": ("local", LOCAL),
         "job": ("", LOCAL),

@@ -57,6 +57,7 @@ class Task(contract.Task):
         "policy.temporal_ensemble_coeff policy.gradient_checkpointing "
         "policy.pretrained_backbone_weights".split()
     )
+    forward_methods = ("act",)
     compat_aliases = _lerobot_keys.ALIASES
     aliases = {"root": "dataset.root", "episodes": "dataset.episodes"}
 

@@ -15,7 +15,7 @@ from runs import records, same_bits, weights
 
 import tasks
 from engine import config
-from engine.comm import network, scratch, sealed
+from engine.comm import network, scratch
 from engine.comm.digests import code
 from engine.comm.sealed import meeting
 from engine.contract import LockstepError
@@ -267,16 +267,13 @@ def no_nccl(monkeypatch, tmp_path):
 def test_nccl_is_given_the_interface_unless_it_finds_its_own(no_nccl, monkeypatch, known):
     """That one alone: without the = it would take eth10 for eth1."""
     monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.2", "eth1"))
-    store = dist.HashStore()
-    for rank in range(2):
-        store.set(f"rank{rank}_is_at", f"10.0.0.{rank + 1}")
     if known == "infiniband":
         (network.INFINIBAND / "mlx5_0").mkdir(parents=True)
     elif known:
         file = no_nccl / {"file": "nccl.conf", "home": ".nccl.conf"}[known]
         file.write_text("# of the cluster\nNCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ib0\n")
         os.environ |= {"NCCL_CONF_FILE": str(file)} if known == "file" else {}
-    assert network.choose_network(store, 2) == "eth1 (10.0.0.2)"
+    assert network.choose_network(["10.0.0.1", "10.0.0.2"]) == "eth1 (10.0.0.2)"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1" and os.environ.get("NCCL_SOCKET_IFNAME") == (
         None if known else "=eth1"
     )
@@ -286,9 +283,9 @@ def test_gloo_is_given_the_interface_though_that_of_nccl_is_set(no_nccl, monkeyp
     """On GPUs both are used, and gloo would take that of the machine's own name."""
     monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.2", "eth1"))
     os.environ |= {"NCCL_SOCKET_IFNAME": "ib0", "MASTER_ADDR": "10.0.0.1"}
-    assert network.choose_network(dist.HashStore(), 0) == "eth1 (10.0.0.2)"
+    assert network.choose_network([]) == "eth1 (10.0.0.2)"
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
-    assert network.choose_network(dist.HashStore(), 0) == "", "the user's own"
+    assert network.choose_network([]) == "", "the user's own"
 
 
 @pytest.mark.parametrize(
@@ -308,25 +305,48 @@ def test_several_gpus_have_gloo_beside_nccl(size, asked, device, backend):
     assert pick_backend(cfg, environment, torch.device(device), False) == backend
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_a_different_secret_or_backend_is_named(rank):
-    for key, backend, what in (
-        (b"b", "gloo", "rank {} and rank {} have diff"),
-        (b"a", "shm", "joins with .*, rank 0 with"),
-    ):
-        store = dist.HashStore()
-        theirs = sealed.Sealed(dist.PrefixStore("time0", dist.PrefixStore("attempt0", store)), key)
-        theirs.set(f"rank{1 - rank}_is_at", "x")
-        theirs.set(f"rank{1 - rank}_joins", f"{backend} x")
+JOINS = {
+    # what is amiss: (secrets, backends, what ranks 0 and 1 say; whether all say the same)
+    "nothing": ("aa", ["gloo", "gloo"], [None, None], False),
+    "a backend": ("aa", ["gloo", "shm"], ["rank 1 joins with shm, rank 0 with gloo (ddp.backend)"] * 2, True),
+    "a secret": ("ab", ["gloo"] * 2, [f"rank {one} and rank {two} have diff" for one, two in ("10", "01")], False),
+    "a rank": (
+        "a",
+        ["gloo"],
+        ["rank 1 of 2 could not join the others within 0.1 s (one:29500): check that all pro"],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("amiss", JOINS)
+def test_who_cannot_join_is_named(monkeypatch, amiss):
+    """By rank 0, which alone reads what all have sent."""
+    secrets, backends, said, alike = JOINS[amiss]
+    monkeypatch.setenv("MASTER_ADDR", "one"), monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(meeting, "near", [])
+    store, patience = dist.HashStore(), timedelta(seconds=0.1 if amiss == "a rank" else 9)
+
+    def join(rank):
         env = Environment(rank, rank, 2, local_size=2, launched=True)
-        with pytest.raises(LockstepError, match=what.format(1 - rank, rank)) as caught:
-            _of_this_attempt(store, env, timedelta(seconds=9), "gloo", b"a")
-        assert caught.value.exit_code == 6 and caught.value.everywhere is (backend == "shm")
+        try:
+            return _of_this_attempt(store, env, patience, backends[rank], secrets[rank].encode())[1]
+        except LockstepError as error:
+            return error
+
+    with ThreadPoolExecutor(len(secrets)) as ranks:
+        found = [*ranks.map(join, range(len(secrets)))]
+    if amiss == "nothing":
+        assert found[0] == found[1] and meeting.near == [0, 1]
+        return
+    for error, words in zip(found, said, strict=True):
+        assert str(error).startswith(words) and error.exit_code == 6
+    assert found[0].everywhere and found[-1].everywhere is alike
 
 
 def test_objects_go_over_gloo_beside_another_backend_for_gpus(launch):
     """The other one here delivers nothing, and its device holds no data."""
-    succeed(launch.torchrun(2, str(ROOT / "tests/ranks/objects.py")))
+    succeed(launch.torchrun(3, str(ROOT / "tests/ranks/objects.py")))
 
 
 def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
@@ -392,7 +412,7 @@ def test_torchrun_too_waits_for_a_missing_rank_no_longer_than_asked(launch, tmp_
     )
     words = ["ddp.init_timeout_s=2", "ddp.timeout_s=200", f"save_dir={tmp_path / 'run'}"]
     done = launch.torchrun(2, str(wrapper), TOY, *words, timeout=100)
-    assert done.code != 0 and "rank 0 of 2 could not join the others" in done.errors[0], done.err
+    assert done.code != 0 and "rank 1 of 2 could not join the others within 2 s" in done.errors[0], done.err
 
 
 def test_started_alone_a_group_of_one_needs_no_address_and_is_left(launch, tmp_path):

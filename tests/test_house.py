@@ -37,7 +37,7 @@ def test_few_files_know_the_ranks():
     assert files_with(lambda node: isinstance(node, ast.Constant) and node.value in variables) == {"engine/launch.py"}
     calling = files_with(lambda node: isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
                          and isinstance(node.value, ast.Name) and node.value.id == "dist")  # fmt: skip
-    comm = {f"engine/comm/{name}.py" for name in ("world", "sealed", "virtual", "shm_backend")}
+    comm = {f"engine/comm/{name}.py" for name in ("world", "sealed", "virtual", "fsdp", "shm_backend")}
     assert calling == comm | {"train.py", "engine/launch.py", "engine/optim/zero.py", "tools/probe.py"}
 
 

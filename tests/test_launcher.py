@@ -330,6 +330,7 @@ SLURM = "SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=gpu[07-08]"
 STEP = f"{SLURM} SLURM_STEP_NODELIST=gpu[07-08]"
 POD = "PET_NNODES=3 PET_NODE_RANK=1 PET_MASTER_ADDR=job-0.job PET_MASTER_PORT=29400"
 PODS = "--nnodes=3 --node_rank=1 --master_addr=job-0.job --master_port=29400 --nproc_per_node"
+INDEXED = "JOB_COMPLETION_INDEX=1"
 ELASTIC = "PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=job-worker-0:23456 PET_RDZV_ID=job"
 JOINED = "--rdzv_backend=c10d --rdzv_endpoint=job-worker-0"
 OLDER = "RANK=1 WORLD_SIZE=3 MASTER_ADDR=job-master-0 MASTER_PORT=23456"
@@ -421,6 +422,13 @@ def typed(home: Home, line: str) -> tuple[list[str], dict[str, str]]:
         (f"{POD} PET_NPROC_PER_NODE=auto run", f"{PODS}=1 train.py", ""),
         (f"{POD} NNODES=3 MASTER_PORT=29400 NODE_RANK=1 run", f"{PODS}=1 train.py", ""),
         (f"{POD} PET_NNODES=1 PET_NODE_RANK=00 run", f"{ONE}=1 train.py", ""),
+        (f"{INDEXED} NNODES=2 MASTER_ADDR=10.0.0.1 run", f"{TWO}=29500 --nproc_per_node=1 train.py", ""),
+        (f"{INDEXED} NNODES=2 MASTER_ADDR=a NODE_RANK=0 run",
+         "--nnodes=2 --node_rank=0 --master_addr=a --master_port=29500 --nproc_per_node=1 train.py", ""),
+        (f"{INDEXED} {POD} run", f"{PODS}=1 train.py", ""),
+        (f"{INDEXED} run", f"{ONE}=1 train.py", ""),  # pods that each train a model of their own
+        (f"{INDEXED} NNODES=1 run", f"{ONE}=1 train.py", ""),
+        (f"{INDEXED} {ELASTIC} PET_NNODES=3 run", f"--nnodes=3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
         (f"{ELASTIC} PET_NNODES=3 run", f"--nnodes=3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
         (f"{ELASTIC} PET_NNODES=1:3 run", f"--nnodes=1:3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
         (
@@ -485,6 +493,8 @@ def test_what_is_started(home: Home, line: str, expected: str, warning: str) -> 
         (f"{POD} PET_NPROC_PER_NODE=lots run", "PET_NPROC_PER_NODE=lots: give a number"),
         (f"{POD} PET_NODE_RANK= run", "NODE_RANK is not set"),
         (f"{POD} PET_NNODES=1:3 run", "NNODES=1:3: give a number"),
+        (f"{INDEXED} NNODES=2 run", "MASTER_ADDR is not set"),
+        ("JOB_COMPLETION_INDEX=2 NNODES=2 MASTER_ADDR=a run", "NODE_RANK=2: give a number from 0 to 1"),
     ],
 )  # fmt: skip
 def test_what_is_refused(home: Home, line: str, expected: str) -> None:

@@ -70,3 +70,13 @@ def test_the_optimizer_has_its_kernel():
     weight.grad = torch.ones(3)
     optimizer.step()
     assert optimizer.state[weight]["step"] == 1 and (weight < 1).all()
+
+
+def test_agents_meet_at_torchs_barrier():
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    class Agent:
+        _exit_barrier, waited = (lambda self: self.waited.append(self._exit_barrier_timeout)), []
+
+    private.meet_other_agents(Agent(), most_s=3)
+    assert Agent.waited == [3] and "_exit_barrier_timeout" in SimpleElasticAgent._exit_barrier.__code__.co_names

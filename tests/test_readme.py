@@ -13,6 +13,7 @@ from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, comman
 
 TOPICS = (
     "launching",
+    "larger",
     "your-own-data",
     "pretrained",
     "behaviour",
@@ -53,6 +54,12 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_force_lets_the_keys_that_it_names_differ_and_no_other",
     "python train.py har --profile": "test_a_run_says_where_its_time_goes_and_leaves_a_trace",
     "python tools/benchmark.py --predict 8 --link 10gbit,50us har": "test_the_tables_of_the_guides",
+    "python tools/index_shards.py data/texts": "test_the_index_is_verified",
+    "python tools/index_shards.py data/texts --verify": "test_the_index_is_verified",
+    "python train.py examples/own_text.py shards.root=https://host/texts shards.cache_gb=24":
+        "test_killed_and_resumed_on_other_processes_is_the_same_run",
+    "python tools/benchmark.py --predict 16 --machines 2 --inside 200gbit,10us --link 10gbit,50us har":
+        "test_the_tables_of_the_guides",
     "python tools/evaluate.py RUN --split train": "test_every_split_and_data_from_elsewhere",
     "python train.py har dataset.test_subjects=3,7 save_dir=runs/har":
         "test_other_values_of_the_test_change_no_bit_of_a_training",

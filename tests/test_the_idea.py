@@ -12,7 +12,14 @@ MANY = str(ROOT / "tests" / "ranks" / "many.py")
 TERMS, CONTRAST = (str(ROOT / "tests" / "tasks" / name) for name in ("terms.py", "contrast.py"))
 
 CUTS = {"1x12": (1, 12, 1), "1x3x4": (1, 3, 4), "2x6": (2, 6, 1), "2x3x2": (2, 3, 2), "3x4": (3, 4, 1)}
+CUTS |= {"fsdp 2x3x2": (2, 3, 2), "fsdp 3x4": (3, 4, 1), "hsdp 4x1x3": (4, 1, 3)}
 """processes, samples per process and pass, passes per step: all of them twelve samples per step"""
+
+STRATEGIES = {
+    "fsdp 2x3x2": ["ddp.strategy=fsdp"],
+    "fsdp 3x4": ["ddp.strategy=fsdp"],
+    "hsdp 4x1x3": ["ddp.strategy=hsdp", "ddp.shards=2", "ddp.reduce_every=2"],
+}
 
 NAIVE = ("1x3x4", "2x6")
 """Cuts that also take the tutorials' steps: several passes, and several processes."""
@@ -45,6 +52,7 @@ def runs_of(cut, folder):
     # One cut through gloo alone, as between machines; the others sum through shared memory.
     backend = "gloo" if cut == "2x6" else "auto"
     size = [f"batch_size={batch}", f"gradient_accumulation_steps={passes}", "log_every=1", f"ddp.backend={backend}"]
+    size += STRATEGIES.get(cut, [])
     for task in (task for task in EVERY_TASK if fits(task, cut)):
         name = task.rpartition("/")[2]
         common = [task, *SMALL.get(task, []), *size, "seed=3", "optim.ema_decay=0.9"]

@@ -6,14 +6,16 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from conftest import FAULTY, TOY, succeed
 
 from engine import config
+from engine.config.schema import DDP
 from engine.contract import LockstepError
 from engine.report import describe
-from tools import benchmark, scaling, tune
-from tools.scaling import Link, Step
+from tools import benchmark, probe, scaling, tune
+from tools.scaling import Link, Passes, Place, Ring, Step, Unit
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "fault.step=1"]
 
@@ -45,17 +47,97 @@ def test_all_bytes_are_in_a_bucket():
 
 def test_sums_hide_behind_the_backward_pass_but_for_the_last():
     step, fast, slow = Step(backward=0.1, rest=0.05), Link(0.0, 1e12), Link(0.0, 1e8)
-    alone = scaling.predict_s(step, 20e6, 5, 1, fast)
-    assert alone == pytest.approx(0.15)
-    assert scaling.predict_s(step, 20e6, 5, 8, fast) == pytest.approx(0.15, rel=0.001)
+
+    def took(num_bytes, bucket_cap_mb, processes, link):
+        place = Place(1, processes, link, link)
+        return scaling.predict_s(step, scaling.ddp_sums(num_bytes, bucket_cap_mb, place), place)
+
+    assert took(20e6, 5, 1, fast) == pytest.approx(0.15)
+    assert took(20e6, 5, 8, fast) == pytest.approx(0.15, rel=0.001)
     # Three buckets of 5 MiB and a rest, 10 ms a MB: the first is ready after 26 ms, from there on they wait in a row.
-    assert scaling.predict_s(step, 20e6, 5, 2, slow) == pytest.approx(0.05 + 0.1 * (5 << 20) / 20e6 + 0.2)
+    assert took(20e6, 5, 2, slow) == pytest.approx(0.05 + 0.1 * (5 << 20) / 20e6 + 0.2)
     # As one bucket nothing would be hidden.
-    assert scaling.predict_s(step, 1e6, 25, 2, slow) == pytest.approx(0.15 + 0.01)
+    assert took(1e6, 25, 2, slow) == pytest.approx(0.15 + 0.01)
+
+
+INSIDE, CABLE = Link(alpha=1e-6, beta=1e10), Link(alpha=1e-4, beta=1e8)
+FOUR_BY_TWO = Place(2, 4, INSIDE, CABLE)
+"""Two machines of four processes."""
+
+
+def test_a_ring_over_two_machines_takes_the_pace_of_the_cable():
+    """Eight ranks, 8 MB: a round carries 1 MB, 10 ms over the cable and .1 ms inside."""
+    assert scaling.all_reduce(Ring(8, 2), 8e6).seconds(FOUR_BY_TWO) == pytest.approx(14 * (1e-4 + 1e-2))
+    assert scaling.all_gather(Ring(8, 2), 8e6).seconds(FOUR_BY_TWO) == pytest.approx(7 * (1e-4 + 1e-2))
+    assert scaling.all_gather(Ring(4, 1), 8e6).seconds(FOUR_BY_TWO) == pytest.approx(3 * (1e-6 + 2e-4))
+    four_rings = scaling.all_reduce(Ring(2, 2, sharing=4), 2e6)  # each has a quarter of the cable
+    assert four_rings.seconds(FOUR_BY_TWO) == pytest.approx(2 * (1e-4 + 4e-2))
+    assert four_rings.sent == 2e6 and four_rings.crossing == 8e6
+    assert scaling.all_gather(Ring(4, 1), 8e6).crossing == 0, "it stays inside"
+
+
+def test_what_each_strategy_sends():
+    """By hand, for two units of 8 MB on two machines of four: 7/8 of the weights for a gather over all, 3/4 inside."""
+    units = [Unit(8e6, 8e6), Unit(8e6, 4e6)]  # half of the second is frozen
+
+    def sent(strategy, gloo=False, number=1, every=1):
+        passes = Passes(number, every)
+        found = scaling.collectives(scaling.shards(units, FOUR_BY_TWO, strategy, gloo), passes)
+        return sum(one.sent for one in found), sum(one.crossing for one in found)
+
+    ddp = scaling.ddp_sums(12e6, 25, FOUR_BY_TWO)
+    assert [one.sent for one in ddp] == [one.crossing for one in ddp] == [2 * 7 / 8 * 12e6]
+    gather, scatter = 7 / 8 * 16e6, 7 / 8 * 12e6
+    assert sent("fsdp") == pytest.approx((2 * gather + scatter,) * 2)
+    assert sent("fsdp", gloo=True) == pytest.approx((2 * gather + 2 * scatter,) * 2), "gloo scatters by an all-reduce"
+    inside, between = 3 / 4 * (2 * 16e6 + 12e6), 2 * 1 / 2 * 12e6 / 4
+    assert sent("hsdp") == pytest.approx((inside + between, 4 * between))
+    for every, sums in ((1, 5), (2, 3), (3, 2), (0, 1)):
+        assert sent("fsdp", number=5, every=every)[0] == pytest.approx(5 * 2 * gather + sums * scatter)
+        assert sent("hsdp", number=5, every=every)[1] == pytest.approx(4 * between), "copies are added up once a step"
+    assert scaling.shards(units, Place(1, 1, INSIDE, CABLE), "fsdp", False)[0].gather.sent == 0, "alone"
+
+
+def test_units_are_gathered_one_ahead_and_scattered_behind():
+    """Four equal units and the root's none: forward 4 s, backward 8 s; a gather takes 1/2 s, a scatter 1 s."""
+    link = Link(0.0, 1.0)
+    place, step = Place(1, 2, link, link), Step(backward=8.0, rest=1.0, forward=4.0)
+
+    def took(gather_s, scatter_s, passes=1, gloo=False, every=1):
+        units = [Unit(2 * gather_s, 2 * scatter_s)] * 4
+        each = scaling.shards(units, place, "fsdp", gloo)
+        return scaling.sharded_s(step, units, each, Passes(passes, every), place, gloo)
+
+    assert took(1e-9, 0.0) == pytest.approx(13.0)
+    # The first gather and the last scatter are waited for; all others hide.
+    assert took(0.5, 1.0) == pytest.approx(13.0 + 0.5 + 1.0)
+    assert took(0.25, 0.5, passes=2) == pytest.approx(13.0 + 2 * 0.75)
+    assert took(0.25, 0.5, passes=2, every=0) == pytest.approx(13.0 + 2 * 0.25 + 0.5)
+    # A link that is slower than all never waits: eight gathers and four scatters.
+    assert took(10.0, 20.0) == pytest.approx(1.0 + 8 * 10.0 + 4 * 20.0)
+    # gloo waits for each, and sends a scatter twice.
+    assert took(0.5, 1.0, gloo=True) == pytest.approx(13.0 + 4 * (0.5 + 0.5 + 2 * 1.0))
+
+
+def test_the_units_of_a_model():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Linear(10, 10, bias=False)
+            self.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"one": torch.nn.Linear(5, 5)}) for _ in range(2))
+            self.blocks[1].requires_grad_(False)
+
+    def sizes(**ddp):
+        task = SimpleNamespace(units=lambda model: None)
+        return probe.units_mb(SimpleNamespace(model=Model(), task=task, cfg=config.Config(ddp=DDP(**ddp))))
+
+    assert sizes() == [pytest.approx(pair) for pair in ((4e-4, 4e-4), (1.2e-4, 1.2e-4), (1.2e-4, 0))]
+    assert sizes(gather_dtype="bf16") == [pytest.approx(pair) for pair in ((2e-4, 4e-4), (6e-5, 1.2e-4), (6e-5, 0))]
 
 
 @pytest.mark.parametrize(
-    ("text", "link"), [("10gbit", (0, 1.25e9)), ("200mbit,50us", (5e-5, 25e6)), ("1gbit,2ms", (2e-3, 1.25e8))]
+    ("text", "link"),
+    [("10gbit", (0, 1.25e9)), ("200mbit,50us", (5e-5, 25e6)), ("1gbit,2ms", (2e-3, 1.25e8)), ("2tbit", (0, 2.5e11))],
 )
 def test_a_link_in_words(text, link):
     assert scaling.parse_link(text) == pytest.approx(link)
@@ -166,13 +248,21 @@ def test_a_training_that_cannot_start_is_said_once(launch, tmp_path):
 
 @pytest.mark.slow
 def test_the_tables_of_the_guides(launch):
-    words = ["--processes", "1,2", "--rounds", "1", "--seconds", "0.2", "--predict", "8", "--link", "10gbit,50us", TOY]
-    done = succeed(launch.python("tools/benchmark.py", *words))
+    words = ["--processes", "1,2", "--rounds", "1", "--seconds", "0.2", "--predict", "8", "--link", "10gbit,50us"]
+    done = succeed(launch.python("tools/benchmark.py", *words, "--machines", "2", TOY))
     rows = [line.split("|")[1:4] for line in done.out.splitlines() if line.startswith(("| 1 ", "| 2 "))]
     assert [[int(cell) for cell in row] for row in rows] == [[1, 12, 12], [2, 12, 24], [1, 12, 12], [2, 6, 12]]
     firsts = [line.split("|") for line in done.out.splitlines() if line.startswith("| 1 ")]
     assert all(row[6].strip() == "1.00" and row[7].strip() == "100%" for row in firsts)
-    assert "Predicted for 8 processes" in done.out and "latency 50.0 us, 10 Gbit/s" in done.out and "commit" in done.out
+    found = [line.split("|")[1:4] for line in done.out.splitlines() if line.startswith(("| ddp", "| fsdp", "| hsdp"))]
+    assert [row[0].strip() for row in found] == ["ddp", "fsdp", "hsdp"]
+    sent, crossing = zip(*[(float(row[1]), float(row[2])) for row in found], strict=True)
+    assert sent[1] >= sent[0] == crossing[0] and crossing[1] == sent[1] and 0 < crossing[2] < crossing[0], found
+    assert (
+        "Predicted for 8 processes on 2 machines" in done.out
+        and "latency 50.0 us, 10 Gbit/s" in done.out
+        and "commit" in done.out
+    )
 
 
 @pytest.mark.slow
@@ -186,6 +276,7 @@ def test_benchmark_as_json_with_the_link_that_was_measured(launch):
     }
     assert one["gradients_mb"] == pytest.approx(4 * (8 * 512 + 512 + 512 * 4 + 4) / 1e6)
     assert one["phases_ms"].get("gradient sync", 0) == 0 < two["phases_ms"]["gradient sync"]
+    assert [row["strategy"] for row in found["predicted"]["strategies"]] == ["ddp", "fsdp"]
     assert found["predicted"]["beta_gbit"] > 0 and 0 < found["predicted"]["efficiency"] <= 1
     assert {"git_commit", "packages", "cpu_cores"} <= one["environment"].keys()
 
@@ -210,6 +301,9 @@ def test_where_there_are_gpus_dataparallel_stands_beside():
     (benchmark, ["--processes", "1,x"], "'1,x' are no numbers of processes"),
     (benchmark, ["--processes", "2,0"], "'2,0' are no numbers of processes"),
     (benchmark, ["--processes", "2", "--predict", "4"], "a prediction starts from one process"),
+    (benchmark, ["--predict", "6", "--machines", "4"], "6 processes are not the same number on each of 4 machines"),
+    (benchmark, ["--machines", "0"], "of 0 machines (--machines)"),
+    (benchmark, ["--inside", "fast"], "'fast' is no link (--inside)"),
     (benchmark, ["lr=x"], "lr=x (command line): give a number"),
     (tune, ["--processes", "0"], "0 is no number of processes (--processes): give"),
 ])  # fmt: skip

@@ -64,10 +64,12 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
 
 
 def test_spans_are_what_is_left_of_a_block():
-    assert tree.spans(8, 0, 1) == ([(0, 8)], 3)
-    assert tree.spans(8, 1, 3) == ([(2, 4), (4, 5)], 1)
-    assert tree.spans(6, 0, 1) == ([(0, 4), (4, 6)], 2)
-    assert [tree.spans(8, rank, 8) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
+    assert tree.spans(tree.dealt(8, 0, 1)) == ([(0, 8)], 3)
+    assert tree.spans(tree.dealt(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
+    assert tree.spans(tree.dealt(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
+    assert [tree.spans(tree.dealt(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
+    assert [[*tree.dealt(5, rank, 3, in_rounds=True)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert tree.spans(tree.dealt(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -218,11 +218,20 @@ def fork_rank(handler, command: tuple[str, ...], env: dict[str, str]) -> Forked:
     if command[0] != sys.executable or not can_be_warm(words, {}):
         return subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
     gc.freeze()  # a store that is garbage here must not be collected there: it would wait for a thread of this process
+    gate.extend([] if gate else os.pipe())
     pid = os.fork()
     if not pid:
+        os.close(gate[1]), os.read(gate[0], 1)
         become(words, env, os.getcwd(), (out, err))
     gc.unfreeze()
+    if int(env["LOCAL_RANK"]) + 1 == int(env["LOCAL_WORLD_SIZE"]):
+        os.close(gate.pop()), os.close(gate.pop())
     return Forked(pid)
+
+
+gate: list[int] = []
+"""A pipe that is closed once all ranks are forked, for which they wait: a thread of torchrun's looks up the name of
+each rank that comes to its store, and a rank forked meanwhile would find glibc's lock of that taken for ever."""
 
 
 class WarmPopen(subprocess.Popen):

@@ -4,14 +4,17 @@
 python tools/benchmark.py har                                         1 and 2 processes, or as many as there are GPUs
 python tools/benchmark.py --processes 1,2,4 --config configs/video.yaml dataset.root=data/mice
 python tools/benchmark.py --predict 8 --link 10gbit,50us video
+python tools/benchmark.py --predict 16 --machines 2 --inside 2tbit,5us --link 100gbit,20us video
 
 Options, before the arguments of a training:
   --processes N,N,...   numbers of processes (powers of two up to the number of GPUs, or of cores)
   --scaling KIND        weak: each process keeps its batch; strong: the global batch stays; both (both)
   --rounds R            repetitions, interleaved (3)
   --seconds S           time of each measurement (4)
-  --predict N           predict the speed of N processes, by the model in tools/scaling.py
+  --predict N           predict the speed of N processes under ddp, fsdp and hsdp, by the model in tools/scaling.py
   --link RATE[,LATENCY] between them, such as 10gbit,50us (as measured between the processes here)
+  --machines M          they are on so many machines, and --link is between these (1)
+  --inside RATE[,LATENCY]  between the processes of one of several machines (as measured between the processes here)
   --json                all measurements as JSON, instead of tables
 
 Every measurement runs in new processes. On GPUs, DataParallel is measured beside DDP.
@@ -118,34 +121,87 @@ def share(*phases: str) -> Any:
     return lambda row: sum(row["phases_ms"].get(name, 0.0) for name in phases) / sum(row["phases_ms"].values())
 
 
-def predicted(rows: list[Case], processes: int, link: scaling.Link | None) -> Row:
-    """Predict the speed of `processes` from the measured weak scaling. Raises LockstepError without any link."""
-    alone = next(case for case in rows if case.processes == 1 and case.found)
+def measured_link(rows: list[Case]) -> scaling.Link:
+    """Return the link between the processes that were measured. Raises LockstepError if there was one alone."""
     several = next((case for case in rows if case.processes > 1 and case.found and not case.with_dp), None)
-    if link is None:
-        if several is None:
-            raise LockstepError("nothing was measured between processes", "--link", "give one, or --processes 1,2")
-        times = {
-            int(size): 1e-3 * several.median(lambda r, size=size: r["sum_ms"][size])
-            for size in several.found[0]["sum_ms"]
-        }
-        link = scaling.fit(several.processes, times)
+    if several is None:
+        raise LockstepError("nothing was measured between processes", "--link", "give one, or --processes 1,2")
+    times = {
+        int(size): 1e-3 * several.median(lambda r, size=size: r["sum_ms"][size]) for size in several.found[0]["sum_ms"]
+    }
+    return scaling.fit(several.processes, times)
+
+
+def predicted(
+    rows: list[Case],
+    processes: int,
+    link: scaling.Link | None,
+    machines: int = 1,
+    inside: scaling.Link | None = None,
+) -> Row:
+    """Predict the speed of `processes` from the measured weak scaling, under each strategy. With several machines
+    `link` is between them. Raises LockstepError where a link is neither given nor measured."""
+    alone = next(case for case in rows if case.processes == 1 and case.found)
     one = alone.found[0]
     step_s = 1e-3 * alone.median(lambda r: r["step_ms"])
-    backward = step_s * alone.median(share("backward", "gradient sync"))
-    step = scaling.Step(backward, step_s - backward)
+    backward, forward = (
+        step_s * alone.median(share(*names)) for names in (("backward", "gradient sync"), ("forward",))
+    )
+    step = scaling.Step(backward, step_s - backward - forward, forward)
+    if machines == 1:
+        inside = between = link or measured_link(rows)
+    elif link is None:
+        raise LockstepError(
+            f"{machines} machines need the link between them", "--link", "give one, such as 100gbit,20us"
+        )
+    else:
+        inside, between = inside or measured_link(rows), link
+    place = scaling.Place(machines, processes // machines, inside, between)
     num_bytes = 1e6 * one["gradients_mb"]
-    took = scaling.predict_s(step, num_bytes, one["bucket_cap_mb"], processes, link)
+    sums = scaling.ddp_sums(num_bytes, one["bucket_cap_mb"], place)
+    gloo, passes = not one["device"].startswith("cuda"), scaling.Passes(one["accumulation"], one["reduce_every"])
+    units = [scaling.Unit(*(1e6 * size for size in sizes)) for sizes in one["units_mb"]]
+
+    def row(strategy: str, collectives: list[scaling.Collective], took: float) -> Row:
+        return {
+            "strategy": strategy,
+            "sent_mb": 1e-6 * sum(each.sent for each in collectives),
+            "cable_mb": 1e-6 * sum(each.crossing for each in collectives),
+            "collectives_ms": 1e3 * sum(each.seconds(place) for each in collectives),
+            "step_ms": 1e3 * took,
+            "samples_per_s": processes * alone.samples_per_s * step_s / took,
+            "efficiency": step_s / took,
+        }
+
+    strategies = [row("ddp", sums, scaling.predict_s(step, sums, place))]
+    for strategy in ("fsdp", "hsdp") if 1 < machines < processes else ("fsdp",) if processes > 1 else ():
+        each = scaling.shards(units, place, strategy, gloo)
+        took = scaling.sharded_s(step, units, each, passes, place, gloo)
+        strategies.append(row(strategy, scaling.collectives(each, passes), took))
     return {
         "processes": processes,
-        "alpha_us": 1e6 * link.alpha,
-        "beta_gbit": 8e-9 * link.beta,
+        "machines": machines,
+        "alpha_us": 1e6 * between.alpha,
+        "beta_gbit": 8e-9 * between.beta,
         "gradients_mb": one["gradients_mb"],
-        "all_reduce_ms": 1e3 * scaling.all_reduce_s(link, processes, num_bytes),
-        "step_ms": 1e3 * took,
-        "samples_per_s": processes * alone.samples_per_s * step_s / took,
-        "efficiency": step_s / took,
+        "all_reduce_ms": 1e3 * sum(each.seconds(place) for each in scaling.ddp_sums(num_bytes, float("inf"), place)),
+        "strategies": strategies,
+        **{name: strategies[0][name] for name in ("step_ms", "samples_per_s", "efficiency")},
     }
+
+
+def strategy_table(rows: list[Row]) -> str:
+    """Return what was predicted of each strategy as markdown."""
+    lines = [
+        "| strategy | a rank sends MB | a machine sends MB | collectives ms | step ms | samples/s | efficiency |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['strategy']} | {row['sent_mb']:.4g} | {row['cable_mb']:.4g} | {row['collectives_ms']:.4g} "
+            f"| {row['step_ms']:.4g} | {row['samples_per_s']:.4g} | {100 * row['efficiency']:.0f}% |"
+        )
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
@@ -159,6 +215,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--predict", type=int, default=0)
     parser.add_argument("--link", default="")
+    parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--inside", default="")
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)
     return guarded(words, partial(_main, options, words))
@@ -167,7 +225,13 @@ def main(argv: list[str]) -> int:
 def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
     cores = available()
     gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
-    link = scaling.parse_link(options.link) if options.link else None
+    link, inside = (
+        scaling.parse_link(text, key) if text else None
+        for text, key in ((options.link, "--link"), (options.inside, "--inside"))
+    )
+    if options.machines < 1 or options.predict % options.machines:
+        what = f"{options.predict} processes are not the same number on each of {options.machines} machines"
+        raise LockstepError(what, "--machines", "give a number that divides them")
     try:
         counts = sorted({int(text) for text in options.processes.split(",")}) if options.processes else []
         fit = not counts or counts[0] > 0
@@ -188,7 +252,8 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
             case.measure(words, options.seconds, threads)
     tables = {kind: table([case for case in found if case.kind == kind]) for kind in kinds}
     weak = [case for case in found if case.kind == kinds[0]]
-    prediction = predicted(weak, options.predict, link) if options.predict else None
+    ask = (options.predict, link, options.machines, inside)
+    prediction = predicted(weak, *ask) if options.predict else None
     if options.json:
         measured = [vars(case) for case in found]
         print(json.dumps({"measured": measured, "predicted": prediction}))
@@ -202,7 +267,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     if busy := contention_warning(max(row["waited_share"] for case in found for row in case.found)):
         print(f"warning: {busy}\n")
     if prediction:
-        print(_sentence(prediction))
+        print(f"{_sentence(prediction)}\n\n{strategy_table(prediction['strategies'])}")
     return 0
 
 
@@ -214,8 +279,9 @@ def _machine(row: Row) -> str:
 
 
 def _sentence(one: Row) -> str:
+    machines = f" on {one['machines']} machines" if one["machines"] > 1 else ""
     return (
-        f"Predicted for {one['processes']} processes (weak scaling; model in tools/scaling.py): "
+        f"Predicted for {one['processes']} processes{machines} (weak scaling; model in tools/scaling.py): "
         f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; {one['gradients_mb']:.3g} MB of gradients "
         f"take {one['all_reduce_ms']:.3g} ms, a step {one['step_ms']:.4g} ms: {one['samples_per_s']:.4g} samples/s, "
         f"efficiency {100 * one['efficiency']:.0f}%"

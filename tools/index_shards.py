@@ -140,6 +140,8 @@ def counted(pattern: str) -> list[str]:
     parts = re.split(r"\{(\d+)\.\.(\d+)\}", pattern)
     texts: list[list[str]] = [[parts[0]]]
     for first, last, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        if int(first) > int(last):
+            raise LockstepError(f"{{{first}..{last}}} counts down", f"--names {pattern}", f"give {{{last}..{first}}}")
         texts += [[f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)], [rest]]
     return ["".join(each) for each in itertools.product(*texts)]
 

@@ -27,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import train
 from engine import config, launch, speed
+from engine.comm import fsdp
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.evaluation import training_metrics
@@ -123,6 +125,8 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
         "memory_mb": peak,
         "phases_ms": {name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()},
         "gradients_mb": sum(p.numel() * p.element_size() for p in trained) / 1e6,
+        "units_mb": units_mb(run),
+        "reduce_every": cfg.ddp.reduce_every,
         "bucket_cap_mb": cfg.ddp.bucket_cap_mb,
         "sum_ms": {1 << power: 1e3 * time_sum(world, 1 << power) for power in range(10, 25, 2)}
         if world.size > 1
@@ -134,6 +138,20 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
         "waited_share": busy,
         "environment": run_folder.environment(world),
     }
+
+
+def units_mb(run: Run) -> list[tuple[float, float]]:
+    """Return (weights as they are sent, gradients) in MB of each unit that ddp.strategy=fsdp gathers at once; first
+    what is left of the model, which it gathers first."""
+    units, seen = fsdp.units(run.model, run.task), set[nn.Parameter]()
+    sizes = []
+    for module in [*units, run.model]:
+        own = [p for p in dict.fromkeys(module.parameters()) if p not in seen]
+        seen |= {*own}
+        each = [(p.numel() * p.element_size() / 1e6, p.requires_grad) for p in own]
+        sent = sum(size for size, _ in each) / (2 if run.cfg.ddp.gather_dtype == "bf16" else 1)
+        sizes.append((sent, sum(size for size, trained in each if trained)))
+    return sizes[-1:] + sizes[:-1]
 
 
 def timed(run: Run, steps: Any, count: int) -> tuple[float, float]:

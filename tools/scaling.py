@@ -1,17 +1,30 @@
-"""Predict a step on more processes: the α-β model of a ring all-reduce beside a measured step.
+"""Predict a step on more processes: the α-β model of rings of processes beside a measured step.
 
-A message of n bytes takes α + n/β: a latency in seconds, and a bandwidth in bytes per second. A ring over N processes
-sends 2 (N - 1) messages of n/N bytes one after the other, from each process at the same time, so that an all-reduce of
-n bytes takes
+A message of n bytes takes α + n/β: a latency in seconds, and a bandwidth in bytes per second (Hockney). In a ring of N
+processes each sends a part of n/N bytes to its neighbour, at the same time as all others, round after round: N - 1
+rounds for an all-gather or a reduce-scatter of n bytes, and 2 (N - 1) for an all-reduce, which is one after the other:
 
     T(N, n) = 2 (N - 1) α + 2 (N - 1) / N · n / β
 
-(Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69, 2009; α and β after Hockney). DDP sums gradients
-in buckets, one after the other, each as soon as its gradients are there, while the backward pass continues; a step
-waits for the rest at its end.
+(Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69, 2009). A ring over several machines goes from one
+machine to the next once, and takes the pace of its slowest link; where k rings cross a cable at the same time, each has
+a k-th of it.
 
-What the model leaves out: processes of one machine share its memory and caches, switches are shared by others, and a
-ring is not what every library takes for every size.
+| strategy | what a rank does with n bytes of weights on M machines of S processes, N = M S |
+|---|---|
+| ddp | an all-reduce of n bytes over N, in buckets, in the last pass of a step |
+| fsdp | in each pass, of each unit: an all-gather over N before forward, one before backward, a reduce-scatter after |
+| hsdp | the same over the S of its machine; in the last pass then an all-reduce of n/S bytes over M machines, S rings |
+
+(ddp: Li et al., VLDB 2020; fsdp and hsdp: Zhao et al., VLDB 2023, and torch's `fully_shard`.) With `ddp.reduce_every`
+the reduce-scatter is left out in some passes; with virtual workers an exchange takes its place, which is not modelled.
+DDP sums a bucket as soon as its gradients are there, while the backward pass continues. On GPUs `fully_shard` gathers
+one unit ahead, and scatters while the next unit computes; with gloo it waits for each collective, and gloo's
+reduce-scatter is an all-reduce of which a rank keeps its part.
+
+What the model leaves out: processes of one machine share its memory and caches, switches are shared by others, a ring
+is not what every library takes for every size, weights whose first dimension the processes do not divide are padded,
+copies into and out of the buffers of a collective take time, too, and hsdp's two links are used one after the other.
 """
 
 from __future__ import annotations
@@ -33,16 +46,82 @@ class Link(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of one process, in seconds: the backward pass, and all else."""
+    """A step of one process, in seconds: its backward passes, its forward passes, and all else."""
 
     backward: float
     rest: float
+    forward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.backward + self.forward + self.rest
+
+
+class Place(NamedTuple):
+    """Where the processes are: `machines` of `per_machine` each, joined by one link inside and one between them."""
+
+    machines: int
+    per_machine: int
+    inside: Link
+    between: Link
+
+    @property
+    def processes(self) -> int:
+        return self.machines * self.per_machine
+
+
+class Unit(NamedTuple):
+    """What `fully_shard` gathers at once, in bytes: all weights, and the gradients of those that are trained."""
+
+    weights: float
+    gradients: float
+
+
+class Ring(NamedTuple):
+    """A ring of `ranks` over so many machines, and how many such rings share a cable."""
+
+    ranks: int
+    machines: int
+    sharing: int = 1
+
+
+class Collective(NamedTuple):
+    """`rounds` in which each process of a ring sends its part of `num_bytes`."""
+
+    rounds: int
+    num_bytes: float
+    ring: Ring
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends."""
+        return self.rounds * self.num_bytes / self.ring.ranks
+
+    @property
+    def crossing(self) -> float:
+        """Bytes that a machine sends to the others."""
+        return self.sent * self.ring.sharing * (self.ring.machines > 1)
+
+    def seconds(self, place: Place) -> float:
+        part, pace = self.num_bytes / self.ring.ranks, 0.0
+        if self.ring.ranks > self.ring.machines:
+            pace = place.inside.alpha + part / place.inside.beta
+        if self.ring.machines > 1:
+            pace = max(pace, place.between.alpha + self.ring.sharing * part / place.between.beta)
+        return self.rounds * pace
+
+
+def all_gather(ring: Ring, num_bytes: float) -> Collective:
+    return Collective(ring.ranks - 1, num_bytes, ring)
+
+
+def all_reduce(ring: Ring, num_bytes: float) -> Collective:
+    return Collective(2 * (ring.ranks - 1), num_bytes, ring)
 
 
 def all_reduce_s(link: Link, processes: int, num_bytes: float) -> float:
     """Return T(N, n) of the model, in seconds."""
-    messages = 2 * (processes - 1)
-    return messages * link.alpha + messages / processes * num_bytes / link.beta
+    return all_reduce(Ring(processes, 1), num_bytes).seconds(Place(1, processes, link, link))
 
 
 def fit(processes: int, seconds: dict[int, float]) -> Link:
@@ -59,22 +138,105 @@ def fit(processes: int, seconds: dict[int, float]) -> Link:
     return Link(float(alpha), 1 / float(inverse))
 
 
-def predict_s(step: Step, num_bytes: float, bucket_cap_mb: float, processes: int, link: Link) -> float:
-    """Return the seconds of a step on so many processes, each with the batch of `step`: the sum of a bucket begins when
+def ddp_sums(num_bytes: float, bucket_cap_mb: float, place: Place) -> list[Collective]:
+    """Return what DDP adds in a step, a bucket each, in the order in which they become ready."""
+    ring = Ring(place.processes, place.machines)
+    return [all_reduce(ring, size) for size in buckets(num_bytes, bucket_cap_mb)]
+
+
+def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
+    """Return the seconds of a step under DDP, each process with the batch of `step`: the sum of a bucket begins when
     its share of the backward pass is over and the sum before it is done."""
-    if processes == 1:
-        return step.rest + step.backward
+    if place.processes == 1:
+        return step.total
     ready = end = 0.0
-    for size in buckets(num_bytes, bucket_cap_mb):
-        ready += step.backward * size / num_bytes
-        end = max(ready, end) + all_reduce_s(link, processes, size)
-    return step.rest + max(step.backward, end)
+    num_bytes = sum(each.num_bytes for each in sums)
+    for each in sums:
+        ready += step.backward * each.num_bytes / num_bytes
+        end = max(ready, end) + each.seconds(place)
+    return step.forward + step.rest + max(step.backward, end)
 
 
-def parse_link(text: str) -> Link:
+class Sharded(NamedTuple):
+    """What a unit takes part in: `gather` before each forward and each backward pass, `scatter` after a backward pass,
+    and `copies` after the last one of a step."""
+
+    gather: Collective
+    scatter: Collective
+    copies: list[Collective]
+
+
+def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[Sharded]:
+    """Return what each unit takes part in under fsdp or hsdp.
+
+    gloo  its reduce-scatter is an all-reduce
+    """
+    ring = Ring(place.processes, place.machines) if strategy == "fsdp" else Ring(place.per_machine, 1)
+    between = Ring(place.machines, place.machines, place.per_machine)
+    found = []
+    for unit in units:
+        scatter = (all_reduce if gloo else all_gather)(ring, unit.gradients)  # as many rounds as a gather, backwards
+        copies = [all_reduce(between, unit.gradients / place.per_machine)] if strategy == "hsdp" else []
+        found.append(Sharded(all_gather(ring, unit.weights), scatter, copies))
+    return found
+
+
+class Passes(NamedTuple):
+    """Forward passes of a step, and of these how many there are from one sum of gradients to the next; 0: one sum."""
+
+    number: int = 1
+    reduce_every: int = 1
+
+    def sums(self, nth: int) -> bool:
+        """Whether gradients are added up after this pass, counted from 1."""
+        return nth == self.number or bool(self.reduce_every and nth % self.reduce_every == 0)
+
+
+def collectives(each: list[Sharded], passes: Passes) -> list[Collective]:
+    """Return all that a step takes part in, one after the other."""
+    found = []
+    for nth in range(1, passes.number + 1):
+        for unit in each:
+            found += [unit.gather] * 2 + [unit.scatter] * passes.sums(nth)
+            found += unit.copies * (nth == passes.number)
+    return found
+
+
+def sharded_s(step: Step, units: list[Unit], each: list[Sharded], passes: Passes, place: Place, gloo: bool) -> float:
+    """Return the seconds of a step under fsdp or hsdp. A unit has the share of a pass that it has of the weights.
+
+    gloo  nothing overlaps; else the links work in the order in which they are asked, beside the processor
+    """
+    if gloo:
+        return step.total + sum(one.seconds(place) for one in collectives(each, passes))
+    whole, spent = sum(unit.weights for unit in units), step.rest
+    forward, backward = (
+        [seconds / passes.number * unit.weights / whole for unit in units] for seconds in (step.forward, step.backward)
+    )
+    for nth in range(1, passes.number + 1):
+        # (gather before it, its seconds, collectives after it), in the order in which they compute.
+        jobs: list[tuple[Collective, float, list[Collective]]]
+        jobs = [(unit.gather, seconds, []) for unit, seconds in zip(each, forward, strict=True)]
+        for unit, seconds in zip(each[::-1], backward[::-1], strict=True):
+            after = [unit.scatter] * passes.sums(nth) + unit.copies * (nth == passes.number)
+            jobs.append((unit.gather, seconds, after))
+        now = 0.0  # when the processor is done; `link`: when the link is; `ready`: when what comes next is gathered
+        link = ready = jobs[0][0].seconds(place)
+        for (_, seconds, after), following in zip(jobs, [*jobs[1:], None], strict=True):
+            begun = max(now, ready)
+            now = begun + seconds
+            if following:
+                link = ready = max(link, begun) + following[0].seconds(place)
+            if after:
+                link = max(link, now) + sum(one.seconds(place) for one in after)
+        spent += max(now, link)
+    return spent
+
+
+def parse_link(text: str, key: str = "--link") -> Link:
     """Parse `10gbit`, `200mbit,50us`: a bandwidth in bits per second, perhaps a latency."""
     rate, _, latency = text.partition(",")
-    units = {"gbit": 1e9 / 8, "mbit": 1e6 / 8}
+    units = {"tbit": 1e12 / 8, "gbit": 1e9 / 8, "mbit": 1e6 / 8}
     unit = next((unit for unit in units if rate.endswith(unit)), "")
     times = {"us": 1e-6, "ms": 1e-3}
     time_unit = next((unit for unit in times if latency.endswith(unit)), "")
@@ -82,4 +244,4 @@ def parse_link(text: str) -> Link:
         alpha = float(latency.removesuffix(time_unit)) * times[time_unit] if latency else 0.0
         return Link(alpha, float(rate.removesuffix(unit)) * units[unit])
     except (ValueError, KeyError):
-        raise LockstepError(f"{text!r} is no link", "--link", "give 10gbit, or 200mbit,50us") from None
+        raise LockstepError(f"{text!r} is no link", key, "give 10gbit, or 200mbit,50us") from None

@@ -118,8 +118,12 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
     """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
     if world.size == 1:
         return {}
-    if len(set(world.gather(digests.digest(tensors.values())))) == 1:
+    if not world.differing(digests.digest(tensors.values())):
         return {}
-    first, *others = world.gather(digests.each(tensors.items()))
+    return world.decide(digests.each(tensors.items()), _first_that_differs)
+
+
+def _first_that_differs(everyone: Iterator[dict[str, str]]) -> dict[str, int]:
+    first, *others = everyone
     differ = {name: [theirs.get(name) != mine for theirs in others] for name, mine in first.items()}
     return {name: 1 + found.index(True) for name, found in differ.items() if any(found)}

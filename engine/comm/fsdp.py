@@ -30,83 +30,73 @@ LISTS = (nn.ModuleList, nn.Sequential)
 def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> nn.Module:
     """(all ranks) With ddp.strategy=fsdp or hsdp keep this rank's rows of each weight: call it before the optimizer is
     made, because it replaces the parameters. The names, and so checkpoints, stay as they are. Else do nothing."""
-    kind, key = cfg.ddp.strategy, f"ddp.strategy={cfg.ddp.strategy}"
-    if kind == "ddp":
+    key = f"ddp.strategy={cfg.ddp.strategy}"
+    if cfg.ddp.strategy == "ddp":
         return model
-    if task.num_trials:
-        todo = "make none, and let tools/evaluate.py make them on one process, or use ddp.strategy=ddp"
-        raise LockstepError("trials call the model on each rank by itself", key, todo)
-    if cfg.ddp.gather_dtype == "bf16" and precision != "bf16":
-        todo = "add amp=bf16, or use ddp.gather_dtype=weights"
-        raise LockstepError("layers would compute in bf16 without autocast", "ddp.gather_dtype=bf16", todo)
-    for name, p in model.named_parameters():
-        if not p.ndim:
-            raise LockstepError(f"the weight {name} has no rows to shard", key, "give it the shape (1,)")
-    chosen = units(model, task)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    half, group = cfg.ddp.gather_dtype == "bf16", group_size(cfg, world.size)
+    scalar = next((name for name, p in model.named_parameters() if not p.ndim), "")
+    for wrong, what, todo in (
+        (task.num_trials, "trials call the model on each rank by itself", "make none, or use ddp.strategy=ddp"),
+        (half and precision != "bf16", "ddp.gather_dtype=bf16 without autocast", "add amp=bf16"),
+        (scalar, f"the weight {scalar} has no rows to shard", "give it the shape (1,)"),
+        (world.size % group, f"{world.size} processes are no groups of {group} (ddp.shards)", "give a divisor"),
+    ):
+        if wrong:
+            raise LockstepError(what, key, todo, everywhere=True)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    if not hasattr(_class_of_units(), "set_force_sum_reduction_for_comms"):
-        raise LockstepError(f"torch {torch.__version__} cannot add up gradients in it", key, "update torch to 2.9")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view as a block's output: in each pass, each rank
-    half = torch.bfloat16 if cfg.ddp.gather_dtype == "bf16" else None
-    recipe = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
-    mesh = _mesh(cfg, world)
-    for module in [*chosen, model]:  # the model takes what is left
+    recipe = MixedPrecisionPolicy(
+        torch.bfloat16 if half else None, torch.float32 if half else None, cast_forward_inputs=False
+    )
+    shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
+    shape["shard"] = group
+    mesh = dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
+    for module in [*units(model, task), model]:  # the model takes what is left
         # The model, too: what it kept whole after a forward pass would be of no use once weights change.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
         if cfg.virtual_workers or cfg.ddp.find_unused_parameters:  # else a rank would send fewer gradients
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
+    for method in task.forward_methods:
+        register_fsdp_forward_method(model, method)
     return model
 
 
-def _class_of_units() -> Any:
-    from torch.distributed.fsdp import FSDPModule
-
-    return FSDPModule
-
-
 def group_size(cfg: Any, processes: int) -> int:
-    """Return how many processes hold one copy of the model together with hsdp: those of a machine, if not given."""
+    """Return how many processes hold one copy of the model together; with hsdp those of a machine, if not given."""
+    if cfg.ddp.strategy == "fsdp":
+        return processes
     return cfg.ddp.shards or int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
-
-
-def _mesh(cfg: Any, world: World) -> Any:
-    shape = {"shard": world.size}
-    if cfg.ddp.strategy == "hsdp":
-        shards = group_size(cfg, world.size)
-        if world.size % shards:
-            todo = f"give a divisor of {world.size}, or ddp.strategy=fsdp"
-            raise LockstepError(f"{world.size} processes are no groups of {shards}", "ddp.shards", todo)
-        shape = {"replicate": world.size // shards, "shard": shards}
-    return dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
 
 
 def units(model: nn.Module, task: Any) -> list[nn.Module]:
     """Return the task's units; or else the blocks in the model's lists, none inside another. One that shares a weight
     with other modules stays a part of the rest."""
-    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-
-    def shared(unit: nn.Module) -> list[Tensor]:
-        here = Counter(p for module in unit.modules() for p in module.parameters(recurse=False))
-        return [p for p, count in here.items() if owners[p] > count]
-
-    names = {module: name for name, module in model.named_modules()}
-    if (own := task.units(model)) is not None:
-        for unit in own:
-            if unit not in names:
-                raise LockstepError("it returns what is no module of the model", "the task's `units`", "return some")
-            if tied := shared(unit):
+    names, found = {module: name for name, module in model.named_modules()}, task.units(model)
+    owners = Counter(p for module in names for p in module.parameters(recurse=False))
+    if found is None:
+        found = []
+        for each in names:
+            if isinstance(each, LISTS) and not any(each in unit.modules() for unit in found):
+                found += [block for block in each if [*block.children()] and not isinstance(block, LISTS)]
+        return [unit for unit in found if [*unit.parameters()] and not _shared(unit, owners)]
+    for unit in found:
+        if unit not in names or (tied := _shared(unit, owners)):
+            what = "a module that is no part of the model"
+            if unit in names:
                 weight = next(name for name, p in model.named_parameters() if p is tied[0])
-                what = f"the weight {weight} is also of a module outside of {names[unit]}"
-                raise LockstepError(what, "the task's `units`", "return one module that has both, or leave it out")
-        return own
-    found: list[nn.Module] = []
-    for each in model.modules():
-        if isinstance(each, LISTS) and not any(each in unit.modules() for unit in found):
-            found += [block for block in each if any(True for _ in block.children()) and not isinstance(block, LISTS)]
-    return [unit for unit in found if any(True for _ in unit.parameters()) and not shared(unit)]
+                what = f"{names[unit]}, whose weight {weight} another module has, too"
+            todo = "return one module that has both, or leave it out"
+            raise LockstepError(f"it returns {what}", "the task's `units`", todo, everywhere=True)
+    return found
+
+
+def _shared(unit: nn.Module, owners: Counter[Tensor]) -> list[Tensor]:
+    """Return the weights of a unit that are also those of a module outside of it."""
+    here = Counter(p for module in unit.modules() for p in module.parameters(recurse=False))
+    return [p for p, count in here.items() if owners[p] > count]
 
 
 class _OverShards:
@@ -114,15 +104,9 @@ class _OverShards:
 
     world: World
     model: Any
-    group: Any = None  # the ranks that hold one copy of the model together
-
-    def shards(self) -> Any:
-        if self.group is None:
-            self.group = next(self.model.parameters()).device_mesh.get_group("shard")
-        return self.group
 
     def sum_over_shards(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.shards())
+        dist.all_reduce(tensor, group=next(self.model.parameters()).device_mesh.get_group("shard"))
 
     def digest(self) -> str:
         """(all ranks) Return the digest that the whole weights have."""
@@ -148,14 +132,11 @@ class Sharded(_OverShards, Plain):
         super().__init__(world, model, mode)
         self.every, self.passes = every, 0
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.passes = 0
-
     def begin_pass(self, micro: Any, in_ddp: bool) -> None:
         self.passes += 1
-        due = self.every and self.passes % self.every == 0
-        self.model.set_requires_gradient_sync(micro.closes_step or bool(due))
+        due = micro.closes_step or (self.every and self.passes % self.every == 0)
+        self.passes = 0 if micro.closes_step else self.passes
+        self.model.set_requires_gradient_sync(bool(due))
         self.model.set_requires_all_reduce(micro.closes_step)  # between the copies of hsdp
 
     def grad_norm(self, grads: list[Tensor]) -> Tensor:
@@ -172,7 +153,7 @@ class ShardedWorkers(_OverShards, Dealt):
 
     def __init__(self, workers: int, world: World, model: nn.Module):
         super().__init__(workers, world, model)
-        units: list[Any] = [module for module in model.modules() if isinstance(module, _class_of_units())]
+        units: list[Any] = [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
         for unit in units:
             tree = Tree(workers)
             unit.set_custom_reduce_scatter(tree)

@@ -7,8 +7,8 @@ import errno
 import fcntl
 import glob
 import ipaddress
-import itertools
 import os
+import resource
 import socket
 import struct
 import sys
@@ -22,6 +22,9 @@ STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 """Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""
 
 INFINIBAND = Path("/sys/class/infiniband")
+
+MANY = 128
+"""Ranks beyond which gloo connects two of them when one first sends to the other."""
 
 PIPE, TRACE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 """Environment variables, each the beginning of a path that ends with the rank: torch makes a pipe, and a thread of its
@@ -58,21 +61,32 @@ def stay_on_this_machine() -> None:
         _listen_on("lo")
 
 
-def choose_network(store: Any, size: int) -> str:
+def choose_network(others: list[str]) -> str:
     """Have gloo and NCCL use the network interface by which the machines reach each other, unless the user has set one;
     returns a text that names it. Gloo would resolve this machine's own name, often to 127.0.0.1. NCCL would take the
     first it finds, which may be a bridge that leads nowhere, unless it has InfiniBand or a file that names one.
+
+    others  addresses of machines, perhaps this one's among them
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return ""
     # For its own machine MASTER_ADDR may be 127.0.0.1, which leads nowhere: there a route to another rank counts.
-    others = ((store.get(f"rank{rank}_is_at") or b"").decode() for rank in range(size))
-    for there in filter(None, itertools.chain([os.environ.get("MASTER_ADDR")], others)):
+    for there in filter(None, [os.environ.get("MASTER_ADDR"), *others]):
         address, interface = way_to(there)
         if interface and not is_loopback(address):
             _listen_on(interface)
             return f"{interface} ({address})"
     return ""  # all on one machine, or no Linux
+
+
+def prepare_for_many(size: int) -> None:
+    """Let this process have as many connections as it may: rank 0, and torchrun with the store, hear from all ranks. To
+    connect each two of 1,024 ranks would take 523,776 connections."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, 1 << 16)), most))
+    if size > MANY:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def _listen_on(interface: str) -> None:

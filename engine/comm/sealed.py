@@ -9,13 +9,19 @@ import pickle
 import secrets
 import sys
 import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
 
 SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
 """Environment variables: a text that only the processes of this run know, and a file that holds it."""
@@ -28,6 +34,7 @@ class Meeting:
     notes: Any = None  # for this attempt of torchrun; None before the ranks have met
     lasting: Any = None  # the same for all attempts
     key: bytes = b""  # of this attempt, see `launch.rendezvous`
+    near: list[int] = field(default_factory=list)  # the ranks of this machine; empty before the ranks have met
     warned: bool = False  # a stranger's note has been reported
     network: str = ""  # the interface by which machines find each other, where it was chosen here
     wrapped: bool = False  # there is a DDP, which must be gone before its group
@@ -109,6 +116,13 @@ class Sealed:
     def get(self, name: str) -> bytes | None:
         return self._open(name, self.store.get(name))
 
+    def get_all(self, names: list[str]) -> list[bytes | None]:
+        """Return the texts, None where there is none: in two messages to the store if all are there."""
+        there = names if self.store.check(names) else [name for name in names if self.store.check([name])]
+        several = self.store.multi_get if self.store.has_extended_api() else lambda names: [*map(self.store.get, names)]
+        found = dict(zip(there, several(there), strict=True)) if there else {}
+        return [self._open(name, found[name]) if name in found else None for name in names]
+
     def compare_set(self, name: str, expected: str, text: str) -> bytes | None:
         """Replace `expected` by `text`; returns what is there now."""
         mine = self._seal(name, text.encode())
@@ -140,20 +154,57 @@ def guard_torchs_rendezvous(key: bytes) -> None:
     c10d.C10dRendezvousBackend = lambda store, run_id: torchs(Sealed(store, key), run_id)  # type: ignore
 
 
-def gather(value: Any, group: Any = None, on_main: bool = False) -> list[Any]:
-    """(all ranks) Return every rank's value, by rank; with `on_main` on rank 0 only. torch's own collectives of objects
-    unpickle whatever arrives; here it must bear the seal of this run."""
+FRAME = 512
+"""Bytes of a value that travel at once; the rest of a longer one follows."""
+
+
+def to_main(value: Any, group: Any = None) -> Iterator[Any]:
+    """(all ranks) Yield every rank's value on rank 0, by rank, and nothing on the others. Rank 0 holds the first bytes
+    of all of them, and the rest of one; it must take them all. torch's own collectives of objects unpickle whatever
+    arrives; here it must bear the seal of this run."""
+    group, whole = group or dist.group.WORLD, _sealed(value)
+    main = group.rank() == 0
+    frames = [torch.empty(FRAME, dtype=torch.uint8) for _ in range(group.size())] if main else None
+    dist.gather(whole[:FRAME], frames, group=group, group_dst=0)
+    if not main and len(whole) > FRAME:
+        dist.send(whole[FRAME:], group=group, group_dst=0)
+    for rank, frame in enumerate(frames or ()):
+        yield value if rank == 0 else _opened(frame, partial(dist.recv, group=group, group_src=rank))
+
+
+def from_main(value: T, group: Any = None) -> T:
+    """(all ranks) Return rank 0's value."""
+    group = group or dist.group.WORLD
+    main, send = group.rank() == 0, partial(dist.broadcast, group=group, group_src=0)
+    whole = _sealed(value if main else None)
+    send(frame := whole[:FRAME])
+    if main and len(whole) > FRAME:
+        send(whole[FRAME:])
+    return value if main else _opened(frame, send)
+
+
+def decide(value: Any, choose: Callable[[Iterator[Any]], T], group: Any = None) -> T:
+    """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function that raises nothing. It
+    takes two messages for each rank, where an all-gather of gloo's takes one for each pair of ranks."""
+    group = group or dist.group.WORLD
+    everyone = to_main(value, group)
+    chosen = choose(everyone) if group.rank() == 0 else None
+    deque(everyone, maxlen=0)  # those that `choose` did not need
+    return from_main(cast(T, chosen), group)
+
+
+def _sealed(value: Any) -> Tensor:
+    """(FRAME or more,) the length in 8 bytes, the seal in 32, the value."""
     raw = pickle.dumps(value)
-    mine = torch.frombuffer(bytearray(digest(meeting.key, raw) + raw), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
-    padded = torch.nn.functional.pad(mine, (0, int(max(lengths)) - len(mine)))
-    found = [torch.empty_like(padded) for _ in lengths] if not on_main or dist.get_rank(group) == 0 else []
-    if on_main:
-        dist.gather(padded, found or None, group=group)
-    else:
-        dist.all_gather(found, padded, group=group)
-    whole = [each.numpy()[: int(length)].tobytes() for each, length in zip(found, lengths, strict=False)]
-    if not all(hmac.compare_digest(digest(meeting.key, each[32:]), each[:32]) for each in whole):
+    text = (40 + len(raw)).to_bytes(8, "big") + digest(meeting.key, raw) + raw
+    return torch.frombuffer(bytearray(text.ljust(FRAME, b"\0")), dtype=torch.uint8)
+
+
+def _opened(frame: Tensor, receive: Callable[[Tensor], Any]) -> Any:
+    found = frame.numpy().tobytes()
+    if (length := int.from_bytes(found[:8], "big")) > FRAME:
+        receive(rest := torch.empty(length - FRAME, dtype=torch.uint8))
+        found += rest.numpy().tobytes()
+    if not hmac.compare_digest(digest(meeting.key, found[40:length]), found[8:40]):
         raise RuntimeError("what another rank has sent is not sealed by this run")
-    return [pickle.loads(each[32:]) for each in whole]
+    return pickle.loads(found[40:length])

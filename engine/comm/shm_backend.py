@@ -265,14 +265,14 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
     count = Channel.bytes(group.size())
     possible = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
     file = _reserve(count) if possible and group.rank() == 0 else None
-    everyone = sealed.gather((machine(), os.getpid(), file) if possible else None, group)
+    everyone = sealed.decide((machine(), os.getpid(), file) if possible else None, list, group)
     first, channel = everyone[0], None
     if None not in everyone and first[2] is not None and all(where == first[0] for where, _, _ in everyone):
         with contextlib.suppress(OSError):  # another user's process, or /proc doesn't show it
             with open(f"/proc/{first[1]}/fd/{first[2]}", "r+b", buffering=0) as mine:
                 memory = mmap.mmap(mine.fileno(), count)
             channel = Channel(group.rank(), [pid for _, pid, _ in everyone], memory, timeout_s)
-    complete = all(sealed.gather(channel is not None, group))
+    complete = sealed.decide(channel is not None, all, group)
     if file is not None:
         os.close(file)
     return channel if complete else None

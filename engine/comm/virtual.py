@@ -30,6 +30,8 @@ from engine.errors import LockstepError
 AT_ONCE = 1 << 22
 """Gradients whose squares are in memory at once."""
 
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
 ALIGNED = 32
 """Bytes: CUDA's kernels read four float64 at once where the memory allows it."""
 
@@ -76,7 +78,7 @@ class Exchange:
             parts = [[*part.view(-1, self.piece)] for part in self.received.split(self.counts)]
             self.whole = self.received.new_empty(self.size * self.piece)
             self.root = self._root(parts)
-            self.work = dist.all_gather_into_tensor(self.whole, self.root, async_op=True)
+            self.work = ALL_GATHER(self.whole, self.root, async_op=True)
 
     def result(self) -> Tensor:
         """Return the sum, flat."""

@@ -43,22 +43,33 @@ class World:
         """(all ranks) Return every rank's value, by rank (pickled: for small things, now and then)."""
         if self.size == 1:
             return [value]
+        return self.decide(value, list)
+
+    def decide(self, value: Any, choose: Callable[[Iterator[Any]], T]) -> T:
+        """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function that raises nothing:
+        the other ranks hold none of these values (pickled)."""
+        if self.size == 1:
+            return choose(iter([value]))
         with phase.during("all_gather", waits=True):
-            return sealed.gather(value)
+            return sealed.decide(value, choose)
+
+    def differing(self, value: Any) -> list[int]:
+        """(all ranks) Return the ranks whose value has another text than that of rank 0; its digest is exchanged."""
+        return self.decide(sealed.digest(b"", repr(value).encode()), _unlike_the_first)
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others (pickled)."""
         if self.size == 1:
             return [value]
         with phase.during("gather", waits=True):
-            return sealed.gather(value, on_main=True)
+            return [*sealed.to_main(value)]
 
     def broadcast(self, value: T) -> T:
         """(all ranks) Return rank 0's value."""
         if self.size == 1:
             return value
         with phase.during("broadcast", waits=True):
-            return sealed.gather(value if self.main else None)[0]
+            return sealed.from_main(value)
 
     def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
         """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating point."""
@@ -77,6 +88,11 @@ class World:
         return phase.during("waiting for the device", waits=self.size > 1)
 
 
+def _unlike_the_first(everyone: Iterator[Any]) -> list[int]:
+    first = next(everyone)
+    return [rank for rank, each in enumerate(everyone, 1) if each != first]
+
+
 @contextmanager
 def sync_errors(world: World) -> Iterator[None]:
     """(all ranks) Wrap a block without collectives: if ranks raise LockstepError, all raise the first one's.
@@ -88,8 +104,7 @@ def sync_errors(world: World) -> Iterator[None]:
         yield
     except LockstepError as error:
         problem = (str(error), error.exit_code)
-    first = next((each for each in world.gather(problem) if each), None)
-    if first:
+    if first := world.decide(problem, lambda everyone: next(filter(None, everyone), None)):
         raise LockstepError(first[0], exit_code=first[1], everywhere=True)
 
 

@@ -137,36 +137,27 @@ class SGD(torch.optim.SGD):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
 
 
-def _adamw_exact(
-    params: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor], _: Any, counts: list[Tensor],
-    *, lr: float, beta1: float, beta2: float, weight_decay: float, eps: float, grad_scale: Tensor | None, **__: Any,
-) -> None:  # fmt: skip
+def _adamw_exact(params: Any, grads: Any, first: Any, second: Any, _: Any, counts: list[Tensor], **o: Any) -> None:
     """AdamW in operations that round once each (Loshchilov and Hutter 2019, algorithm 2). It reads the counters."""
-    if grad_scale is not None:
-        torch._foreach_div_(grads, grad_scale)
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
-    for moments, gradients, beta in ((first, grads, beta1), (second, torch._foreach_mul(grads, grads), beta2)):
+    if o["grad_scale"] is not None:
+        torch._foreach_div_(grads, o["grad_scale"])
+    torch._foreach_mul_(params, 1 - o["lr"] * o["weight_decay"])
+    for moments, values, beta in ((first, grads, o["beta1"]), (second, torch._foreach_mul(grads, grads), o["beta2"])):
         torch._foreach_mul_(moments, beta)
-        torch._foreach_add_(moments, torch._foreach_mul(gradients, 1 - beta))
-    steps = [float(count) for count in counts]
-    denominators = torch._foreach_sqrt(second)
-    torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
-    torch._foreach_add_(denominators, eps)
-    updates = torch._foreach_mul(first, [-lr / (1 - beta1**step) for step in steps])
-    torch._foreach_div_(updates, denominators)
+        torch._foreach_add_(moments, torch._foreach_mul(values, 1 - beta))
+    steps, root = [float(count) for count in counts], torch._foreach_sqrt(second)
+    torch._foreach_div_(root, [(1 - o["beta2"] ** step) ** 0.5 for step in steps])
+    torch._foreach_add_(root, o["eps"])
+    updates = torch._foreach_mul(first, [-o["lr"] / (1 - o["beta1"] ** step) for step in steps])
+    torch._foreach_div_(updates, root)
     torch._foreach_add_(params, updates)
 
 
-def _sgd_exact(
-    params: list[Tensor], grads: list[Tensor], kept: list[Tensor],
-    *, lr: float, momentum: float, nesterov: bool, grad_scale: Tensor | None, **_: Any,
-) -> None:  # fmt: skip
+def _sgd_exact(params: Any, grads: Any, kept: Any, **o: Any) -> None:
     """SGD with momentum in operations that round once each."""
-    if grad_scale is not None:
-        torch._foreach_div_(grads, grad_scale)
-    updates: Any = grads
-    if momentum:
-        torch._foreach_mul_(kept, momentum)
+    if o["grad_scale"] is not None:
+        torch._foreach_div_(grads, o["grad_scale"])
+    if o["momentum"]:
+        torch._foreach_mul_(kept, o["momentum"])
         torch._foreach_add_(kept, grads)
-        updates = torch._foreach_add(grads, torch._foreach_mul(kept, momentum)) if nesterov else kept
-    torch._foreach_add_(params, torch._foreach_mul(updates, -lr))
+    torch._foreach_add_(params, torch._foreach_mul(kept or grads, -o["lr"]))

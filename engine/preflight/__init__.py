@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,9 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
-    kept = world.gather(make.state_bytes(run.optimizer))
-    run.plan = replace(run.plan, moments=None if None in kept else max(kept))
+    state_bytes = make.state_bytes(run.optimizer)
+    moments = world.decide(state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes))
+    run.plan = replace(run.plan, moments=moments)
     strategies.check(run)
     status.current.less = strategies.smaller(run)
     total, expected = torch.tensor(float(world.rank), device=world.device), world.size * (world.size - 1) / 2
@@ -91,22 +93,26 @@ def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
     check_buffers(run.world, run.workers.buffers)
-    if len(set(run.world.gather(run.workers.digest()))) > 1:
+    if run.world.differing(run.workers.digest()):
         of_each = digests.each(run.model.named_parameters())
         _compare(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
-    everyone = world.gather(facts)
+    if world.differing(facts):
+        what = world.decide(facts, _difference)
+        raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
+
+
+def _difference(everyone: Iterator[dict[str, str]]) -> str:
+    first, *others = everyone
     differences = [
         f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
-        for rank, theirs in enumerate(everyone)
-        for name, value in everyone[0].items()
+        for rank, theirs in enumerate(others, 1)
+        for name, value in first.items()
         if theirs.get(name) != value
     ]
-    if differences:
-        more = f", and in {len(differences) - 1} more" if len(differences) > 1 else ""
-        raise LockstepError(differences[0] + more, f"step {phase.step}", todo, exit_code=6, everywhere=True)
+    return differences[0] + (f", and in {len(differences) - 1} more" if len(differences) > 1 else "")
 
 
 @torch.no_grad()

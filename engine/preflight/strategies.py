@@ -18,7 +18,7 @@ from engine.optim.zero import parameters_of
 if TYPE_CHECKING:
     from engine.run import Run
 
-STEPS, CLOSE = 2, 1e-4
+STEPS, CLOSE = 2, 0.05  # Muon computes in bf16: 0.02 from one order of additions to another
 
 
 class Footprint(NamedTuple):
@@ -36,7 +36,7 @@ def footprint(run: Run) -> Footprint:
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
     group = fsdp.group_size(cfg, processes)
     weights, trained = (sum(p.nbytes for p in ps) for ps in (run.model.parameters(), _trained(run.model)))
-    moments = (plan.moments or 0) * (processes if plan.sharded else 1)
+    moments = (plan.moments or 0) * (group if plan.sharded else 1)
     kept = weights + moments + (weights if cfg.optim.ema_decay else 0)
     units = [sum(p.nbytes for p in unit.parameters()) for unit in fsdp.units(run.model, run.task)]
     unit = 3 * max([*units, weights - sum(units)])
@@ -90,7 +90,7 @@ def check(run: Run) -> None:
 
 def _check_optimizer(run: Run) -> None:
     """(all ranks) Take two steps of a few weights with random gradients, on rows and on whole ones: LockstepError
-    where they differ, with virtual workers in a bit, else beyond rounding.
+    where they differ, with virtual workers in a bit, else by a share of CLOSE.
 
     AdamW and SGD treat each number by itself. One that looks at a matrix, such as Muon, is right where it computes
     with torch's operations on DTensors, and silently wrong where it takes the rows of this process for the matrix.
@@ -119,8 +119,8 @@ def _check_optimizer(run: Run) -> None:
                 assert twin is not None
                 twin.step()
     except Exception as error:
-        what = f"{name} cannot take a step on rows of weights: {type(error).__name__}: {headline(error)}"
-        raise LockstepError(what, where, todo) from error
+        what = f"{name} cannot take a step on rows of weights ({type(error).__name__}: {headline(error)[:120]})"
+        raise LockstepError(what, where, todo, everywhere=True) from error
     for p in chosen:
         begin, here, there = whole(p.detach()), whole(rows[p].detach()), wholes[p].detach()
         gap, moved = (here - there).norm(), (there - begin).norm()

@@ -12,9 +12,9 @@ from torch import nn
 from engine import launch, private
 from engine.comm import digests
 from engine.comm.ddp import MIB
-from engine.comm.dtensor import whole
+from engine.comm.dtensor import local, whole
 from engine.comm.sealed import meeting
-from engine.comm.tree import block, spans
+from engine.comm.tree import dealt, spans
 from engine.comm.world import World, on_rank0
 from engine.config import Config
 from engine.contract import per_sample
@@ -52,7 +52,7 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
     everything = list(model.parameters())
     trained = [p for p in everything if p.requires_grad]
     numbers, trained_numbers = (sum(p.numel() for p in params) for params in (everything, trained))
-    weight_bytes, trained_bytes = (sum(p.nbytes for p in params) for params in (everything, trained))
+    weight_bytes, trained_bytes = (sum(local(p).nbytes for p in params) for params in (everything, trained))
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
     if plan.moments is not None:
         shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
@@ -106,13 +106,15 @@ def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
     """Return the lines about virtual workers: their samples, processes and sums."""
     workers, processes = plan.workers, plan.processes
     largest = -(-plan.global_batch // workers)
-    everyones_blocks = [block(workers, rank, processes) for rank in range(processes)]
-    counts = " or ".join(map(str, sorted({*map(len, everyones_blocks)})))
-    everyones = [*map(spans, everyones_blocks)]
+    turns = [dealt(workers, rank, processes, plan.sharded) for rank in range(processes)]
+    counts = " or ".join(map(str, sorted({*map(len, turns)})))
+    everyones = [*map(spans, turns)]
     nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
     one_way = (processes - 1) / processes * gradient_bytes / 1e6
     sent = "nothing to send"
-    if processes > 1:
+    if plan.sharded:
+        sent = f"{len(turns[0]) * (processes - 1) * gradient_bytes / 1e6:.2g} MB per process and step"
+    elif processes > 1:
         sent = f"{(nodes + 1) * one_way:.2g} MB per process and step out and back (an all-reduce: {2 * one_way:.2g})"
     return [
         ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "

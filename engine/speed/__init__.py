@@ -49,10 +49,9 @@ def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
 
 def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     """(all ranks) Return the plan with the most threads a process may use, and whether the model is compiled."""
-    choices = world.gather(
-        compiler.choose(cfg.compile, world.device, plan.total_steps, bool(plan.devices) or plan.sharded)
-    )
-    mode = "off" if "off" in choices else choices[0]  # one of the machines may lack a C compiler
+    mode = compiler.choose(cfg.compile, world.device, plan.total_steps, not (plan.devices or plan.sharded))
+    if world.differing(mode):
+        mode = "off"  # one of the machines may lack a C compiler
     if torch.are_deterministic_algorithms_enabled() and (mode != "off" or world.device.type == "cuda"):
         torch.use_deterministic_algorithms(True)  # now for the compiler, too, which a task may use by itself
     if mode == "off":
@@ -60,7 +59,7 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     threads = 0
     if world.device.type == "cpu":
         local_size = max(1, launch.environment().local_size)
-        threads = min(world.gather(cores.limit_threads(_threads(cfg), local_size, bool(cores.bound_to()))))
+        threads = world.decide(cores.limit_threads(_threads(cfg), local_size, bool(cores.bound_to())), min)
     return replace(plan, compile=mode, threads=threads)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 if __name__ == "__main__":  # this file lies within the package that it needs
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 
-from engine.comm.network import STATIC, is_loopback, listen_less, way_to
+from engine.comm.network import STATIC, is_loopback, listen_less, prepare_for_many, way_to
 from engine.comm.scratch import EXIT_CODE, SCRATCH, temporary_folder
 from engine.errors import headline
 
@@ -55,6 +55,9 @@ def main(argv: list[str]) -> int:
     if one_machine:
         args.local_addr = args.master_addr = "127.0.0.1"
     listen_less(one_machine)
+    prepare_for_many(1)
+    if not one_machine:
+        _leave_together()
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would handle it nevertheless
         if hasattr(args, "signals_to_handle"):
             args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})
@@ -85,6 +88,26 @@ def main(argv: list[str]) -> int:
         finally:  # torch's handlers would raise an error in the clean-up below
             for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _leave_together() -> None:
+    """Patch torch's agent: where a signal ends one, it meets the others at their exit barrier, too. They have stopped
+    with it, and would wait for it for five minutes."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from engine import private
+
+    torchs = SimpleElasticAgent.run
+
+    def run(agent: Any, *role: str) -> Any:
+        try:
+            return torchs(agent, *role)
+        except SignalException:
+            private.meet_other_agents(agent, most_s=30)  # one may have been killed meanwhile
+            raise
+
+    SimpleElasticAgent.run = run  # type: ignore[method-assign]
 
 
 def _arrange_c10d(args: Any) -> None:

@@ -104,7 +104,7 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
         todo = "set ddp.find_unused_parameters=true, or use every parameter in every step"
     elif "mixed torch.Tensor and DTensor" in str(error):
         what, code = "a weight is used past the module that FSDP2 makes it whole for", status.USAGE
-        todo = "call the model as a whole, `net(...)`, not a method or a part of it, or use ddp.strategy=ddp"
+        todo = "call `net(...)`, or name the method in the task's `forward_methods`, or use ddp.strategy=ddp"
     elif isinstance(error, SystemExit):
         what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -71,6 +72,8 @@ class Notes:
     def __init__(self, world: World, patience_s: float, store: Any = None):
         self.world, self.patience_s, self.machine = world, patience_s, machine()
         self.store = store or meeting.notes  # sealed
+        self.near = meeting.near or range(world.size)
+        self.seen: dict[int, Beat] = {}  # of ranks of this machine: a heartbeat that gives their process
         self.gone, self.errors = self.store is None, 0
         self.thread = ThreadPoolExecutor(1, "notes")
 
@@ -112,10 +115,19 @@ class Notes:
         note = _parsed(self.store.known.get(key)) if self.store is not None else None
         return note[1] if isinstance(note, list) and len(note) == 2 else None
 
-    def beats(self) -> dict[int, Beat]:
-        """Return the heartbeats of those ranks that have sent one."""
-        found = {rank: parse(Beat, self.get(f"beat{rank}")) for rank in range(self.world.size)}
+    def beats(self, ranks: Sequence[int] | None = None) -> dict[int, Beat]:
+        """Return the heartbeats of those ranks that have sent one; of all ranks by default, which one rank may ask for
+        all others now and then: a beat of each."""
+        ranks = range(self.world.size) if ranks is None else ranks
+        texts = self._ask("get_all", [f"beat{rank}" for rank in ranks]) if ranks else None
+        found = {rank: parse(Beat, _parsed(text)) for rank, text in zip(ranks, texts or (), strict=False)}
         return {rank: beat for rank, beat in found.items() if beat}
+
+    def peers(self) -> dict[int, Beat]:
+        """Return a heartbeat of each other rank of this machine that has sent one. Each is asked for once: a
+        rank keeps its process."""
+        self.seen |= self.beats([rank for rank in self.near if rank not in self.seen and rank != self.world.rank])
+        return {rank: beat for rank, beat in self.seen.items() if beat.machine == self.machine}
 
     def first_cause(self) -> Failure | None:
         return Failure.from_note(self.get_first("failure"))

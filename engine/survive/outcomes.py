@@ -35,14 +35,14 @@ def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
 
 
 def _samples_behind(run: Run, outcome: Outcome) -> Skipped:
-    """(all ranks) Return the samples of a skipped step, and, for the first few in a row, what is wrong with them."""
+    """(all ranks) Return the samples of a skipped step (on rank 0), and what is wrong with them if it is early."""
     passes = [micro for micro, loss in outcome.losses if not torch.isfinite(loss)]
     faults: dict[int, str] = {}
     looks = run.progress.skipped_in_a_row <= 3  # where more are skipped, the samples are not the cause
     with contextlib.suppress(Exception), phase.during("data loading"):  # the training does not need it
         for micro in passes if looks else ():
             faults |= run.loaders.train.not_finite(micro)
-    ranks = run.world.gather(([index for micro in passes for index in micro.indices], faults))
+    ranks = run.world.gather_on_main(([index for micro in passes for index in micro.indices], faults))
     samples = {rank: indices for rank, (indices, _) in enumerate(ranks) if indices}
     return Skipped(outcome.step, samples, {k: what for _, own in ranks for k, what in own.items()} if looks else None)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.comm import network
 from engine.comm.world import World
-from engine.errors import LockstepError
+from engine.errors import LockstepError, named_ranks
 from engine.files import atomic, status
 from engine.launch import is_local_rank0
 from engine.phases import Phases, phase
@@ -29,6 +29,12 @@ from engine.survive.notes import Beat, Failure, Notes
 from engine.survive.signals import StopRequest, cleanup
 
 BEAT_S = 1.0
+
+STACKS = 64
+"""Ranks whose stacks are written, and the one to blame."""
+
+NAMED = 8
+"""Ranks to which a message gives a sentence each."""
 
 STORE_GONE = (
     "rank 0, or the torchrun beside it, is gone: see what its machine says; start the same command again on every "
@@ -128,7 +134,8 @@ class Watchdog:
         asked = self.notes.get("dump")
         if asked is not None and asked != self.dumped:
             self.dumped = asked
-            self.notes.put(f"stacks{self.world.rank}", stacks())
+            if self.world.rank < STACKS or not waits:
+                self.notes.put(f"stacks{self.world.rank}", stacks())
             if status.current.folder is not None:
                 network.trace_nccl(status.current.folder)
 
@@ -158,7 +165,12 @@ class Watchdog:
     def _waits_too_long(self) -> Failure | None:
         _, waits, since = self._doing()
         most_s = max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2)  # the diagnosis takes the rest
-        if not waits or time.monotonic() - since <= most_s or not (found := self._diagnose(since)):
+        over_s = time.monotonic() - since - most_s
+        if not waits or over_s <= 0:
+            return None
+        # All ranks come here at once, and it takes the beats of all: one of them looks, another if that one is gone.
+        turn = f"look{self.phase.step}.{int(over_s / (8 * self.beat_s))}"
+        if not self.notes.put_first(turn, True) or not (found := self._diagnose(since)):
             return None
         folder = status.current.folder
         todo = f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one"
@@ -197,7 +209,8 @@ class Watchdog:
             if not (found := self._diagnose(since)):
                 return
             text = found[1]
-            dumps |= {rank: dump for rank in range(self.world.size) if (dump := self.notes.get(f"stacks{rank}"))}
+            shown = {*range(min(self.world.size, STACKS)), found[0]}
+            dumps |= {rank: dump for rank in shown if (dump := self.notes.get(f"stacks{rank}"))}
         if status.current.folder is not None:
             path = status.current.folder / "stacks.txt"
             lines = [f"==== rank {rank}\n{terminal.plain(str(dumps[rank]), 1_000_000)}\n" for rank in sorted(dumps)]
@@ -217,15 +230,13 @@ def diagnose(before: dict[int, Beat], now: dict[int, Beat], size: int) -> tuple[
     for rank, beat in alive.items():
         if beat.waits:
             waiting.setdefault(beat.phase, []).append(rank)
-    lines = [f"rank {rank} gives no sign of life ({last.get(rank, 'never heard of')})" for rank in silent]
-    lines += [f"rank {rank} has been in {now[rank].phase} for {now[rank].for_s:.0f} s" for rank in busy]
+    lines = [f"rank {rank} gives no sign of life ({last.get(rank, 'never heard of')})" for rank in silent[:NAMED]]
+    lines += [f"neither do {named_ranks(silent[NAMED:])}"] * (len(silent) > NAMED)
+    lines += [f"rank {rank} has been in {now[rank].phase} for {now[rank].for_s:.0f} s" for rank in busy[:NAMED]]
+    lines += [f"{len(busy) - NAMED} more compute"] * (len(busy) > NAMED)
     if waiting:
-        lines.append("waiting: " + ", ".join(f"{_ranks(ranks)} in {phase}" for phase, ranks in waiting.items()))
+        lines.append("waiting: " + ", ".join(f"{named_ranks(ranks)} in {phase}" for phase, ranks in waiting.items()))
     return [*silent, *busy, 0][0], "; ".join(lines)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def stacks() -> str:
@@ -248,14 +259,16 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
     """
     notes = Notes(world, 20.0)
     if secondary:
-        before = notes.beats()
-        for _ in range(30):  # a peer that fails reports it within 3 s; the process of a killed one is gone
+        looks = notes.put_first("looks", True)  # for all: whether a machine is gone shows in the beats of all ranks
+        before = notes.beats() if looks else {}
+        # A peer that fails reports it within 3 s, and the process of a killed one is gone; then that one rank speaks.
+        for _ in range(30 if looks or notes.gone else 60):
             if first := notes.first_cause():
                 return first, False
             if dead := dead_peer(notes):
                 return notes.claim(dead)
             time.sleep(0.1)
-        cause = lost_peer(notes, before) or cause
+        cause = (lost_peer(notes, before) if looks or notes.gone else None) or cause
     return notes.claim(cause)
 
 
@@ -269,7 +282,7 @@ def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
         return None
     last = now[silent[0]]
     text = (
-        f"{_ranks(silent)} on {last.host} {'is' if len(silent) == 1 else 'are'} gone (last seen in {last.phase} "
+        f"{named_ranks(silent)} on {last.host} {'is' if len(silent) == 1 else 'are'} gone (last seen in {last.phase} "
         f"at step {last.step}): see what that machine says; start the same command again on every machine to resume "
         "from the last checkpoint"
     )
@@ -278,8 +291,10 @@ def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
 
 def dead_peer(notes: Notes) -> Failure | None:
     """Return the failure of a rank on this machine whose process is gone."""
-    for rank, beat in notes.beats().items():
-        if rank != notes.world.rank and beat.machine == notes.machine and not _alive(beat.pid):
+    for rank, beat in notes.peers().items():
+        if not _alive(beat.pid):
+            beat = notes.seen[rank] = notes.beats([rank]).get(rank, beat)  # the last
+        if not _alive(beat.pid):
             text = (
                 f"rank {rank} died without an error message (process {beat.pid}, last seen in {beat.phase} at step "
                 f"{beat.step}): killed from outside, perhaps because memory ran out, or it left early; "

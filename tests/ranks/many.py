@@ -55,7 +55,7 @@ def main() -> None:
         else:
             with open_log(run):
                 train.train(run)
-        checksums = world.gather(digests.checksum(run.model))
+        checksums = world.gather(run.workers.digest() if run.plan.sharded else digests.checksum(run.model))
         assert len(set(checksums)) == 1, "the ranks' weights differ"
     del run  # and DDP with it, before its process group
     launch.leave()

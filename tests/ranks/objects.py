@@ -18,6 +18,12 @@ world = World(RANK, RANK, SIZE, torch.device("meta"))  # a tensor there has no d
 assert world.gather(f"rank {RANK}") == [f"rank {rank}" for rank in range(SIZE)]
 assert world.gather_on_main(RANK) == ([*range(SIZE)] if world.main else [])
 assert world.broadcast(f"rank {RANK}") == "rank 0"
+long = [f"rank {rank} " + "x" * 1000 * (rank + 1) for rank in range(SIZE)]  # the first bytes, and the rest
+assert world.gather(long[RANK]) == long and world.broadcast(long[RANK]) == long[0]
+assert world.gather(long[RANK] if RANK else "short") == ["short", *long[1:]]
+assert world.decide(long[RANK], next) == long[0], "and the others have not to be looked at"
+assert world.decide(RANK, sum) == SIZE * (SIZE - 1) / 2
+assert world.differing(long[0]) == [] and world.differing(RANK) == [*range(1, SIZE)]
 number = torch.tensor(RANK + 1.0)
 world.sum(number)
 assert number == SIZE * (SIZE + 1) / 2

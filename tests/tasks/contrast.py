@@ -15,7 +15,7 @@ class Pair(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.x, self.y = (nn.Sequential(nn.Linear(n, width), nn.Tanh(), nn.Linear(width, 4)) for n in (8, 4))
-        self.log_scale = nn.Parameter(torch.tensor(math.log(5.0)))
+        self.log_scale = nn.Parameter(torch.tensor([math.log(5.0)]))
 
     def forward(self, x, y):
         kind = self.log_scale.dtype

@@ -1,0 +1,277 @@
+"""ddp.strategy=fsdp and hsdp: a model larger than one GPU takes the same steps, with virtual workers the same bits."""
+
+import copy
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TOY, launching, succeed
+from test_resume import assert_same, load, logged
+from test_same_bits import BITS, CONV, NORMS, complete
+from test_the_idea import TERMS
+
+import tasks
+from engine import config, plan
+from engine.comm.virtual import Dealt
+from engine.comm.world import World
+from engine.contract import LockstepError
+from engine.optim import ema, fused
+from tools.evaluate import SAME_STATE
+
+SHARDED, FORWARDS = (str(ROOT / "tests" / place) for place in ("tasks/sharded.py", "ranks/forwards.py"))
+ALONE = World(0, 0, 1, torch.device("cpu"))
+
+CUTS = {"ddp 1": ["ddp"], "ddp 2": ["ddp"], "fsdp 1": ["fsdp"], "fsdp 3": ["fsdp"], "fsdp 4": ["fsdp"]}
+
+RUNS = {
+    "conv": [*CONV, "global_batch=13", "batch_size=2", "amp=fp16"],
+    "idle workers": [*CONV, "global_batch=5"],
+    "attention": [NORMS, "model.network=attention", "global_batch=14", "amp=bf16"],
+    "perceptron": [NORMS, "model.network=perceptron", "global_batch=15", "drop_last=true", "optim.name=sgd"],
+    "blocks": [SHARDED, "global_batch=13", "model.width=10", "ddp.find_unused_parameters=true"],
+    "terms": [TERMS, "model.dropout=0.3", "global_batch=20", "batch_size=2"],
+}
+"""Six workers: on four processes a round has two passes without a worker; weights of 10 rows are 3 + 3 + 3 + 1."""
+
+
+@pytest.fixture(scope="module")
+def trained(once):
+    def build(folder):
+        for cut, (strategy,) in CUTS.items():
+            processes = int(cut.split()[1])
+            more = ["virtual_workers=6", "memory_format=contiguous", f"ddp.strategy={strategy}"]
+            runs = [[*complete(words), *more, f"save_dir={folder / cut / name}"] for name, words in RUNS.items()]
+            with launching() as launch:
+                words = BITS, json.dumps(runs)
+                succeed(launch.python(*words) if processes == 1 else launch.torchrun(processes, *words))
+
+    return once("sharded_bits", build)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "ddp 1"])
+def test_every_strategy_and_number_of_processes_ends_in_the_same_bits(trained, cut, name):
+    ours, straight = trained / cut / name, trained / "ddp 1" / name
+    a, b = load(ours), load(straight)
+    assert b["progress"]["step"] >= 5
+    for part in SAME_STATE:
+        assert_same(a[part], b[part], part)
+    assert logged(ours) == logged(straight)
+
+
+@pytest.mark.slow
+def test_killed_on_one_strategy_and_resumed_on_another(launch, tmp_path):
+    """The plug is pulled on ddp on 3, a rank of fsdp on 4 is killed, fsdp on 2 is stopped in good order, ddp on 1 ends
+    the run: the bits and the log of the straight run on one."""
+    words = ["train.py", *CONV, "global_batch=13", "batch_size=2", "amp=off", "virtual_workers=4", "steps=40"]
+    words += "log_every=2 eval_every=10 seed=3 optim.ema_decay=0.9 epochs=50 save_every=2".split()
+    words += ["memory_format=contiguous"]
+    folder, steps = tmp_path / "run", []
+    for processes, strategy, said, interrupt in (
+        (3, "ddp", "step 6/", lambda run: launch.signal_all(signal.SIGKILL)),
+        (4, "fsdp", "step 14/", lambda run: os.kill(launch.rank_pid(1), signal.SIGKILL)),
+        (2, "fsdp", "step 24/", lambda run: run.signal(signal.SIGTERM)),
+    ):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        run = launch.start(sys.executable, *torchrun, *words, f"ddp.strategy={strategy}", f"save_dir={folder}")
+        run.wait_for(said)
+        interrupt(run)
+        assert run.wait().code
+        steps.append(load(folder)["progress"]["step"])
+    assert steps == sorted(set(steps)) and steps[0] > 0 and steps[-1] < 40, "interrupted in the middle"
+    succeed(launch.python(*words, f"save_dir={folder}"))
+    succeed(launch.python(*words, f"save_dir={tmp_path / 'straight'}"))
+    a, b = load(folder), load(tmp_path / "straight")
+    for part in SAME_STATE:
+        assert_same(a[part], b[part], part)
+    assert logged(folder) == logged(tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_one_file_for_all_strategies(launch, tmp_path):
+    """In float64, without virtual workers: the last one differs from the straight run by rounding."""
+    words = ["train.py", SHARDED, "model.double=true", "model.width=10", "global_batch=12", "optim.ema_decay=0.9"]
+    words += ["schedule.horizon=12", "epochs=0", "optim.grad_clip=0.5", "check_every=1"]
+    for steps, processes, strategy in ((3, 2, "ddp"), (6, 3, "fsdp"), (9, 4, "hsdp"), (12, 2, "ddp")):
+        more = [f"steps={steps}", f"ddp.strategy={strategy}", "ddp.shards=2", f"save_dir={tmp_path / 'run'}"]
+        done = succeed(launch.torchrun(processes, *words, *more))
+        assert steps == 3 or f"step {steps - 3}," in done.out
+    succeed(launch.python(*words, "steps=12", f"save_dir={tmp_path / 'straight'}"))
+    ours, straight = load(tmp_path / "run"), load(tmp_path / "straight")
+    for part in ("model", "ema"):
+        for name, value in straight[part].items():
+            torch.testing.assert_close(ours[part][name], value, rtol=1e-9, atol=1e-12, msg=name)
+    kept = ours["optimizer"]["state"]
+    for number, state in straight["optimizer"]["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(kept[number][name], value, rtol=1e-8, atol=1e-12)
+
+
+FORWARD_CASES = {
+    "a rank has more batches": (2, [TOY, "eval_batch_size=8"]),
+    "a rank has none": (3, [TOY, "eval_batch_size=8", "dataset.val_samples=5"]),
+    "terms": (2, [TERMS, "gradient_accumulation_steps=2", "batch_size=3"]),
+    "virtual workers": (3, [TOY, "virtual_workers=4", "global_batch=10", "eval_batch_size=9"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FORWARD_CASES)
+def test_every_rank_calls_the_model_equally_often(launch, tmp_path, case):
+    """Through training, evaluation, a stop by a signal of one rank, a resume and the exit: else a rank would wait for
+    ever in an all-gather. The counts are compared for each phase of each step."""
+    processes, words = FORWARD_CASES[case]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", FORWARDS]
+    words = [
+        *words,
+        "ddp.strategy=fsdp",
+        "optim.ema_decay=0.9",
+        "eval_every=5",
+        "log_every=2",
+        "epochs=0",
+        "check_every=2",
+    ]
+    counts = tmp_path / "counts"
+    run = launch.start(
+        sys.executable, *torchrun, *words, "steps=100000", f"save_dir={tmp_path / 'run'}", COUNTS=str(counts)
+    )
+    run.wait_for("step 12/")
+    os.kill(launch.rank_pid(processes - 1), signal.SIGTERM)
+    assert run.wait().code
+    stopped = load(tmp_path / "run")["progress"]["step"]
+    succeed(
+        launch(sys.executable, *torchrun, *words, f"steps={stopped + 7}", "schedule.horizon=100000",
+               f"save_dir={tmp_path / 'run'}", COUNTS=str(counts))
+    )  # fmt: skip
+    of_ranks = [
+        [json.loads(line) for line in (tmp_path / f"counts.{rank}").read_text().splitlines()]
+        for rank in range(processes)
+    ]
+    assert len(of_ranks[0]) == 2 and all(len(each) > 10 for each in of_ranks[0])
+    assert {name.split()[0] for each in of_ranks[0] for name in each} >= {"forward", "validation"}
+    for other in of_ranks[1:]:
+        assert other == of_ranks[0]
+
+
+REFUSED = {
+    "model.kind=scalar": "the weight scale has no rows to shard (ddp.strategy=fsdp): give it the shape (1,)",
+    "model.kind=tied_units": "blocks.0, whose weight blocks.0.inner.weight another module has, too",
+    "model.kind=trials": "trials call the model on each rank by itself (ddp.strategy=fsdp)",
+    "model.kind=parts": "a weight is used past the module that FSDP2 makes it whole for",
+    "model.optimizer=wrong": "a step of Rowwise on rows of end.bias is not that on the whole weight",
+    "optim.name=adafactor": "Adafactor cannot take a step on rows of weights",
+    "ddp.gather_dtype=bf16": "ddp.gather_dtype=bf16 without autocast (ddp.strategy=fsdp): add amp=bf16",
+    "ddp.strategy=hsdp ddp.shards=3": "2 processes are no groups of 3 (ddp.shards) (ddp.strategy=hsdp)",
+    "optim.zero=true": "ddp.strategy=fsdp with optim.zero",
+}
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sharded_is_refused_before_anything_is_written(launch, tmp_path):
+    common = [SHARDED, "ddp.strategy=fsdp", "steps=2", "batch_size=6", f"save_dir={tmp_path / 'run'}", "amp=off"]
+    for words, says in REFUSED.items():
+        done = launch.torchrun(2, "train.py", *(word for word in common if word[:12] != words[:12]), *words.split())
+        assert done.code and any(says in line for line in done.errors), (words, done.err[-3000:])
+        assert not (tmp_path / "run" / "last.pt").exists(), words
+    base = [SHARDED, "steps=2", "amp=off"]
+    for word in ("model.kind=tied", "model.kind=units", "model.optimizer=right", "optim.name=muon"):
+        ours, whole = tmp_path / word, tmp_path / f"{word}.whole"
+        more = [word, "batch_size=6", "ddp.strategy=fsdp", f"save_dir={ours}"]
+        succeed(launch.torchrun(2, "train.py", *base, *more))
+        succeed(launch.python("train.py", *base, word, "batch_size=12", f"save_dir={whole}"))
+        for name, value in load(whole)["model"].items():
+            near = 1e-3 if "muon" in word else 1e-5  # it computes in bf16
+            torch.testing.assert_close(load(ours)["model"][name], value, rtol=1e-3, atol=near, msg=f"{word} {name}")
+
+
+@pytest.mark.parametrize(("words", "key"), [
+    (["optim.zero=true"], "optim.zero"), (["cuda_graph=true"], "cuda_graph"), (["compile=default"], "compile"),
+    (["memory_format=channels_last"], "memory_format"), (["ddp.comm_hook=fp16"], "ddp.comm_hook"),
+    (["ddp.sync_bn=true"], "ddp.sync_bn"), (["ddp.static_graph=true"], "ddp.static_graph"),
+    (["ddp.strategy=hsdp", "virtual_workers=4"], "virtual_workers"),
+])  # fmt: skip
+def test_settings_that_exclude_shards(words, key):
+    strategy = [] if "strategy" in words[0] else ["ddp.strategy=fsdp"]
+    cfg = config.parse([TOY, *strategy, *words], tasks.load).cfg
+    with pytest.raises(LockstepError, match=rf"with {key} \({key}\): "):
+        plan.make_plan(cfg, ALONE, 100)
+
+
+@pytest.mark.slow
+def test_bf16_weights_are_another_recipe(launch, tmp_path):
+    """With gather_dtype=bf16 each weight is rounded before it is used; the weights themselves stay float32."""
+    common = [SHARDED, "ddp.strategy=fsdp", "steps=4", "batch_size=6", "amp=bf16", "optim.lr=1e-3"]
+    for dtype in ("weights", "bf16"):
+        words = [*common, f"ddp.gather_dtype={dtype}", f"save_dir={tmp_path / dtype}"]
+        succeed(launch.torchrun(2, "train.py", *words))
+    whole, half = (load(tmp_path / dtype)["model"] for dtype in ("weights", "bf16"))
+    assert all(value.dtype == torch.float32 for value in half.values())
+    gap = max(float((whole[name] - half[name]).abs().max()) for name in whole)
+    assert 1e-6 < gap < 1e-2, gap
+
+
+def test_the_norm_by_rows_is_the_norm():
+    """In float64 to rounding, for weights of one axis, of none, of widths that are no power of two, and more than fits
+    into one table at once."""
+    torch.manual_seed(0)
+    for shapes in ([(7, 3), (5,), (2, 3, 5, 2), ()], [(1, 1)], [(3, 2_000_000)]):
+        grads = [torch.randn(shape) for shape in shapes]
+        found = Dealt(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(grads)
+        exact = torch.cat([grad.flatten().double() for grad in grads]).square().sum().sqrt()
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    bad = [torch.tensor([[1.0, float("nan")]]), torch.ones(2)]
+    assert Dealt(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(bad).isnan()
+
+
+@pytest.mark.parametrize("optimizer", [
+    lambda p: fused.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
+    lambda p: fused.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True),
+    lambda p: fused.SGD(p, lr=1e-2, fused=True),
+])  # fmt: skip
+def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(optimizer):
+    """It is the fused kernel's up to rounding, and leaves all alone if the step is to be skipped."""
+    torch.manual_seed(0)
+    begin, grads = torch.randn(101), [torch.randn(101) for _ in range(4)]
+
+    def stepped(lengths, exact):
+        parameters = [torch.nn.Parameter(part.clone()) for part in begin.split(lengths)]
+        own = optimizer(parameters)
+        own.exact = exact
+        for number, grad in enumerate(grads):
+            for p, part in zip(parameters, grad.split(lengths), strict=True):
+                p.grad = part.clone()
+            own.grad_scale, own.found_inf = torch.tensor(2.0), torch.tensor(float(number == 2))
+            own.step()
+        return torch.cat([p.detach() for p in parameters])
+
+    whole = stepped([101], True)
+    for lengths in ([7, 94], [12, 36, 53], [1] * 101):
+        assert torch.equal(stepped(lengths, True), whole)
+    torch.testing.assert_close(stepped([101], False), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_is_swapped_in_and_out():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    average = ema.EMA(model, 0.5)
+    own = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    average.update(torch.tensor(0.0))
+    average.update(torch.tensor(0.0))
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    now, kept = copy.deepcopy(model.state_dict()), copy.deepcopy(average.state_dict())
+    with pytest.raises(KeyError), average.swapped():
+        torch.testing.assert_close(model[0].weight, own["0.weight"] + 1.0)
+        torch.testing.assert_close(average.values["0.weight"], now["0.weight"])
+        raise KeyError("the evaluation fails")
+    assert_same(dict(model.state_dict()), dict(now))
+    assert_same(average.state_dict(), kept)
+    average.restart()
+    assert torch.equal(average.values["0.weight"], model[0].weight)
