@@ -249,8 +249,8 @@ class Cache:
                 self.path(shard).unlink()
 
     def fetch(self, shard: Shard, ahead: bool = False) -> None:
-        """Download a shard unless it is there; wait if another process does. `ahead`: only if there is room without
-        pushing others, and nobody else does. Raises LockstepError where it cannot be read, or is another one."""
+        """Download a shard unless it is there; wait if another process does. `ahead`: only if nobody else does, and
+        there is room. Raises LockstepError where it cannot be read, or is another one."""
         path = self.path(shard)
         while not path.exists():
             with self._part(path.name, wait=not ahead) as part:
@@ -274,13 +274,15 @@ class Cache:
         """Give the file of that name in `work`, locked; None if another process has had it, or has it and one does not
         `wait`. It is removed afterwards if it is still there."""
         path = self.work / name
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with self._room():  # or it might be swept before it is locked
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            mine = _locked(handle)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
+            if not mine and not wait:
                 yield None
                 return
+            if not mine:
+                fcntl.flock(handle, fcntl.LOCK_EX)
             if not _is_at(handle, path):  # it was renamed or removed meanwhile
                 yield None
                 return
@@ -339,12 +341,9 @@ class Cache:
                 continue
             with contextlib.suppress(OSError):
                 handle = os.open(path, os.O_RDWR)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_at(handle, path):
-                        path.unlink()
-                finally:
-                    _unlocked(handle)
+                if _locked(handle):
+                    path.unlink()
+                _unlocked(handle)
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
@@ -354,6 +353,15 @@ def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
             if each.is_file():
                 about = each.stat()
                 yield about.st_atime_ns, about.st_size, each.path
+
+
+def _locked(handle: int) -> bool:
+    """Take the lock of a file unless another one has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _unlocked(handle: int) -> None:

@@ -322,9 +322,8 @@ class _Ahead:
 
     def _work(self) -> None:
         while True:
-            late, _, shard = self.wanted.get()
             try:
-                self.source.fetch(shard, ahead=bool(late))
+                self.source.fetch(self.wanted.get()[2], ahead=True)
             except Exception:
                 continue
 
