@@ -223,7 +223,7 @@ class Task:
         the step times the group's own `lr` / `optim.lr`."""
         return None
 
-    def units(self, model: nn.Module) -> list[nn.Module] | None:
+    def fsdp_units(self, model: nn.Module) -> list[nn.Module] | None:
         """With ddp.strategy=fsdp or hsdp: return the modules that are whole one at a time, each called as a module in
         `model`'s forward pass, or None for the blocks in the model's own lists (nn.ModuleList, nn.Sequential)."""
         return None

@@ -74,7 +74,7 @@ def group_size(cfg: Any, processes: int) -> int:
 def units(model: nn.Module, task: Any) -> list[nn.Module]:
     """Return the task's units; or else the blocks in the model's lists, none inside another. One that shares a weight
     with other modules stays a part of the rest."""
-    names, found = {module: name for name, module in model.named_modules()}, task.units(model)
+    names, found = {module: name for name, module in model.named_modules()}, task.fsdp_units(model)
     owners = Counter(p for module in names for p in module.parameters(recurse=False))
     if found is None:
         found = []
@@ -89,7 +89,7 @@ def units(model: nn.Module, task: Any) -> list[nn.Module]:
                 weight = next(name for name, p in model.named_parameters() if p is tied[0])
                 what = f"{names[unit]}, whose weight {weight} another module has, too"
             todo = "return one module that has both, or leave it out"
-            raise LockstepError(f"it returns {what}", "the task's `units`", todo, everywhere=True)
+            raise LockstepError(f"it returns {what}", "the task's `fsdp_units`", todo, everywhere=True)
     return found
 
 

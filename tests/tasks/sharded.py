@@ -83,7 +83,7 @@ class Task(toy.Task):
         net = Net(self.cfg.model.width, self.cfg.model.kind.removesuffix("_units"))
         return net.double() if self.cfg.model.double else net
 
-    def units(self, model):
+    def fsdp_units(self, model):
         if self.cfg.model.kind == "units":
             return [model.begin, model.end]
         return [*model.blocks] if self.cfg.model.kind == "tied_units" else None
