@@ -43,8 +43,10 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     ):
         if wrong:
             raise LockstepError(what, key, todo, everywhere=True)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise LockstepError(f"torch {torch.__version__} lacks what it needs", key, "update it to 2.13", everywhere=True)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view as a block's output: in each pass, each rank
     recipe = MixedPrecisionPolicy(
         torch.bfloat16 if half else None, torch.float32 if half else None, cast_forward_inputs=False
