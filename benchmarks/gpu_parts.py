@@ -75,11 +75,12 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
 
     def scoring() -> Iterator[None]:
         sums = Gathered("score")
-        while True:
-            for batch in run.loaders.val:
-                with torch.no_grad(), run.precision.autocast(), run.evaluated() as model:
-                    sums.add(run.task.score(model, batch))
-                yield
+        with run.evaluated() as model:
+            while True:
+                for batch in run.loaders.val:
+                    with torch.no_grad(), run.precision.autocast():
+                        sums.add(run.task.score(model, batch))
+                    yield
 
     on_gpu = run.world.device.type == "cuda"
     mode: Callable[[str], Any] = torch.cuda.set_sync_debug_mode if on_gpu else (lambda _: None)

@@ -119,11 +119,14 @@ def test_the_code_is_all_that_a_task_may_import(monkeypatch):
 
 
 def ranks(mine, theirs):
-    """What rank 0 of two GPUs gathers, each of which has a model."""
+    """What rank 0 of two GPUs is told, each of which has a model."""
 
-    def compare(model, gather):
-        world = SimpleNamespace(size=2, device=torch.device("cuda"), gather=gather)
-        workers, record = SimpleNamespace(buffers=lambda of_norms: {}), SimpleNamespace(fresh=None)
+    def compare(model, everyone):
+        world = SimpleNamespace(size=2, device=torch.device("cuda"))
+        world.decide = lambda value, choose: choose(iter(everyone(value)))
+        world.differing = lambda value: [1] * (len({*map(repr, everyone(value))}) > 1)
+        record = SimpleNamespace(fresh=None)
+        workers = SimpleNamespace(buffers=lambda of_norms: {}, digest=lambda: digest(model.parameters()))
         run = SimpleNamespace(
             model=model, world=world, workers=workers, record=record, progress=SimpleNamespace(step=7)
         )
@@ -131,7 +134,7 @@ def ranks(mine, theirs):
 
     told = []
     compare(theirs, lambda value: told.append(value) or [value, value])
-    told.append({f"parameter {name}": "other" for name, _ in theirs.named_parameters()})
+    told += [{f"parameter {name}": "other" for name, _ in theirs.named_parameters()}] * 2  # compared, then told
     answers = iter(told)
     compare(mine, lambda value: [value, next(answers)])
     return told

@@ -103,7 +103,7 @@ class Home:
         }
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
-        agent = "survive/agent survive/terminal comm/network comm/scratch comm/sealed errors"
+        agent = "survive/agent survive/terminal comm/network comm/scratch comm/sealed errors private"
         for path in (Path("engine", f"{name}.py") for name in agent.split()):
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(LAUNCHER.parent / path, self.folder / path)

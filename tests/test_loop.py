@@ -240,7 +240,7 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
         now[0] += seconds
 
     run, _ = steps("epochs=2", "eval_every=3", "log_every=2")
-    log = {"train": lambda self, run, metrics: told.append(metrics["samples_per_s"])}
+    log = {"train": lambda self, run, metrics, digest: told.append(metrics["samples_per_s"])}
     trained(monkeypatch, run, lambda *_: passes(1), **log, evaluation=lambda *_: passes(100))
     assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
 
@@ -396,7 +396,9 @@ def test_the_average_is_what_is_scored(steps):
     batch = run.task.datasets()[1].__getitems__(range(23))
     metrics, _ = evaluate_split(run, [batch])
     with torch.no_grad():
-        scored = [run.task.report(run.task.score(model, batch))["loss"] for model in (run.ema.module, run.model)]
+        own = run.task.report(run.task.score(run.model, batch))["loss"]
+        with run.ema.swapped():
+            scored = [run.task.report(run.task.score(run.model, batch))["loss"], own]
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
 
 

@@ -154,7 +154,9 @@ def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
     cfg = SimpleNamespace(amp="auto", compile="off")
     monkeypatch.setattr("engine.precision.cpu_has_bf16", lambda: True)
     cpu = torch.device("cpu")
-    world = SimpleNamespace(gather=lambda mine: [mine, mine and elsewhere], device=cpu)  # None: no error
+    world = SimpleNamespace(device=cpu)
+    world.decide = lambda mine, choose: choose(iter([mine, mine and elsewhere]))  # None: no error
+    world.differing = lambda mine: [1] * (mine != elsewhere)
     assert resolve(cfg, world).name == elsewhere
     assert resolve(cfg, world, "bf16").name == "bf16", "a resumed run keeps its own"
 
