@@ -145,3 +145,16 @@ def cpu_model() -> str:
         if found := re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return found[1]
     return platform.machine()
+
+
+def unsharded(model: Any) -> dict[str, Any]:
+    """Return by name the parameters that FSDP2 makes whole for a forward pass, once it has made them."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+    return {
+        names[id(each.sharded_param)]: each._unsharded_param
+        for group in groups
+        for each in group.fsdp_params
+        if hasattr(each, "_unsharded_param") and each.sharded_param.requires_grad
+    }

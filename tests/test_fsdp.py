@@ -31,7 +31,7 @@ RUNS = {
     "idle workers": [*CONV, "global_batch=5"],
     "attention": [NORMS, "model.network=attention", "global_batch=14", "amp=bf16"],
     "perceptron": [NORMS, "model.network=perceptron", "global_batch=15", "drop_last=true", "optim.name=sgd"],
-    "blocks": [SHARDED, "global_batch=13", "model.width=10", "ddp.find_unused_parameters=true"],
+    "blocks": [SHARDED, "global_batch=13", "model.width=10"],
     "terms": [TERMS, "model.dropout=0.3", "global_batch=20", "batch_size=2"],
 }
 """Six workers: on four processes a round has two passes without a worker; weights of 10 rows are 3 + 3 + 3 + 1."""

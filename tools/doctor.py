@@ -367,21 +367,23 @@ def measure(run: Run, workers: int) -> Speed | str:
     for name, work in works.items():
         run.world.gather(None)  # all begin together
         try:
-            found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device)
+            rounds = 5 if run.plan.sharded and name == "step" else 0  # each is a collective: as many on all ranks
+            found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device, rounds)
         except Exception as error:
             problem = str(blame.translate(error, run.world))
     return problem or Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])
 
 
-def _seconds_each(work: Generator[None, None, None], device: torch.device) -> tuple[float, float]:
-    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two."""
+def _seconds_each(work: Generator[None, None, None], device: torch.device, rounds: int = 0) -> tuple[float, float]:
+    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two; of so many `rounds`, or
+    of as many as BUDGET_S allows."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
     with contextlib.closing(work):
         for _ in range(2):  # processes start, kernels are chosen
             next(work)
         wait(device)
         began, computed, count = time.perf_counter(), time.process_time(), 0
-        while not count or (time.perf_counter() - began < BUDGET_S and count < 1000):
+        while not count or (count < rounds if rounds else time.perf_counter() - began < BUDGET_S and count < 1000):
             next(work)
             count += 1
         wait(device)

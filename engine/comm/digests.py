@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.comm.dtensor import whole
 from engine.seeds import GAMMA, mix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,14 +114,14 @@ def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the checksum of each tensor, by name."""
+    """Return the checksum of each tensor, by name: of shards that of the whole, so all ranks must call it."""
     return {name: hashlib.sha256(_bytes(tensor)).hexdigest()[:12] for name, tensor in tensors}
 
 
 def _bytes(tensor: Tensor) -> bytes:
     if not isinstance(tensor, Tensor):  # a module's extra state
         return repr(tensor).encode()
-    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + _bits(tensor.detach().cpu()).numpy().tobytes()
+    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + _bits(whole(tensor.detach()).cpu()).numpy().tobytes()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.phases import phase
+
 
 def is_sharded(value: Any) -> bool:
     return hasattr(value, "full_tensor")
@@ -24,7 +26,11 @@ def local(value: Tensor) -> Tensor:
 def whole(value: Tensor) -> Tensor:
     """(all ranks that hold rows) Return all rows. From a GPU NCCL gathers them there, one tensor at a time."""
     rows: Any = value
-    return rows.full_tensor() if is_sharded(value) else value
+    if not is_sharded(value):
+        return value
+    with phase.during("all_gather", waits=True):
+        found: Tensor = rows.full_tensor()
+    return found
 
 
 def held(value: Tensor) -> slice:

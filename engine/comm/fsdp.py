@@ -16,15 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine import private
 from engine.comm import digests
 from engine.comm.dtensor import held, local
 from engine.comm.plain import Plain
 from engine.comm.tree import Node, fold, push
-from engine.comm.virtual import Dealt
+from engine.comm.virtual import ALL_GATHER, Dealt
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.phases import phase
 
 LISTS = (nn.ModuleList, nn.Sequential)
+
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> nn.Module:
@@ -34,10 +38,13 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     if cfg.ddp.strategy == "ddp":
         return model
     half, group = cfg.ddp.gather_dtype == "bf16", group_size(cfg, world.size)
+    types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     scalar = next((name for name, p in model.named_parameters() if not p.ndim), "")
     for wrong, what, todo in (
         (task.num_trials, "trials call the model on each rank by itself", "make none, or use ddp.strategy=ddp"),
         (half and precision != "bf16", "ddp.gather_dtype=bf16 without autocast", "add amp=bf16"),
+        (len(types) > 1, f"weights of several types, {' and '.join(sorted(types))}", "give all of them one type"),
+        (cfg.ddp.find_unused_parameters, "ddp.find_unused_parameters=true", "use every weight, or ddp.strategy=ddp"),
         (scalar, f"the weight {scalar} has no rows to shard", "give it the shape (1,)"),
         (world.size % group, f"{world.size} processes are no groups of {group} (ddp.shards)", "give a divisor"),
     ):
@@ -59,11 +66,36 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
-        if cfg.virtual_workers or cfg.ddp.find_unused_parameters:  # else a rank would send fewer gradients
-            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        sharded.set_reduce_scatter_unused_params(True, recurse=False)  # else a rank would send fewer gradients
+        sharded.set_custom_all_gather(Gather())
+        sharded.set_custom_reduce_scatter(Scatter())
     for method in task.forward_methods:
         register_fsdp_forward_method(model, method)
     return model
+
+
+def _empty(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather:
+    """FSDP2's all-gather, during which a rank is seen to wait: that shows who hangs, and who is slow."""
+
+    allocate = staticmethod(_empty)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        with phase.during("all_gather", waits=True):
+            return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatter:
+    """FSDP2's reduce-scatter, as `Gather`."""
+
+    allocate = staticmethod(_empty)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = False) -> Any:
+        with phase.during("reduce_scatter", waits=True):
+            return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def group_size(cfg: Any, processes: int) -> int:
@@ -73,9 +105,9 @@ def group_size(cfg: Any, processes: int) -> int:
     return cfg.ddp.shards or int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
 
 
-def units(model: nn.Module, task: Any) -> list[nn.Module]:
+def units(model: nn.Module, task: Any, strict: bool = True) -> list[nn.Module]:
     """Return the task's units; or else the blocks in the model's lists, none inside another. One that shares a weight
-    with other modules stays a part of the rest."""
+    with other modules stays a part of the rest; `strict`: one of the task's is an error."""
     names, found = {module: name for name, module in model.named_modules()}, task.fsdp_units(model)
     owners = Counter(p for module in names for p in module.parameters(recurse=False))
     if found is None:
@@ -84,7 +116,7 @@ def units(model: nn.Module, task: Any) -> list[nn.Module]:
             if isinstance(each, LISTS) and not any(each in unit.modules() for unit in found):
                 found += [block for block in each if [*block.children()] and not isinstance(block, LISTS)]
         return [unit for unit in found if [*unit.parameters()] and not _shared(unit, owners)]
-    for unit in found:
+    for unit in found if strict else ():
         if unit not in names or (tied := _shared(unit, owners)):
             what = "a module that is no part of the model"
             if unit in names:
@@ -106,6 +138,25 @@ class _OverShards:
 
     world: World
     model: Any
+    check: bool
+    unused: dict[str, Any] | None = None  # names of parameters that no pass of this step has used yet
+
+    def begin_step(self) -> None:
+        """Look which parameters get a gradient: FSDP2 makes zeros of those that get none, and AdamW would move them."""
+        super().begin_step()  # type: ignore[misc]
+        whole = private.unsharded(self.model) if self.check else {}
+        if whole and self.unused is None:
+            self.unused = {}
+            for name, p in whole.items():
+                p.register_post_accumulate_grad_hook(lambda _, name=name: self.unused.pop(name, None))
+        self.unused = whole if self.unused is not None else None
+
+    def reduce_rows(self, rows: Tensor) -> Tensor:
+        if self.unused:
+            todo = "use every parameter in every step, or ddp.strategy=ddp with ddp.find_unused_parameters=true"
+            what = f"some parameters got no gradient: {', '.join([*self.unused][:3])}"
+            raise LockstepError(what, f"rank {self.world.rank}", todo)
+        return super().reduce_rows(rows)  # type: ignore[misc]
 
     def sum_over_shards(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=next(self.model.parameters()).device_mesh.get_group("shard"))
@@ -115,7 +166,8 @@ class _OverShards:
         sums, start = torch.zeros(2, digests.BLOCKS, dtype=torch.int32, device=self.world.device), 0
         for p in self.model.parameters():
             words = p.numel() * max(1, p.element_size() // 4)
-            sums += digests.sum_of_bits([local(p.detach())], start + held(p).start * words // len(p))
+            if local(p).numel():
+                sums += digests.sum_of_bits([local(p.detach())], start + held(p).start * words // len(p))
             start += words
         self.sum_over_shards(sums)
         return digests.as_text(sums)
@@ -179,18 +231,21 @@ class Tree:
         self.leaves: list[Tensor] = []
         self.nodes: list[Node] = []
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    allocate = staticmethod(_empty)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
+        with phase.during("reduce_scatter", waits=True):
+            dist.all_to_all_single(received, input_tensor, group=group)
         self.leaves = [*received.chunk(dist.get_world_size(group))]
 
     def add(self, output: Tensor) -> None:
-        """Called after the reduce-scatter; in a world of one, which has none, in its place."""
+        """Called after the reduce-scatter; in a world of one, which has none, in its place. On a GPU in another stream
+        than that which the memory was taken in, and will be given to again."""
+        for tensor in (*self.leaves, output) if output.is_cuda else ():
+            tensor.record_stream(torch.cuda.current_stream())
         for leaf in (self.leaves or [output.clone()])[: self.workers - self.seen]:  # what is beyond has no samples
             push(self.nodes, Node(self.seen, self.seen + 1, [leaf]))
             self.seen += 1

@@ -30,12 +30,15 @@ class EMA:
         self.copied = {name for name, b in self.buffers().items() if not (b.is_floating_point() and b.isfinite().all())}
 
     def _current(self) -> dict[str, Tensor]:
-        return self.parameters | self.buffers()
+        """Return parameters and buffers, those with several names once."""
+        found = (self.parameters | self.buffers()).items()
+        first = {id(value): name for name, value in reversed([*found])}
+        return {name: value for name, value in found if first[id(value)] == name}
 
     def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (name, average, value), of a shard its rows; not of a cache that has grown with the batch."""
         for name, value in self._current().items():
-            if self.values[name].shape == value.shape:
+            if name in self.values and self.values[name].shape == value.shape:
                 yield name, local(self.values[name]), local(value.detach())
 
     @torch.no_grad()
@@ -77,7 +80,7 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return `n_averaged`, and under `module.` and its name in the model's state dict each average, or where there
         is none what the model has."""
-        names = {id(p): name for name, p in self.parameters.items()}  # a tied weight has several
+        names = {id(value): name for name, value in self._current().items()}  # a tied weight has several
         state = self.model.state_dict(keep_vars=True)
         found = {f"module.{n}": self.values.get(names.get(id(value), n), value) for n, value in state.items()}
         return {"n_averaged": self.n_averaged} | found

@@ -38,10 +38,10 @@ def footprint(run: Run) -> Footprint:
     weights, trained = (sum(p.nbytes for p in ps) for ps in (run.model.parameters(), _trained(run.model)))
     moments = (plan.moments or 0) * (group if plan.sharded else 1)
     kept = weights + moments + (weights if cfg.optim.ema_decay else 0)
-    units = [sum(p.nbytes for p in unit.parameters()) for unit in fsdp.units(run.model, run.task)]
+    units = [sum(p.nbytes for p in unit.parameters()) for unit in fsdp.units(run.model, run.task, strict=False)]
     unit = 3 * max([*units, weights - sum(units)])
     found = {"ddp": kept + trained, "fsdp": (kept + trained) // processes + unit}
-    if processes % group == 0 and 1 < group < processes:
+    if cfg.ddp.strategy == "hsdp" or (processes % group == 0 and 1 < group < processes):
         found[f"hsdp in groups of {group}"] = (kept + trained) // group + unit
     if run.world.device.type == "cuda":
         return Footprint(found, kept, torch.cuda.get_device_properties(run.world.device).total_memory)

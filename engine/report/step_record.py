@@ -30,6 +30,7 @@ from torch import Tensor
 
 from engine import config
 from engine.comm import digests
+from engine.comm.dtensor import whole
 from engine.contract import INFO_KEY
 from engine.data.batches import tree_leaves
 from engine.errors import LockstepError, console
@@ -105,7 +106,7 @@ class StepRecord:
         for self.micro, loss in run.meter.losses:
             self._add("loss", "of the pass", loss)
         of_passes = run.world.gather_on_main(self.entries)
-        if not run.world.main:
+        if not (run.world.main or run.plan.sharded):
             return
         self.micro, self.entries = None, sorted((e for rank in of_passes for e in rank), key=lambda e: e["pass"])
         self._add("loss", "of the step: total and weight", totals[1:3])
@@ -114,7 +115,9 @@ class StepRecord:
             ("weight", (*run.model.named_parameters(), *run.model.named_buffers())),
         ):
             for name, tensor in tensors:
-                self._add(kind, name, tensor)
+                self._add(kind, name, tensor if tensor is None else whole(tensor.detach()))
+        if not run.world.main:
+            return
         try:
             write_atomically(self.path, lambda file: file.write(self._content()))
         except OSError as error:

@@ -105,7 +105,7 @@ def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision
 
 
 def compile_model(run: Run) -> None:
-    """Compile the bare model if the plan asks for it; its average was copied before."""
+    """Compile the bare model if the plan asks for it."""
     if run.plan.compile == "off":
         return
     if run.plan.devices:
