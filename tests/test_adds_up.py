@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, cases, succeed
+from test_shards import indexed, of_the_robot
 
 import tasks
 import train
@@ -320,11 +321,15 @@ OPTIONS["own_text"] = ["model.width=16", "model.layers=1", "model.heads=2", "tex
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_task_and_example_adds_up(start, capsys, name):
+def test_every_task_and_example_adds_up(start, capsys, tmp_path, name):
     if name == "own_lora":
         pytest.importorskip("transformers")
         pytest.importorskip("peft")
-    run = start(*SHIPPED[name], *OPTIONS.get(name, []), "check_sums=false")
+    words = [*SHIPPED[name], *OPTIONS.get(name, [])]
+    if name == "own_frames":  # the only one without data of its own
+        folder = tmp_path / "set of shards"
+        words += [*of_the_robot(folder, None)[1:], f"shards.root={indexed(folder)}"]
+    run = start(*words, "check_sums=false")
     assert adds_up.check(run, run.loaders.train, adds_up.of_loss).startswith("the loss adds up: 5 samples = 3 + 2, ")
     if run.loaders.val is not None:
         assert adds_up.check(run, run.loaders.val, adds_up.of_score).startswith("`score` adds up: 5 samples = 3 + 2, ")

@@ -128,7 +128,7 @@ def test_the_units_of_a_model():
             self.blocks[1].requires_grad_(False)
 
     def sizes(**ddp):
-        task = SimpleNamespace(units=lambda model: None)
+        task = SimpleNamespace(fsdp_units=lambda model: None)
         return probe.units_mb(SimpleNamespace(model=Model(), task=task, cfg=config.Config(ddp=DDP(**ddp))))
 
     assert sizes() == [pytest.approx(pair) for pair in ((4e-4, 4e-4), (1.2e-4, 1.2e-4), (1.2e-4, 0))]
