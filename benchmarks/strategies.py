@@ -42,7 +42,8 @@ RUNS: list[list[tuple[str, int]]] = [
 """Strategies and processes, one after the other; all processes but the last ones' are killed."""
 
 LARGE = "examples/own_text.py text.path=docs/config.md text.length=64 model.width=512 model.layers=6".split()
-LARGE += "model.heads=8 batch_size=1 amp=off device=cpu epochs=0 eval_every=1000 save_every=1000 check_every=0 digest_every=0 check_sums=false".split()
+LARGE += "model.heads=8 batch_size=1 amp=off device=cpu epochs=0 eval_every=1000 save_every=1000".split()
+LARGE += "check_every=0 digest_every=0 check_sums=false".split()
 
 
 def environment(**more: str) -> dict[str, str]:
