@@ -3,12 +3,13 @@
 import copy
 import json
 import os
+import re
 import signal
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, TOY, launching, succeed
+from conftest import FAULTY, ROOT, TOY, launching, succeed
 from test_resume import assert_same, load, logged
 from test_same_bits import BITS, CONV, NORMS, complete
 from test_the_idea import TERMS
@@ -207,6 +208,46 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_written(launch, tm
             torch.testing.assert_close(load(ours)["model"][name], value, rtol=1e-3, atol=near, msg=f"{word} {name}")
 
 
+TOLD = {
+    "a copy that drifts": (
+        "fault.kind=drift fault.rank=1 fault.step=2 check_every=1 ddp.strategy=hsdp ddp.shards=1",
+        "rank 1 differs from rank 0 in parameter layers.0.weight: ",
+    ),
+    "a rank that hangs": (
+        "fault.kind=hang fault.rank=1 fault.step=3 ddp.timeout_s=8",
+        r"rank 1 has been in forward for \d+ s; waiting: rank 0 in all_gather \(step 2",
+    ),
+    "a weight that nothing uses": ("fault.kind=unused", "some parameters got no gradient: spare.weight, spare.bias"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", TOLD)
+def test_what_goes_wrong_among_shards_is_told_as_without(launch, tmp_path, what):
+    words, says = TOLD[what]
+    strategy = [] if "strategy" in words else ["ddp.strategy=fsdp"]
+    words = [FAULTY, *words.split(), *strategy, "steps=6", "batch_size=8", "amp=off", f"save_dir={tmp_path}"]
+    done = launch.torchrun(2, "train.py", *words)
+    assert done.code and any(re.search(says, line) for line in done.errors), done.err[-3000:]
+
+
+@pytest.mark.slow
+def test_a_record_and_weights_that_no_checkpoint_holds(launch, tmp_path):
+    """Whole tensors of all ranks are noted, and compared when the run goes on."""
+    words = ["train.py", SHARDED, "model.kind=left_out", "batch_size=6", "amp=off", "schedule.horizon=6"]
+    records = []
+    for strategy, processes in (("ddp", 1), ("fsdp", 2)):
+        folder = tmp_path / strategy
+        for steps in (3, 6):
+            more = [f"ddp.strategy={strategy}", f"save_dir={folder}", f"steps={steps}", "record=2", "global_batch=12"]
+            succeed(launch.torchrun(processes, *words, *more))
+        assert not any(name.startswith("begin.") for name in load(folder)["model"])
+        records.append(*(path for path in folder.glob("*step*") if path.suffix != ".pt"))
+    assert all(path.stat().st_size > 1000 for path in records)
+    for name, value in load(tmp_path / "ddp")["model"].items():
+        torch.testing.assert_close(load(tmp_path / "fsdp")["model"][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize(("words", "key"), [
     (["optim.zero=true"], "optim.zero"), (["cuda_graph=true"], "cuda_graph"), (["compile=default"], "compile"),
     (["memory_format=channels_last"], "memory_format"), (["ddp.comm_hook=fp16"], "ddp.comm_hook"),
@@ -272,6 +313,20 @@ def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(optimizer):
     for lengths in ([7, 94], [12, 36, 53], [1] * 101):
         assert torch.equal(stepped(lengths, True), whole)
     torch.testing.assert_close(stepped([101], False), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_buffer_with_two_names_is_swapped_once():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
+    model[1].running_mean = model[0].running_mean
+    average = ema.EMA(model, 0.5)
+    model[0].running_mean.fill_(1.0)
+    average.update(torch.tensor(0.0))
+    model[0].running_mean.fill_(2.0)
+    average.update(torch.tensor(0.0))
+    with average.swapped():
+        assert model[1].running_mean.tolist() == [1.5, 1.5]
+    assert model[0].running_mean.tolist() == [2.0, 2.0]
+    assert average.state_dict()["module.1.running_mean"].tolist() == [1.5, 1.5]
 
 
 def test_the_average_is_swapped_in_and_out():

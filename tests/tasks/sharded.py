@@ -81,7 +81,11 @@ class Task(toy.Task):
 
     def model(self):
         net = Net(self.cfg.model.width, self.cfg.model.kind.removesuffix("_units"))
+        net.begin.requires_grad_(self.cfg.model.kind != "left_out")
         return net.double() if self.cfg.model.double else net
+
+    def saved(self, name):
+        return self.cfg.model.kind != "left_out" or not name.startswith("begin.")
 
     def fsdp_units(self, model):
         if self.cfg.model.kind == "units":
