@@ -151,12 +151,12 @@ class _OverShards:
                 p.register_post_accumulate_grad_hook(lambda _, name=name: self.unused.pop(name, None))
         self.unused = whole if self.unused is not None else None
 
-    def reduce_rows(self, rows: Tensor) -> Tensor:
+    def grad_norm(self, grads: list[Tensor]) -> Tensor:
         if self.unused:
             todo = "use every parameter in every step, or ddp.strategy=ddp with ddp.find_unused_parameters=true"
             what = f"some parameters got no gradient: {', '.join([*self.unused][:3])}"
             raise LockstepError(what, f"rank {self.world.rank}", todo)
-        return super().reduce_rows(rows)  # type: ignore[misc]
+        return super().grad_norm(grads)  # type: ignore[misc]
 
     def sum_over_shards(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=next(self.model.parameters()).device_mesh.get_group("shard"))
