@@ -1,8 +1,8 @@
 """Where shards come from: a folder, read in place; an address, through a cache that the processes of a machine share.
 
     <cache>/<sha256>.tar        whole, and its digest was right
-    <cache>/work/<sha256>.tar   on its way, locked by the process that writes it; else left over, and removed
-    <cache>/work/room           locked while a shard is given its room
+    <cache>/unfinished/<sha256>.tar   on its way, locked by the process that writes it; else left over, and removed
+    <cache>/unfinished/room           locked while a shard is given its room
 
 http:// and https:// are read by the standard library, so that the commonest address needs no package (it knows proxies,
 redirects, Range and Retry-After's headers); all others by fsspec: s3://, gs://, hf://, ...
@@ -225,7 +225,7 @@ class Cache:
 
     def __init__(self, root: str, folder: Path, limit: int):
         self.root, self.folder, self.limit = root, folder, limit
-        self.work = folder / "work"
+        self.work = folder / "unfinished"
         try:
             self.work.mkdir(parents=True, exist_ok=True)
             with self._room():
@@ -271,7 +271,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _part(self, name: str, wait: bool) -> Iterator[int | None]:
-        """Give the file of that name in `work`, locked; None if another process has had it, or has it and one does not
+        """Give the file of that name in `unfinished`, locked; None if another process has had it, or has it and one does not
         `wait`. It is removed afterwards if it is still there."""
         path = self.work / name
         with self._room():  # or it might be swept before it is locked

@@ -481,7 +481,7 @@ def test_what_stays_broken_ends_in_one_line_that_names_the_shard(monkeypatch, si
         data.read(range(count))
     assert "/0004.tar)" in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == 5
     path = data.source.path(data.shards[4])
-    assert not path.exists() and not (cache / "work" / path.name).exists()
+    assert not path.exists() and not (cache / "unfinished" / path.name).exists()
 
 
 def changed(folder, name, change):
@@ -626,9 +626,9 @@ def test_a_small_cache_is_never_over_its_limit_and_loses_no_sample(site, process
     limit, most = sum(sizes.values()) / 3 if processes == 2 else 2 * max(sizes.values()) + 1, []
 
     def look():
-        with contextlib.suppress(FileNotFoundError), open(cache / "work/room") as room:
+        with contextlib.suppress(FileNotFoundError), open(cache / "unfinished/room") as room:
             fcntl.flock(room, fcntl.LOCK_EX)  # while one is removed for another, both would be counted
-            most.append(sum(path.stat().st_size for path in [*cache.glob("*.*"), *cache.glob("work/*")]))
+            most.append(sum(path.stat().st_size for path in [*cache.glob("*.*"), *cache.glob("unfinished/*")]))
             fcntl.flock(room, fcntl.LOCK_UN)  # a process that is forked now has a copy of the file
 
     server.look = look
@@ -648,7 +648,7 @@ def test_what_a_killed_process_has_left_counts_for_nothing(site):
     assert server.half_way.wait(60)
 
     def parts():
-        return [path for path in (cache / "work").iterdir() if path.name != "room"]
+        return [path for path in (cache / "unfinished").iterdir() if path.name != "room"]
 
     assert len(parts()) == 1
     os.kill(child.pid, signal.SIGKILL)
