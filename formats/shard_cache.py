@@ -271,7 +271,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _part(self, name: str, wait: bool) -> Iterator[int | None]:
-        """Give the file of that name in `unfinished`, locked; None if another process has had it, or has it and one does not
+        """Give the unfinished file of that name, locked; None if another process has had it, or has it and one does not
         `wait`. It is removed afterwards if it is still there."""
         path = self.work / name
         with self._room():  # or it might be swept before it is locked
