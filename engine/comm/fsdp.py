@@ -37,7 +37,8 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     key = f"ddp.strategy={cfg.ddp.strategy}"
     if cfg.ddp.strategy == "ddp":
         return model
-    half, group = cfg.ddp.gather_dtype == "bf16", group_size(cfg, world.size)
+    half = torch.bfloat16 if cfg.ddp.gather_dtype == "bf16" else None
+    group = group_size(cfg, world.size)
     types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     scalar = next((name for name, p in model.named_parameters() if not p.ndim), "")
     for wrong, what, todo in (
@@ -55,9 +56,7 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise LockstepError(f"torch {torch.__version__} lacks what it needs", key, "update it to 2.13", everywhere=True)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view as a block's output: in each pass, each rank
-    recipe = MixedPrecisionPolicy(
-        torch.bfloat16 if half else None, torch.float32 if half else None, cast_forward_inputs=False
-    )
+    recipe = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
     shape["shard"] = group
     mesh = dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))

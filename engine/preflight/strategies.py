@@ -65,9 +65,9 @@ def smaller(run: Run) -> str:
     """Return words for the strategy to try when memory has run out, or an empty text."""
     if run.plan.sharded or run.cfg.multi_gpu == "dp":
         return "" if run.cfg.ddp.strategy != "hsdp" else "ddp.strategy=fsdp keeps fewer rows in each process"
-    size = footprint(run).by_strategy
     if run.plan.processes == 1:
         return "several processes with ddp.strategy=fsdp each hold a share of weights, gradients and moments"
+    size = footprint(run).by_strategy
     if size["fsdp"] < size["ddp"]:
         return (
             f"ddp.strategy=fsdp holds {size['fsdp'] / 1e6:.1f} MB of weights and moments, not {size['ddp'] / 1e6:.1f}"
