@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, launching, succeed
-from test_resume import assert_same, load, logged
-from test_same_bits import BITS, CONV, NORMS, complete
+from test_resume import assert_same, load
+from test_same_bits import BITS, CONV, NORMS, assert_same_bits, complete, interrupt_thrice
 from test_the_idea import TERMS
 
 import tasks
@@ -20,7 +20,6 @@ from engine.comm.virtual import Dealt
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.optim import ema, fused
-from tools.evaluate import SAME_STATE
 
 SHARDED, FORWARDS = (str(ROOT / "tests" / place) for place in ("tasks/sharded.py", "ranks/forwards.py"))
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -57,11 +56,8 @@ def trained(once):
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "ddp 1"])
 def test_every_strategy_and_number_of_processes_ends_in_the_same_bits(trained, cut, name):
     ours, straight = trained / cut / name, trained / "ddp 1" / name
-    a, b = load(ours), load(straight)
-    assert b["progress"]["step"] >= 5
-    for part in SAME_STATE:
-        assert_same(a[part], b[part], part)
-    assert logged(ours) == logged(straight)
+    assert load(straight)["progress"]["step"] >= 5
+    assert_same_bits(ours, straight)
 
 
 @pytest.mark.slow
@@ -71,25 +67,12 @@ def test_killed_on_one_strategy_and_resumed_on_another(launch, tmp_path):
     words = ["train.py", *CONV, "global_batch=13", "batch_size=2", "amp=off", "virtual_workers=4", "steps=40"]
     words += "log_every=2 eval_every=10 seed=3 optim.ema_decay=0.9 epochs=50 save_every=2".split()
     words += ["memory_format=contiguous"]
-    folder, steps = tmp_path / "run", []
-    for processes, strategy, said, interrupt in (
-        (3, "ddp", "step 6/", lambda run: launch.signal_all(signal.SIGKILL)),
-        (4, "fsdp", "step 14/", lambda run: os.kill(launch.rank_pid(1), signal.SIGKILL)),
-        (2, "fsdp", "step 24/", lambda run: run.signal(signal.SIGTERM)),
-    ):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        run = launch.start(sys.executable, *torchrun, *words, f"ddp.strategy={strategy}", f"save_dir={folder}")
-        run.wait_for(said)
-        interrupt(run)
-        assert run.wait().code
-        steps.append(load(folder)["progress"]["step"])
-    assert steps == sorted(set(steps)) and steps[0] > 0 and steps[-1] < 40, "interrupted in the middle"
+    folder, strategies = tmp_path / "run", ("ddp", "fsdp", "fsdp")
+    more = [[f"ddp.strategy={name}"] for name in strategies]
+    interrupt_thrice(launch, [*words, f"save_dir={folder}"], folder, (3, 4, 2), (6, 14, 24), 40, more)
     succeed(launch.python(*words, f"save_dir={folder}"))
     succeed(launch.python(*words, f"save_dir={tmp_path / 'straight'}"))
-    a, b = load(folder), load(tmp_path / "straight")
-    for part in SAME_STATE:
-        assert_same(a[part], b[part], part)
-    assert logged(folder) == logged(tmp_path / "straight")
+    assert_same_bits(folder, tmp_path / "straight")
 
 
 @pytest.mark.slow

@@ -151,6 +151,25 @@ def test_the_same_check_is_red_for_other_rules(broken, name):
         assert_same_bits(broken / name / "2", broken / name / "1")
 
 
+def interrupt_thrice(launch, words, folder, processes, said, last, more=((), (), ())):
+    """Start a run, and go on with it, on so many processes with `more` words: the plug is pulled, a rank is killed, and
+    the third is stopped in good order, each as it says such a step."""
+    kills = (
+        lambda run: launch.signal_all(signal.SIGKILL),
+        lambda run: os.kill(launch.rank_pid(1), signal.SIGKILL),
+        lambda run: run.signal(signal.SIGTERM),
+    )
+    steps = []
+    for count, step, own, kill in zip(processes, said, more, kills, strict=True):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        run = launch.start(sys.executable, *torchrun, *words, *own)
+        run.wait_for(f"step {step}/")
+        kill(run)
+        assert run.wait().code
+        steps.append(load(folder)["progress"]["step"])
+    assert steps == sorted(set(steps)) and steps[0] > 0 and steps[-1] < last, "interrupted in the middle"
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_on_other_numbers_of_processes(launch, tmp_path):
     """The plug is pulled on 3, a rank is killed on 4, 2 are stopped in good order, 1 ends the run: the bits, and the
@@ -159,19 +178,8 @@ def test_killed_and_resumed_on_other_numbers_of_processes(launch, tmp_path):
     words = ["train.py", *CONV, "global_batch=13", "batch_size=2", "amp=off", "virtual_workers=4", "optim.zero=true"]
     words += [*COMMON[1:], "steps=60", "epochs=50", "save_every=2"]
     words[words.index("eval_every=4")] = "eval_every=10"
-    folder, steps = tmp_path / "run", []
-    for processes, said, interrupt in (
-        (3, "step 8/", lambda run: launch.signal_all(signal.SIGKILL)),
-        (4, "step 20/", lambda run: os.kill(launch.rank_pid(1), signal.SIGKILL)),
-        (2, "step 34/", lambda run: run.signal(signal.SIGTERM)),
-    ):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        run = launch.start(sys.executable, *torchrun, *words, f"save_dir={folder}")
-        run.wait_for(said)
-        interrupt(run)
-        assert run.wait().code
-        steps.append(load(folder)["progress"]["step"])
-    assert steps == sorted(set(steps)) and steps[0] > 0 and steps[-1] < 60, "interrupted in the middle"
+    folder = tmp_path / "run"
+    interrupt_thrice(launch, [*words, f"save_dir={folder}"], folder, (3, 4, 2), (8, 20, 34), 60)
     succeed(launch.python(*words, f"save_dir={folder}"))
     succeed(launch.python(*words, f"save_dir={tmp_path / 'straight'}"))
     assert_same_bits(folder, tmp_path / "straight")
