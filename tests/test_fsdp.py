@@ -160,6 +160,18 @@ def test_every_rank_calls_the_model_equally_often(launch, tmp_path, case):
         assert other == of_ranks[0]
 
 
+@pytest.mark.slow
+def test_ranks_agree_to_leave_an_evaluation(launch, tmp_path):
+    """One is asked to stop as it begins to score: the others must not wait for its forward passes."""
+    run = [TOY, "ddp.strategy=fsdp", "eval_every=5", "steps=10", "eval_batch_size=2", "ddp.timeout_s=20"]
+    run.append(f"save_dir={tmp_path}")
+    stopped = launch.torchrun(2, BITS, json.dumps([run]), "SIGTERM:1:5:evaluated")
+    assert stopped.code and "Stopped after step 5 of 10: " in stopped.out, stopped.out + stopped.err[-2000:]
+    assert load(tmp_path)["progress"]["evaluation_due"]
+    done = succeed(launch.torchrun(2, "train.py", *run))
+    assert "Done: 10 steps" in done.out
+
+
 REFUSED = {
     "model.kind=scalar": "the weight scale has no rows to shard (ddp.strategy=fsdp): give it the shape (1,)",
     "model.kind=tied_units": "blocks.0, whose weight blocks.0.inner.weight another module has, too",
