@@ -213,9 +213,8 @@ def _of_this_attempt(
         raise LockstepError(what, sealed.SECRET_FILE, ALIKE, exit_code=6)
     _, joined, addresses, near, refused = told
     if refused:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # rank 0 prints it: torchrun would end it, once another process has ended
+        # Rank 0 prints it: torchrun would end it, once another process has ended.
+        with contextlib.suppress(RuntimeError):
             store.wait(["rank0_has_read"], timedelta(seconds=10))
         raise LockstepError(*refused, exit_code=6, everywhere=True)
     meeting.near = near
