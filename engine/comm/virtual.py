@@ -196,34 +196,30 @@ class Dealt(Plain):
         depends on the shape of what a rank holds. No row of a weight is ever cut: its squares are added by halves, in
         float64, and go into a table of all rows; the others' are zeros until the ranks' tables are added up.
         """
-        table = torch.zeros(sum(len(g) if g.ndim else 1 for g in grads), dtype=torch.float64, device=grads[0].device)
-        at, batches, filled = (
-            0,
-            collections.defaultdict[Any, list[tuple[int, Tensor]]](list),
-            collections.Counter[int](),
-        )
-        for grad in grads:
-            rows, mine = held(grad), local(grad)
-            if mine.numel():
-                flat, first = mine.reshape(rows.stop - rows.start, -1), at + rows.start
-                width = 1 << (flat.shape[1] - 1).bit_length()
-                for piece in flat.split(max(1, AT_ONCE // width)):
-                    batches[width, filled[width] // AT_ONCE].append((first, piece))
-                    first, filled[width] = first + len(piece), filled[width] + len(piece) * width
-            at += len(grad) if grad.ndim else 1
+        lengths = [len(grad) if grad.ndim else 1 for grad in grads]
+        table = torch.zeros(sum(lengths), dtype=torch.float64, device=grads[0].device)
+        batches = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)  # small weights of a width together
+        for grad, sums in zip(grads, table.split(lengths), strict=True):
+            if (mine := local(grad)).numel():
+                places = sums[held(grad)]
+                rows = mine.reshape(len(places), -1)
+                width, several = 1 << (rows.shape[1] - 1).bit_length(), max(1, AT_ONCE // rows.shape[1])
+                for piece, place in zip(rows.split(several), places.split(several), strict=True):
+                    alone = len(batches) + 1 if piece.numel() > AT_ONCE // 64 else 0
+                    batches[width, alone].append((piece, place))
         for (width, _), batch in batches.items():
-            lengths = [len(piece) for _, piece in batch]
-            squares = table.new_zeros(sum(lengths), width)
-            filled_parts = [
-                part[:, : piece.shape[1]] for part, (_, piece) in zip(squares.split(lengths), batch, strict=True)
-            ]
-            torch._foreach_copy_(filled_parts, [piece for _, piece in batch])
-            squares.mul_(squares)
-            while squares.shape[1] > 1:
-                half = squares.shape[1] // 2
-                squares = squares[:, :half] + squares[:, half:]
-            places = [table[first : first + length] for (first, _), length in zip(batch, lengths, strict=True)]
-            torch._foreach_copy_(places, [*squares[:, 0].split(lengths)])
+            pieces, places = zip(*batch, strict=True)
+            squares = pieces[0].to(torch.float64, copy=True)  # it may be float64 itself
+            if len(batch) > 1:
+                squares = table.new_zeros(sum(map(len, pieces)), width)
+                parts = squares.split([*map(len, pieces)])
+                torch._foreach_copy_([t[:, : piece.shape[1]] for t, piece in zip(parts, pieces, strict=True)], pieces)
+            squares.square_()
+            while (width := squares.shape[1]) > 1:
+                half = 1 << (width - 1).bit_length() - 1
+                squares[:, : width - half] += squares[:, half:]
+                squares = squares[:, :half]
+            torch._foreach_copy_(places, squares[:, 0].split([*map(len, places)]))
         self.sum_over_shards(table)
         return table.sum().sqrt().to(grads[0].dtype)
 
