@@ -172,6 +172,14 @@ def test_ranks_agree_to_leave_an_evaluation(launch, tmp_path):
     assert "Done: 10 steps" in done.out
 
 
+@pytest.mark.slow
+def test_a_vote_in_a_pass_beyond_the_last_worker_counts(launch, tmp_path):
+    """Four workers on three: the last rank's second pass has no worker, and ends the step; no evaluation is near."""
+    run = [TOY, "ddp.strategy=fsdp", "virtual_workers=4", "global_batch=10", "steps=20", f"save_dir={tmp_path}"]
+    stopped = launch.torchrun(3, BITS, json.dumps([run]), "SIGTERM:2:2:end_step")
+    assert stopped.code and "Stopped after step 4 of 20: " in stopped.out, stopped.out + stopped.err[-2000:]
+
+
 REFUSED = {
     "model.kind=scalar": "the weight scale has no rows to shard (ddp.strategy=fsdp): give it the shape (1,)",
     "model.kind=tied_units": "blocks.0, whose weight blocks.0.inner.weight another module has, too",
