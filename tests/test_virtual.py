@@ -52,7 +52,7 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
     straight = tree.fold(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
     assert straight == grouped(0, workers)
     for processes in range(1, workers + 1):
-        blocks = [tree.block(workers, rank, processes) for rank in range(processes)]
+        blocks = [tree.dealt(workers, rank, processes) for rank in range(processes)]
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1, "as even as can be"
         everyone = []
         for block in blocks:

@@ -1,6 +1,7 @@
 """optim.zero: each process keeps a share of the optimizer's moments, and nothing else changes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
 from engine.optim.fused import AdamW
-from engine.optim.zero import Zero, _formed
+from engine.optim.zero import Zero
 
 MANY, SHARES = (str(ROOT / "tests" / "ranks" / name) for name in ("many.py", "shares.py"))
 
@@ -180,10 +181,15 @@ def test_a_rank_loads_its_share_and_the_state_of_no_parameter(monkeypatch):
     assert torch.equal(zero.state[net.bias]["momentum_buffer"], net.bias)
 
 
-def test_state_of_any_type_comes_out_of_its_bytes():
-    """Floats behind three bytes of flags begin in the middle of one; a view would be refused."""
-    values = [torch.tensor([True, False, True]), torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.zeros(0)]
-    flats = [value.reshape(-1).view(torch.uint8) for value in values]
-    pieces = iter(torch.cat(flats).split([len(flat) for flat in flats]))
-    out = [_formed(pieces, value.to("meta")) for value in values]
+def test_state_of_any_type_travels_as_bytes(monkeypatch):
+    values = [torch.tensor([True, False, True]), torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.zeros(0)]
+    values.append(torch.randn(2, 3, 2, 2).bfloat16().to(memory_format=torch.channels_last))
+    sent = []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, src: sent.append(flat.clone()))
+    sender = SimpleNamespace(world=World(1, 1, 2, torch.device("cpu")))
+    kept = [Zero._on_rank0(sender, 1, torch.device("cpu"), value) for value in values]
+    assert all(flat.dtype == torch.uint8 for flat in sent) and all(map(torch.equal, kept, values))
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, src: flat.copy_(sent.pop(0)))
+    receiver = SimpleNamespace(world=World(0, 0, 2, torch.device("cpu")))
+    out = [Zero._on_rank0(receiver, 1, torch.device("cpu"), value.to("meta")) for value in values]
     assert all(map(torch.equal, out, values)) and [value.dtype for value in out] == [value.dtype for value in values]

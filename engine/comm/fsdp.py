@@ -66,35 +66,26 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_reduce_scatter_unused_params(True, recurse=False)  # else a rank would send fewer gradients
-        sharded.set_custom_all_gather(Gather())
-        sharded.set_custom_reduce_scatter(Scatter())
+        sharded.set_custom_all_gather(Collective("all_gather", ALL_GATHER))
+        sharded.set_custom_reduce_scatter(Collective("reduce_scatter", REDUCE_SCATTER))
     for method in task.forward_methods:
         register_fsdp_forward_method(model, method)
     return model
 
 
-def _empty(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(*size, dtype=dtype, device=device)
+class Collective:
+    """One of FSDP2's collectives, during which a rank is seen to wait: that shows who hangs, and who is slow."""
 
+    def __init__(self, name: str, call: Any):
+        self.name, self.call = name, call
 
-class Gather:
-    """FSDP2's all-gather, during which a rank is seen to wait: that shows who hangs, and who is slow."""
+    @staticmethod
+    def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    allocate = staticmethod(_empty)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        with phase.during("all_gather", waits=True):
-            return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class Scatter:
-    """FSDP2's reduce-scatter, as `Gather`."""
-
-    allocate = staticmethod(_empty)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = False) -> Any:
-        with phase.during("reduce_scatter", waits=True):
-            return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        with phase.during(self.name, waits=True):
+            return self.call(output_tensor, input_tensor, **options)
 
 
 def group_size(cfg: Any, processes: int) -> int:
@@ -217,7 +208,7 @@ class ShardedWorkers(_OverShards, Dealt):
         self.model.set_requires_gradient_sync(micro.closes_worker)
 
 
-class Tree:
+class Tree(Collective):
     """The sum of one unit's gradients over all workers, along the tree of `VirtualWorkers`, in FSDP2's reduce-scatter.
 
     The backend's own adds in an order of its own. This one sends as many bytes, by all_to_all, and adds nothing: a rank
@@ -226,19 +217,15 @@ class Tree:
     """
 
     def __init__(self, workers: int):
+        super().__init__("reduce_scatter", dist.all_to_all_single)
         self.workers, self.seen = workers, 0
         self.leaves: list[Tensor] = []
         self.nodes: list[Node] = []
 
-    allocate = staticmethod(_empty)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> None:
         received = torch.empty_like(input_tensor)
-        with phase.during("reduce_scatter", waits=True):
-            dist.all_to_all_single(received, input_tensor, group=group)
-        self.leaves = [*received.chunk(dist.get_world_size(group))]
+        super().__call__(received, input_tensor, group=options["group"])
+        self.leaves = [*received.chunk(dist.get_world_size(options["group"]))]
 
     def add(self, output: Tensor) -> None:
         """Called after the reduce-scatter; in a world of one, which has none, in its place. On a GPU in another stream

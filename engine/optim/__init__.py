@@ -35,10 +35,8 @@ def step(
         group["lr"] = lr * group.get("lr_scale", 1.0)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     divisor = divisor.to(grads[0].dtype)
-    if scaler.is_enabled():
-        torch._foreach_div_(
-            [local(grad) for grad in grads], divisor
-        )  # first, so that unscale_ sees the gradients of a bad divisor
+    if scaler.is_enabled():  # divide first, so that unscale_ sees the gradients of a bad divisor
+        torch._foreach_div_([local(grad) for grad in grads], divisor)
         scaler.unscale_(optimizer)
         divisor = torch.ones_like(divisor)
     grad_norm = workers.grad_norm(grads) / divisor

@@ -48,9 +48,8 @@ class AdamW(torch.optim.AdamW):
             lists, whole = kept.get(number), len(grads) == len(group["params"])
             if lists is None or lists.state is not self.state or not whole or len(lists.params) != len(grads):
                 lists = kept[number] = self._lists(group, whole)
-            torch._foreach_add_(
-                lists.counters, [taken] * len(lists.counters)
-            )  # a list: one tensor would be read, a sync
+            # A list of numbers: one tensor would be read, a sync.
+            torch._foreach_add_(lists.counters, [taken] * len(lists.counters))
             if self.exact and found_inf is not None and found_inf:
                 continue
             (_adamw_exact if self.exact else torch._fused_adamw_)(

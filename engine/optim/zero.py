@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from engine.comm.world import World
 from engine.phases import phase
-from engine.private import tree_leaves, tree_map_only
+from engine.private import tree_map_only
 
 
 class Zero(torch.optim.Optimizer):
@@ -57,20 +56,24 @@ class Zero(torch.optim.Optimizer):
 
     def whole_state(self) -> dict[str, Any]:
         """(all ranks) Return a checkpoint's state, whole on rank 0. Tensors travel as bytes, whatever their type."""
-        packed = super().state_dict()
-        flats, forms, states = list[Tensor](), dict[Any, Any](), dict[Any, Any]()
+        packed, states = super().state_dict(), dict[Any, Any]()
         device = parameters_of(self)[0].device
-        for number, state in packed["state"].items():
-            forms[number] = tree_map_only(Tensor, partial(torch.empty_like, device="meta"), state)
-            tensors = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
-            flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in tensors]
-        everyones_forms = self.world.gather(forms)
-        everyones_flats = _gather_bytes(self.world, flats, device)
-        for rank_forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # rank 0 alone
-            for number, form in rank_forms.items():
-                whole = tree_map_only(Tensor, partial(_formed, pieces), form)
+        meta = partial(torch.empty_like, device="meta")
+        forms = {number: tree_map_only(Tensor, meta, state) for number, state in packed["state"].items()}
+        for rank, theirs in enumerate(self.world.gather(forms)):
+            for number, form in theirs.items():
+                mine = packed["state"][number] if rank == self.world.rank else form
+                whole = tree_map_only(Tensor, partial(self._on_rank0, rank, device), mine)
                 states.setdefault(number, whole)  # several ranks hold the state of no parameter: rank 0's counts
         return packed | {"state": dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))}
+
+    def _on_rank0(self, rank: int, device: torch.device, tensor: Tensor) -> Tensor:
+        """(all ranks) Return in rank 0's host memory a tensor of `rank`, of which the others give the form (meta)."""
+        there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+        flat = there.reshape(-1)
+        with phase.during("broadcast", waits=True):  # gloo has no other way from a GPU
+            dist.broadcast(flat.view(torch.uint8), src=rank)
+        return flat.view(there.shape).cpu() if self.world.main else tensor
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state."""
@@ -94,31 +97,3 @@ class Zero(torch.optim.Optimizer):
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all parameters, in the order of their numbers in a state dict."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _formed(pieces: Iterator[Tensor], form: Tensor) -> Tensor:
-    """Return the next piece of bytes as a tensor like `form`."""
-    piece = next(pieces)
-    if piece.storage_offset() % form.element_size():  # a view of another type must begin at a whole element
-        piece = piece.clone()
-    return piece.view(form.dtype).view(form.shape)
-
-
-def _gather_bytes(world: World, flats: list[Tensor], device: torch.device) -> list[list[Tensor]]:
-    """(all ranks) Return on rank 0, in its host's memory, every rank's flat tensors of bytes; nothing on the others. In
-    pieces of 64 MB, because the device may lack room for all of a rank at once."""
-    everyones = []
-    for rank, lengths in enumerate(world.gather([len(flat) for flat in flats])):
-        collected, last = list[Tensor](), 0
-        while (first := last) < len(lengths):
-            last += 1
-            while last < len(lengths) and sum(lengths[first : last + 1]) <= 1 << 26:
-                last += 1
-            empty = torch.empty(sum(lengths[first:last]), dtype=torch.uint8, device=device)
-            piece = torch.cat(flats[first:last]) if rank == world.rank else empty
-            with phase.during("broadcast", waits=True):  # gloo has no other way from a GPU
-                dist.broadcast(piece, src=rank)
-            if world.main:
-                collected += piece.cpu().split(lengths[first:last])
-        everyones.append(collected)
-    return everyones if world.main else []
