@@ -102,7 +102,10 @@ def attributes_of_run() -> set[str]:
         node.target.id for node in run.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     for path in (*sources(), *ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")):
-        for node in ast.walk(run if path.stem == "run" else ast.parse(path.read_text())):
+        parsed = ast.parse(path.read_text())
+        if path.stem != "run" and any(isinstance(node, ast.ClassDef) and node.name == "Run" for node in parsed.body):
+            continue  # a class of its own by this name
+        for node in ast.walk(run if path.stem == "run" else parsed):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
                 owner = "self" if path.stem == "run" else "run"
                 found |= {node.attr} if node.value.id == owner else set()
