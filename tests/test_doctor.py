@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_has_room_for_the_checkpoints_it_has(monkeypatch, tmp
     (19, "failure", "ddp.strategy=fsdp"), (9, "failure", "more processes with ddp.strategy=fsdp, a smaller model"),
 ])  # fmt: skip
 def test_a_model_that_does_not_fit_names_the_strategy_to_type(monkeypatch, memory, level, todo):
-    found = strategies.Footprint({"ddp": 40, "fsdp": 10, "hsdp in groups of 2": 20}, 40, memory)
+    found = strategies.Footprint({"ddp": 40, "fsdp": 10, "hsdp in groups of 2": 20}, 40, memory, memory)
     monkeypatch.setattr(strategies, "footprint", lambda run: found)
     line = only(doctor.model_memory(SimpleNamespace(cfg=config.Config())))
     assert (line.level, line.remedy) == (level, todo) and "hsdp in groups of 2 0.0 MB" in line.text

@@ -27,6 +27,7 @@ class Footprint(NamedTuple):
     by_strategy: dict[str, int]
     whole: int  # what a checkpoint holds, in rank 0's memory while it is put together
     there: int  # memory of the device, or of the machine for each of its processes
+    host: int  # memory of the machine
 
 
 def footprint(run: Run) -> Footprint:
@@ -35,7 +36,8 @@ def footprint(run: Run) -> Footprint:
     cfg, plan, processes = run.cfg, run.plan, run.plan.processes
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
     group = fsdp.group_size(cfg, processes)
-    weights, trained = (sum(p.nbytes for p in ps) for ps in (run.model.parameters(), _trained(run.model)))
+    weights = sum(p.nbytes for p in run.model.parameters())
+    trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     moments = (plan.moments or 0) * (group if plan.sharded else 1)
     kept = weights + moments + (weights if cfg.optim.ema_decay else 0)
     units = [sum(p.nbytes for p in unit.parameters()) for unit in fsdp.units(run.model, run.task, strict=False)]
@@ -43,13 +45,9 @@ def footprint(run: Run) -> Footprint:
     found = {"ddp": kept + trained, "fsdp": (kept + trained) // processes + unit}
     if cfg.ddp.strategy == "hsdp" or (processes % group == 0 and 1 < group < processes):
         found[f"hsdp in groups of {group}"] = (kept + trained) // group + unit
-    if run.world.device.type == "cuda":
-        return Footprint(found, kept, torch.cuda.get_device_properties(run.world.device).total_memory)
-    return Footprint(found, kept, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local)
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+    cuda, host = run.world.device.type == "cuda", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = torch.cuda.get_device_properties(run.world.device).total_memory if cuda else host // local
+    return Footprint(found, kept, there, host)
 
 
 def describe(run: Run) -> str:
@@ -68,21 +66,17 @@ def smaller(run: Run) -> str:
     if run.plan.processes == 1:
         return "several processes with ddp.strategy=fsdp each hold a share of weights, gradients and moments"
     size = footprint(run).by_strategy
-    if size["fsdp"] < size["ddp"]:
-        return (
-            f"ddp.strategy=fsdp holds {size['fsdp'] / 1e6:.1f} MB of weights and moments, not {size['ddp'] / 1e6:.1f}"
-        )
-    return ""
+    words = f"ddp.strategy=fsdp holds {size['fsdp'] / 1e6:.1f} MB of weights and moments, not {size['ddp'] / 1e6:.1f}"
+    return words if size["fsdp"] < size["ddp"] else ""
 
 
 def check(run: Run) -> None:
     """(all ranks) With sharded weights, raise LockstepError where checkpoints or the optimizer do not allow them."""
     if not run.plan.sharded:
         return
-    whole_bytes = footprint(run).whole
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if run.world.broadcast(host) < whole_bytes:
-        what = f"a checkpoint of {whole_bytes / 1e9:.1f} GB is put together in rank 0's memory of {host / 1e9:.1f} GB"
+    found = footprint(run)
+    if (host := run.world.broadcast(found.host)) < found.whole:
+        what = f"a checkpoint of {found.whole / 1e9:.1f} GB is put together in rank 0's memory of {host / 1e9:.1f} GB"
         todo = "start rank 0 on a machine with more, or drop the average of weights (optim.ema_decay=0)"
         raise LockstepError(what, "ddp.strategy", todo, everywhere=True)
     _check_optimizer(run)
@@ -109,7 +103,7 @@ def _check_optimizer(run: Run) -> None:
     wholes = {p: nn.Parameter(whole(p.detach()).clone()) for p in chosen}
     try:
         for step in range(STEPS):
-            for p, n in zip(chosen, range(len(chosen)), strict=True):
+            for n, p in enumerate(chosen):
                 draw = torch.Generator().manual_seed(1 + n + step * len(chosen))
                 grad = torch.randn(p.shape, generator=draw).to(p.device, p.dtype) * 1e-2
                 rows[p].grad, wholes[p].grad = like(grad, p), grad.clone()
