@@ -176,7 +176,7 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end)
 def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, sign):
     """-0.0 + 0.0 is 0.0, but -0.0 + -0.0 is not: as on any other number of processes."""
     net = nn.Linear(1, 1, bias=False)
-    ours = virtual.VirtualWorkers(2, World(0, 0, 1, torch.device("cpu")), net)
+    ours = virtual.VirtualWorkers(2, World(0, 0, 1, torch.device("cpu")), net, unused=True)
     ours.begin_step()
     for worker in range(2):
         begin(ours, worker, in_ddp=True)

@@ -11,7 +11,6 @@ The idea is that of EasyScale (Li et al., SC'23, arXiv 2208.14228). See docs/sam
 # No `from __future__ import annotations`: DDP refuses a hook whose annotations are texts.
 
 import collections
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.functional import pad
 from engine.comm import shm_backend
 from engine.comm.dtensor import held, local
 from engine.comm.plain import Plain
-from engine.comm.tree import Node, Span, are_halves, dealt, fold, push, spans
+from engine.comm.tree import Node, Span, dealt, fold, push, spans
 from engine.comm.world import World
 from engine.errors import LockstepError
 
@@ -227,84 +226,49 @@ class Dealt(Plain):
 class VirtualWorkers(Dealt):
     """Virtual workers whose gradients DDP, or the only process, adds up along the tree.
 
-    unused   DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its passes has used
-    at_end   take a worker's gradients after its last pass, not each as soon as it is there: with `unused`, and on a
-             GPU, where all are added in one kernel
-    pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
-    waiting  parameter -> left worker whose gradient waits in `grad` for autograd to add the right one's
-    added    parameters that the worker under way has used
+    unused  DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its passes has used
+    nodes   nodes of the tree of gradients: at most log2(workers of a process) + 1
+    added   numbers of the parameters that the worker under way has used
+    used    those that any worker of this step has used
     """
 
     def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
         super().__init__(workers, world, model)
-        self.unused, self.at_end = unused, unused or world.device.type == "cuda"
+        self.unused, self.in_ddp = unused, False
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.number = {id(p): number for number, p in enumerate(self.parameters)}
-        for number, p in enumerate(self.parameters):
-            p.register_post_accumulate_grad_hook(partial(self._take, number))
-        self.pending: dict[int, list[Node]] = collections.defaultdict(list)
-        self.waiting: dict[int, int] = {}
+        self.nodes: list[Node] = []
         self.added: set[int] = set()
+        self.used: set[int] = set()
+        for number, p in enumerate(self.parameters):
+            p.register_post_accumulate_grad_hook(lambda _, number=number: self.added.add(number))
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
-        self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
 
     def begin_pass(self, micro: Any, in_ddp: bool) -> None:
-        """Begin a pass. With `in_ddp` a step's last pass leaves its gradients to `hook`.
-
-        A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
-        that finds none is often copied.
-        """
-        super().begin_pass(micro, in_ddp)
+        """Begin a pass. With `in_ddp` a step's last pass leaves its gradients to `hook`."""
         self.in_ddp = in_ddp
-        one_pass = micro.opens_worker and micro.closes_worker
-        self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
-        self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
+        super().begin_pass(micro, in_ddp)
 
     def begin_worker(self, worker: int, idle: bool) -> None:
-        self._take_rest(right=worker % 2 == 1)
+        if self.worker >= 0:
+            self._take()
         super().begin_worker(worker, idle)
-        self.added.clear()
 
     # ---- gradients ----
 
-    def _take(self, number: int, p: Tensor) -> None:
-        """Add a worker's gradient to the tree of its parameter as soon as it is there, while it is in the cache."""
-        self.added.add(number)
-        if self.waits:
-            self.waiting[number] = self.worker
-        elif self.takes and p.grad is not None:
-            push(*self.as_node(number, self.worker, p.grad))
-            p.grad = None
-
-    def as_node(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
-        """Return the tree of a parameter, and its next node: the gradient of a worker, or of two neighbours."""
-        first, nodes = self.waiting.pop(number, worker), self.pending[number]
-        self._fill(nodes, first, grad)
-        return nodes, Node(first, worker + 1, [grad])
-
-    def _fill(self, nodes: list[Node], end: int, like: Tensor) -> None:
-        """Push zeros for the workers before `end` whose passes did not use the parameter."""
-        for idle in range(nodes[-1].end if nodes else self.block.start, end):
-            push(nodes, Node(idle, idle + 1, [torch.zeros_like(like)]))
-
-    def _take_rest(self, right: bool = False) -> None:
-        """Take the gradients that are still in `grad`: those of the worker before that `_take` did not, and those of
-        its left neighbour to which it added nothing. Before a `right` worker the waiting ones stay."""
-        trees: list[list[Node]] = []
+    def _take(self) -> None:
+        """Add the gradients of the worker before to the tree: zeros of the parameters that it has not used."""
+        sums: list[Any] = []
         for number, p in enumerate(self.parameters):
-            used, waits = number in self.added, number in self.waiting
-            if p.grad is None or not (used or waits) or (waits and right):
+            if number not in self.added:
+                sums.append(torch.zeros_like(p))
                 continue
-            nodes, node = self.as_node(number, self.worker if used else self.waiting[number], p.grad)
-            nodes.append(node)
-            trees.append(nodes)
+            sums.append(p.grad)
             # A gradient added to -0.0 keeps its bits, even if it is -0.0.
-            p.grad = torch.full_like(p.grad, -0.0) if self.unused and self.in_ddp else None
-        while trees := [nodes for nodes in trees if are_halves(nodes)]:
-            lefts, rights = ([tensor for nodes in trees for tensor in nodes[at].sums] for at in (-2, -1))
-            torch._foreach_add_(rights, lefts)
-            for nodes in trees:
-                nodes[-2:] = [Node(nodes[-2].begin, nodes[-1].end, nodes[-1].sums)]
+            p.grad = torch.full_like(p, -0.0) if self.unused and self.in_ddp else None
+        push(self.nodes, Node(self.worker, self.worker + 1, sums))
+        self.used |= self.added
+        self.added.clear()
 
     @staticmethod
     def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
@@ -313,15 +277,15 @@ class VirtualWorkers(Dealt):
         buffer, parameters = bucket.buffer(), bucket.parameters()
         # Not the views that `gradients` returns: they are contiguous, and DDP keeps the layouts of the parameters.
         offsets = [int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()]
-        numbers = [state.number[id(p)] for p in parameters]
-        for number, view in zip(numbers, _views(buffer, parameters, offsets), strict=True):
+        numbers, views = [state.number[id(p)] for p in parameters], _views(buffer, parameters, offsets)
+        for number, view in zip(numbers, views, strict=True):
             if number not in state.added:
                 view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
-            push(*state.as_node(number, state.block[-1], view))
-        nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
-        mine = [torch.zeros_like(buffer) for _ in state.by_rank[state.world.rank][1:]]
+        nodes = [Node(begin, end, [sums[number] for number in numbers]) for begin, end, sums in state.nodes]
+        push(nodes, Node(state.block[-1], state.block[-1] + 1, views))
+        mine = [torch.zeros_like(buffer) for _ in nodes[1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
-            torch._foreach_copy_(_views(flat, parameters, offsets), [of_one.sums[0] for of_one in node])
+            torch._foreach_copy_(_views(flat, parameters, offsets), node.sums)
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         state.buckets.append((Exchange(state.by_rank, [*mine, buffer]), buffer, future))
         if bucket.is_last():
@@ -337,12 +301,12 @@ class VirtualWorkers(Dealt):
     def reduce_rows(self, rows: Tensor) -> Tensor:
         """Also give the parameters their gradients, where one process runs all workers without DDP."""
         if not self.in_ddp:
-            self._take_rest()
-        for number, nodes in self.pending.items():
-            p = self.parameters[number]
-            self._fill(nodes, self.block.stop, p)
-            (p.grad,) = fold(nodes)
-        self.pending.clear()
+            self._take()
+            sums = fold(self.nodes)
+            for number in self.used:
+                self.parameters[number].grad = sums[number]
+        self.nodes, self.used = [], set()
+        self.added.clear()
         if self.in_ddp and self.world.device.type == "cuda":
             # A norm adds in a different order where memory is not aligned, as in DDP's buckets: copy those gradients.
             odd = {p: p.grad for p in self.parameters if p.grad is not None and p.grad.data_ptr() % ALIGNED}
