@@ -26,8 +26,8 @@ from engine.comm.tree import Node, Span, dealt, fold, push, spans
 from engine.comm.world import World
 from engine.errors import LockstepError
 
-AT_ONCE = 1 << 22
-"""Gradients whose squares are in memory at once."""
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Gradients whose squares are in memory at once: on a CPU in its cache."""
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 
@@ -198,13 +198,14 @@ class Dealt(Plain):
         lengths = [len(grad) if grad.ndim else 1 for grad in grads]
         table = torch.zeros(sum(lengths), dtype=torch.float64, device=grads[0].device)
         batches = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)  # small weights of a width together
+        at_once = AT_ONCE[table.device.type]
         for grad, sums in zip(grads, table.split(lengths), strict=True):
             if (mine := local(grad)).numel():
                 places = sums[held(grad)]
                 rows = mine.reshape(len(places), -1)
-                width, several = 1 << (rows.shape[1] - 1).bit_length(), max(1, AT_ONCE // rows.shape[1])
+                width, several = 1 << (rows.shape[1] - 1).bit_length(), max(1, at_once // rows.shape[1])
                 for piece, place in zip(rows.split(several), places.split(several), strict=True):
-                    alone = len(batches) + 1 if piece.numel() > AT_ONCE // 64 else 0
+                    alone = len(batches) + 1 if piece.numel() > at_once // 4 else 0
                     batches[width, alone].append((piece, place))
         for (width, _), batch in batches.items():
             pieces, places = zip(*batch, strict=True)
@@ -216,7 +217,7 @@ class Dealt(Plain):
             squares.square_()
             while (width := squares.shape[1]) > 1:
                 half = 1 << (width - 1).bit_length() - 1
-                squares[:, : width - half] += squares[:, half:]
+                squares[:, : width - half].add_(squares[:, half:])
                 squares = squares[:, :half]
             torch._foreach_copy_(places, squares[:, 0].split([*map(len, places)]))
         self.sum_over_shards(table)

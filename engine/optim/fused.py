@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.comm.dtensor import local
+
+
+CACHED = 1 << 16
+"""Elements of a weight that are worked on at once on a CPU, with their gradients, moments and what is in between."""
 
 
 class Lists(NamedTuple):
@@ -136,20 +142,37 @@ class SGD(torch.optim.SGD):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
 
 
+def _pieces(steps: list[float], *lists: list[Tensor]) -> Iterator[Any]:
+    """Yield (steps, *lists) of pieces that together stay in a core's cache: one operation after the other on all
+    weights takes three times as long."""
+    if sum(p.numel() for p in lists[0]) <= CACHED:
+        yield steps, *lists
+        return
+    pieces: list[tuple[Any, ...]] = []
+    for step, *tensors in zip(steps, *lists, strict=True):
+        rows = [torch.atleast_1d(each) for each in tensors]
+        several = max(1, CACHED * len(rows[0]) // max(1, rows[0].numel()))
+        pieces += [(step, *piece) for piece in zip(*(each.split(several) for each in rows), strict=True)]
+    filled = itertools.accumulate(piece[1].numel() / CACHED for piece in pieces)
+    for _, together in itertools.groupby(pieces, key=lambda _: int(next(filled))):
+        yield [[*values] for values in zip(*together, strict=True)]
+
+
 def _adamw_exact(params: Any, grads: Any, first: Any, second: Any, _: Any, counts: list[Tensor], **o: Any) -> None:
     """AdamW in operations that round once each (Loshchilov and Hutter 2019, algorithm 2). It reads the counters."""
-    if o["grad_scale"] is not None:
-        torch._foreach_div_(grads, o["grad_scale"])
-    torch._foreach_mul_(params, 1 - o["lr"] * o["weight_decay"])
-    for moments, values, beta in ((first, grads, o["beta1"]), (second, torch._foreach_mul(grads, grads), o["beta2"])):
-        torch._foreach_mul_(moments, beta)
-        torch._foreach_add_(moments, torch._foreach_mul(values, 1 - beta))
-    steps, root = [float(count) for count in counts], torch._foreach_sqrt(second)
-    torch._foreach_div_(root, [(1 - o["beta2"] ** step) ** 0.5 for step in steps])
-    torch._foreach_add_(root, o["eps"])
-    updates = torch._foreach_mul(first, [-o["lr"] / (1 - o["beta1"] ** step) for step in steps])
-    torch._foreach_div_(updates, root)
-    torch._foreach_add_(params, updates)
+    for steps, p, grad, m, v in _pieces([float(count) for count in counts], params, grads, first, second):
+        if o["grad_scale"] is not None:
+            torch._foreach_div_(grad, o["grad_scale"])
+        torch._foreach_mul_(p, 1 - o["lr"] * o["weight_decay"])
+        for moments, values, beta in ((m, grad, o["beta1"]), (v, torch._foreach_mul(grad, grad), o["beta2"])):
+            torch._foreach_mul_(moments, beta)
+            torch._foreach_add_(moments, torch._foreach_mul(values, 1 - beta))
+        root = torch._foreach_sqrt(v)
+        torch._foreach_div_(root, [(1 - o["beta2"] ** step) ** 0.5 for step in steps])
+        torch._foreach_add_(root, o["eps"])
+        updates = torch._foreach_mul(m, [-o["lr"] / (1 - o["beta1"] ** step) for step in steps])
+        torch._foreach_div_(updates, root)
+        torch._foreach_add_(p, updates)
 
 
 def _sgd_exact(params: Any, grads: Any, kept: Any, **o: Any) -> None:
