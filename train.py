@@ -211,7 +211,7 @@ def main(argv: list[str], strict: bool = False) -> int:
     world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing
     describe.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)
-    with survive.watch(world, stop, args.cfg):  # a heartbeat per rank shows who failed and who hangs
+    with survive.Watchdog(world, stop, args.cfg.ddp.timeout_s):  # a heartbeat per rank shows who failed and who hangs
         describe.check_trackers(args.cfg, world)
         run = build(args, world, stop, strict)
         if args.dry_run or not already_complete(run):

@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,17 @@ class Restart(NamedTuple):
 
 def restart() -> Restart:
     return Restart(**{"settings": {}, "times": 0, "began": _BEGAN} | json.loads(os.environ.get(RESTART, "{}")))
+
+
+def start_again(more: dict[str, Any]) -> None:
+    """Replace this process by a new one with the same pid, command and these settings: all memory is freed, and the
+    launcher notices nothing. Doesn't return; may be called from any thread."""
+    now = restart()
+    os.environ[RESTART] = json.dumps({"settings": now.settings | more, "times": now.times + 1, "began": now.began})
+    for descriptor in Path("/proc/self/fd").glob("[0-9]*"):  # ports, locks, the driver's: some would stay open
+        with contextlib.suppress(OSError):  # the descriptor that lists them
+            os.set_inheritable(int(descriptor.name), int(descriptor.name) <= 2)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class Environment(NamedTuple):
@@ -178,8 +191,8 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         lasting: dist.Store = dist.HashStore()
     else:
-        if one_machine:
-            network.stay_on_this_machine()
+        if one_machine and sys.platform == "linux":
+            network.listen_on("lo")
         network.listen_less(one_machine)  # where rank 0 serves the store, and not the agent
         lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
     store, key = _of_this_attempt(lasting, env, wait, backend, known) if env.launched else (lasting, b"")

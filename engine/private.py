@@ -43,9 +43,9 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values()]
 
 
-def check_all_gradients_reduced(net: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a bucket of the last backward pass has not been all-reduced; DDP itself would raise it in
-    the next forward pass."""
+def check_all_reduced(net: DistributedDataParallel) -> None:
+    """Raise RuntimeError if a bucket of the last backward pass has not been all-reduced, because it lacks a gradient:
+    this rank would answer that sum of the others with its next one. DDP itself raises it in the next forward pass."""
     net._check_reducer_finalized()
 
 

@@ -145,7 +145,7 @@ def counting(mean):
     return count
 shm_backend.sum_then_divide = counting(shm_backend.sum_then_divide)
 run = train.build(args, world)
-if not shm_backend.in_use():
+if not shm_backend.channel():
     run.net.register_comm_hook(None, counting(allreduce_hook))
 per_step, before = [], 0
 run.loaders.train.set_epoch(0)

@@ -42,7 +42,7 @@ def test_ddp_tells_what_it_is_made_of_and_what_it_waits_for(net):
     net.module.forward = lambda x: net.module[0](x)  # the other layer has no gradient
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        private.check_all_gradients_reduced(net)
+        private.check_all_reduced(net)
 
 
 def test_layers_and_what_hangs_on_them():

@@ -46,9 +46,6 @@ class Counted:
         method = getattr(self.store, name)
         return ask
 
-    def has_extended_api(self):
-        return True
-
 
 def world(rank, size):
     return World(rank, rank % OF_A_MACHINE, size, torch.device("cpu"))

@@ -285,7 +285,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     import numpy
     import torch
 
-    import engine.survive.restart
+    import engine.launch
     import engine.survive.signals
 
     if os.getsid(0) != os.getpid():

@@ -463,11 +463,11 @@ def sums(cfg: Any, world: World, gradients: int) -> Line:
     on_gpu = world.device.type == "cuda"
     count = 256_000_000 if on_gpu else 16_000_000
     speed = bus_gb_s(world, count)
-    through = "NCCL" if on_gpu and cfg.ddp.backend != "gloo" else "shared memory" if shm_backend.in_use() else "gloo"
+    through = "NCCL" if on_gpu and cfg.ddp.backend != "gloo" else "shared memory" if shm_backend.channel() else "gloo"
     text = (
         f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth {speed:.3g} GB/s through {through}"
     )
-    if shm_backend.in_use():
+    if shm_backend.channel():
         text += f", {bus_gb_s(world, count, dist.new_group(backend='gloo')):.3g} GB/s through gloo"
     if not on_gpu:
         text += f" (a copy in memory: {_copy_gb_s(count):.3g} GB/s)"

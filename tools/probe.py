@@ -42,8 +42,8 @@ from engine.report import describe
 from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Due, Run
 from engine.speed.cores import CpuContention, threads_at_most
+from engine.survive import blame
 from engine.survive import door as survive
-from engine.survive import restart
 from engine.survive.signals import StopRequest
 from tools.running import guarded, in_world, python, started
 
@@ -72,7 +72,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
             describe.training(run, strict=False)
             found = measure(run, seconds)
         except Exception as error:
-            if restart.ran_out(error):
+            if blame.ran_out(error):
                 out.with_suffix(".oom").touch()  # by any rank, because the others only lose their connection
             raise
         if world.main:

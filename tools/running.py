@@ -52,7 +52,7 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
     world = train.setup_distributed(cfg)
     describe.announce(world, cfg, always=False)
     stop = StopRequest()  # max_time_s is for a training
-    with survive.watch(world, stop, cfg):
+    with survive.Watchdog(world, stop, cfg.ddp.timeout_s):
         result = work(world, stop)
     launch.leave()
     return result

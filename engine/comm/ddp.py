@@ -43,6 +43,6 @@ def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> Dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         net.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
-    elif several and shm_backend.in_use():
+    elif several and shm_backend.channel():
         net.register_comm_hook([], shm_backend.sum_then_divide)
     return net

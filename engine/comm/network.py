@@ -55,12 +55,6 @@ def trace_nccl(folder: Path) -> None:
             os.close(end)
 
 
-def stay_on_this_machine() -> None:
-    """Have gloo and NCCL listen on the loopback, unless the user or the machine has named an interface."""
-    if sys.platform == "linux":
-        _listen_on("lo")
-
-
 def choose_network(others: list[str]) -> str:
     """Have gloo and NCCL use the network interface by which the machines reach each other, unless the user has set one;
     returns a text that names it. Gloo would resolve this machine's own name, often to 127.0.0.1. NCCL would take the
@@ -74,7 +68,7 @@ def choose_network(others: list[str]) -> str:
     for there in filter(None, [os.environ.get("MASTER_ADDR"), *others]):
         address, interface = way_to(there)
         if interface and not is_loopback(address):
-            _listen_on(interface)
+            listen_on(interface)
             return f"{interface} ({address})"
     return ""  # all on one machine, or no Linux
 
@@ -89,7 +83,8 @@ def prepare_for_many(size: int) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-def _listen_on(interface: str) -> None:
+def listen_on(interface: str) -> None:
+    """Have gloo and NCCL use this interface, unless the user or the machine has named another."""
     if not _nccl_knows():
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would take eth10, too
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

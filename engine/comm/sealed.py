@@ -119,8 +119,7 @@ class Sealed:
     def get_all(self, names: list[str]) -> list[bytes | None]:
         """Return the texts, None where there is none: in two messages to the store if all are there."""
         there = names if self.store.check(names) else [name for name in names if self.store.check([name])]
-        several = self.store.multi_get if self.store.has_extended_api() else lambda names: [*map(self.store.get, names)]
-        found = dict(zip(there, several(there), strict=True)) if there else {}
+        found = dict(zip(there, self.store.multi_get(there), strict=True)) if there else {}
         return [self._open(name, found[name]) if name in found else None for name in names]
 
     def compare_set(self, name: str, expected: str, text: str) -> bytes | None:

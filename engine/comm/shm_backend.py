@@ -3,7 +3,7 @@
     dist.init_process_group("shm", store=..., rank=..., world_size=..., timeout=...)
     dist.all_reduce(tensor)
 
-Everything else goes through gloo, and so do sums where the ranks cannot share memory: see `in_use`. Gloo sends sums
+Everything else goes through gloo, and so do sums where the ranks cannot share memory: see `channel`. Gloo sends sums
 through the network stack, and wakes a sleeping thread at every message: for a few numbers that takes fifty times as
 long, for a few megabytes ten times. Here they are added in the order of the ranks, so that every rank, and every run,
 gets the same bits, whatever buckets DDP makes.
@@ -52,10 +52,6 @@ SPINS = 2000
 def channel(group: dist.ProcessGroup | None = None) -> "Channel | None":
     """Return the shared memory of this group, or of the default one; None where its sums go through gloo."""
     return getattr(group or dist.group.WORLD, "channel", None)
-
-
-def in_use(group: dist.ProcessGroup | None = None) -> bool:
-    return channel(group) is not None
 
 
 def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.GradBucket) -> Future[Tensor]:

@@ -145,7 +145,7 @@ def finish(run: Run) -> Plan:
         "freed memory is kept": kept,
         f"{held / 1e6:.1f} MB of data held": held > 0,
         "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
-        "sums through shared memory": run.world.size > 1 and shm_backend.in_use(),
+        "sums through shared memory": shm_backend.channel() is not None,
         f"on the cores of {cores.bound_to()}": bool(cores.bound_to()),
     }
     words = [words for words, applies in chosen.items() if applies]

@@ -22,7 +22,7 @@ from engine.contract import INFO_KEY
 from engine.errors import LockstepError, headline
 from engine.files import status
 from engine.phases import phase
-from engine.survive import restart, terminal, watchdog
+from engine.survive import terminal, watchdog
 from engine.survive.notes import Failure
 from engine.survive.signals import cleanup
 
@@ -32,14 +32,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def end(error: BaseException, debug: bool) -> int:
     """Print what happened, once for all ranks, and return the exit code. With a launcher, or DDP, end the process: an
     interpreter that shuts down while gloo's threads live may hang or abort, and the exit code would be lost."""
-    world = _joined()
+    world = None
+    if dist.is_initialized():
+        world = World(dist.get_rank(), launch.environment().local_rank, dist.get_world_size(), torch.device("cpu"))
     alone = world is None or not (launch.environment().launched or sealed.meeting.wrapped)
     if not alone:
         # torchrun sends it as soon as one rank is dead; without a handler it would end this one before it reports.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     details = "".join(traceback.format_exception(error))
     mine = translate(error, world)
-    secondary = lost_connection(error) and not restart.ran_out(error)
+    secondary = lost_connection(error) and not ran_out(error)
     if debug and not secondary:
         terminal.write_stderr(details)
     if world is None:
@@ -63,13 +65,6 @@ def end(error: BaseException, debug: bool) -> int:
     return status.set_exit_code(cause.exit_code)
 
 
-def _joined() -> World | None:
-    """Return the world of this process, if it has joined one."""
-    if not dist.is_initialized():
-        return None
-    return World(dist.get_rank(), launch.environment().local_rank, dist.get_world_size(), torch.device("cpu"))
-
-
 def lost_connection(error: BaseException) -> bool:
     """Return whether this is what a rank raises when another has failed; gloo and NCCL have no class for it."""
     if isinstance(error, torch.distributed.DistError):
@@ -77,6 +72,12 @@ def lost_connection(error: BaseException) -> bool:
     # torchrun sends SIGTERM to a failing job's loader processes too; one that has just begun doesn't ignore it yet.
     signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Terminated")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether memory of the GPU or of the host has run out; only torch's allocator has an error class for it."""
+    signs = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "2 'out of memory'"
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
 def translate(error: BaseException, world: World | None) -> LockstepError:
@@ -88,7 +89,7 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
     if world is not None:
         places += [f"rank {world.rank}"] * (world.size > 1) + [f"{phase.name} at step {phase.step}"]
     where = ", ".join(filter(None, places))
-    if restart.ran_out(error):
+    if ran_out(error):
         return _out_of_memory(text or "no words", where, world)
     if text.startswith(("DataLoader worker", "DataLoader timed out")):
         what, code = f"a loader process failed: {str(error.__cause__ or text).strip(' .')}", status.DATA

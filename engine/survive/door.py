@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine import private
-from engine.comm.world import World
 from engine.comm.world import sync_errors as sync_errors
 from engine.config import EarlyExit
 from engine.files import status
+from engine.private import check_all_reduced as check_all_reduced
 from engine.run import Run
 from engine.survive import blame, terminal
 from engine.survive.outcomes import check_outcomes as check_outcomes
-from engine.survive.signals import StopRequest, cleanup
-from engine.survive.watchdog import Watchdog
+from engine.survive.signals import cleanup
+from engine.survive.watchdog import Watchdog as Watchdog
 
 
 def guarded(main: Callable[..., int]) -> Callable[..., int]:
@@ -46,11 +45,6 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
     return inner
 
 
-def watch(world: World, stop: StopRequest, cfg: Any) -> Watchdog:
-    """Run a thread, in a `with` block, that names ranks that fail, hang or are gone, and passes on requests to stop."""
-    return Watchdog(world, stop, cfg.ddp.timeout_s)
-
-
 @contextmanager
 def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
     """(rank 0) Save `state` if the block fails, or if this process ends within it."""
@@ -65,12 +59,6 @@ def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
         writer.write(state)
         raise
     writer.unsaved = None
-
-
-def check_all_reduced(net: Any) -> None:
-    """Check after the backward passes of a step, before anything else is summed. DDP all-reduces a bucket once all its
-    gradients are there: a rank that lacks one would answer the others' all-reduce with its next sum."""
-    private.check_all_gradients_reduced(net)
 
 
 def exit_code(stopped: str) -> int:

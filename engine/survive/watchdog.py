@@ -22,9 +22,9 @@ from engine.comm import network
 from engine.comm.world import World
 from engine.errors import LockstepError, named_ranks
 from engine.files import atomic, status
-from engine.launch import is_local_rank0
+from engine.launch import is_local_rank0, start_again
 from engine.phases import Phases, phase
-from engine.survive import restart, terminal
+from engine.survive import terminal
 from engine.survive.notes import Beat, Failure, Notes
 from engine.survive.signals import StopRequest, cleanup
 
@@ -362,5 +362,5 @@ def exit_process(world: World, cause: Failure) -> None:
             notes.has("failure")
             time.sleep(0.2)
     if cause.again:
-        restart.start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
+        start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
     os._exit(status.set_exit_code(cause.exit_code))

@@ -11,7 +11,7 @@ from conftest import FAULTY, ROOT, by_hand, free_port, launching, succeed
 from runs import weights
 
 from engine import launch
-from engine.survive import restart
+from engine.survive import blame
 from engine.survive.signals import StopRequest
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]
@@ -103,4 +103,4 @@ def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
     "error", [torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("... can't allocate memory: y")]
 )
 def test_what_running_out_looks_like(error):
-    assert restart.ran_out(error) and not restart.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert blame.ran_out(error) and not blame.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

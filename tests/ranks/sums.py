@@ -119,7 +119,7 @@ def groups():
         if RANK < 2 or group is not both:
             tensor = torch.ones(2)
             work = dist.all_reduce(tensor, group=group, async_op=True)
-            assert work.wait() and tensor.tolist() == [size] * 2 and shm_backend.in_use(group) is shared
+            assert work.wait() and tensor.tolist() == [size] * 2 and bool(shm_backend.channel(group)) is shared
             assert group is not alone or (work.is_completed() and work.get_future().wait()[0] is tensor)
 
 
@@ -214,7 +214,7 @@ def main():
         "shm", store=dist.PrefixStore("sums", store), rank=RANK, world_size=SIZE, timeout=timedelta(seconds=300)
     )
     if RANK == 0:
-        print("shared" if shm_backend.in_use() else "gloo")
+        print("shared" if shm_backend.channel() else "gloo")
     if what in ("different", "late", "gone"):
         trouble(what, store)
     else:
