@@ -184,10 +184,7 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
         network.set_up_nccl(cfg.ddp.timeout_s)
     network.prepare_for_many(env.size)
     wait, one_machine = timedelta(seconds=cfg.ddp.init_timeout_s), env.size in (1, env.local_size)
-    try:
-        known = sealed.secret(one_machine) if env.launched else b""
-    except ValueError as error:
-        raise LockstepError(str(error), everywhere=True) from error
+    known = sealed.secret(one_machine) if env.launched else b""
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         lasting: dist.Store = dist.HashStore()
     else:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from engine.comm import network, sealed
 from engine.comm.sealed import Sealed
 from engine.comm.world import World
+from engine.errors import LockstepError
 from engine.files import status
 from engine.survive import agent
 from engine.survive.notes import Failure, Notes
@@ -94,7 +95,7 @@ def test_who_knows_the_secret(tmp_path, monkeypatch):
         (sealed.SECRET, "of the launcher", "LOCKSTEP_SECRET holds 15 bytes"),
     ]:
         monkeypatch.setenv(variable, value)
-        with pytest.raises(ValueError, match=problem):
+        with pytest.raises(LockstepError, match=problem):
             sealed.secret(False)
     monkeypatch.setenv(sealed.SECRET, "of the launcher.")
     assert sealed.secret(False) == b"of the launcher."

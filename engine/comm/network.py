@@ -48,11 +48,8 @@ def trace_nccl(folder: Path) -> None:
     from Python could wait for the GPU while it holds the GIL: then no thread of this process could run."""
     os.environ.setdefault(TRACE, f"{folder}/nccl_trace_rank")
     for pipe in glob.glob(f"{glob.escape(os.environ[PIPE])}*.pipe") if PIPE in os.environ else ():
-        with contextlib.suppress(OSError):  # nobody reads it
-            end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-            with contextlib.suppress(OSError):  # nobody has read it for long
-                os.write(end, b"1")
-            os.close(end)
+        with contextlib.suppress(OSError), open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb", buffering=0) as end:
+            end.write(b"1")  # unless nobody reads it, or has for long
 
 
 def choose_network(others: list[str]) -> str:

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.errors import LockstepError
+
 T = TypeVar("T")
 
 SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
@@ -57,7 +59,7 @@ def recall(key: str) -> str:
 
 def secret(one_machine: bool) -> bytes:
     """Return the secret of this run's processes; empty under plain torchrun on several machines without a file. Raises
-    ValueError if it is short, or if others may read the file."""
+    LockstepError if it is short, or if others may read the file."""
     if text := os.environ.get(SECRET):
         return _long_enough(text.encode(), SECRET)
     if file := os.environ.get(SECRET_FILE):
@@ -78,15 +80,17 @@ def _read(path: Path) -> bytes:
         with open(path, "rb") as file:
             about, found = os.fstat(file.fileno()), file.read(1 << 16).strip()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): check {SECRET_FILE}") from error
+        raise LockstepError(f"{path} cannot be read ({error.strerror}): check {SECRET_FILE}", everywhere=True) from None
     if about.st_mode & 0o077 or about.st_uid not in (0, os.geteuid()):
-        raise ValueError(f"{path} is not this user's alone ({SECRET_FILE}): chmod 600, and a new secret")
+        what = f"{path} is not this user's alone ({SECRET_FILE}): chmod 600, and a new secret"
+        raise LockstepError(what, everywhere=True)
     return hashlib.sha256(_long_enough(found, str(path))).hexdigest().encode()
 
 
 def _long_enough(found: bytes, where: str) -> bytes:
     if len(found) < 16:
-        raise ValueError(f"{where} holds {len(found)} bytes, and not 16 or more: head -c 32 /dev/urandom | base64")
+        what = f"{where} holds {len(found)} bytes, and not 16 or more: head -c 32 /dev/urandom | base64"
+        raise LockstepError(what, everywhere=True)
     return found
 
 
@@ -157,12 +161,11 @@ FRAME = 512
 """Bytes of a value that travel at once; the rest of a longer one follows."""
 
 
-def to_main(value: Any, group: Any = None) -> Iterator[Any]:
+def to_main(value: Any, group: Any) -> Iterator[Any]:
     """(all ranks) Yield every rank's value on rank 0, by rank, and nothing on the others. Rank 0 holds the first bytes
     of all of them, and the rest of one; it must take them all. torch's own collectives of objects unpickle whatever
     arrives; here it must bear the seal of this run."""
-    group, whole = group or dist.group.WORLD, _sealed(value)
-    main = group.rank() == 0
+    main, whole = group.rank() == 0, _sealed(value)
     frames = [torch.empty(FRAME, dtype=torch.uint8) for _ in range(group.size())] if main else None
     dist.gather(whole[:FRAME], frames, group=group, group_dst=0)
     if not main and len(whole) > FRAME:
@@ -171,9 +174,8 @@ def to_main(value: Any, group: Any = None) -> Iterator[Any]:
         yield value if rank == 0 else _opened(frame, partial(dist.recv, group=group, group_src=rank))
 
 
-def from_main(value: T, group: Any = None) -> T:
+def from_main(value: T, group: Any) -> T:
     """(all ranks) Return rank 0's value."""
-    group = group or dist.group.WORLD
     main, send = group.rank() == 0, partial(dist.broadcast, group=group, group_src=0)
     whole = _sealed(value if main else None)
     send(frame := whole[:FRAME])
@@ -182,10 +184,9 @@ def from_main(value: T, group: Any = None) -> T:
     return value if main else _opened(frame, send)
 
 
-def decide(value: Any, choose: Callable[[Iterator[Any]], T], group: Any = None) -> T:
+def decide(value: Any, choose: Callable[[Iterator[Any]], T], group: Any) -> T:
     """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function that raises nothing. It
     takes two messages for each rank, where an all-gather of gloo's takes one for each pair of ranks."""
-    group = group or dist.group.WORLD
     everyone = to_main(value, group)
     chosen = choose(everyone) if group.rank() == 0 else None
     deque(everyone, maxlen=0)  # those that `choose` did not need

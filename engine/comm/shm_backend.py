@@ -218,9 +218,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def gloo(self) -> dist.ProcessGroup:
         """Return gloo for the same ranks, for everything but sums. In a world of one nothing may ever need it, and it
         would take threads and a network interface."""
-        store, rank, size, timeout = self.about
-        gloo = dist.ProcessGroup(store, rank, size)
-        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo = dist.ProcessGroup(*self.about[:3])
+        backend = dist.ProcessGroupGloo(*self.about)
         for group in (self, gloo):
             for device in ("cpu", "cuda"):
                 group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -241,18 +240,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.gloo.allreduce(tensors, opts)
 
 
-def _through_gloo(name: str) -> Callable[..., dist.Work]:
-    def collective(self: SharedMemoryGroup, *args: Any, **more: Any) -> dist.Work:
-        return getattr(self.gloo, name)(*args, **more)
-
-    return collective
+def _through_gloo(group: SharedMemoryGroup, name: str, *args: Any, **more: Any) -> dist.Work:
+    return getattr(group.gloo, name)(*args, **more)
 
 
 # All collectives: where the C++ base class finds no override in Python, it calls gloo with the GIL held, for which a
 # thread of gloo may wait with its own lock held: a deadlock.
 for _name, _method in vars(dist.ProcessGroup).items():
     if re.search(r"-> \S*\bWork$", _method.__doc__ or "", re.MULTILINE) and _name not in vars(SharedMemoryGroup):
-        setattr(SharedMemoryGroup, _name, _through_gloo(_name))
+        setattr(SharedMemoryGroup, _name, functools.partialmethod(_through_gloo, _name))
 
 
 def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:

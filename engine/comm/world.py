@@ -49,7 +49,7 @@ class World:
         if self.size == 1:
             return choose(iter([value]))
         with phase.during("all_gather", waits=True):
-            return sealed.decide(value, choose)
+            return sealed.decide(value, choose, dist.group.WORLD)
 
     def differing(self, value: Any) -> list[int]:
         """(all ranks) Return the ranks whose value has another text than that of rank 0; its digest is exchanged."""
@@ -60,14 +60,14 @@ class World:
         if self.size == 1:
             return [value]
         with phase.during("gather", waits=True):
-            return [*sealed.to_main(value)]
+            return [*sealed.to_main(value, dist.group.WORLD)]
 
     def broadcast(self, value: T) -> T:
         """(all ranks) Return rank 0's value."""
         if self.size == 1:
             return value
         with phase.during("broadcast", waits=True):
-            return sealed.from_main(value)
+            return sealed.from_main(value, dist.group.WORLD)
 
     def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
         """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating point."""

@@ -23,13 +23,13 @@ if __name__ == "__main__":  # this file lies within the package that it needs
 
 from engine.comm.network import STATIC, is_loopback, listen_less, prepare_for_many, way_to
 from engine.comm.scratch import EXIT_CODE, SCRATCH, temporary_folder
-from engine.errors import headline
+from engine.errors import LockstepError, headline
 
 
 def main(argv: list[str]) -> int:
     # Torch reads it when it is loaded. In this process it hides the stack of forty lines that torch logs where nobody
     # listens on an address; the processes show errors, but not the warnings about a store whose server is gone.
-    unset = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    of_the_processes = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -37,8 +37,7 @@ def main(argv: list[str]) -> int:
 
     from engine.comm import sealed
 
-    if unset:
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    os.environ["TORCH_CPP_LOG_LEVEL"] = of_the_processes
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the processes print their errors themselves
     # 30 s by default: too short for a large checkpoint on a slow disk.
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> int:
     one_machine = args.standalone or args.nnodes in ("1", "1:1")
     try:
         known = sealed.secret(one_machine) or (secrets.token_hex(32).encode() if one_machine else b"")
-    except ValueError as error:
+    except LockstepError as error:
         return _error(str(error), 2)
     if known:
         os.environ[sealed.SECRET] = known.decode()

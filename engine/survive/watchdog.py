@@ -36,10 +36,8 @@ STACKS = 64
 NAMED = 8
 """Ranks to which a message gives a sentence each."""
 
-STORE_GONE = (
-    "rank 0, or the torchrun beside it, is gone: see what its machine says; start the same command again on every "
-    "machine to resume from the last checkpoint"
-)
+AGAIN = "start the same command again on every machine to resume from the last checkpoint"
+STORE_GONE = f"rank 0, or the torchrun beside it, is gone: see what its machine says; {AGAIN}"
 
 
 class Watchdog:
@@ -281,12 +279,9 @@ def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
     if not silent:
         return None
     last = now[silent[0]]
-    text = (
-        f"{named_ranks(silent)} on {last.host} {'is' if len(silent) == 1 else 'are'} gone (last seen in {last.phase} "
-        f"at step {last.step}): see what that machine says; start the same command again on every machine to resume "
-        "from the last checkpoint"
-    )
-    return Failure(silent[0], text, status.DISTRIBUTED)
+    who = f"{named_ranks(silent)} on {last.host} {'is' if len(silent) == 1 else 'are'} gone"
+    error = LockstepError(who, f"last seen in {last.phase} at step {last.step}", f"see what that machine says; {AGAIN}")
+    return Failure(silent[0], str(error), status.DISTRIBUTED)
 
 
 def dead_peer(notes: Notes) -> Failure | None:
