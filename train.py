@@ -223,7 +223,7 @@ def main(argv: list[str], strict: bool = False) -> int:
         stopped = run.stopped
     del run  # DDP's hooks must be gone before their process group is destroyed
     launch.leave()  # (all ranks) wait for all, destroy the group; only after success, because it could hang otherwise
-    return survive.exit_code(stopped)
+    return survive.STOPPED if stopped else 0  # 75: the same command resumes it
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ long, for a few megabytes ten times. Here they are added in the order of the ran
 gets the same bits, whatever buckets DDP makes.
 
 Third-party backends are experimental in torch; this one was written for 2.13. There a ProcessGroup in Python replaces
-torch's own, and DDP reads the result of a Work from `get_future`. `_register_backend` and `_create_work_from_future`
-are private names.
+torch's own, and DDP reads the result of a Work from `get_future`. `_register_backend` is a private name.
 """
 
 import contextlib
@@ -32,7 +31,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from engine.comm import sealed
@@ -93,10 +91,6 @@ class Channel:
                 process = os.pidfd_open(pid)
                 self.ended.register(process, select.POLLIN)
                 weakref.finalize(self, os.close, process)
-
-    @staticmethod
-    def bytes(size: int) -> int:
-        return size * (LINE + 2 * PIECE)
 
     def begin(self, tensor: Tensor) -> int:
         """(all ranks) Post `tensor`; returns the argument of `finish`. All pieces but the last are added at once."""
@@ -185,14 +179,16 @@ class Channel:
 
 
 class Sum(dist.Work):
-    """A sum that has begun: the other ranks see this rank's part. Nothing works on it until somebody waits."""
+    """A sum that has begun: the other ranks see this rank's part. Nothing works on it until somebody waits. In a world
+    of one there is no channel, and nothing to add."""
 
-    def __init__(self, channel: Channel, tensor: Tensor):
+    def __init__(self, channel: Channel | None, tensor: Tensor):
         super().__init__()
-        self.channel, self.tensor, self.turn = channel, tensor, channel.begin(tensor)
+        self.channel, self.tensor, self.turn = channel, tensor, channel.begin(tensor) if channel else 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.channel.finish(self.turn)
+        if self.channel:
+            self.channel.finish(self.turn)
         return True
 
     def is_completed(self) -> bool:
@@ -231,11 +227,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         if len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
-            if self.size() == 1:
-                done: Future[list[Tensor]] = Future()
-                done.set_result(tensors)
-                return _create_work_from_future(done)
-            if self.channel and tensors[0].device.type == "cpu" and tensors[0].layout is torch.strided:
+            dense_on_cpu = tensors[0].device.type == "cpu" and tensors[0].layout is torch.strided
+            if self.size() == 1 or (self.channel and dense_on_cpu):
                 return Sum(self.channel, tensors[0])
         return self.gloo.allreduce(tensors, opts)
 
@@ -254,7 +247,7 @@ for _name, _method in vars(dist.ProcessGroup).items():
 def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
     """(all ranks) Return None unless all run on one machine, an x86 under Linux: elsewhere writes of a rank may be seen
     out of order, and Python has no fence."""
-    count = Channel.bytes(group.size())
+    count = group.size() * (LINE + 2 * PIECE)
     possible = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
     file = _reserve(count) if possible and group.rank() == 0 else None
     everyone = sealed.decide((machine(), os.getpid(), file) if possible else None, list, group)

@@ -15,6 +15,7 @@ from typing import Any
 from engine.comm.world import sync_errors as sync_errors
 from engine.config import EarlyExit
 from engine.files import status
+from engine.files.status import STOPPED as STOPPED
 from engine.private import check_all_reduced as check_all_reduced
 from engine.run import Run
 from engine.survive import blame, terminal
@@ -35,7 +36,7 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return status.set_exit_code(main(argv, *more, **how))
         except EarlyExit:
-            return int(terminal.stdout_lost())
+            return int(any(lost.startswith("stdout") for lost in terminal.lost_streams))
         except BaseException as error:
             return blame.end(error, "--debug" in argv)
         finally:
@@ -59,8 +60,3 @@ def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
         writer.write(state)
         raise
     writer.unsaved = None
-
-
-def exit_code(stopped: str) -> int:
-    """Return 0, or 75 for a run that was stopped: the same command resumes it."""
-    return status.STOPPED if stopped else status.DONE

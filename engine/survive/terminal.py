@@ -73,10 +73,6 @@ def _coloured(text: str) -> str:
     return re.sub(rf"(?m)^(\s*)({marks})", lambda found: f"{found[1]}\x1b[{COLOURS[found[2]]}m{found[2]}\x1b[0m", text)
 
 
-def stdout_lost() -> bool:
-    return any(lost.startswith("stdout") for lost in lost_streams)
-
-
 def write_stderr(text: str) -> None:
     """Write at once, so that the lines of several processes don't mix; works in signal handlers, too."""
     if os.isatty(2) and os.environ.get("TERM") != "dumb":
