@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.comm.dtensor import local
 
-
 CACHED = 1 << 16
 """Elements of a weight that are worked on at once on a CPU, with their gradients, moments and what is in between."""
 
