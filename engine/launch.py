@@ -155,8 +155,7 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
 
 
 def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
-    wrong = [gpu for gpu in gpu_ids if gpu >= visible]
-    if wrong:
+    if wrong := [gpu for gpu in gpu_ids if gpu >= visible]:
         raise LockstepError(f"gpu_ids={wrong} asked, {visible} visible", "gpu_ids", f"choose from 0..{visible - 1}")
 
 

@@ -123,12 +123,6 @@ class Notes:
         found = {rank: parse(Beat, _parsed(text)) for rank, text in zip(ranks, texts or (), strict=False)}
         return {rank: beat for rank, beat in found.items() if beat}
 
-    def peers(self) -> dict[int, Beat]:
-        """Return a heartbeat of each other rank of this machine that has sent one. Each is asked for once: a
-        rank keeps its process."""
-        self.seen |= self.beats([rank for rank in self.near if rank not in self.seen and rank != self.world.rank])
-        return {rank: beat for rank, beat in self.seen.items() if beat.machine == self.machine}
-
     def first_cause(self) -> Failure | None:
         return Failure.from_note(self.get_first("failure"))
 

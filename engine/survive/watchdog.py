@@ -285,8 +285,11 @@ def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
 
 
 def dead_peer(notes: Notes) -> Failure | None:
-    """Return the failure of a rank on this machine whose process is gone."""
-    for rank, beat in notes.peers().items():
+    """Return the failure of a rank on this machine whose process is gone. Each is asked for a heartbeat once: a rank
+    keeps its process."""
+    new = notes.beats([rank for rank in notes.near if rank not in notes.seen and rank != notes.world.rank])
+    notes.seen |= {rank: beat for rank, beat in new.items() if beat.machine == notes.machine}
+    for rank, beat in notes.seen.items():
         if not _alive(beat.pid):
             beat = notes.seen[rank] = notes.beats([rank]).get(rank, beat)  # the last
         if not _alive(beat.pid):
