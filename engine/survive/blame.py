@@ -17,6 +17,7 @@ import torch.distributed as dist
 from engine import launch
 from engine.checks import hint
 from engine.comm import sealed
+from engine.comm.digests import ROOT
 from engine.comm.world import World
 from engine.contract import INFO_KEY
 from engine.errors import LockstepError, headline
@@ -25,8 +26,6 @@ from engine.phases import phase
 from engine.survive import terminal, watchdog
 from engine.survive.notes import Failure
 from engine.survive.signals import cleanup
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def end(error: BaseException, debug: bool) -> int:
