@@ -357,13 +357,11 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     (N, ...), one of them in the backward pass. Raises LockstepError if a step has several forward passes, none of which
     has all samples.
     """
-    if under_way is None:
-        return tensor, torch.arange(len(tensor), device=tensor.device)
-    if not isinstance(under_way, tuple):
+    if callable(under_way):
         return under_way(tensor)
-    run, micro = under_way
-    if not micro.samples:  # all of this step are excluded
+    if under_way is None or not under_way[1].samples:  # all of this step are excluded
         return tensor, torch.arange(len(tensor), device=tensor.device)
+    run, micro = under_way
     if (plan := run.plan).accumulation > 1:
         what = (
             f"gather_batch in a step of {plan.accumulation} forward passes, none of which sees the whole global batch"

@@ -53,10 +53,7 @@ class Phases:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call."""
-        before, waits, began = self.now
-        now = time.monotonic()
-        self.seconds[before] = self.seconds.get(before, 0.0) + now - began
-        self.now = (before, waits, now)
+        self(*self.now[:2])
         taken, self.seconds = self.seconds, {}
         return taken
 

@@ -60,16 +60,13 @@ def _check_plain(held: Any, where: str) -> None:
     """Raise LockstepError if `weights_only=True` would not load it; tried without the numbers of its tensors."""
     file, empty = io.BytesIO(), torch.empty(0)
     try:
-        torch.save(batches.tree_map(held, lambda leaf: empty if _is_plain(leaf) else leaf), file)
+        plain = (Tensor, nn.Parameter)
+        torch.save(batches.tree_map(held, lambda it: empty if type(it) in plain or is_sharded(it) else it), file)
         archive.check_archive(file)
     except Exception as error:
         _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"
         raise LockstepError(what, where, "keep tensors, numbers and texts, in dicts, lists and tuples") from error
-
-
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in (Tensor, nn.Parameter) or is_sharded(leaf)
 
 
 def _pass_on(error: Exception) -> None:
