@@ -67,8 +67,7 @@ def split_backward(model: nn.Module) -> None:
     if first is not None:  # used first in the forward pass, so the last one to get its gradient
 
         def ready(_: torch.Tensor) -> None:
-            name, waits = phase.now[:2]
-            if waits and name == "backward":
-                phase("gradient sync", waits)
+            if phase.now[:2] == ("backward", True):
+                phase("gradient sync", waits=True)
 
         first.register_post_accumulate_grad_hook(ready)

@@ -104,10 +104,10 @@ def _compare(world: World, facts: dict[str, str], todo: str) -> None:
 def _difference(everyone: Iterator[dict[str, str]]) -> str:
     first, *others = everyone
     differences = [
-        f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
-        for rank, theirs in enumerate(others, 1)
-        for name, value in first.items()
-        if theirs.get(name) != value
+        f"rank {rank} differs from rank 0 in {name}: {other.get(name, 'absent')} instead of {first.get(name, 'absent')}"
+        for rank, other in enumerate(others, 1)
+        for name in first | other
+        if other.get(name) != first.get(name)
     ]
     return differences[0] + (f", and in {len(differences) - 1} more" if len(differences) > 1 else "")
 
@@ -161,10 +161,9 @@ def _rehearse(run: Run) -> float:
     totals.collected = collected.joined(alone)
     try:
         reported(task, totals)
-    except (LockstepError, AttributeError, ImportError, NameError, TypeError):
-        raise
     except Exception as error:  # the report of the whole split counts, and the totals of trials are not there yet
-        if isinstance(error, KeyError) and not task.num_trials:
+        sure = LockstepError, AttributeError, ImportError, NameError, TypeError
+        if isinstance(error, sure) or (isinstance(error, KeyError) and not task.num_trials):
             raise
     if run.cfg.check_sums and not changed:  # else it would only repeat the warning above
         line = adds_up.check(run, loader, adds_up.of_score)
