@@ -275,8 +275,7 @@ class Task:
 
 def per_sample(dataset: Any, name: str) -> np.ndarray | None:
     """Return the dataset's (N,) attribute of that name, if it has one."""
-    values = getattr(dataset, name, None)
-    if values is None:
+    if (values := getattr(dataset, name, None)) is None:
         return None
     values = np.asarray(values)
     if values.shape != (len(dataset),):
@@ -321,17 +320,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
             each.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, first = list(state_dict["param_groups"]), 0
+        groups = list(state_dict["param_groups"])
         if len(groups) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
         for each in self.optimizers:
             saved = [groups.pop(0) for _ in each.param_groups]
-            end = first + sum(len(group["params"]) for group in saved)
-            numbered = [{**group, "params": [n - first for n in group["params"]]} for group in saved]
-            state = {n: value for n, value in state_dict["state"].items() if not isinstance(n, int)}  # of no parameter
-            state |= {n - first: state_dict["state"][n] for n in range(first, end) if n in state_dict["state"]}
-            each.load_state_dict({"state": state, "param_groups": numbered})
-            first = end
+            numbers = {n for group in saved for n in group["params"]}
+            # Texts are of no parameter.
+            state = {n: value for n, value in state_dict["state"].items() if n in numbers or not isinstance(n, int)}
+            each.load_state_dict({"state": state, "param_groups": saved})
         self._share()
 
     def _share(self) -> None:

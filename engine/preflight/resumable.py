@@ -123,12 +123,11 @@ def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
     if isinstance(now, torch.Generator):
         now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
     inner, others = batches.children(now), batches.children(then) or {}
+    numbers = isinstance(now, int | float | list | Tensor) and not isinstance(now, bool | nn.Parameter)
     if inner is not None:
         for key, part in inner.items():  # a parameter may be a key, whose text would be long
             yield from _changed(f"{name}.{key}" if isinstance(key, str | int) else name, part, others.get(key))
-    elif isinstance(now, int | float | list | Tensor) and not (
-        isinstance(now, bool | nn.Parameter) or _same(now, then)
-    ):
+    elif numbers and not _same(now, then):
         yield name
 
 
