@@ -147,9 +147,6 @@ RULES: dict[str, tuple[Any, ...]] = {
 {} in the words; perhaps what to do instead)."""
 
 
-# ---- checks of several values or ranks ------------------------------------------------------------------------------
-
-
 def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
     """Return the names of a loss's sums. Raises LockstepError if it cannot be added to the others of its step.
 

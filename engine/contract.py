@@ -324,7 +324,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
         for each in self.optimizers:
-            saved = [groups.pop(0) for _ in each.param_groups]
+            saved = [{**groups.pop(0)} for _ in each.param_groups]
             numbers = {n for group in saved for n in group["params"]}
             # Texts are of no parameter.
             state = {n: value for n, value in state_dict["state"].items() if n in numbers or not isinstance(n, int)}
@@ -409,8 +409,7 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         weights, samples, size = weights_of(terms, here), 1, 1
     else:
         run, micro = under_way
-        weights, samples = run.meter.terms.weights(terms, micro), micro.samples
-        size = len(micro.indices)
+        weights, samples, size = run.meter.terms.weights(terms, micro), micro.samples, len(micro.indices)
     total: Any = 0.0
     sums: dict[str, Any] = {}
     for (name, term), weight in zip(terms.items(), weights.unbind(), strict=True):

@@ -60,6 +60,8 @@ class Setting:
 LoadTask = Callable[[str], type[Any]]
 Fields = dict[str, tuple[Any, "dataclasses.Field[Any]"]]
 """{dotted key: (type, field)} of every leaf of a schema."""
+to_dict = dataclasses.asdict
+"""Return the resolved tree as plain values in the schema's order: the form of config.yaml and of checkpoints."""
 
 
 def parse(
@@ -99,9 +101,6 @@ def parse(
     if problems and "help" not in switches:
         raise LockstepError("\n".join(problems))
     return Args(cfg, **{name: switches.get(name, False) for name in SWITCHES}, notes=tuple(notes))
-
-
-# ---- the tree -------------------------------------------------------------------------------------------------------
 
 
 def schema_of(task: type[Any]) -> type:
@@ -166,11 +165,6 @@ def defaults(cfg: Any) -> dict[str, Any]:
     return {key: f.default if f.default_factory is none else f.default_factory() for key, f in fields.items()}
 
 
-def to_dict(cfg: Any) -> dict[str, Any]:
-    """Return the resolved tree as plain values in the schema's order: the form of config.yaml and of checkpoints."""
-    return dataclasses.asdict(cfg)
-
-
 def to_yaml(cfg: Any) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
 
@@ -194,9 +188,6 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
         choices = f" one of {', '.join(typing.get_args(kind))}" if typing.get_origin(kind) is Literal else ""
         flags.append(f"  --{name.replace('_', '-'):<18} {f.metadata['help']} [{value or 'empty'}]{choices}")
     return USAGE.format(prog=prog, tasks=", ".join(tasks), task=cfg.task, flags="\n".join(flags))
-
-
-# ---- from text to settings ------------------------------------------------------------------------------------------
 
 
 def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
@@ -382,9 +373,6 @@ def _shown(text: str) -> str:
     """Return the text printable and short, for a message of one line."""
     plain = text if text.isprintable() else text.encode("unicode_escape").decode()
     return plain if len(plain) <= 80 else plain[:77] + "..."
-
-
-# ---- from settings to values ----------------------------------------------------------------------------------------
 
 
 def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: dict[str, str]) -> list[Setting]:

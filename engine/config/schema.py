@@ -31,9 +31,7 @@ def choice(default: str, classes: dict[str, type]) -> Any:
 
 @dataclass
 class Optim:
-    name: Literal["adamw", "sgd", "muon", "adafactor"] = option(
-        "adamw", "the optimizer; muon is torch's for matrices and AdamW for the rest"
-    )
+    name: Literal["adamw", "sgd", "muon", "adafactor"] = option("adamw", "muon is for matrices, AdamW for the rest")
     lr: float = option(1e-3, "learning rate at the base batch size", above=0, high=1000)
     weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
     beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
@@ -68,27 +66,19 @@ class DDP:
     init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
     gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
-    comm_hook: Literal["none", "fp16", "bf16"] = option(
-        "none", "send gradients in half as many bytes; other cuts are then other runs"
-    )
+    comm_hook: Literal["none", "fp16", "bf16"] = option("none", "send gradients in half the bytes; cuts then differ")
     find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
-    static_graph: bool = option(
-        False, "the same parameters in every step: lets checkpointed layers recompute; not with accumulation"
-    )
+    static_graph: bool = option(False, "same parameters each step: checkpointed layers may recompute; no accumulation")
     bind_cores: bool = option(True, "keep a process on its GPU's NUMA node, of several, unless it is bound already")
     buffers: Literal["same", "rank0", "mean"] = option(
         "same", "of modules, but BatchNorm's kin: the ranks must hold the same, or take rank 0's or the mean each step"
     )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
     strategy: Literal["ddp", "fsdp", "hsdp"] = option(
-        "ddp",
-        "what a process holds: ddp the whole model; fsdp some rows of each weight, gradient and moment (FSDP2); hsdp "
-        "the same within groups of ddp.shards processes",
+        "ddp", "what a process holds: ddp all; fsdp (FSDP2) some rows of all; hsdp the same within ddp.shards processes"
     )
     shards: int = option(0, "processes that hold one copy of the model together (hsdp); 0 = those of a machine", low=0)
-    reduce_every: int = option(
-        1, "forward passes between sums of gradients (fsdp, hsdp), which are whole in between; 0 = a step", low=0
-    )
+    reduce_every: int = option(1, "passes between sums of gradients (fsdp, hsdp), whole in between; 0 = a step", low=0)
     gather_dtype: Literal["weights", "bf16"] = option(
         "weights", "what weights are sent as (fsdp, hsdp); bf16: half as many bytes, and all layers compute in it"
     )
@@ -129,9 +119,7 @@ class Config:
     virtual_workers: int = option(0, "deal steps to so many: the same bits on any number of processes; 0 = off", low=0)
     drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
     sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
-    exclude: list[str] = option(
-        [], "sources to train without, such as 7,9, or samples by number: all others keep their step and random numbers"
-    )
+    exclude: list[str] = option([], "sources to leave out (7,9), or samples (sample:12); others keep step and seed")
     random_samples: Literal["stop", "warn"] = option(
         "stop", "a dataset that gives another sample each time: refuse it, or train all the same, no two runs alike"
     )

@@ -30,9 +30,6 @@ from engine.seeds import kept_generators, positions, seed_generators
 if TYPE_CHECKING:
     from engine.run import Run
 
-Values = dict[str, Tensor]
-"""The sums of a batch by the names that messages give them, on the host."""
-
 FEW, MANY = 5, 32
 """Samples on a CPU, or where loader processes would fetch them, because this process does; and on a GPU."""
 
@@ -50,8 +47,7 @@ NO_SUM = (
 def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the sums of a training loss, or of each of its terms, by the names that messages give them."""
     if type(task).losses is Task.losses:
-        loss = task.loss(model, batch)
-        checks.check("loss", loss)
+        loss = checks.check("loss", task.loss(model, batch))
         return {"the loss": loss.total, "the weight": loss.weight} | {f"`{name}`": n for name, n in loss.sums.items()}
     found: dict[str, Any] = {}
     for name, term in checks.check("losses", task.losses(model, batch)).items():
@@ -81,12 +77,7 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
 
 
 class _Gap:
-    """How far a sum is from that of its parts, at the element that is furthest.
-
-    size   the distance
-    scale  the size of the parts
-    exact  it is of whole numbers
-    """
+    """How far a sum is from that of its parts, at the furthest element: `size`, where the parts are of size `scale`."""
 
     def __init__(self, name: str, whole: Tensor, one: Tensor, two: Tensor):
         self.name, self.exact = name, not whole.is_floating_point()
@@ -152,7 +143,7 @@ class _Trial:
                 rows.add_(torch.randn_like(rows) * (share * rows.square().mean().sqrt() or zeros))
         self.weights = [rows.clone() for rows in self.rows]
 
-    def compute(self, begin: int, end: int, seed: int = 0) -> Values:
+    def compute(self, begin: int, end: int, seed: int = 0) -> dict[str, Tensor]:
         """Return the sums of samples `begin` to `end`, on the host. The task is a copy, and so is what it keeps."""
         self.put_back(self.weights)
         self.run.model.train(self.training)
@@ -227,7 +218,7 @@ def _verdict(trial: _Trial) -> str:
     return trial.unknown(why)
 
 
-def _judge(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
+def _judge(trial: _Trial, gaps: list[_Gap], whole: dict[str, Tensor]) -> str:
     """Return the line, or raise LockstepError: not for gaps that weights different in the fourth digit explain, as they
     do those of a tiny loss or a count of near-ties, or that other random numbers explain."""
     name, samples, close = trial.name, trial.samples, 5e-2 if trial.low else 1e-4
@@ -259,9 +250,9 @@ def _judge(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
     return f"{name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
 
 
-def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
+def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) -> list[_Gap]:
     """Return the gaps that weights different in the fourth digit do not explain."""
-    floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[Values]()
+    floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[dict[str, Tensor]]()
     for seed in range(1, 5):
         trial.shake(weights, seed, 1e-4)
         others.append(trial.compute(0, trial.samples))
@@ -269,9 +260,9 @@ def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_G
     return [gap for gap in wrong if gap.size > max(floor * gap.scale, 5 * moves[gap.name])]
 
 
-def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
+def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) -> list[_Gap]:
     """Return the gaps that remain in the means over many draws: those of noise vanish."""
-    draws, found = list[list[Values]](), list[_Gap]()
+    draws, found = list[list[dict[str, Tensor]]](), list[_Gap]()
     for count in DRAWS:
         draws += [[trial.compute(*cut, seed) for cut in trial.cuts] for seed in range(len(draws) + 1, count + 1)]
         found, unsure = [], False
