@@ -91,8 +91,6 @@ def twice(terms: dict[str, Loss]) -> str:
     return min((name for name in names if names.count(name) > 1), default="")
 
 
-# ---- rules ----------------------------------------------------------------------------------------------------------
-
 NAME = "give it another name"
 SUMS = (
     "return Sums(loss=..., count=torch.tensor(len(batch)), ...): tensors, each added up over the samples",
@@ -123,11 +121,7 @@ RULES: dict[str, tuple[Any, ...]] = {
         "`sums` are numbers, too",
         ("{}", no_loss),
         ("a Loss whose total has no graph", lambda loss: not loss.total.requires_grad),
-        (
-            "a factor of {}, which is for `losses`",
-            lambda loss: loss.factor != 1 and str(loss.factor),
-            "multiply the total",
-        ),
+        ("a factor of {.factor}, which is for `losses`", lambda loss: loss.factor != 1 and loss, "multiply the total"),
         ("the sum {!r}, which each step has already", lambda loss: taken(loss.sums, "loss", "weight"), NAME),
     ),
     "losses": (
@@ -153,9 +147,6 @@ RULES: dict[str, tuple[Any, ...]] = {
 {} in the words; perhaps what to do instead)."""
 
 
-# ---- checks of several values or ranks ------------------------------------------------------------------------------
-
-
 def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
     """Return the names of a loss's sums. Raises LockstepError if it cannot be added to the others of its step.
 
@@ -170,24 +161,18 @@ def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any]
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
         if other != first:  # in a different order they would be summed with the wrong partners
-            raise LockstepError(
-                f"the {what} of the loss are {other or 'none'} once and {first or 'none'} another time",
-                "the task's `loss`",
-                "give the same names in the same order for every batch, zeros where there is nothing to count",
-                everywhere=names is None,
-            )
+            what = f"the {what} of the loss are {other or 'none'} once and {first or 'none'} another time"
+            todo = "give the same names in the same order for every batch, zeros where there is nothing to count"
+            raise LockstepError(what, "the task's `loss`", todo, everywhere=names is None)
     return found
 
 
 def check_count(sums: Sums, samples: int) -> None:
     """(all ranks) Raise LockstepError unless the totals count each sample once."""
     if (count := sums["count"].tolist()) != samples:
-        raise LockstepError(
-            f"the `count` of `score` is {count} for {amount(samples, 'sample')}",
-            "the task's `score`",
-            "count each sample of the batch once; other numbers, such as tokens, under another name",
-            everywhere=True,
-        )
+        what = f"the `count` of `score` is {count} for {amount(samples, 'sample')}"
+        todo = "count each sample of the batch once; other numbers, such as tokens, under another name"
+        raise LockstepError(what, "the task's `score`", todo, everywhere=True)
 
 
 def collects(task: Task) -> bool:
@@ -204,8 +189,6 @@ def built(task: Task) -> nn.Module:
     """Return the task's model."""
     return check("model", task.model())
 
-
-# ---- datasets -------------------------------------------------------------------------------------------------------
 
 NO_SAMPLES: tuple[tuple[Any, str], ...] = (
     (DataLoader, "give the dataset in it: batches are made here, by a method `collate` of the dataset if it has one"),

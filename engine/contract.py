@@ -275,8 +275,7 @@ class Task:
 
 def per_sample(dataset: Any, name: str) -> np.ndarray | None:
     """Return the dataset's (N,) attribute of that name, if it has one."""
-    values = getattr(dataset, name, None)
-    if values is None:
+    if (values := getattr(dataset, name, None)) is None:
         return None
     values = np.asarray(values)
     if values.shape != (len(dataset),):
@@ -321,17 +320,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
             each.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, first = list(state_dict["param_groups"]), 0
+        groups = list(state_dict["param_groups"])
         if len(groups) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
         for each in self.optimizers:
-            saved = [groups.pop(0) for _ in each.param_groups]
-            end = first + sum(len(group["params"]) for group in saved)
-            numbered = [{**group, "params": [n - first for n in group["params"]]} for group in saved]
-            state = {n: value for n, value in state_dict["state"].items() if not isinstance(n, int)}  # of no parameter
-            state |= {n - first: state_dict["state"][n] for n in range(first, end) if n in state_dict["state"]}
-            each.load_state_dict({"state": state, "param_groups": numbered})
-            first = end
+            saved = [{**groups.pop(0)} for _ in each.param_groups]
+            numbers = {n for group in saved for n in group["params"]}
+            # Texts are of no parameter.
+            state = {n: value for n, value in state_dict["state"].items() if n in numbers or not isinstance(n, int)}
+            each.load_state_dict({"state": state, "param_groups": saved})
         self._share()
 
     def _share(self) -> None:
@@ -357,13 +354,11 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     (N, ...), one of them in the backward pass. Raises LockstepError if a step has several forward passes, none of which
     has all samples.
     """
-    if under_way is None:
-        return tensor, torch.arange(len(tensor), device=tensor.device)
-    if not isinstance(under_way, tuple):
+    if callable(under_way):
         return under_way(tensor)
-    run, micro = under_way
-    if not micro.samples:  # all of this step are excluded
+    if under_way is None or not under_way[1].samples:  # all of this step are excluded
         return tensor, torch.arange(len(tensor), device=tensor.device)
+    run, micro = under_way
     if (plan := run.plan).accumulation > 1:
         what = (
             f"gather_batch in a step of {plan.accumulation} forward passes, none of which sees the whole global batch"
@@ -414,8 +409,7 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         weights, samples, size = weights_of(terms, here), 1, 1
     else:
         run, micro = under_way
-        weights, samples = run.meter.terms.weights(terms, micro), micro.samples
-        size = len(micro.indices)
+        weights, samples, size = run.meter.terms.weights(terms, micro), micro.samples, len(micro.indices)
     total: Any = 0.0
     sums: dict[str, Any] = {}
     for (name, term), weight in zip(terms.items(), weights.unbind(), strict=True):

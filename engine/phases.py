@@ -53,10 +53,7 @@ class Phases:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call."""
-        before, waits, began = self.now
-        now = time.monotonic()
-        self.seconds[before] = self.seconds.get(before, 0.0) + now - began
-        self.now = (before, waits, now)
+        self(*self.now[:2])
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -70,8 +67,7 @@ def split_backward(model: nn.Module) -> None:
     if first is not None:  # used first in the forward pass, so the last one to get its gradient
 
         def ready(_: torch.Tensor) -> None:
-            name, waits = phase.now[:2]
-            if waits and name == "backward":
-                phase("gradient sync", waits)
+            if phase.now[:2] == ("backward", True):
+                phase("gradient sync", waits=True)
 
         first.register_post_accumulate_grad_hook(ready)

@@ -140,6 +140,12 @@ def ranks(mine, theirs):
     return told
 
 
+def test_what_only_one_rank_has_is_named():
+    one, both = {"parameter a": "1"}, {"parameter a": "1", "parameter b": "2"}
+    assert preflight._difference(iter([one, both])).endswith("in parameter b: 2 instead of absent")
+    assert preflight._difference(iter([both, one])).endswith("in parameter b: absent instead of 2")
+
+
 def test_weights_are_compared_by_a_sum_and_what_differs_is_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))

@@ -15,14 +15,14 @@ import re
 import typing
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from engine.config.schema import ALIASES, EVERYDAY, FILES, FORCED, MAPPINGS, SETS_NOTHING, SWITCHES, USAGE, Config
+from engine.config.schema import ALIASES, EVERYDAY, FILES, MAPPINGS, SETS_NOTHING, SWITCHES, USAGE, Config
 from engine.errors import LockstepError
 
 
@@ -60,6 +60,8 @@ class Setting:
 LoadTask = Callable[[str], type[Any]]
 Fields = dict[str, tuple[Any, "dataclasses.Field[Any]"]]
 """{dotted key: (type, field)} of every leaf of a schema."""
+to_dict = dataclasses.asdict
+"""Return the resolved tree as plain values in the schema's order: the form of config.yaml and of checkpoints."""
 
 
 def parse(
@@ -94,14 +96,11 @@ def parse(
     if isinstance(named := switches.get("force"), tuple):
         switches["force"] = tuple(aliases.get(key, key) for key in named)
         todo = "name keys of --print-config, or data, with commas between"
-        wrong = (key for key in switches["force"] if key not in (*fields, *FORCED))
+        wrong = (key for key in switches["force"] if key not in (*fields, "data"))
         problems += [f"--force {_shown(key)} (command line): {todo}" for key in wrong]
     if problems and "help" not in switches:
         raise LockstepError("\n".join(problems))
     return Args(cfg, **{name: switches.get(name, False) for name in SWITCHES}, notes=tuple(notes))
-
-
-# ---- the tree -------------------------------------------------------------------------------------------------------
 
 
 def schema_of(task: type[Any]) -> type:
@@ -166,11 +165,6 @@ def defaults(cfg: Any) -> dict[str, Any]:
     return {key: f.default if f.default_factory is none else f.default_factory() for key, f in fields.items()}
 
 
-def to_dict(cfg: Any) -> dict[str, Any]:
-    """Return the resolved tree as plain values in the schema's order: the form of config.yaml and of checkpoints."""
-    return dataclasses.asdict(cfg)
-
-
 def to_yaml(cfg: Any) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
 
@@ -196,12 +190,8 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
     return USAGE.format(prog=prog, tasks=", ".join(tasks), task=cfg.task, flags="\n".join(flags))
 
 
-# ---- from text to settings ------------------------------------------------------------------------------------------
-
-
 def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
-    """Yield each setting of the command line: (its name, None for a positional word; its value, None without one; its
-    words)."""
+    """Yield each setting typed: (its name, None for a positional word; its value, None without one; its words)."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -222,7 +212,7 @@ def _takes_a_value(name: str, word: str) -> bool:
     """Return whether the word after --name is its value: after --force keys, after a flag a yes or a no, else any."""
     fields = _fields(Config())
     if name == "force":  # a dotted key, or a common one, is no task
-        common, keys = {*fields, *ALIASES, *FORCED}, word.replace("-", "_").split(",")
+        common, keys = {*fields, *ALIASES, "data"}, word.replace("-", "_").split(",")
         return not word.endswith(".py") and all(k in common or ("." in k and not {"=", "/"} & {*k}) for k in keys)
     if name in ("use_amp", "download") or fields.get(ALIASES.get(name, name), (None,))[0] is bool:
         return word.lower() in _BOOLS
@@ -262,8 +252,7 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
 
 
 def resume_arguments(argv: list[str], task: Any, folder: str) -> list[str]:
-    """Return a command line that resumes the run of `argv` in `folder` from its last checkpoint, whatever checkpoint it
-    was started from."""
+    """Return the command line that resumes the run of `argv` in `folder`, whatever checkpoint it was started from."""
     aliases = _aliases(task)
     words, keys, in_files = list[str](), set[str | None](), set[str]()
     for name, value, typed in _items(argv):
@@ -384,9 +373,6 @@ def _shown(text: str) -> str:
     """Return the text printable and short, for a message of one line."""
     plain = text if text.isprintable() else text.encode("unicode_escape").decode()
     return plain if len(plain) <= 80 else plain[:77] + "..."
-
-
-# ---- from settings to values ----------------------------------------------------------------------------------------
 
 
 def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: dict[str, str]) -> list[Setting]:
@@ -519,11 +505,9 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
     try:
         number = float(text.replace("_", ""))
     except ValueError:
-        raise ValueError(f"give {'a whole number' if kind is int else 'a number'}") from None
-    if not isfinite(number):
-        raise ValueError("give a finite number")
-    if kind is int and not number.is_integer():
-        raise ValueError("give a whole number")
+        number = nan
+    if not isfinite(number) or (kind is int and not number.is_integer()):
+        raise ValueError(f"give {'a whole number' if kind is int else 'a number'}")
     if kind is int and abs(number) > 2**53:
         raise ValueError("must be at most 2^53")  # larger whole numbers are not exact as floats
     low, above, high = limits.get("low", -inf), limits.get("above", -inf), limits.get("high", inf)

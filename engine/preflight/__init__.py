@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,8 +42,7 @@ def compare_ranks(run: Run) -> None:
     world = run.world
     # For errors in the steps to come: the parameters that DDP numbers, and batches that need less memory.
     status.current.parameter_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
-    smaller = functools.partial(plan.next_smaller_batch, run.plan, run.cfg)
-    status.current.smaller = smaller(evaluating=False), smaller(evaluating=True)
+    status.current.smaller = tuple(plan.next_smaller_batch(run.plan, run.cfg, each) for each in (False, True))
     status.current.shrinks = run.cfg.oom == "shrink"
     if world.size > 1:
         keys = config.flatten(config.to_dict(run.cfg))
@@ -75,11 +73,10 @@ def compare_ranks(run: Run) -> None:
 
 def _parts(order: Any) -> list[torch.Tensor]:
     """Return an order to digest; of a sequence that is never listed, three pieces."""
-    if isinstance(order, LazyOrder):
-        return [
-            torch.from_numpy(order[first : first + 4096]) for first in (0, len(order) // 2, max(0, len(order) - 4096))
-        ]
-    return [torch.from_numpy(order)]
+    if not isinstance(order, LazyOrder):
+        return [torch.from_numpy(order)]
+    starts = 0, len(order) // 2, max(0, len(order) - 4096)
+    return [torch.from_numpy(order[first : first + 4096]) for first in starts]
 
 
 def compare_weights(run: Run) -> None:
@@ -107,10 +104,10 @@ def _compare(world: World, facts: dict[str, str], todo: str) -> None:
 def _difference(everyone: Iterator[dict[str, str]]) -> str:
     first, *others = everyone
     differences = [
-        f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
-        for rank, theirs in enumerate(others, 1)
-        for name, value in first.items()
-        if theirs.get(name) != value
+        f"rank {rank} differs from rank 0 in {name}: {other.get(name, 'absent')} instead of {first.get(name, 'absent')}"
+        for rank, other in enumerate(others, 1)
+        for name in first | other
+        if other.get(name) != first.get(name)
     ]
     return differences[0] + (f", and in {len(differences) - 1} more" if len(differences) > 1 else "")
 
@@ -121,10 +118,8 @@ def sanity_check(run: Run) -> None:
     now and not after an epoch. Rank 0 does, or where a forward pass is a collective, all do: the same samples. Sets
     `plan.gflop`."""
     if run.loaders.val is not None and type(run.task).score is not Task.score:
-        gflop = 0.0
         with sync_errors(run.world):
-            if run.world.main or run.plan.sharded:
-                gflop = _rehearse(run)
+            gflop = _rehearse(run) if run.world.main or run.plan.sharded else 0.0
         run.plan = replace(run.plan, gflop=run.world.broadcast(gflop))
 
 
@@ -166,10 +161,9 @@ def _rehearse(run: Run) -> float:
     totals.collected = collected.joined(alone)
     try:
         reported(task, totals)
-    except (LockstepError, AttributeError, ImportError, NameError, TypeError):
-        raise
     except Exception as error:  # the report of the whole split counts, and the totals of trials are not there yet
-        if isinstance(error, KeyError) and not task.num_trials:
+        sure = LockstepError, AttributeError, ImportError, NameError, TypeError
+        if isinstance(error, sure) or (isinstance(error, KeyError) and not task.num_trials):
             raise
     if run.cfg.check_sums and not changed:  # else it would only repeat the warning above
         line = adds_up.check(run, loader, adds_up.of_score)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,13 +25,10 @@ from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import PLAIN, info_of
 from engine.phases import phase
 from engine.plan import cut_dependent
-from engine.seeds import kept_generators, seed_generators
+from engine.seeds import kept_generators, positions, seed_generators
 
 if TYPE_CHECKING:
     from engine.run import Run
-
-Values = dict[str, Tensor]
-"""The sums of a batch by the names that messages give them, on the host."""
 
 FEW, MANY = 5, 32
 """Samples on a CPU, or where loader processes would fetch them, because this process does; and on a GPU."""
@@ -52,8 +47,7 @@ NO_SUM = (
 def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the sums of a training loss, or of each of its terms, by the names that messages give them."""
     if type(task).losses is Task.losses:
-        loss = task.loss(model, batch)
-        checks.check("loss", loss)
+        loss = checks.check("loss", task.loss(model, batch))
         return {"the loss": loss.total, "the weight": loss.weight} | {f"`{name}`": n for name, n in loss.sums.items()}
     found: dict[str, Any] = {}
     for name, term in checks.check("losses", task.losses(model, batch)).items():
@@ -71,7 +65,6 @@ def of_score(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
 def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[str, Any]]) -> str:
     """Return a line on how well the `sums` of a batch add up, or why that is unknown. Raises LockstepError if they do
     not. Leaves weights, buffers, random numbers, and what modules and the task keep as they were."""
-    modes = [(module, module.training) for module in run.model.modules()]
     with phase.during("preflight"), kept_generators(run.world.device), contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # it would compile for each number of samples
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -81,37 +74,18 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
         finally:
             contract.under_way = None
             trial.put_back(trial.begin)
-            for module, training in modes:
-                module.training = training
 
 
-class _Gap(NamedTuple):
-    """How far a sum is from that of its parts.
+class _Gap:
+    """How far a sum is from that of its parts, at the furthest element: `size`, where the parts are of size `scale`."""
 
-    size   the distance
-    scale  the size of the parts
-    exact  it is of whole numbers
-    """
-
-    name: str
-    whole: float
-    parts: tuple[float, float]
-    size: float
-    scale: float
-    exact: bool
-
-    @property
-    def relative(self) -> float:
-        return self.size and (self.size / self.scale if self.scale else math.inf)
-
-
-def _gap(name: str, whole: Tensor, one: Tensor, two: Tensor) -> _Gap:
-    """Return the largest gap of all elements of a sum."""
-    exact = not whole.is_floating_point()
-    whole, one, two = (values.double().flatten() for values in (whole, one, two))
-    gaps, scale = (whole - one - two).abs(), float((one.abs() + two.abs()).max())
-    at = int(gaps.argmax())  # NaN, where there is one
-    return _Gap(name, float(whole[at]), (float(one[at]), float(two[at])), float(gaps[at]), scale, exact)
+    def __init__(self, name: str, whole: Tensor, one: Tensor, two: Tensor):
+        self.name, self.exact = name, not whole.is_floating_point()
+        whole, one, two = (values.double().flatten() for values in (whole, one, two))
+        gaps, self.scale = (whole - one - two).abs(), float((one.abs() + two.abs()).max())
+        at = int(gaps.argmax())  # NaN, where there is one
+        self.whole, self.parts, self.size = float(whole[at]), (float(one[at]), float(two[at])), float(gaps[at])
+        self.relative = self.size and (self.size / self.scale if self.scale else math.inf)
 
 
 class _Trial:
@@ -120,6 +94,7 @@ class _Trial:
     begin     the weights of the model, and of modules that the task keeps, such as a teacher that is an average
     weights   those to compute with
     numbers   plain attributes of modules: the dict of each module, and their values
+    training  whether the model computes as in training
     low       the arithmetic may have fewer digits than float32
     gathered  what `gather_batch` was given for all samples
     """
@@ -138,11 +113,11 @@ class _Trial:
         for buffers in self.buffers:
             buffers.keep()
         self.numbers = [
-            (vars(each), {name: n for name, n in vars(each).items() if type(n) in PLAIN and name != "training"})
+            (vars(each), {name: n for name, n in vars(each).items() if type(n) in PLAIN})
             for each in nn.ModuleList([run.model, *held]).modules()
         ]
         few = self.device.type == "cpu" or loader.loader is not None
-        self.samples, self.low, self.gathered = 1, False, list[Tensor]()
+        self.samples, self.training, self.low, self.gathered = 1, False, False, list[Tensor]()
         with contextlib.suppress(Exception):  # two that are no batch, where a pass is one sample
             self.samples = len(info_of(loader.example(FEW if few else MANY, least=2)).index)
         self.first = max(1, self.samples * 5 // 8)
@@ -168,9 +143,10 @@ class _Trial:
                 rows.add_(torch.randn_like(rows) * (share * rows.square().mean().sqrt() or zeros))
         self.weights = [rows.clone() for rows in self.rows]
 
-    def compute(self, begin: int, end: int, seed: int = 0) -> Values:
+    def compute(self, begin: int, end: int, seed: int = 0) -> dict[str, Tensor]:
         """Return the sums of samples `begin` to `end`, on the host. The task is a copy, and so is what it keeps."""
         self.put_back(self.weights)
+        self.run.model.train(self.training)
         seed_generators(self.device, "adds up", seed)
         task: Task = object.__new__(type(self.run.task))  # `copy.copy` calls a class's own `__new__`
         vars(task).update({name: _copied(value) for name, value in vars(self.run.task).items()})
@@ -194,14 +170,9 @@ class _Trial:
 
     def has_drawn(self) -> bool:
         """Return whether the last computation has drawn from a generator."""
-
-        def numbers() -> list[float]:
-            drawn = torch.rand(()), torch.rand((), device=self.device), random.random(), np.random.rand()
-            return [float(number) for number in drawn]
-
-        now = numbers()
+        now = positions(self.device)
         seed_generators(self.device, "adds up", 0)
-        return now != numbers()
+        return now != positions(self.device)
 
     def described(self, gap: _Gap) -> str:
         parts = "{:.4g} and {:.4g}".format(*gap.parts)
@@ -223,18 +194,17 @@ def _verdict(trial: _Trial) -> str:
     run, why = trial.run, ""
     half = bool({p.dtype for p in run.model.parameters()} & {torch.bfloat16, torch.float16})
     for shaken, mixed in ((True, False), (False, False), (False, True)):
-        training = mixed and trial.method != "score"
-        run.model.train(training)
+        trial.training = mixed and trial.method != "score"
         trial.weights, trial.low = trial.begin, half or (mixed and run.precision.enabled)
         if shaken:
             trial.shake(trial.begin, 0, 0.1, zeros=0.02)
         try:
             with run.precision.autocast() if mixed else _float32():
                 whole = trial.compute(*trial.cuts[0])
-                if training and cut_dependent(run.model, accumulation=2):
+                if trial.training and cut_dependent(run.model, accumulation=2):
                     break
                 parts = [trial.compute(*cut) for cut in trial.cuts[1:]]
-                gaps = [_gap(name, values, *(part[name] for part in parts)) for name, values in whole.items()]
+                gaps = [_Gap(name, values, *(part[name] for part in parts)) for name, values in whole.items()]
                 bad = next((gap for gap in gaps if not math.isfinite(gap.size)), None)
                 if not bad:
                     return _judge(trial, gaps, whole)
@@ -248,7 +218,7 @@ def _verdict(trial: _Trial) -> str:
     return trial.unknown(why)
 
 
-def _judge(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
+def _judge(trial: _Trial, gaps: list[_Gap], whole: dict[str, Tensor]) -> str:
     """Return the line, or raise LockstepError: not for gaps that weights different in the fourth digit explain, as they
     do those of a tiny loss or a count of near-ties, or that other random numbers explain."""
     name, samples, close = trial.name, trial.samples, 5e-2 if trial.low else 1e-4
@@ -280,9 +250,9 @@ def _judge(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
     return f"{name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
 
 
-def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
+def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) -> list[_Gap]:
     """Return the gaps that weights different in the fourth digit do not explain."""
-    floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[Values]()
+    floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[dict[str, Tensor]]()
     for seed in range(1, 5):
         trial.shake(weights, seed, 1e-4)
         others.append(trial.compute(0, trial.samples))
@@ -290,15 +260,15 @@ def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_G
     return [gap for gap in wrong if gap.size > max(floor * gap.scale, 5 * moves[gap.name])]
 
 
-def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
+def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) -> list[_Gap]:
     """Return the gaps that remain in the means over many draws: those of noise vanish."""
-    draws, found = list[list[Values]](), list[_Gap]()
+    draws, found = list[list[dict[str, Tensor]]](), list[_Gap]()
     for count in DRAWS:
         draws += [[trial.compute(*cut, seed) for cut in trial.cuts] for seed in range(len(draws) + 1, count + 1)]
         found, unsure = [], False
         for name in (gap.name for gap in wrong):
             sums = [torch.stack([draw[n][name].double().flatten() for draw in draws]) for n in range(3)]
-            gap = _gap(name, *(each.mean(0) for each in sums))
+            gap = _Gap(name, *(each.mean(0) for each in sums))
             error = SURE * float((sums[0] - sums[1] - sums[2]).std(0).max()) / math.sqrt(count)
             if gap.size > max(error, (0.2 if trial.low else 0.05) * gap.scale):
                 found.append(gap)

@@ -60,16 +60,13 @@ def _check_plain(held: Any, where: str) -> None:
     """Raise LockstepError if `weights_only=True` would not load it; tried without the numbers of its tensors."""
     file, empty = io.BytesIO(), torch.empty(0)
     try:
-        torch.save(batches.tree_map(held, lambda leaf: empty if _is_plain(leaf) else leaf), file)
+        plain = (Tensor, nn.Parameter)
+        torch.save(batches.tree_map(held, lambda it: empty if type(it) in plain or is_sharded(it) else it), file)
         archive.check_archive(file)
     except Exception as error:
         _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"
         raise LockstepError(what, where, "keep tensors, numbers and texts, in dicts, lists and tuples") from error
-
-
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in (Tensor, nn.Parameter) or is_sharded(leaf)
 
 
 def _pass_on(error: Exception) -> None:
@@ -126,12 +123,11 @@ def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
     if isinstance(now, torch.Generator):
         now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
     inner, others = batches.children(now), batches.children(then) or {}
+    numbers = isinstance(now, int | float | list | Tensor) and not isinstance(now, bool | nn.Parameter)
     if inner is not None:
         for key, part in inner.items():  # a parameter may be a key, whose text would be long
             yield from _changed(f"{name}.{key}" if isinstance(key, str | int) else name, part, others.get(key))
-    elif isinstance(now, int | float | list | Tensor) and not (
-        isinstance(now, bool | nn.Parameter) or _same(now, then)
-    ):
+    elif numbers and not _same(now, then):
         yield name
 
 
