@@ -27,6 +27,7 @@ from engine.files import status
 from engine.files.archive import check_archive, reason, verify
 from engine.files.atomic import atomically, write_atomically, write_json
 from engine.phases import phase
+from engine.private import tree_leaves
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 
@@ -67,7 +68,6 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.entries, self.best, _ = _read_manifest(folder)  # oldest first
         self.truncated: set[str] = set()  # still in the manifest on the disk, but no longer in `entries`
-        self.warnings: list[str] = []
 
     @property
     def last(self) -> Path | None:
@@ -139,7 +139,7 @@ class Checkpoints:
         try:
             yield
         except OSError as error:
-            self.warnings.append(f"{what}: {error.strerror}")
+            console.warning(f"{what}: {error.strerror}")
 
 
 def _undo(path: Path, manifest: Path, before: bytes | None) -> None:
@@ -234,8 +234,6 @@ class CheckpointWriter:
             console.warning(error)
         self._count()
         self._set_due(since, 0.0 if self.failed else time.thread_time() - began)
-        while self.checkpoints.warnings:
-            console.warning(self.checkpoints.warnings.pop(0))
 
     def _count(self) -> None:
         """Count failures in a row; if they are many, warn in the log and the status, until a save succeeds."""
@@ -269,10 +267,7 @@ class CheckpointWriter:
 
 def tensor_bytes(state: Any) -> int:
     """Return about how large a state is on the disk."""
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return sum(map(tensor_bytes, parts))
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 # ---- find -----------------------------------------------------------------------------------------------------------

@@ -321,8 +321,10 @@ def struck(scenes: Path, scene: str, mode: str | int, for_good: bool, tmp_path: 
         checkpoints = Checkpoints(folder, SCENES[scene][1])
         if path:
             checkpoints.truncate_after(path)
-        commit(checkpoints, 9)
-        assert found(folder) == 9 and checkpoints.warnings == [] == temporary(folder) and step_of(folder / LAST) == 9
+        said: list[str] = []
+        with heard(said.append):
+            commit(checkpoints, 9)
+        assert found(folder) == 9 and said == [] == temporary(folder) and step_of(folder / LAST) == 9
         shutil.rmtree(folder)
     assert n > 60
 
@@ -337,7 +339,7 @@ def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
         error = strike(folder, scene, faults)
         if error:  # zipfile turns what it meets into an error of its own
             assert error.exit_code == 3, call
-            assert os.strerror(mode) in str(error) or (call[0] == "read" and "BadZip" in str(error)), call
+            assert os.strerror(mode) in str(error) or (call[0] == "read" and "zip file" in str(error)), call
         if error and not for_good:
             assert snapshot(folder) == before and found(folder) == old, call
         assert found(folder) in (old, new) if error else found(folder) == new, call
@@ -698,8 +700,10 @@ def test_a_damaged_manifest(text, run):
     chosen, warnings = find_checkpoint("auto", run)
     assert chosen and chosen.parent == run and step_of(chosen) == 2 and MANIFEST in "".join(warnings)
     checkpoints = Checkpoints(run, keep=0)
-    commit(checkpoints, 3)
-    assert found(run) == 3 and checkpoints.warnings == []
+    said: list[str] = []
+    with heard(said.append):
+        commit(checkpoints, 3)
+    assert found(run) == 3 and said == []
     assert victim.is_file() and (run / "step_1.pt").is_file() and (run / "step_2.pt").is_file()
     assert find_checkpoint("auto", run) == (run / "step_3.pt", [])
 
@@ -790,12 +794,14 @@ def test_what_stands_where_last_belongs(last, run, victim):
     path, checkpoints = run / LAST, Checkpoints(run)
     path.unlink()
     LASTS[last](path, victim)
-    commit(checkpoints, 3)
+    said: list[str] = []
+    with heard(said.append):
+        commit(checkpoints, 3)
     assert not (run.parent / "absent").exists() and found(run) == 3 and temporary(run) == []
     if last == "a folder":
-        assert LAST in "".join(checkpoints.warnings)
+        assert LAST in "".join(said)
     else:
-        assert os.readlink(path) == "step_3.pt" and checkpoints.warnings == []
+        assert os.readlink(path) == "step_3.pt" and said == []
 
 
 @pytest.mark.parametrize("name", [".step_3.pt.tmp", ".manifest.json.tmp", ".last.pt.tmp", "step_3.pt", "manifest.json"])
@@ -1030,18 +1036,19 @@ def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
 @pytest.mark.parametrize("keep", [0, 1, 2, 5])
 def test_last_best_and_k_more_stay(keep, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep)
-    best = 0
+    best, said = 0, list[str]()
     for step in range(1, 9):
         if step in (2, 5):
             best = step
-        commit(checkpoints, step, best=step == best)
+        with heard(said.append):
+            commit(checkpoints, step, best=step == best)
         expected = {*range(max(1, step - keep), step + 1), *([best] if best else [])}
         assert {p.name for p in tmp_path.glob("step_*")} == {f"step_{n}.pt" for n in expected}
         assert [e.step for e in checkpoints.entries] == sorted(expected)
         assert checkpoints.best == (f"step_{best}.pt" if best else "")
         again = Checkpoints(tmp_path, keep)
         assert (again.entries, again.best) == (checkpoints.entries, checkpoints.best)
-    assert checkpoints.warnings == []
+    assert said == []
 
 
 def test_a_name_that_counts_is_never_written_into(tmp_path):
