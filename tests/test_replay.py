@@ -276,7 +276,8 @@ def plain(run):
         (lambda run: checkpoint_at(run, 24).write_bytes(b"no"), [], 3, "the checkpoint is damaged: SHA-256 is"),
         (with_own_task, [], 2, "the run's task is a program in its own folder"),
         (lambda run: shutil.rmtree(run) or run.mkdir(), [], 2, "no run at"),
-        (lambda run: [path.unlink() for path in run.iterdir() if path.suffix in (".pt", ".jsonl")], [], 3, "damaged: No such file or directory"),
+        (lambda run: [path.unlink() for path in run.iterdir() if path.suffix in (".pt", ".jsonl")],
+         [], 3, "damaged: No such file or directory"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_before_a_step_is_taken(run, monkeypatch, change, options, code, says, capfd):

@@ -32,13 +32,12 @@ class Hashed:
 
 
 @contextlib.contextmanager
-def atomically(path: Path) -> Iterator[Hashed]:
-    """Open a temporary file next to `path`; after the block flush it to the disk and rename it, so that a reader, also
-    after a crash, finds either the old file or the new one. Raises OSError, with the old file as it was."""
+def atomically(path: Path) -> Iterator[Any]:
+    """Open a temporary file, a `Hashed`, next to `path`; after the block flush it to the disk and rename it, so that a
+    reader, also after a crash, finds the old file or the new one. Raises OSError, with the old file as it was."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as raw:
             file = Hashed(raw)
             try:

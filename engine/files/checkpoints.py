@@ -40,8 +40,7 @@ def check_files(folder: Path) -> None:
     """Refuse a folder where a folder, pipe or device has the name of a run's file: opening a pipe waits for ever."""
     for path in (folder / name for name in FILES):
         if path.exists() and not path.is_file():
-            kind = "a folder" if path.is_dir() else "a pipe or a device"
-            what = f"{path.name} is {kind}, and not the run's file"
+            what = f"{path.name} is a folder, a pipe or a device, and not the run's file"
             raise LockstepError(what, str(folder), "move it away, or give another save_dir")
 
 
@@ -81,13 +80,10 @@ class Checkpoints:
             self.truncated = set(names[len(self.entries) :])
             self.best = self.best if self.best in names[: len(self.entries)] else ""
 
-    @contextlib.contextmanager
-    def commit(self, name: str, step: int, best: bool, needed: int) -> Iterator[Any]:
-        """Open a checkpoint's file. After the block list it as the last one, with `best` also as the best, and remove
-        those no longer kept. Raises LockstepError (exit code 3) with everything on disk as it was.
-
-        needed  about how many bytes will be written, for the error
-        """
+    def commit(self, state: dict[str, Any], name: str, best: bool) -> None:
+        """Write a checkpoint and list it as the last one, with `best` also as the best; remove those no longer kept.
+        Raises LockstepError (exit code 3) with everything on disk as it was."""
+        step = state["progress"]["step"]
         taken = {entry.file for entry in self.entries}
         if name in taken:  # never overwrite a file that counts: a crash before the manifest would leave neither
             numbered = (f"{name.removesuffix('.pt')}_step{step}_{n}.pt" for n in itertools.count(1))
@@ -102,7 +98,7 @@ class Checkpoints:
             before = _bytes_of(manifest)
             try:
                 with atomically(path) as file:
-                    yield file
+                    torch.save(state, file)
                 check_archive(path)  # a file that cannot be read must not replace one that can
                 entries = [*self.entries, Entry(name, step, file.size, file.sha256.hexdigest())]
                 chosen, newest = name if best else self.best, entries[-1 - self.keep :]
@@ -112,6 +108,7 @@ class Checkpoints:
                 _undo(path, manifest, before)
                 raise
         except Exception as error:  # torch.save passes on whatever a task's own objects raise
+            needed = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
             room = f"it needs {needed / 1e6:.1f} MB, {_free(self.folder)} MB are free"
             what, todo = f"the checkpoint could not be written: {reason(error)}", "the checkpoint before is as it was"
             raise _unusable(what, path, f"{room}; {todo}") from error
@@ -128,8 +125,7 @@ class Checkpoints:
                 os.symlink(last, temporary)
                 os.replace(temporary, self.folder / LAST)
             finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                temporary.unlink(missing_ok=True)
         for name in dropped:
             with self._or_warning(f"{name} is no longer needed but cannot be removed"):
                 os.unlink(self.folder / name)
@@ -223,8 +219,7 @@ class CheckpointWriter:
         name = f"best_model_epoch{progress['epoch']}.pt" if best else f"step_{progress['step']}.pt"
         try:
             self.log.sync()  # first: a resumed run takes the log to be complete up to its checkpoint
-            with self.checkpoints.commit(name, progress["step"], best, tensor_bytes(state)) as file:
-                torch.save(state, file)
+            self.checkpoints.commit(state, name, best)
             path = self.checkpoints.last or Path()
             status.current.update(step=progress["step"], checkpoint=str(path), best=progress.get("best"))
             if best:
@@ -263,11 +258,6 @@ class CheckpointWriter:
         if self.pending is not None:
             futures.wait([self.pending], timeout=seconds)
         self.pool.shutdown(wait=False)
-
-
-def tensor_bytes(state: Any) -> int:
-    """Return about how large a state is on the disk."""
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 # ---- find -----------------------------------------------------------------------------------------------------------

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.private import CONVOLUTIONS
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE = (1 << 31) - 1
 
-_FORMATS: dict[type[nn.Module], torch.memory_format] = {
-    nn.Conv1d: torch.channels_last,  # as 2-D ones of height 1, which is how torch itself runs them
-    nn.ConvTranspose1d: torch.channels_last,
-    nn.Conv2d: torch.channels_last,
-    nn.ConvTranspose2d: torch.channels_last,
-    nn.Conv3d: torch.channels_last_3d,
-    nn.ConvTranspose3d: torch.channels_last_3d,
-}
+# 1-D ones as 2-D ones of height 1, which is how torch itself runs them
+_FORMATS: dict[Any, torch.memory_format] = dict.fromkeys(CONVOLUTIONS, torch.channels_last)
+_FORMATS |= dict.fromkeys((nn.Conv3d, nn.ConvTranspose3d), torch.channels_last_3d)
 
 
 def keep_freed_memory() -> bool:
