@@ -130,8 +130,10 @@ def verify(path: Path, sha256: str) -> str:
         return reason(error)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Return an error in one line. Of torch's only the type: their texts are long, and some advise to run the file."""
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__  # after an OSError torch.save raises one of its own, about positions in its archive
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (headline(error) if isinstance(error, (ValueError, zipfile.BadZipFile)) else "") or type(error).__name__

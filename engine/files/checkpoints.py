@@ -90,9 +90,8 @@ class Checkpoints:
             name = next(each for each in numbered if each not in taken)
         path, manifest = self.folder / name, self.folder / MANIFEST
         try:
-            for torn in os.listdir(self.folder):
-                if torn.startswith(".") and torn.endswith(".pt.tmp"):  # left by a crash; it may take the room we need
-                    os.unlink(self.folder / torn)
+            for torn in self.folder.glob(".*.pt.tmp"):  # left by a crash; it may take the room we need
+                torn.unlink()
             if name in self.truncated:  # it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)

@@ -130,10 +130,11 @@ def finish(run: Run) -> Plan:
     # Only now: the memory of loading is freed. Not with FSDP: what units free after their pass would stay, and nothing
     # be saved.
     kept = on_cpu and not plan.sharded and cfg.allocator == "keep" and memory.keep_freed_memory()
+    convolutions = bool(memory.convolutions(run.model))
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
         "steps recorded as a CUDA graph": cfg.cuda_graph and not graph.unsupported_reason(run),
-        f"convolutions in {memory.ORDERS.get(plan.memory_format)} order": bool(memory.convolutions(run.model)),
+        f"convolutions in {'the usual' if plan.memory_format == 'contiguous' else 'channels-last'} order": convolutions,
         "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
         "freed memory is kept": kept,

@@ -36,10 +36,6 @@ def keep_freed_memory() -> bool:
     )
 
 
-ORDERS = {"channels_last": "channels-last", "contiguous": "the usual"}
-"""Memory formats of a convolution: name in the config -> name in messages."""
-
-
 class BatchNorm1dLast(nn.BatchNorm1d):
     """A BatchNorm1d that keeps the memory order of (N, C, L); torch's returns the usual one."""
 
@@ -62,7 +58,7 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
 
 
 def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
-    """Choose one of ORDERS. By rule, not by timing, so that all ranks and all runs agree.
+    """Choose channels_last or contiguous. By rule, not by timing, so that all ranks and all runs agree.
 
     On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual one, in bf16 up to 20 times
     (`benchmarks/precision.py`): more than the convolutions gain. On GPUs it copies its input to the usual order
