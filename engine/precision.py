@@ -84,11 +84,10 @@ def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool 
             raise LockstepError(f"amp=bf16, but {card} has no bf16", "amp", "use amp=fp16 or auto")
         else:
             name, note = "fp16", f"{card} has no bf16"
+    elif amp == "auto" and compiled:
+        name, note = "off", "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
+    elif amp == "auto" and cpu_has_bf16():
+        name, note = "bf16", "the CPU has bf16 instructions; attention in fp32, which is faster"
     elif amp == "auto":
-        if compiled:
-            name, note = "off", "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
-        elif cpu_has_bf16():
-            name, note = "bf16", "the CPU has bf16 instructions; attention in fp32, which is faster"
-        else:
-            name, note = "off", "this CPU has no bf16 instructions, so bf16 would not be faster"
+        name, note = "off", "this CPU has no bf16 instructions, so bf16 would not be faster"
     return Precision(name, device, note)

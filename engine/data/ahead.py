@@ -19,8 +19,7 @@ from engine.data.samples import Fetcher, named
 from engine.errors import LockstepError
 from engine.phases import phase
 
-Pairs = Iterator[tuple[Any, Batch]]
-"""Requests, each with its batch."""
+Pairs = Iterator[tuple[Any, Batch]]  # requests, each with its batch
 
 fetching = threading.Lock()
 """Held during a fetch, because datasets may share a file or a decoder, and an evaluation within an epoch has two active
