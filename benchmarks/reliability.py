@@ -36,7 +36,7 @@ import tasks
 import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
-from engine.files.checkpoints import Checkpoints, CheckpointWriter, tensor_bytes
+from engine.files.checkpoints import Checkpoints, CheckpointWriter
 from engine.metrics import Meter, Outcome
 from engine.phases import Phases, phase
 from engine.report import log
@@ -235,9 +235,7 @@ def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[flo
     next(training)
 
     def blocking() -> None:
-        state, step = checkpoint.capture(run), run.progress.step
-        with checkpoints.commit(f"blocking_{step}.pt", step, False, tensor_bytes(state)) as file:
-            torch.save(state, file)
+        checkpoints.commit(checkpoint.capture(run), f"blocking_{run.progress.step}.pt", best=False)
 
     with contextlib.closing(CheckpointWriter(checkpoints, run.record.log, "")) as writer:
         for _ in range(rounds):

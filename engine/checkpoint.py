@@ -41,10 +41,6 @@ FREE_KEYS = (
 """Keys and sections (`ddp.`) that may differ from the checkpoint's config, with `Task.resumable_keys`. global_batch and
 schedule.horizon are compared by resolved value, the data by fingerprint."""
 
-IN_EVERY_FORMAT = (
-    "config progress global_batch num_samples horizon precision data tally model ema optimizer scaler".split()
-)
-
 
 def find(cfg: Any, world: World) -> tuple[Any, Saved]:
     """(all ranks) Return the config with the run's folder, and the checkpoint to resume, empty where there is none.
@@ -78,16 +74,9 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
         what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
         todo = "update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it"
         raise LockstepError(what, str(path), todo, exit_code=3)
-    return Saved(
-        path,
-        **{name: state[name] for name in IN_EVERY_FORMAT},
-        metadata=state.get("known"),
-        test=state.get("test", {}),
-        memory_format=state.get("memory_format") or state["config"].get("memory_format", "auto"),
-        environment=state.get("environment", {}),
-        left_out=state.get("left_out", {}),
-        optimizer_name=state.get("optimizer_name", ""),
-    )
+    order = state.get("memory_format") or state["config"].get("memory_format", "auto")
+    held = {name: state[name] for name in Saved._fields if name in state}
+    return Saved(**held | {"path": path, "metadata": state.get("known"), "memory_format": order})
 
 
 def capture(run: Run) -> dict[str, Any]:

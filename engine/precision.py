@@ -77,20 +77,17 @@ def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool 
     if amp == "auto" and accelerates in DTYPES:
         name, note = accelerates, "as accelerate launch --mixed_precision asks"
     elif device.type == "cuda" and amp in ("auto", "bf16"):
+        card = torch.cuda.get_device_name(device)
         if torch.cuda.is_bf16_supported(including_emulation=False):
-            name, note = "bf16", "the GPU has bf16" if amp == "auto" else note
-        elif amp == "auto":
-            name, note = "fp16", "the GPU has no bf16"
+            name, note = "bf16", f"{card} has bf16"
+        elif amp == "bf16" and strict:
+            raise LockstepError(f"amp=bf16, but {card} has no bf16", "amp", "use amp=fp16 or auto")
         else:
-            lack = f"{torch.cuda.get_device_name(device)} has no bf16"
-            if strict:
-                raise LockstepError(f"amp=bf16, but {lack}", "amp", "use amp=fp16 or auto")
-            name, note = "fp16", f"bf16 was asked for, but {lack}"
+            name, note = "fp16", f"{card} has no bf16"
+    elif amp == "auto" and compiled:
+        name, note = "off", "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
+    elif amp == "auto" and cpu_has_bf16():
+        name, note = "bf16", "the CPU has bf16 instructions; attention in fp32, which is faster"
     elif amp == "auto":
-        if compiled:
-            name, note = "off", "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
-        elif cpu_has_bf16():
-            name, note = "bf16", "the CPU has bf16 instructions; attention in fp32, which is faster"
-        else:
-            name, note = "off", "this CPU has no bf16 instructions, so bf16 would not be faster"
+        name, note = "off", "this CPU has no bf16 instructions, so bf16 would not be faster"
     return Precision(name, device, note)

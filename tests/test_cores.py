@@ -38,13 +38,14 @@ def _bound(pipe, sys, device, rank, size):
         pci_domain_id=0, pci_bus_id=0x3B + gpu.index, pci_device_id=0
     )
     try:
-        pipe.send((cores.bind(device, rank, size), sorted(os.sched_getaffinity(0))))
+        cores.bind(device, rank, size)
+        pipe.send((cores.bound_to(), sorted(os.sched_getaffinity(0))))
     except Exception as error:
         pipe.send(error)
 
 
 def bound(sys, device, rank, size):
-    """(what `bind` says, the cores) of a process of its own."""
+    """(what `bound_to` says then, the cores) of a process of its own."""
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_bound, args=(there, sys, device, rank, size))
     child.start()
@@ -145,20 +146,20 @@ def four_cores(monkeypatch):
     [(0.0, 1, 1), (9.9, 1, 1), (10.0, 1, 2), (16.0, 1, 3), (1e3, 1, 4), (1e3, 2, 2), (1e3, 3, 1), (1e3, 8, 1)],
 )  # fmt: skip
 def test_a_small_model_computes_in_one_thread(four_cores, gflop, processes, threads):
-    said = cores.set_threads(0, gflop, cores.limit_threads(0, processes, bound=False))
+    said = cores.set_threads(0, gflop, cores.limit_threads(0, processes))
     assert four_cores == [1, threads], "until there is a model it is one"
     assert re.search(r"takes ([\d.,]+) GFLOP", said)[1] == {1e3: "1,000", 0.0: "0"}.get(gflop, f"{gflop:g}")
 
 
 def test_who_asks_for_a_number_of_threads_gets_it(four_cores, monkeypatch):
     """By the key before the variable; a variable that the launcher has set says how many there may be."""
-    assert cores.set_threads(3, 0.0, cores.limit_threads(3, 8, bound=False)) == "as threads says"
+    assert cores.set_threads(3, 0.0, cores.limit_threads(3, 8)) == "as threads says"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert cores.set_threads(0, 0.0, cores.limit_threads(0, 8, bound=False)) == "as OMP_NUM_THREADS says"
+    assert cores.set_threads(0, 0.0, cores.limit_threads(0, 8)) == "as OMP_NUM_THREADS says"
     assert four_cores == [3, 4]
     four_cores.clear()
     monkeypatch.setenv(cores.BY_RULE, "by_rule")
-    cores.set_threads(0, 0.0, cores.limit_threads(0, 1, bound=False))
+    cores.set_threads(0, 0.0, cores.limit_threads(0, 1))
     assert four_cores == [1, 1]
 
 

@@ -153,13 +153,13 @@ BAD = {
     "packed": (("0.bias", torch.ones(5).to(torch.float8_e4m3fn)), "0.bias is float8_e4m3fn there and float32 here"),
     "complex": (("0.bias", torch.ones(5, dtype=torch.complex64)), "0.bias is complex64 there and float32 here"),
     "a float counter": (("1.num_batches_tracked", torch.tensor(0.5)), "is float32 there and int64 here"),
-    "NaN": (("0.weight", torch.full((5, 4), torch.nan)), "0.weight holds NaN or infinity"),
-    "infinity": (("2.bias", torch.tensor([0.0, -torch.inf, 1.0])), "2.bias holds NaN or infinity"),
-    "NaN statistics": (("1.running_var", torch.full((5,), torch.nan)), "1.running_var holds NaN or infinity"),
-    "infinite statistics": (("1.running_var", torch.full((5,), torch.inf)), "1.running_var holds NaN or infinity"),
+    "NaN": (("0.weight", torch.full((5, 4), torch.nan)), "0.weight holds nan"),
+    "infinity": (("2.bias", torch.tensor([0.0, -torch.inf, 1.0])), "2.bias holds inf"),
+    "NaN statistics": (("1.running_var", torch.full((5,), torch.nan)), "1.running_var holds nan"),
+    "infinite statistics": (("1.running_var", torch.full((5,), torch.inf)), "1.running_var holds inf"),
     "sparse": (("0.weight", torch.eye(5, 4).to_sparse()), "0.weight is sparse_coo there and strided here"),
-    "huge": (("0.bias", torch.full((5,), 1e30)), r"0.bias holds numbers up to 1e\+30"),
-    "too much here": (("0.bias", torch.full((5,), 1e300, dtype=torch.float64)), "0.bias holds NaN or infinity"),
+    "huge": (("0.bias", torch.full((5,), 1e30)), r"0.bias holds 1e\+30"),
+    "too much here": (("0.bias", torch.full((5,), 1e300, dtype=torch.float64)), "0.bias holds inf"),
 }
 
 
@@ -186,7 +186,7 @@ def test_weights_of_other_floats_are_loaded_and_so_are_masks():
         weights.load_matching(model, given, "it.pt")
         assert model.weight.dtype == torch.float32 and model.weight.sum() == 6
         assert model.seen == 7 and torch.equal(model.mask, mask)
-        with pytest.raises(LockstepError, match=r"^mask holds NaN \("):
+        with pytest.raises(LockstepError, match=r"^mask holds nan \("):
             weights.load_matching(model, given | {"mask": mask * torch.nan}, "it.pt")
 
 

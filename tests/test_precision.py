@@ -131,10 +131,10 @@ def test_instructions_that_are_hidden_are_not_there(monkeypatch, hiding, found):
 @pytest.mark.parametrize(
     ("amp", "has_bf16", "name", "note"),
     [
-        ("auto", True, "bf16", "the GPU has bf16"),
-        ("auto", False, "fp16", "the GPU has no bf16"),
-        ("bf16", True, "bf16", "as amp asks"),
-        ("bf16", False, "fp16", "bf16 was asked for, but T4 has no bf16"),
+        ("auto", True, "bf16", "T4 has bf16"),
+        ("auto", False, "fp16", "T4 has no bf16"),
+        ("bf16", True, "bf16", "T4 has bf16"),
+        ("bf16", False, "fp16", "T4 has no bf16"),
         ("fp16", True, "fp16", "as amp asks"),
         ("off", True, "off", "as amp asks"),
     ],

@@ -272,11 +272,12 @@ def plain(run):
         (None, ["--out", "nowhere/out.json"], 2, "nowhere/out.json cannot be written (--out)"),
         (None, ["optim.lir=1"], 2, "optim.lir"),
         (plain, ["--processes", "1"], 2, " processes, and others add up in another order"),
-        (lambda run: checkpoint_at(run, 12).unlink(), [], 3, "the checkpoint is damaged: the file is gone"),
+        (lambda run: checkpoint_at(run, 12).unlink(), [], 3, "the checkpoint is damaged: No such file or directory"),
         (lambda run: checkpoint_at(run, 24).write_bytes(b"no"), [], 3, "the checkpoint is damaged: SHA-256 is"),
         (with_own_task, [], 2, "the run's task is a program in its own folder"),
         (lambda run: shutil.rmtree(run) or run.mkdir(), [], 2, "no run at"),
-        (lambda run: [path.unlink() for path in run.iterdir() if path.suffix in (".pt", ".jsonl")], [], 3, "is gone"),
+        (lambda run: [path.unlink() for path in run.iterdir() if path.suffix in (".pt", ".jsonl")],
+         [], 3, "damaged: No such file or directory"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_before_a_step_is_taken(run, monkeypatch, change, options, code, says, capfd):

@@ -145,7 +145,7 @@ def score(args: config.Args, split: str, most: int) -> Scores:
     """Score every sample of a split, and look at the `most` worst ones. Raises LockstepError if that is impossible."""
     loaded, dataset = in_world(args.cfg, lambda world, _: load_model(args, world, split))
     if loaded.device.type == "cpu":
-        cores.limit_threads(args.cfg.threads, 1, False)  # to one: the number of threads changes the last digits
+        cores.limit_threads(args.cfg.threads, 1)  # to one: the number of threads changes the last digits
     check_scored(loaded.task, split)
     if not len(dataset):
         raise LockstepError("it has no samples", f"split {split}", "give another --split")

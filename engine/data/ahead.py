@@ -19,8 +19,7 @@ from engine.data.samples import Fetcher, named
 from engine.errors import LockstepError
 from engine.phases import phase
 
-Pairs = Iterator[tuple[Any, Batch]]
-"""Requests, each with its batch."""
+Pairs = Iterator[tuple[Any, Batch]]  # requests, each with its batch
 
 fetching = threading.Lock()
 """Held during a fetch, because datasets may share a file or a decoder, and an evaluation within an epoch has two active
@@ -29,14 +28,13 @@ loaders; and during a fork."""
 
 def fetched(fetcher: Fetcher, requests: Iterable[Any], loader: DataLoader[Any] | None, device: torch.device) -> Pairs:
     """Return the requests, each with its batch on the device."""
-    if loader is None:
-        requests = _announced(fetcher, requests) if fetcher.prefetch else requests
-        pairs = ((request, fetcher.get(request)) for request in requests)
-    else:
+    batches = None
+    if loader is not None:  # the sampler runs a second time in this process; in the loader's it is several batches ahead
         with fetching, starting_processes():  # a fork during a fetch would copy locks that stay locked
             batches = iter(loader)
-        # The sampler runs a second time in this process; in the loader's it is several batches ahead.
-        pairs = ((request, fetcher.get(request, batches)) for request in requests)
+    elif fetcher.prefetch:
+        requests = _announced(fetcher, requests)
+    pairs = ((request, fetcher.get(request, batches)) for request in requests)
     return pairs if device.type == "cpu" else ahead(pairs, device)
 
 

@@ -126,14 +126,14 @@ def verify(path: Path, sha256: str) -> str:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
             return f"{bad} does not match its CRC-32" if bad else ""
-    except FileNotFoundError:
-        return "the file is gone"
     except Exception as error:  # zipfile has no common base class for the errors of a broken archive
-        return f"{type(error).__name__}: {headline(error) or 'no archive'}"
+        return reason(error)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Return an error in one line. Of torch's only the type: their texts are long, and some advise to run the file."""
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__  # after an OSError torch.save raises one of its own, about positions in its archive
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (headline(error) if isinstance(error, ValueError) else "") or type(error).__name__
+    return (headline(error) if isinstance(error, (ValueError, zipfile.BadZipFile)) else "") or type(error).__name__

@@ -18,33 +18,24 @@ class Hashed:
     def __init__(self, file: Any):
         self.file, self.sha256, self.size = file, hashlib.sha256(), 0
         self.flush = file.flush  # torch.save calls it
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:  # torch.save raises a RuntimeError about positions in its archive instead
-            self.error = error
-            raise
+        self.file.write(data)
         self.sha256.update(data)
         self.size += len(data)
         return len(data)
 
 
 @contextlib.contextmanager
-def atomically(path: Path) -> Iterator[Hashed]:
-    """Open a temporary file next to `path`; after the block flush it to the disk and rename it, so that a reader, also
-    after a crash, finds either the old file or the new one. Raises OSError, with the old file as it was."""
+def atomically(path: Path) -> Iterator[Any]:
+    """Open a temporary file, a `Hashed`, next to `path`; after the block flush it to the disk and rename it, so that a
+    reader, also after a crash, finds the old file or the new one. Raises OSError, with the old file as it was."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as raw:
             file = Hashed(raw)
-            try:
-                yield file
-            except RuntimeError as error:
-                raise file.error or error from None
+            yield file
             raw.flush()
             os.fsync(raw.fileno())
         if sha256_of(temporary) != file.sha256.hexdigest():

@@ -27,6 +27,7 @@ from engine.files import status
 from engine.files.archive import check_archive, reason, verify
 from engine.files.atomic import atomically, write_atomically, write_json
 from engine.phases import phase
+from engine.private import tree_leaves
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 
@@ -39,8 +40,7 @@ def check_files(folder: Path) -> None:
     """Refuse a folder where a folder, pipe or device has the name of a run's file: opening a pipe waits for ever."""
     for path in (folder / name for name in FILES):
         if path.exists() and not path.is_file():
-            kind = "a folder" if path.is_dir() else "a pipe or a device"
-            what = f"{path.name} is {kind}, and not the run's file"
+            what = f"{path.name} is a folder, a pipe or a device, and not the run's file"
             raise LockstepError(what, str(folder), "move it away, or give another save_dir")
 
 
@@ -67,7 +67,6 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.entries, self.best, _ = _read_manifest(folder)  # oldest first
         self.truncated: set[str] = set()  # still in the manifest on the disk, but no longer in `entries`
-        self.warnings: list[str] = []
 
     @property
     def last(self) -> Path | None:
@@ -81,28 +80,24 @@ class Checkpoints:
             self.truncated = set(names[len(self.entries) :])
             self.best = self.best if self.best in names[: len(self.entries)] else ""
 
-    @contextlib.contextmanager
-    def commit(self, name: str, step: int, best: bool, needed: int) -> Iterator[Any]:
-        """Open a checkpoint's file. After the block list it as the last one, with `best` also as the best, and remove
-        those no longer kept. Raises LockstepError (exit code 3) with everything on disk as it was.
-
-        needed  about how many bytes will be written, for the error
-        """
+    def commit(self, state: dict[str, Any], name: str, best: bool) -> None:
+        """Write a checkpoint and list it as the last one, with `best` also as the best; remove those no longer kept.
+        Raises LockstepError (exit code 3) with everything on disk as it was."""
+        step = state["progress"]["step"]
         taken = {entry.file for entry in self.entries}
         if name in taken:  # never overwrite a file that counts: a crash before the manifest would leave neither
             numbered = (f"{name.removesuffix('.pt')}_step{step}_{n}.pt" for n in itertools.count(1))
             name = next(each for each in numbered if each not in taken)
         path, manifest = self.folder / name, self.folder / MANIFEST
         try:
-            for torn in os.listdir(self.folder):
-                if torn.startswith(".") and torn.endswith(".pt.tmp"):  # left by a crash; it may take the room we need
-                    os.unlink(self.folder / torn)
+            for torn in self.folder.glob(".*.pt.tmp"):  # left by a crash; it may take the room we need
+                torn.unlink()
             if name in self.truncated:  # it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)
             try:
                 with atomically(path) as file:
-                    yield file
+                    torch.save(state, file)
                 check_archive(path)  # a file that cannot be read must not replace one that can
                 entries = [*self.entries, Entry(name, step, file.size, file.sha256.hexdigest())]
                 chosen, newest = name if best else self.best, entries[-1 - self.keep :]
@@ -112,6 +107,7 @@ class Checkpoints:
                 _undo(path, manifest, before)
                 raise
         except Exception as error:  # torch.save passes on whatever a task's own objects raise
+            needed = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
             room = f"it needs {needed / 1e6:.1f} MB, {_free(self.folder)} MB are free"
             what, todo = f"the checkpoint could not be written: {reason(error)}", "the checkpoint before is as it was"
             raise _unusable(what, path, f"{room}; {todo}") from error
@@ -128,8 +124,7 @@ class Checkpoints:
                 os.symlink(last, temporary)
                 os.replace(temporary, self.folder / LAST)
             finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                temporary.unlink(missing_ok=True)
         for name in dropped:
             with self._or_warning(f"{name} is no longer needed but cannot be removed"):
                 os.unlink(self.folder / name)
@@ -139,7 +134,7 @@ class Checkpoints:
         try:
             yield
         except OSError as error:
-            self.warnings.append(f"{what}: {error.strerror}")
+            console.warning(f"{what}: {error.strerror}")
 
 
 def _undo(path: Path, manifest: Path, before: bytes | None) -> None:
@@ -223,8 +218,7 @@ class CheckpointWriter:
         name = f"best_model_epoch{progress['epoch']}.pt" if best else f"step_{progress['step']}.pt"
         try:
             self.log.sync()  # first: a resumed run takes the log to be complete up to its checkpoint
-            with self.checkpoints.commit(name, progress["step"], best, tensor_bytes(state)) as file:
-                torch.save(state, file)
+            self.checkpoints.commit(state, name, best)
             path = self.checkpoints.last or Path()
             status.current.update(step=progress["step"], checkpoint=str(path), best=progress.get("best"))
             if best:
@@ -234,8 +228,6 @@ class CheckpointWriter:
             console.warning(error)
         self._count()
         self._set_due(since, 0.0 if self.failed else time.thread_time() - began)
-        while self.checkpoints.warnings:
-            console.warning(self.checkpoints.warnings.pop(0))
 
     def _count(self) -> None:
         """Count failures in a row; if they are many, warn in the log and the status, until a save succeeds."""
@@ -265,14 +257,6 @@ class CheckpointWriter:
         if self.pending is not None:
             futures.wait([self.pending], timeout=seconds)
         self.pool.shutdown(wait=False)
-
-
-def tensor_bytes(state: Any) -> int:
-    """Return about how large a state is on the disk."""
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return sum(map(tensor_bytes, parts))
 
 
 # ---- find -----------------------------------------------------------------------------------------------------------

@@ -123,8 +123,4 @@ def _fault(value: Tensor, own: Tensor, finite: bool) -> str:
         return ""
     low, high = (float(each) for each in value.to(own.dtype).aminmax())
     largest = max(-low, high)
-    if not finite:
-        return "holds NaN" if math.isnan(largest) else ""
-    if not math.isfinite(largest):
-        return "holds NaN or infinity"
-    return f"holds numbers up to {largest:g}" if largest > HUGE else ""
+    return f"holds {largest:g}" if math.isnan(largest) or (finite and largest > HUGE) else ""

@@ -59,7 +59,7 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     threads = 0
     if world.device.type == "cpu":
         local_size = max(1, launch.environment().local_size)
-        threads = world.decide(cores.limit_threads(_threads(cfg), local_size, bool(cores.bound_to())), min)
+        threads = world.decide(cores.limit_threads(_threads(cfg), local_size), min)
     return replace(plan, compile=mode, threads=threads)
 
 
@@ -97,10 +97,8 @@ def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision
     try:
         with amp.autocast():
             task.loss(copy.deepcopy(model).eval(), batch)
-    except RuntimeError as error:
+    except Exception as error:
         return "view size is not compatible" in str(error)
-    except Exception:
-        return False
     return False
 
 
@@ -127,19 +125,16 @@ def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], 
 def finish(run: Run) -> Plan:
     """Set threads and allocator, last of all; return the plan with a description of all choices."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
-    held = sum(
-        set_.bytes
-        for loader in (run.loaders.train, run.loaders.val)
-        if loader is not None and isinstance(set_ := loader.dataset, CachedDataset)
-    )
-    # Not with FSDP: what units free after their pass would stay, and nothing be saved.
-    kept = (
-        on_cpu and not plan.sharded and cfg.allocator == "keep" and memory.keep_freed_memory()
-    )  # only now: memory of loading is freed
+    datasets = [loader.dataset for loader in run.loaders if loader is not None]
+    held = sum(data.bytes for data in datasets if isinstance(data, CachedDataset))
+    # Only now: the memory of loading is freed. Not with FSDP: what units free after their pass would stay, and nothing
+    # be saved.
+    kept = on_cpu and not plan.sharded and cfg.allocator == "keep" and memory.keep_freed_memory()
+    convolutions = bool(memory.convolutions(run.model))
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
         "steps recorded as a CUDA graph": cfg.cuda_graph and not graph.unsupported_reason(run),
-        f"convolutions in {memory.ORDERS.get(plan.memory_format)} order": bool(memory.convolutions(run.model)),
+        f"convolutions in {'the usual' if plan.memory_format == 'contiguous' else 'channels-last'} order": convolutions,
         "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
         "freed memory is kept": kept,

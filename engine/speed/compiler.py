@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -82,11 +81,10 @@ def unloaded() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         yield
         return
-    torch_module: Any = torch
     answer = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization"))
-    torch_module._dynamo = answer
+    vars(torch)["_dynamo"] = answer
     try:
         yield
     finally:
-        if torch_module._dynamo is answer:
-            del torch_module._dynamo
+        if vars(torch)["_dynamo"] is answer:
+            del vars(torch)["_dynamo"]

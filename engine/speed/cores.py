@@ -59,16 +59,15 @@ def bound_to() -> str:
     return _bound[0]
 
 
-def limit_threads(asked: int, processes: int, bound: bool) -> int:
+def limit_threads(asked: int, processes: int) -> int:
     """Use one thread until the FLOPs of a forward pass are known; return the limit from then on. A number that the user
     has set, by `asked` or OMP_NUM_THREADS, holds from the start.
 
-    processes  on this machine
-    bound      `bind` has given this process its share of the cores
+    processes  on this machine; each has its share of the cores already if `bind` has given it one
     """
     number, _ = _set_by_user(asked)
     torch.set_num_threads(number or 1)
-    return number or min(_given(), available() if bound else max(1, available() // processes))
+    return number or min(_given(), available() if bound_to() else max(1, available() // processes))
 
 
 def set_threads(asked: int, gflop: float, allowed: int) -> str:
@@ -133,8 +132,8 @@ def contention_warning(share: float) -> str:
     return f"the machine is busy with other processes ({waited}load {load:.1f}, {amount(count, 'core')})"
 
 
-def bind(device: torch.device, local_rank: int, local_size: int) -> str:
-    """Keep this process and its children on one NUMA node; return a text that names it, or an empty one.
+def bind(device: torch.device, local_rank: int, local_size: int) -> None:
+    """Keep this process and its children on one NUMA node, which `bound_to` then names.
 
     The node is that of its GPU, if the processes' GPUs cover all nodes; CPU processes are split evenly over the nodes,
     if possible: else some cores would have no work. Does nothing with one node, or if the process may not use all cores
@@ -145,7 +144,7 @@ def bind(device: torch.device, local_rank: int, local_size: int) -> str:
     try:
         nodes = _nodes()
         if len(nodes) < 2 or os.sched_getaffinity(0) < set.union(*nodes.values()):
-            return ""
+            return
         ranks = range(local_size)
         if device.type == "cuda":
             numa_nodes = [_numa_node(torch.device("cuda", rank)) for rank in ranks if rank < torch.cuda.device_count()]
@@ -153,14 +152,13 @@ def bind(device: torch.device, local_rank: int, local_size: int) -> str:
             numa_nodes = [sorted(nodes)[rank * len(nodes) // local_size] for rank in ranks]
             numa_nodes = numa_nodes if local_size % len(nodes) == 0 else []
         if set(numa_nodes) != set(nodes) or not 0 <= local_rank < len(numa_nodes):
-            return ""
+            return
         node = numa_nodes[local_rank]
         os.sched_setaffinity(0, nodes[node])
     except (AttributeError, OSError, ValueError):  # not Linux, or a sandbox that forbids it
-        return ""
+        return
     torch.set_num_threads(max(1, min(torch.get_num_threads(), len(nodes[node]) // numa_nodes.count(node))))
     _bound[0] = f"NUMA node {node}" + (", beside the GPU" if device.type == "cuda" else "")
-    return _bound[0]
 
 
 def _nodes() -> dict[int, set[int]]:

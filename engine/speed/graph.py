@@ -25,9 +25,6 @@ from engine.optim.make import name_of, skips_itself
 from engine.phases import phase
 from engine.run import Due, Run
 
-Step = Callable[[Any, Any], Any]
-"""`train_step`: takes a run and the passes of a step."""
-
 Outcome = tuple[Tensor, Tensor, Tensor]
 """The arguments of `Run.end_step` of a step: totals, the norm of the gradient, whether it was skipped."""
 
@@ -69,7 +66,7 @@ class StepGraph:
     taken  number of steps of that form
     """
 
-    def __init__(self, run: Run, step: Step):
+    def __init__(self, run: Run, step: Callable[[Any, Any], Any]):
         device = run.world.device
         self.run, self.step, self.given_up = run, step, False
         self.stream = torch.cuda.Stream(device)

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.private import CONVOLUTIONS
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE = (1 << 31) - 1
 
-_FORMATS: dict[type[nn.Module], torch.memory_format] = {
-    nn.Conv1d: torch.channels_last,  # as 2-D ones of height 1, which is how torch itself runs them
-    nn.ConvTranspose1d: torch.channels_last,
-    nn.Conv2d: torch.channels_last,
-    nn.ConvTranspose2d: torch.channels_last,
-    nn.Conv3d: torch.channels_last_3d,
-    nn.ConvTranspose3d: torch.channels_last_3d,
-}
+# 1-D ones as 2-D ones of height 1, which is how torch itself runs them
+_FORMATS: dict[Any, torch.memory_format] = dict.fromkeys(CONVOLUTIONS, torch.channels_last)
+_FORMATS |= dict.fromkeys((nn.Conv3d, nn.ConvTranspose3d), torch.channels_last_3d)
 
 
 def keep_freed_memory() -> bool:
@@ -37,10 +34,6 @@ def keep_freed_memory() -> bool:
         (mallopt(_M_MMAP_THRESHOLD, _LARGE) or mallopt(_M_MMAP_THRESHOLD, 1 << 25))
         and mallopt(_M_TRIM_THRESHOLD, _LARGE)
     )
-
-
-ORDERS = {"channels_last": "channels-last", "contiguous": "the usual"}
-"""Memory formats of a convolution: name in the config -> name in messages."""
 
 
 class BatchNorm1dLast(nn.BatchNorm1d):
@@ -65,7 +58,7 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
 
 
 def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
-    """Choose one of ORDERS. By rule, not by timing, so that all ranks and all runs agree.
+    """Choose channels_last or contiguous. By rule, not by timing, so that all ranks and all runs agree.
 
     On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual one, in bf16 up to 20 times
     (`benchmarks/precision.py`): more than the convolutions gain. On GPUs it copies its input to the usual order

@@ -45,7 +45,6 @@ from engine.files.checkpoints import (
     Checkpoints,
     CheckpointWriter,
     find_checkpoint,
-    tensor_bytes,
 )
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.report import log
@@ -80,8 +79,7 @@ def step_of(path: Path) -> int:
 
 
 def save(checkpoints: Checkpoints, about: dict, name: str, best: bool = False) -> Path:
-    with checkpoints.commit(name, about["progress"]["step"], best, tensor_bytes(about)) as file:
-        torch.save(about, file)
+    checkpoints.commit(about, name, best)
     return checkpoints.last
 
 
@@ -227,7 +225,7 @@ class Faults:
             patch.setattr(file, "open", self.open, raising=False)
         patch.setattr(archive, "torch", Stand(torch, {"load": self.counted(torch, "load")}))
         patch.setattr(archive, "zipfile", Stand(zipfile, {"ZipFile": self.zip_file}))
-        for name in ("is_dir", "is_file", "resolve"):
+        for name in ("is_dir", "is_file", "resolve", "unlink"):
             patch.setattr(Path, name, self.counted(Path, name))
 
 
@@ -321,8 +319,10 @@ def struck(scenes: Path, scene: str, mode: str | int, for_good: bool, tmp_path: 
         checkpoints = Checkpoints(folder, SCENES[scene][1])
         if path:
             checkpoints.truncate_after(path)
-        commit(checkpoints, 9)
-        assert found(folder) == 9 and checkpoints.warnings == [] == temporary(folder) and step_of(folder / LAST) == 9
+        said: list[str] = []
+        with heard(said.append):
+            commit(checkpoints, 9)
+        assert found(folder) == 9 and said == [] == temporary(folder) and step_of(folder / LAST) == 9
         shutil.rmtree(folder)
     assert n > 60
 
@@ -337,7 +337,7 @@ def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
         error = strike(folder, scene, faults)
         if error:  # zipfile turns what it meets into an error of its own
             assert error.exit_code == 3, call
-            assert os.strerror(mode) in str(error) or (call[0] == "read" and "BadZip" in str(error)), call
+            assert os.strerror(mode) in str(error) or (call[0] == "read" and "zip file" in str(error)), call
         if error and not for_good:
             assert snapshot(folder) == before and found(folder) == old, call
         assert found(folder) in (old, new) if error else found(folder) == new, call
@@ -698,8 +698,10 @@ def test_a_damaged_manifest(text, run):
     chosen, warnings = find_checkpoint("auto", run)
     assert chosen and chosen.parent == run and step_of(chosen) == 2 and MANIFEST in "".join(warnings)
     checkpoints = Checkpoints(run, keep=0)
-    commit(checkpoints, 3)
-    assert found(run) == 3 and checkpoints.warnings == []
+    said: list[str] = []
+    with heard(said.append):
+        commit(checkpoints, 3)
+    assert found(run) == 3 and said == []
     assert victim.is_file() and (run / "step_1.pt").is_file() and (run / "step_2.pt").is_file()
     assert find_checkpoint("auto", run) == (run / "step_3.pt", [])
 
@@ -726,8 +728,8 @@ def patience():
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(("make", "kind"), [(os.mkfifo, "a pipe or a device"), (os.mkdir, "a folder")])
-def test_what_is_no_file_of_the_run_is_refused(name, make, kind, run, patience):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_of_the_run_is_refused(name, make, run, patience):
     """Each of them would be opened, and a pipe that nobody writes to is waited for."""
     (run / name).unlink(missing_ok=True)
     make(run / name)
@@ -738,7 +740,8 @@ def test_what_is_no_file_of_the_run_is_refused(name, make, kind, run, patience):
         asked.append(lambda: evaluate.of_run(False, [str(run)]))
     for ask in asked:
         error = error_of(ask)
-        assert error.exit_code == 2 and str(error).startswith(f"{name} is {kind}, and not the run's file ({run}): ")
+        kinds = "a folder, a pipe or a device"
+        assert error.exit_code == 2 and str(error).startswith(f"{name} is {kinds}, and not the run's file ({run}): ")
 
 
 def test_a_checkpoint_that_is_a_pipe_is_passed_over(run, patience):
@@ -790,12 +793,14 @@ def test_what_stands_where_last_belongs(last, run, victim):
     path, checkpoints = run / LAST, Checkpoints(run)
     path.unlink()
     LASTS[last](path, victim)
-    commit(checkpoints, 3)
+    said: list[str] = []
+    with heard(said.append):
+        commit(checkpoints, 3)
     assert not (run.parent / "absent").exists() and found(run) == 3 and temporary(run) == []
     if last == "a folder":
-        assert LAST in "".join(checkpoints.warnings)
+        assert LAST in "".join(said)
     else:
-        assert os.readlink(path) == "step_3.pt" and checkpoints.warnings == []
+        assert os.readlink(path) == "step_3.pt" and said == []
 
 
 @pytest.mark.parametrize("name", [".step_3.pt.tmp", ".manifest.json.tmp", ".last.pt.tmp", "step_3.pt", "manifest.json"])
@@ -1030,18 +1035,19 @@ def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
 @pytest.mark.parametrize("keep", [0, 1, 2, 5])
 def test_last_best_and_k_more_stay(keep, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep)
-    best = 0
+    best, said = 0, list[str]()
     for step in range(1, 9):
         if step in (2, 5):
             best = step
-        commit(checkpoints, step, best=step == best)
+        with heard(said.append):
+            commit(checkpoints, step, best=step == best)
         expected = {*range(max(1, step - keep), step + 1), *([best] if best else [])}
         assert {p.name for p in tmp_path.glob("step_*")} == {f"step_{n}.pt" for n in expected}
         assert [e.step for e in checkpoints.entries] == sorted(expected)
         assert checkpoints.best == (f"step_{best}.pt" if best else "")
         again = Checkpoints(tmp_path, keep)
         assert (again.entries, again.best) == (checkpoints.entries, checkpoints.best)
-    assert checkpoints.warnings == []
+    assert said == []
 
 
 def test_a_name_that_counts_is_never_written_into(tmp_path):
@@ -1123,17 +1129,15 @@ class Gated(Checkpoints):
         self.gate, self.begun, self.fails = threading.Semaphore(0), threading.Semaphore(0), fails
         self.now = self.most = 0
 
-    @contextlib.contextmanager
-    def commit(self, name, step, *about):
+    def commit(self, about, *how):
         self.now += 1
         self.most = max(self.most, self.now)
         self.begun.release()
         self.gate.acquire()
         self.now -= 1
-        if step in self.fails:
+        if about["progress"]["step"] in self.fails:
             raise LockstepError("it failed", exit_code=3)
-        with super().commit(name, step, *about) as file:
-            yield file
+        super().commit(about, *how)
 
 
 def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path, monkeypatch):
