@@ -31,14 +31,18 @@ def choice(default: str, classes: dict[str, type]) -> Any:
 
 @dataclass
 class Optim:
-    name: Literal["adamw", "sgd", "muon", "adafactor"] = option("adamw", "muon is for matrices, AdamW for the rest")
+    name: Literal["adamw", "sgd", "muon", "adafactor"] = option(
+        "adamw", "the optimizer; muon is torch's for matrices and AdamW for the rest"
+    )
     lr: float = option(1e-3, "learning rate at the base batch size", above=0, high=1000)
     weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
     beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
     beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.9, "momentum of sgd and muon", low=0, high=0.99999)
-    lr_scale: list[str] = option([], "factors of lr by name of weight or module: backbone.*:0.1,head:10; ?*x: if any")
+    lr_scale: list[str] = option(
+        [], "factors of the learning rate of weights and modules by name, such as backbone.*:0.1,head:10; ?*x: if any"
+    )
     freeze: list[str] = option([], "weights and modules that are not trained, by name, such as backbone.*")
     grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)
     ema_decay: float = option(0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1)
@@ -47,8 +51,10 @@ class Optim:
 
 @dataclass
 class Schedule:
-    kind: Literal["cosine", "linear", "constant", "wsd"] = option("cosine", "after the warm-up; wsd: see decay_share")
-    decay_share: float = option(0.2, "wsd: linear over this last share of steps, constant before", above=0, high=1)
+    kind: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine", "what follows the warm-up; wsd: constant, then linear over the last decay_share"
+    )
+    decay_share: float = option(0.2, "share of the steps, the last ones, in which wsd decays", above=0, high=1)
     warmup_epochs: float = option(0.0, "linear warm-up, in epochs", low=0)
     warmup_steps: int = option(0, "linear warm-up, in optimizer steps; goes before warmup_epochs", low=0)
     final_share: float = option(0.0, "learning rate at the end, as a share of the peak", low=0, high=1)
@@ -66,19 +72,33 @@ class DDP:
     init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
     gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
-    comm_hook: Literal["none", "fp16", "bf16"] = option("none", "send gradients in half the bytes; cuts then differ")
+    comm_hook: Literal["none", "fp16", "bf16"] = option(
+        "none", "send gradients in half as many bytes; other cuts are then other runs"
+    )
     find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
-    static_graph: bool = option(False, "same parameters each step: checkpointed layers may recompute; no accumulation")
-    bind_cores: bool = option(True, "keep a process on its GPU's NUMA node, of several, unless it is bound already")
+    static_graph: bool = option(
+        False, "the same parameters in every step: lets checkpointed layers recompute; not with accumulation"
+    )
+    bind_cores: bool = option(
+        True, "keep each process on its GPU's NUMA node, where the machine has several and no one else has bound it"
+    )
     buffers: Literal["same", "rank0", "mean"] = option(
-        "same", "of modules, but BatchNorm's kin: the ranks must hold the same, or take rank 0's or the mean each step"
+        "same",
+        "what modules keep in buffers, but for BatchNorm's kin: the ranks must hold the same, or take rank 0's or the "
+        "mean after each step",
     )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
     strategy: Literal["ddp", "fsdp", "hsdp"] = option(
-        "ddp", "what a process holds: ddp all; fsdp (FSDP2) some rows of all; hsdp the same within ddp.shards processes"
+        "ddp",
+        "what a process holds: ddp the whole model; fsdp some rows of each weight, gradient and moment (FSDP2); hsdp "
+        "the same within groups of ddp.shards processes",
     )
     shards: int = option(0, "processes that hold one copy of the model together (hsdp); 0 = those of a machine", low=0)
-    reduce_every: int = option(1, "passes between sums of gradients (fsdp, hsdp), whole in between; 0 = a step", low=0)
+    reduce_every: int = option(
+        1,
+        "forward passes between sums of gradients (fsdp, hsdp); in between each process holds whole ones; 0 = a step",
+        low=0,
+    )
     gather_dtype: Literal["weights", "bf16"] = option(
         "weights", "what weights are sent as (fsdp, hsdp); bf16: half as many bytes, and all layers compute in it"
     )
@@ -100,7 +120,9 @@ class Wandb:
 @dataclass
 class MLflow:
     enable: bool = option(False, "log to MLflow too (`pip install mlflow`)")
-    uri: str = option("", "server, database or folder (file:mlruns); empty: MLFLOW_TRACKING_URI, or MLflow's own")
+    uri: str = option(
+        "", "server, database or folder, such as file:mlruns; empty: as MLFLOW_TRACKING_URI says, or MLflow's own"
+    )
     experiment: str = option("lockstep", "the experiment's name")
     name: str = option("", "the run's name; empty = the run folder's")
 
@@ -116,40 +138,58 @@ class Config:
     batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
     global_batch: int = option(0, "samples per optimizer step over all processes; 0 = what the others give", low=0)
     gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
-    virtual_workers: int = option(0, "deal steps to so many: the same bits on any number of processes; 0 = off", low=0)
+    virtual_workers: int = option(
+        0, "deal each step to so many workers, run by any number of processes: the same bits on any; 0 = off", low=0
+    )
     drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
     sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
-    exclude: list[str] = option([], "sources to leave out (7,9), or samples (sample:12); others keep step and seed")
+    exclude: list[str] = option(
+        [], "sources to train without, such as 7,9, or samples by number: all others keep their step and random numbers"
+    )
     random_samples: Literal["stop", "warn"] = option(
         "stop", "a dataset that gives another sample each time: refuse it, or train all the same, no two runs alike"
     )
     num_workers: int = option(0, "loader processes per process; 0 = none, right for data one gather away", low=0)
     cache: Literal["auto", "device", "host", "none"] = option(
-        "auto", "hold the samples on the device or in each process's memory; auto: on a GPU with room, if num_workers=0"
+        "auto",
+        "hold the samples on the device, or in each process's memory; auto: on a GPU with room, if num_workers=0",
     )
     eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
     resume: str = option("auto", "auto = resume where save_dir stands; never; or the path of a checkpoint")
     init_from: str = option("", "weights of a new run, by name and shape: of a run, a checkpoint, .safetensors or .pt")
-    threads: int = option(0, "of a process on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model", low=0)
-    amp: Literal["auto", "bf16", "fp16", "off"] = option("auto", "mixed precision; auto: what the device is fast at")
+    threads: int = option(
+        0, "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model", low=0
+    )
+    amp: Literal["auto", "bf16", "fp16", "off"] = option(
+        "auto", "mixed precision: auto takes what the device is fast at"
+    )
     oom: Literal["stop", "shrink"] = option(
         "stop", "when memory runs out: say which batch would fit, or start all ranks again with it, the same steps"
     )
     compile: Literal["off", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
-        option("off", "torch.compile: the first steps take half a minute; auto: on a GPU, runs of 5000 steps or more")
+        option(
+            "off",
+            "compile the model with torch.compile: for long runs, as the first steps take half a minute; auto: on a "
+            "GPU, in runs of 5000 steps and more",
+        )
     )
-    cuda_graph: bool = option(False, "record a step as one CUDA graph: for small models on one GPU, one pass a step")
+    cuda_graph: bool = option(
+        False, "record a whole training step as one CUDA graph: for small models on one GPU, with one pass a step"
+    )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto",
         "layout of convolutions: auto is the faster one, channels_last if the model has no GroupNorm (on GPUs: of 2-D "
         "and 3-D ones, with mixed precision); contiguous if the model calls `view` on features",
     )
-    allocator: Literal["keep", "system"] = option("keep", "memory freed on the CPU: kept, or given back to the system")
+    allocator: Literal["keep", "system"] = option(
+        "keep", "memory that is freed on the CPU: keep it for the next step, or give it back to the system"
+    )
     deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
     multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
-        "none", "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto: ddp if there are several"
+        "none",
+        "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several",
     )
     gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
     digest_every: int = option(50, "steps between digests of the weights in the log, to compare runs; 0 = none", low=0)
@@ -157,13 +197,17 @@ class Config:
     log_every: int = option(0, "optimizer steps between log lines; 0 = 10, and 50 on GPUs", low=0)
     eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
     save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch, or less often", low=0)
-    save_minutes: float = option(10.0, "without it, at least these minutes between checkpoints; 0 = none", low=0)
+    save_minutes: float = option(
+        10.0, "without it, minutes between checkpoints in an epoch, or longer; 0 = none", low=0
+    )
     patience: int = option(0, "evaluations without a better one before the run ends; 0 = never", low=0)
     max_time_s: float = option(0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0)
     max_skipped_steps: int = option(20, "steps in a row without a finite gradient that end the run; 0 = never", low=0)
     check_every: int = option(500, "optimizer steps between checks that ranks hold the same weights; 0 = never", low=0)
     check_resume: bool = option(True, "after the first step, compare what a resumed run would restore with what runs")
-    check_sums: bool = option(True, "before the first step, see whether loss and score of some samples add up")
+    check_sums: bool = option(
+        True, "before the first step, compute some samples together and in two parts: loss and score must add up"
+    )
     keep_checkpoints: int = option(1, "older checkpoints to keep beside the last and the best", low=0)
     loader_timeout_s: float = option(180.0, "seconds a batch may take a loader process (num_workers > 0)", above=0)
     optim: Optim = section(Optim)
