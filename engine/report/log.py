@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from engine.contract import LOGGED, Sums
-from engine.errors import LockstepError, amount, console, show_bars
+from engine.errors import LockstepError, amount, console, headline, show_bars
 from engine.evaluation import pictures
 from engine.files import atomic, status
 from engine.metrics import Skipped, Straggler, means
@@ -177,11 +177,8 @@ class Log(Silent):
 
         return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
 
-    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
-        """Return `items`; on a terminal they move a progress bar."""
-        return self._with_bar(run, items, name) if self.bars else items
-
-    def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
+    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
+        """Yield `items`; on a terminal they move a progress bar."""
         self.epoch_bar.update(run.progress.epoch - self.epoch_bar.n)
         outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
         try:
@@ -236,7 +233,7 @@ def start(folder: Path, run: Run) -> Log:
     except LockstepError:
         raise
     except Exception as error:  # wandb and TensorBoard raise many kinds of their own
-        what = f"the log cannot be opened: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        what = f"the log cannot be opened: {type(error).__name__}: {headline(error)}"
         raise LockstepError(what, str(folder), "fix it, or give another save_dir", exit_code=3) from error
 
 
@@ -249,14 +246,10 @@ def _has_room_for_bars() -> bool:
 
 
 def _tagged(event: str, values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an event by the name that trackers show."""
-    return {_tag(GROUPS[event], k): v for k, v in values.items() if isinstance(v, (int, float))}
-
-
-def _tag(group: str, name: str) -> str:
-    """Return a number's name for trackers. They group by the first slash: `val/f1/walk` would bury `val/loss`."""
-    kind, slash, rest = name.partition("/")
-    return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
+    """Return the numbers of an event by the name that trackers show. They group by the first slash: `val/f1/walk` would
+    bury `val/loss`."""
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {f"{GROUPS[event]}{' ' if '/' in name else '/'}{name}": value for name, value in numbers.items()}
 
 
 def _few(samples: list[Any]) -> str:
@@ -291,7 +284,7 @@ def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, 
     Return (time_s of the last line kept, the training's metrics of that step if its evaluation was dropped)."""
     kept, time_s, unreadable = [], 0.0, 0
     trained: dict[str, Any] = {}
-    dropped = False
+    repeated = None
     content = path.read_bytes() if path.exists() else b""
     *lines, torn = content.split(b"\n")  # the last one is empty, unless a write was interrupted
     for line in filter(None, [*lines, torn]):
@@ -302,15 +295,15 @@ def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, 
             unreadable += line is not torn
             continue
         if evaluation_due and (event, step) == ("eval", start):
-            dropped = True
+            repeated = trained
         elif step <= start:
             kept.append(line + b"\n")
             time_s = seconds
-            trained = record if (event, step) == ("train", start) else trained
+            if (event, step) == ("train", start):
+                trained = {name: value for name, value in record.items() if name not in LOGGED}
     if unreadable:
         what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
         terminal.write_stderr(f"warning: {what}: training continues\n")
     # Even if there was no file: an append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
-    numbers = {name: value for name, value in trained.items() if name not in LOGGED}
-    return time_s, numbers if dropped else None
+    return time_s, repeated

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import LockstepError
+from engine.errors import LockstepError, headline
 from engine.files.atomic import write_atomically
 from engine.report import mlflow, wandb
 from engine.report.tensorboard import Board
@@ -35,8 +35,7 @@ def opened(run: Run, folder: Path, repeated: bool) -> list[Any]:
         try:
             found.append(kind(run.cfg, folder, ids.get(kind.name, "")))
         except Exception as error:  # of many kinds
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            what = f"{kind.name} cannot be started: {reason}"
+            what = f"{kind.name} cannot be started: {headline(error) or type(error).__name__}"
             raise LockstepError(what, f"{kind.name}.enable", kind.todo) from error
     if found:
         text = json.dumps({each.name: each.id for each in found}).encode()

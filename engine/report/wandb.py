@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine import config
-from engine.errors import LockstepError
+from engine.errors import LockstepError, headline
 from engine.report.tensorboard import encoded
 
 NO_LOGIN = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
@@ -35,9 +35,7 @@ def require(cfg: Any) -> None:
         except TypeError:  # an older version, which would prompt
             known = bool(wandb.api.api_key)
     except Exception as error:  # an invalid key
-        raise LockstepError(
-            f"wandb: {(str(error).splitlines() or [type(error).__name__])[0]}", "wandb.enable", NO_LOGIN
-        ) from None
+        raise LockstepError(f"wandb: {headline(error) or type(error).__name__}", "wandb.enable", NO_LOGIN) from None
     if not known:
         raise LockstepError("wandb has no login on this machine", "wandb.enable", NO_LOGIN)
 
