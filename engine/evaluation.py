@@ -85,9 +85,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         phase("validation")
         num_trials = _num_trials(run)
         tried = _trials(run, model, num_trials)
-        if num_trials and run.stop.reason:  # they may be only some of the trials
-            incomplete = True
-        vote = torch.tensor(float(incomplete))
+        # Or after only some of the trials.
+        vote = torch.tensor(float(incomplete or bool(num_trials and run.stop.reason)))
         world.sum(vote)
         if vote:
             run.agree_to_stop()

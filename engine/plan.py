@@ -12,7 +12,7 @@ from torch import nn
 from engine import private
 from engine.comm.world import World
 from engine.config import Config, Schedule
-from engine.errors import LockstepError
+from engine.errors import LockstepError, few
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,10 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
         return -(-share // passes), passes, cfg.global_batch
     if rest:
         near = sorted(sorted(_divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5])
-        processes = f"{' or '.join(map(str, near))} {'process' if near == [1] else 'processes'}"
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
             "global_batch",
-            f"start {processes}, or use global_batch={max(1, share) * parts}",
+            f"start {' or '.join(map(str, near))} of them, or use global_batch={max(1, share) * parts}",
         )
     if passes and share % passes:
         raise LockstepError(
@@ -256,8 +255,7 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
         for kind, depends in kinds.items():
             if depends:
                 found.setdefault(kind, []).append(path.partition(".parametrizations")[0] or type(module).__name__)
-    more = {kind: f" and {len(paths) - 3} more" if len(paths) > 3 else "" for kind, paths in found.items()}
-    return ", ".join(f"{kind} ({', '.join(paths[:3])}{more[kind]})" for kind, paths in found.items())
+    return ", ".join(f"{kind} ({few(paths, 3)})" for kind, paths in found.items())
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:

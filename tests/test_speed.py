@@ -406,7 +406,7 @@ def test_for_norms_in_half_precision_on_a_gpu_the_compiler_is_advised():
         there, model = World(0, 0, 1, torch.device(device)), nn.Sequential(nn.Conv3d(1, 8, 3), norm(8))
         decided = replace(plan.make_plan(cfg, there, 61), compile=mode, moments=0)
         said = describe.plan_table(decided, cfg, there, model, Precision(amp, there.device, ""))
-        return "compile=default fuses it" in said
+        return "compile=default fuses it" in said.get("worth a try", "")
 
     assert advised() and advised(amp="fp16")
     others = {"device": "cpu", "amp": "off", "mode": "default", "norm": nn.LayerNorm}

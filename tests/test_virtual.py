@@ -277,14 +277,14 @@ def test_the_number_of_processes_changes_nothing_that_is_dealt(words, dealt):
 def test_the_plans_rows():
     """Three processes: blocks of 2, 3 and 3 of 8, two nodes at most; in the last one 5 and 6 wait for 7."""
     made = plan_of("virtual_workers=8", "global_batch=20", "batch_size=2", processes=3)
-    rows = dict(describe._describe_workers(made, 3_000_000))
+    rows = describe._describe_workers(made, 3_000_000)
     assert rows == {
         "global batch": "20, dealt to 8 virtual workers: up to 3 samples each, in 2 passes of up to 2",
         "virtual workers": "2 or 3 of 8 per process x 3 processes; the same bits on 1 to 8 processes",
         "tree of sums": "2 of 3.0 MB waiting in a process at most; 6 MB per process and step out and back "
         "(an all-reduce: 4)",
     }
-    alone = dict(describe._describe_workers(dataclasses.replace(made, processes=1), 3_000_000))
+    alone = describe._describe_workers(dataclasses.replace(made, processes=1), 3_000_000)
     assert alone["tree of sums"].startswith("3 of 3.0 MB waiting") and "8 of 8 per" in alone["virtual workers"]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from engine.contract import LOGGED, Sums
-from engine.errors import LockstepError, amount, console, headline, show_bars
+from engine.errors import LockstepError, amount, console, few, headline, show_bars
 from engine.evaluation import pictures
 from engine.files import atomic, status
 from engine.metrics import Skipped, Straggler, means
@@ -144,10 +144,10 @@ class Log(Silent):
         self._write("skipped", run, about)
         if skipped.why:
             return
-        where = "; ".join(f"rank {rank}, samples {_few(samples)}" for rank, samples in ranks.items())
+        where = "; ".join(f"rank {rank}, samples {few(samples)}" for rank, samples in ranks.items())
         why = f"the loss is not finite ({where})" if ranks else "the gradient is not finite, although the loss is"
         if found:
-            why = _few([f"sample {index} has {what}" for index, what in found.items()])
+            why = few([f"sample {index} has {what}" for index, what in found.items()])
             if found.keys() & self.bad:
                 why += ", again: repair it or leave it out of the dataset, or this step is lost in each epoch"
         elif ranks and skipped.found is not None:
@@ -250,10 +250,6 @@ def _tagged(event: str, values: dict[str, Any]) -> dict[str, float]:
     bury `val/loss`."""
     numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
     return {f"{GROUPS[event]}{' ' if '/' in name else '/'}{name}": value for name, value in numbers.items()}
-
-
-def _few(samples: list[Any]) -> str:
-    return ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
