@@ -66,8 +66,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         incomplete = False
         phase("loading validation data")
         for number, batch in enumerate(_with_empty(run, batches)):
-            if run.workers.any(bool(run.stop.reason)):
-                incomplete = True
+            if incomplete := run.workers.any(bool(run.stop.reason)):
                 break
             phase("validation")
             seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
@@ -85,11 +84,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         phase("validation")
         num_trials = _num_trials(run)
         tried = _trials(run, model, num_trials)
-        # Or after only some of the trials.
-        vote = torch.tensor(float(incomplete or bool(num_trials and run.stop.reason)))
-        world.sum(vote)
-        if vote:
-            run.agree_to_stop()
+        run.agree_to_stop(incomplete or num_trials > 0)  # then they may be only some of the trials
+        if run.stopped:
             return None
         sums = scored.summed(world)
         check_count(sums, len(run.loaders.val.dataset))

@@ -333,9 +333,7 @@ class Gathered:
         if forms != self.forms:
             once, before = (", ".join(map(_words, sorted(each.items()))) or "nothing" for each in (forms, self.forms))
             what = f"`{self.source}` gives {once} once and {before} another time"
-            todo = (
-                "give the same names, types and shapes for every batch; sums are zeros where there is nothing to count"
-            )
+            todo = "give the same names, types and shapes for every batch, zeros where there is nothing to add up"
             raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,10 +88,6 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
     workers, copies = cfg.virtual_workers, max(1, len(devices))
-    if cfg.ddp.strategy != "ddp":
-        _check_sharded(cfg)
-    if workers:
-        _check_virtual(cfg, world.size, bool(devices))
     batch, passes, global_batch = _cut(cfg, workers or world.size * copies)
     accumulation = passes * -(-workers // world.size) if workers else passes
     steps_per_epoch = num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
@@ -100,8 +97,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             "batch_size",
             "use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
         )
-    if accumulation > 1:
-        _check_accumulation(cfg, world, accumulation)
+    _check_together(cfg, world, accumulation, devices)
     total_steps = cfg.epochs * steps_per_epoch or cfg.steps
     total_steps = min(total_steps, cfg.steps or total_steps)
     s = cfg.schedule
@@ -134,54 +130,45 @@ def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> 
     return lr * (growth if rule == "linear" else math.sqrt(growth))
 
 
-def _check_accumulation(cfg: Config, world: World, accumulation: int) -> None:
-    """Raise LockstepError where a setting rules out several forward passes a step."""
-    passes = f"with {accumulation} forward passes a step"
-    if cfg.ddp.static_graph and (world.size > 1 or cfg.virtual_workers):
-        what = f"ddp.static_graph=true {passes}: DDP's no_sync() rules it out"
-        raise LockstepError(what, "ddp.static_graph", "drop it, or use a larger batch_size")
-    if cfg.compile in CUDA_GRAPHS and world.device.type == "cuda":
-        raise LockstepError(
-            f"compile={cfg.compile} {passes}: each would overwrite the gradients of the one before, which lie in the "
-            "memory of a CUDA graph",  # pytorch#169545
-            "compile",
-            "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
-        )
-
-
-def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
-    """Raise LockstepError where a setting rules virtual workers out."""
-    workers = cfg.virtual_workers
-    todo = "drop it: virtual workers sum gradients and average buffers by themselves"
-    if processes > workers:
-        todo = f"start at most {workers}, or a new run with more workers than there ever will be processes"
-    excluded = {
-        f"{processes} processes": processes > workers,
-        "--multi-gpu dp": data_parallel,
-        "ddp.sync_bn=true": cfg.ddp.sync_bn,
-        f"ddp.buffers={cfg.ddp.buffers}": cfg.ddp.buffers != "same",
-        f"ddp.comm_hook={cfg.ddp.comm_hook}": cfg.ddp.comm_hook != "none",
-    }
-    if found := [setting for setting, is_set in excluded.items() if is_set]:
-        raise LockstepError(f"{found[0]} with virtual_workers={workers}", "virtual_workers", todo)
-
-
-def _check_sharded(cfg: Config) -> None:
-    """Raise LockstepError where a setting rules shards of the weights out."""
-    excluded = {
-        "optim.zero": (cfg.optim.zero, "drop it: moments are sharded, too"),
-        "cuda_graph": (cfg.cuda_graph, "drop it"),
-        "compile": (cfg.compile not in ("off", "auto"), "drop it"),
-        "memory_format": (cfg.memory_format == "channels_last", "drop it: rows of weights are contiguous"),
-        "multi_gpu": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
-        "ddp.comm_hook": (cfg.ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
-        "ddp.sync_bn": (cfg.ddp.sync_bn, "drop it, or use GroupNorm"),
-        "ddp.static_graph": (cfg.ddp.static_graph, "drop it"),
-        "virtual_workers": (cfg.virtual_workers and cfg.ddp.strategy == "hsdp", "use ddp.strategy=fsdp"),
-    }
-    for key, (is_set, todo) in excluded.items():
-        if is_set:
-            raise LockstepError(f"ddp.strategy={cfg.ddp.strategy} with {key}", key, todo)
+def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple[int, ...]) -> None:
+    """Raise LockstepError where what is chosen rules a setting out."""
+    strategy, workers, ddp = cfg.ddp.strategy, cfg.virtual_workers, cfg.ddp
+    fewer = f"start at most {workers}, or a new run with more workers than there ever will be processes"
+    by_themselves = "drop it: virtual workers sum gradients and average buffers by themselves"
+    no_graphs = (
+        "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass would overwrite the "
+        "gradients of the one before, which lie in the memory of a CUDA graph"  # pytorch#169545
+    )
+    rules: list[tuple[Any, str, dict[str, tuple[Any, str]]]] = [
+        (strategy != "ddp", f"ddp.strategy={strategy}", {
+            "optim.zero=true": (cfg.optim.zero, "drop it: moments are sharded, too"),
+            "cuda_graph=true": (cfg.cuda_graph, "drop it"),
+            f"compile={cfg.compile}": (cfg.compile not in ("off", "auto"), "drop it"),
+            "memory_format=channels_last": (cfg.memory_format == "channels_last", "drop it: rows are contiguous"),
+            "multi_gpu=dp": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
+            f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
+            "ddp.sync_bn=true": (ddp.sync_bn, "drop it, or use GroupNorm"),
+            "ddp.static_graph=true": (ddp.static_graph, "drop it"),
+            f"virtual_workers={workers}": (workers and strategy == "hsdp", "use ddp.strategy=fsdp"),
+        }),
+        (workers, f"virtual_workers={workers}", {
+            f"{world.size} processes": (world.size > workers, fewer),
+            "multi_gpu=dp": (devices, by_themselves),
+            "ddp.sync_bn=true": (ddp.sync_bn, by_themselves),
+            f"ddp.buffers={ddp.buffers}": (ddp.buffers != "same", by_themselves),
+            f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", by_themselves),
+        }),
+        (accumulation > 1, f"{accumulation} forward passes a step", {
+            "ddp.static_graph=true": (ddp.static_graph and (world.size > 1 or workers),
+                                      "drop it, or use a larger batch_size: DDP's no_sync() rules it out"),
+            f"compile={cfg.compile}": (cfg.compile in CUDA_GRAPHS and world.device.type == "cuda", no_graphs),
+        }),
+    ]  # fmt: skip
+    for applies, chosen, excluded in rules:
+        for setting, (is_set, todo) in excluded.items():
+            if applies and is_set:
+                where = setting if "=" in setting else chosen
+                raise LockstepError(f"{setting} with {chosen}", where.partition("=")[0], todo)
 
 
 def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:

@@ -286,9 +286,10 @@ class Run:
         with self.ema.swapped() if self.ema else nullcontext(), self.workers.buffers.unchanged():
             yield self.model.eval()
 
-    def agree_to_stop(self) -> None:
-        """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""
-        self.stopped = self.world.decide(self.stop.reason, lambda everyone: next(filter(None, everyone), "asked"))
+    def agree_to_stop(self, here: bool = True) -> None:
+        """(all ranks) Mark the run as stopped, for the reason of the first rank that wants to stop `here`."""
+        reason = self.stop.reason if here else ""
+        self.stopped = self.world.decide(reason, lambda everyone: next(filter(None, everyone), ""))
 
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""

@@ -246,9 +246,9 @@ def plan_of(*words, processes=1, samples=61):
     ("words", "processes", "says"),
     [
         ([], 5, "5 processes with virtual_workers=4 (virtual_workers): start at most 4, or a new run with more work"),
-        (["ddp.sync_bn=true"], 1, "ddp.sync_bn=true with virtual_workers=4 (virtual_workers): drop it: "),
-        (["ddp.buffers=mean"], 2, "ddp.buffers=mean with virtual_workers=4 (virtual_workers): drop it: "),
-        (["ddp.comm_hook=bf16"], 2, "ddp.comm_hook=bf16 with virtual_workers=4 (virtual_workers): drop it: "),
+        (["ddp.sync_bn=true"], 1, "ddp.sync_bn=true with virtual_workers=4 (ddp.sync_bn): drop it: "),
+        (["ddp.buffers=mean"], 2, "ddp.buffers=mean with virtual_workers=4 (ddp.buffers): drop it: "),
+        (["ddp.comm_hook=bf16"], 2, "ddp.comm_hook=bf16 with virtual_workers=4 (ddp.comm_hook): drop it: "),
     ],
 )
 def test_what_virtual_workers_rule_out(words, processes, says):

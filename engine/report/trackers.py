@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import LockstepError, headline
-from engine.files.atomic import write_atomically
+from engine.files.atomic import write_json
 from engine.report import mlflow, wandb
 from engine.report.tensorboard import Board
 
@@ -38,6 +38,5 @@ def opened(run: Run, folder: Path, repeated: bool) -> list[Any]:
             what = f"{kind.name} cannot be started: {headline(error) or type(error).__name__}"
             raise LockstepError(what, f"{kind.name}.enable", kind.todo) from error
     if found:
-        text = json.dumps({each.name: each.id for each in found}).encode()
-        write_atomically(folder / IDS, lambda file: file.write(text))
+        write_json(folder / IDS, {each.name: each.id for each in found})
     return [Board(folder / "logs", run, repeated), *found]
