@@ -175,10 +175,7 @@ class Stragglers:
 
 
 def loading_s(seconds: dict[str, float]) -> float:
-    """Return the seconds that a rank waited for its batches.
-
-    seconds  by phase
-    """
+    """Return how long a rank waited for its batches, of the seconds of its phases."""
     return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
 
 

@@ -101,6 +101,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     total_steps = cfg.epochs * steps_per_epoch or cfg.steps
     total_steps = min(total_steps, cfg.steps or total_steps)
     s = cfg.schedule
+    growth = global_batch / (s.base_batch_size or global_batch)  # linear: Goyal et al. 2017
     return Plan(
         num_samples=num_samples,
         micro_batch=batch * copies,
@@ -112,7 +113,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         total_steps=total_steps,
         warmup_steps=s.warmup_steps or round(s.warmup_epochs * steps_per_epoch),
         horizon=s.horizon or total_steps,
-        peak_lr=scaled_lr(cfg.optim.lr, s.lr_scaling, global_batch, s.base_batch_size),
+        peak_lr=cfg.optim.lr * {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[s.lr_scaling],
         schedule=s,
         devices=devices,
         sharded=cfg.ddp.strategy != "ddp",
@@ -120,14 +121,6 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         passes=passes,
         log_every=cfg.log_every or (50 if world.device.type == "cuda" else 10),  # there the host waits for the device
     )
-
-
-def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
-    """Return the peak rate: `lr` times the global batch's growth (linear, Goyal et al. 2017), its root, or 1."""
-    if rule == "none":
-        return lr
-    growth = global_batch / base_batch_size
-    return lr * (growth if rule == "linear" else math.sqrt(growth))
 
 
 def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple[int, ...]) -> None:

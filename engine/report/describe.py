@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from engine import launch, private
-from engine.comm import digests
 from engine.comm.ddp import MIB
 from engine.comm.dtensor import local
 from engine.comm.sealed import meeting
@@ -202,12 +201,6 @@ def resumed(run: Run) -> None:
     moved = [f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
     if moved and run.plan.workers:  # else the bits may change anyway; an old checkpoint lacks some names
         console.info(f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}")
-
-
-def sha256_of_weights(run: Run) -> str:
-    """(rank 0, or where they are sharded all) Return the first digits of the hash of what checkpoints hold of them."""
-    state = run.model.state_dict().items()
-    return digests.of_tensors(each for each in state if each[0] not in run.record.left_out)[:16]
 
 
 def ended(run: Run, path: Path, sha256: str) -> str:
