@@ -24,12 +24,12 @@ def log_metrics(run: Run) -> None:
     """(all ranks) Look for a straggler, and log the metrics since the last log point."""
     seconds = phase.take()
     run.record.log.straggler(run, run.meter.stragglers.find(seconds))
+    metrics: dict[str, Any] = training_metrics(run, seconds)
     every, step = run.cfg.digest_every, run.progress.step
-    digest = ""
     if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
         with run.world.host_sync():
-            digest = run.workers.digest()
-    run.record.log.train(run, training_metrics(run, seconds), digest)
+            metrics["digest"] = run.workers.digest()
+    run.record.log.train(run, metrics)
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:

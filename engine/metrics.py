@@ -346,16 +346,13 @@ def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
     return {name: _packed(values) for name, values in found.items()}
 
 
-def _packed(values: Any) -> Packed:
+def _packed(values: Any) -> Any:
     """Copy tensors: a view would keep the whole of its storage."""
     if isinstance(values, (list, tuple)) and values and all(isinstance(each, Tensor) for each in values):
         if values[0].ndim:
-            return Ragged(_on_host(torch.cat([*values])), [len(value) for value in values])
+            return Ragged(_packed(torch.cat([*values])), [len(value) for value in values])
         values = torch.stack([*values])
-    return _on_host(torch.as_tensor(values)) if isinstance(values, (Tensor, np.ndarray)) else [*values]
-
-
-def _on_host(values: Tensor) -> Tensor:
-    """Return a copy; of bf16, which NumPy does not know, in float32."""
-    dtype = torch.float32 if values.dtype == torch.bfloat16 else values.dtype
-    return values.detach().to("cpu", dtype, copy=True)
+    if not isinstance(values, (Tensor, np.ndarray)):
+        return [*values]
+    tensor = torch.as_tensor(values).detach()
+    return tensor.to("cpu", torch.float32 if tensor.dtype == torch.bfloat16 else None, copy=True)  # NumPy has no bf16

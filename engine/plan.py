@@ -80,10 +80,6 @@ class Plan:
         return self.horizon - max(1, round(self.schedule.decay_share * self.horizon))
 
 
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that record CUDA graphs."""
-
-
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
@@ -98,8 +94,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             "use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
         )
     _check_together(cfg, world, accumulation, devices)
-    total_steps = cfg.epochs * steps_per_epoch or cfg.steps
-    total_steps = min(total_steps, cfg.steps or total_steps)
+    total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))  # one of them is given
     s = cfg.schedule
     growth = global_batch / (s.base_batch_size or global_batch)  # linear: Goyal et al. 2017
     return Plan(
@@ -128,6 +123,7 @@ def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple
     strategy, workers, ddp = cfg.ddp.strategy, cfg.virtual_workers, cfg.ddp
     fewer = f"start at most {workers}, or a new run with more workers than there ever will be processes"
     by_themselves = "drop it: virtual workers sum gradients and average buffers by themselves"
+    graphs = cfg.compile in ("reduce-overhead", "max-autotune") and world.device.type == "cuda"
     no_graphs = (
         "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass would overwrite the "
         "gradients of the one before, which lie in the memory of a CUDA graph"  # pytorch#169545
@@ -154,7 +150,7 @@ def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple
         (accumulation > 1, f"{accumulation} forward passes a step", {
             "ddp.static_graph=true": (ddp.static_graph and (world.size > 1 or workers),
                                       "drop it, or use a larger batch_size: DDP's no_sync() rules it out"),
-            f"compile={cfg.compile}": (cfg.compile in CUDA_GRAPHS and world.device.type == "cuda", no_graphs),
+            f"compile={cfg.compile}": (graphs, no_graphs),
         }),
     ]  # fmt: skip
     for applies, chosen, excluded in rules:

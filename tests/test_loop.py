@@ -240,7 +240,7 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
         now[0] += seconds
 
     run, _ = steps("epochs=2", "eval_every=3", "log_every=2")
-    log = {"train": lambda self, run, metrics, digest: told.append(metrics["samples_per_s"])}
+    log = {"train": lambda self, run, metrics: told.append(metrics["samples_per_s"])}
     trained(monkeypatch, run, lambda *_: passes(1), **log, evaluation=lambda *_: passes(100))
     assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
 

@@ -44,7 +44,7 @@ class Log(Silent):
     def __init__(self, folder: Path, run: Run):
         self.folder, self.first_step, self.began = folder, run.progress.step, time.perf_counter()
         self.lost: set[str] = set()  # names of sinks that cannot be written; each is warned of once
-        self.bad: set[str] = set()  # indices of samples that are not finite
+        self.bad: set[int] = set()  # indices of samples that are not finite
         self.slowest: tuple[int, str] | None = None  # rank and phase of the last straggler that was named
         self.contention = cores.CpuContention()
         self.bars = _has_room_for_bars()
@@ -101,9 +101,9 @@ class Log(Silent):
 
     # ---- events ----
 
-    def train(self, run: Run, metrics: dict[str, float], digest: str) -> None:
+    def train(self, run: Run, metrics: dict[str, Any]) -> None:
         p, plan = run.progress, run.plan
-        self._write("train", run, metrics | ({"digest": digest} if digest else {}))
+        self._write("train", run, metrics)
         shown = {name.lower(): value for name, value in _shown(metrics).items()}
         if self.bars:
             self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)
@@ -137,8 +137,7 @@ class Log(Silent):
             console.warning(f"rank {found.rank} takes {found.ratio:.1f} times as long as the others, in {found.phase}")
 
     def skipped(self, run: Run, skipped: Skipped) -> None:
-        ranks = {str(rank): samples for rank, samples in skipped.samples.items()}
-        found = {str(index): what for index, what in (skipped.found or {}).items()}
+        ranks, found = skipped.samples, skipped.found or {}
         about: dict[str, Any] = {"skipped_step": skipped.step, "ranks": ranks}
         about |= {"why": skipped.why} if skipped.why else {"found": found} if found else {}
         self._write("skipped", run, about)
