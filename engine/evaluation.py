@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +14,8 @@ from engine.contract import Batch, Sums
 from engine.data.batches import info_of
 from engine.metrics import Gathered, loading_s, means
 from engine.phases import phase
+from engine.run import Run
 from engine.seeds import seed_generators
-
-if TYPE_CHECKING:
-    from engine.run import Run
 
 
 def log_metrics(run: Run) -> None:

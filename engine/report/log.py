@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,12 +23,9 @@ from engine.files import atomic, status
 from engine.metrics import Skipped, Straggler, means
 from engine.report import trackers
 from engine.report.tensorboard import Board
-from engine.run import Silent
+from engine.run import Run, Silent
 from engine.speed import cores
 from engine.survive import terminal
-
-if TYPE_CHECKING:
-    from engine.run import Run
 
 T = TypeVar("T")
 

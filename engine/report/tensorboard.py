@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from engine import config
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run
 
 
 class Board:

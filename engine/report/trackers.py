@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import LockstepError, headline
 from engine.files.atomic import write_json
 from engine.report import mlflow, wandb
 from engine.report.tensorboard import Board
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run
 
 IDS = "trackers.json"
 """In a run's folder: the run's number at each tracker, by which a resumed run is continued there."""
