@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -191,7 +192,7 @@ def evaluate(run: Run, save_due: bool = False) -> None:
         run.record.metrics, sums = scored
         run.record.log.evaluation(run, run.record.metrics, sums)
     better = run.progress.note_score(run.record.metrics[run.task.monitor], run.task.higher_is_better)
-    state["progress"] = run.progress.as_dict()  # everything else is unchanged by an evaluation
+    state["progress"] = asdict(run.progress)  # everything else is unchanged by an evaluation
     if better or save_due or run.finished:
         save(run, state, best=better)
     run.meter.restart_clock()  # samples per second are of the training alone

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Container, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def capture(run: Run) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "config": config.to_dict(run.cfg),
-        "progress": run.progress.as_dict(),
+        "progress": asdict(run.progress),
         "global_batch": run.plan.global_batch,
         "num_samples": run.plan.num_samples,
         "horizon": run.plan.horizon,

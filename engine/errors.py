@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 class LockstepError(Exception):
@@ -34,10 +35,14 @@ def amount(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
+def few(items: Sequence[Any], most: int = 8) -> str:
+    """Return the first ones, and how many more there are."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
 def named_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, `ranks 0, 3`, and of many the first eight."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {few(ranks)}"
 
 
 console = logging.getLogger("lockstep")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,22 +14,20 @@ from engine.contract import Batch, Sums
 from engine.data.batches import info_of
 from engine.metrics import Gathered, loading_s, means
 from engine.phases import phase
+from engine.run import Run
 from engine.seeds import seed_generators
-
-if TYPE_CHECKING:
-    from engine.run import Run
 
 
 def log_metrics(run: Run) -> None:
     """(all ranks) Look for a straggler, and log the metrics since the last log point."""
     seconds = phase.take()
     run.record.log.straggler(run, run.meter.stragglers.find(seconds))
+    metrics: dict[str, Any] = training_metrics(run, seconds)
     every, step = run.cfg.digest_every, run.progress.step
-    digest = ""
     if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
         with run.world.host_sync():
-            digest = run.workers.digest()
-    run.record.log.train(run, training_metrics(run, seconds), digest)
+            metrics["digest"] = run.workers.digest()
+    run.record.log.train(run, metrics)
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
@@ -66,8 +64,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         incomplete = False
         phase("loading validation data")
         for number, batch in enumerate(_with_empty(run, batches)):
-            if run.workers.any(bool(run.stop.reason)):
-                incomplete = True
+            if incomplete := run.workers.any(bool(run.stop.reason)):
                 break
             phase("validation")
             seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
@@ -85,12 +82,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         phase("validation")
         num_trials = _num_trials(run)
         tried = _trials(run, model, num_trials)
-        if num_trials and run.stop.reason:  # they may be only some of the trials
-            incomplete = True
-        vote = torch.tensor(float(incomplete))
-        world.sum(vote)
-        if vote:
-            run.agree_to_stop()
+        run.agree_to_stop(incomplete or num_trials > 0)  # then they may be only some of the trials
+        if run.stopped:
             return None
         sums = scored.summed(world)
         check_count(sums, len(run.loaders.val.dataset))

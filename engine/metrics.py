@@ -175,10 +175,7 @@ class Stragglers:
 
 
 def loading_s(seconds: dict[str, float]) -> float:
-    """Return the seconds that a rank waited for its batches.
-
-    seconds  by phase
-    """
+    """Return how long a rank waited for its batches, of the seconds of its phases."""
     return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
 
 
@@ -333,9 +330,7 @@ class Gathered:
         if forms != self.forms:
             once, before = (", ".join(map(_words, sorted(each.items()))) or "nothing" for each in (forms, self.forms))
             what = f"`{self.source}` gives {once} once and {before} another time"
-            todo = (
-                "give the same names, types and shapes for every batch; sums are zeros where there is nothing to count"
-            )
+            todo = "give the same names, types and shapes for every batch, zeros where there is nothing to add up"
             raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
 
@@ -351,16 +346,13 @@ def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
     return {name: _packed(values) for name, values in found.items()}
 
 
-def _packed(values: Any) -> Packed:
+def _packed(values: Any) -> Any:
     """Copy tensors: a view would keep the whole of its storage."""
     if isinstance(values, (list, tuple)) and values and all(isinstance(each, Tensor) for each in values):
         if values[0].ndim:
-            return Ragged(_on_host(torch.cat([*values])), [len(value) for value in values])
+            return Ragged(_packed(torch.cat([*values])), [len(value) for value in values])
         values = torch.stack([*values])
-    return _on_host(torch.as_tensor(values)) if isinstance(values, (Tensor, np.ndarray)) else [*values]
-
-
-def _on_host(values: Tensor) -> Tensor:
-    """Return a copy; of bf16, which NumPy does not know, in float32."""
-    dtype = torch.float32 if values.dtype == torch.bfloat16 else values.dtype
-    return values.detach().to("cpu", dtype, copy=True)
+    if not isinstance(values, (Tensor, np.ndarray)):
+        return [*values]
+    tensor = torch.as_tensor(values).detach()
+    return tensor.to("cpu", torch.float32 if tensor.dtype == torch.bfloat16 else None, copy=True)  # NumPy has no bf16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from engine import private
 from engine.comm.world import World
 from engine.config import Config, Schedule
-from engine.errors import LockstepError
+from engine.errors import LockstepError, few
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,10 @@ class Plan:
         return self.horizon - max(1, round(self.schedule.decay_share * self.horizon))
 
 
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that record CUDA graphs."""
-
-
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
     workers, copies = cfg.virtual_workers, max(1, len(devices))
-    if cfg.ddp.strategy != "ddp":
-        _check_sharded(cfg)
-    if workers:
-        _check_virtual(cfg, world.size, bool(devices))
     batch, passes, global_batch = _cut(cfg, workers or world.size * copies)
     accumulation = passes * -(-workers // world.size) if workers else passes
     steps_per_epoch = num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
@@ -100,11 +93,10 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             "batch_size",
             "use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
         )
-    if accumulation > 1:
-        _check_accumulation(cfg, world, accumulation)
-    total_steps = cfg.epochs * steps_per_epoch or cfg.steps
-    total_steps = min(total_steps, cfg.steps or total_steps)
+    _check_together(cfg, world, accumulation, devices)
+    total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))  # one of them is given
     s = cfg.schedule
+    growth = global_batch / (s.base_batch_size or global_batch)  # linear: Goyal et al. 2017
     return Plan(
         num_samples=num_samples,
         micro_batch=batch * copies,
@@ -116,7 +108,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         total_steps=total_steps,
         warmup_steps=s.warmup_steps or round(s.warmup_epochs * steps_per_epoch),
         horizon=s.horizon or total_steps,
-        peak_lr=scaled_lr(cfg.optim.lr, s.lr_scaling, global_batch, s.base_batch_size),
+        peak_lr=cfg.optim.lr * {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[s.lr_scaling],
         schedule=s,
         devices=devices,
         sharded=cfg.ddp.strategy != "ddp",
@@ -126,62 +118,46 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     )
 
 
-def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
-    """Return the peak rate: `lr` times the global batch's growth (linear, Goyal et al. 2017), its root, or 1."""
-    if rule == "none":
-        return lr
-    growth = global_batch / base_batch_size
-    return lr * (growth if rule == "linear" else math.sqrt(growth))
-
-
-def _check_accumulation(cfg: Config, world: World, accumulation: int) -> None:
-    """Raise LockstepError where a setting rules out several forward passes a step."""
-    passes = f"with {accumulation} forward passes a step"
-    if cfg.ddp.static_graph and (world.size > 1 or cfg.virtual_workers):
-        what = f"ddp.static_graph=true {passes}: DDP's no_sync() rules it out"
-        raise LockstepError(what, "ddp.static_graph", "drop it, or use a larger batch_size")
-    if cfg.compile in CUDA_GRAPHS and world.device.type == "cuda":
-        raise LockstepError(
-            f"compile={cfg.compile} {passes}: each would overwrite the gradients of the one before, which lie in the "
-            "memory of a CUDA graph",  # pytorch#169545
-            "compile",
-            "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
-        )
-
-
-def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
-    """Raise LockstepError where a setting rules virtual workers out."""
-    workers = cfg.virtual_workers
-    todo = "drop it: virtual workers sum gradients and average buffers by themselves"
-    if processes > workers:
-        todo = f"start at most {workers}, or a new run with more workers than there ever will be processes"
-    excluded = {
-        f"{processes} processes": processes > workers,
-        "--multi-gpu dp": data_parallel,
-        "ddp.sync_bn=true": cfg.ddp.sync_bn,
-        f"ddp.buffers={cfg.ddp.buffers}": cfg.ddp.buffers != "same",
-        f"ddp.comm_hook={cfg.ddp.comm_hook}": cfg.ddp.comm_hook != "none",
-    }
-    if found := [setting for setting, is_set in excluded.items() if is_set]:
-        raise LockstepError(f"{found[0]} with virtual_workers={workers}", "virtual_workers", todo)
-
-
-def _check_sharded(cfg: Config) -> None:
-    """Raise LockstepError where a setting rules shards of the weights out."""
-    excluded = {
-        "optim.zero": (cfg.optim.zero, "drop it: moments are sharded, too"),
-        "cuda_graph": (cfg.cuda_graph, "drop it"),
-        "compile": (cfg.compile not in ("off", "auto"), "drop it"),
-        "memory_format": (cfg.memory_format == "channels_last", "drop it: rows of weights are contiguous"),
-        "multi_gpu": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
-        "ddp.comm_hook": (cfg.ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
-        "ddp.sync_bn": (cfg.ddp.sync_bn, "drop it, or use GroupNorm"),
-        "ddp.static_graph": (cfg.ddp.static_graph, "drop it"),
-        "virtual_workers": (cfg.virtual_workers and cfg.ddp.strategy == "hsdp", "use ddp.strategy=fsdp"),
-    }
-    for key, (is_set, todo) in excluded.items():
-        if is_set:
-            raise LockstepError(f"ddp.strategy={cfg.ddp.strategy} with {key}", key, todo)
+def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple[int, ...]) -> None:
+    """Raise LockstepError where what is chosen rules a setting out."""
+    strategy, workers, ddp = cfg.ddp.strategy, cfg.virtual_workers, cfg.ddp
+    fewer = f"start at most {workers}, or a new run with more workers than there ever will be processes"
+    by_themselves = "drop it: virtual workers sum gradients and average buffers by themselves"
+    graphs = cfg.compile in ("reduce-overhead", "max-autotune") and world.device.type == "cuda"
+    no_graphs = (
+        "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass would overwrite the "
+        "gradients of the one before, which lie in the memory of a CUDA graph"  # pytorch#169545
+    )
+    rules: list[tuple[Any, str, dict[str, tuple[Any, str]]]] = [
+        (strategy != "ddp", f"ddp.strategy={strategy}", {
+            "optim.zero=true": (cfg.optim.zero, "drop it: moments are sharded, too"),
+            "cuda_graph=true": (cfg.cuda_graph, "drop it"),
+            f"compile={cfg.compile}": (cfg.compile not in ("off", "auto"), "drop it"),
+            "memory_format=channels_last": (cfg.memory_format == "channels_last", "drop it: rows are contiguous"),
+            "multi_gpu=dp": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
+            f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
+            "ddp.sync_bn=true": (ddp.sync_bn, "drop it, or use GroupNorm"),
+            "ddp.static_graph=true": (ddp.static_graph, "drop it"),
+            f"virtual_workers={workers}": (workers and strategy == "hsdp", "use ddp.strategy=fsdp"),
+        }),
+        (workers, f"virtual_workers={workers}", {
+            f"{world.size} processes": (world.size > workers, fewer),
+            "multi_gpu=dp": (devices, by_themselves),
+            "ddp.sync_bn=true": (ddp.sync_bn, by_themselves),
+            f"ddp.buffers={ddp.buffers}": (ddp.buffers != "same", by_themselves),
+            f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", by_themselves),
+        }),
+        (accumulation > 1, f"{accumulation} forward passes a step", {
+            "ddp.static_graph=true": (ddp.static_graph and (world.size > 1 or workers),
+                                      "drop it, or use a larger batch_size: DDP's no_sync() rules it out"),
+            f"compile={cfg.compile}": (graphs, no_graphs),
+        }),
+    ]  # fmt: skip
+    for applies, chosen, excluded in rules:
+        for setting, (is_set, todo) in excluded.items():
+            if applies and is_set:
+                where = setting if "=" in setting else chosen
+                raise LockstepError(f"{setting} with {chosen}", where.partition("=")[0], todo)
 
 
 def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
@@ -197,11 +173,10 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
         return -(-share // passes), passes, cfg.global_batch
     if rest:
         near = sorted(sorted(_divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5])
-        processes = f"{' or '.join(map(str, near))} {'process' if near == [1] else 'processes'}"
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
             "global_batch",
-            f"start {processes}, or use global_batch={max(1, share) * parts}",
+            f"start {' or '.join(map(str, near))} of them, or use global_batch={max(1, share) * parts}",
         )
     if passes and share % passes:
         raise LockstepError(
@@ -256,8 +231,7 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
         for kind, depends in kinds.items():
             if depends:
                 found.setdefault(kind, []).append(path.partition(".parametrizations")[0] or type(module).__name__)
-    more = {kind: f" and {len(paths) - 3} more" if len(paths) > 3 else "" for kind, paths in found.items()}
-    return ", ".join(f"{kind} ({', '.join(paths[:3])}{more[kind]})" for kind, paths in found.items())
+    return ", ".join(f"{kind} ({few(paths, 3)})" for kind, paths in found.items())
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -48,9 +48,6 @@ class Progress:
     skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)  # of the logged part of this epoch
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def next_epoch(self) -> None:
         self.epoch, self.position, self.epoch_totals = self.epoch + 1, 0, {}
 
@@ -67,10 +64,9 @@ class Stop:
     """Whether to stop before the end. The ranks vote in the all-reduce of every step.
 
     reason  why this process wants to stop; empty while it does not
-    agreed  the reason of the first rank that has one, once all ranks know that they stop
     """
 
-    reason = agreed = ""
+    reason = ""
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -82,13 +78,12 @@ class Silent:
     def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
         return items
 
-    def train(self, run: Run, metrics: dict[str, float], digest: str) -> None: ...
+    def train(self, run: Run, metrics: dict[str, Any]) -> None: ...
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
     def straggler(self, run: Run, found: Straggler | None) -> None: ...
     def skipped(self, run: Run, skipped: Skipped) -> None: ...
     def changed(self, run: Run, changes: list[str]) -> None: ...
     def sync(self) -> None: ...
-    def end_bars(self, run: Run) -> None: ...
     def close(self, status: str = "done") -> None: ...
 
 
@@ -154,6 +149,7 @@ class Run:
     stop: Stop = field(default_factory=Stop)
     progress: Progress = field(default_factory=Progress)
     record: Record = field(default_factory=Record)
+    stopped: str = ""  # the reason of the first rank that has one, once all ranks know that they stop
 
     def __post_init__(self) -> None:
         world, model, cfg, workers = self.world, self.model, self.cfg.ddp, self.plan.workers
@@ -282,11 +278,6 @@ class Run:
         p, patience = self.progress, self.cfg.patience
         return p.step >= self.plan.total_steps or bool(patience and p.stale >= patience)
 
-    @property
-    def stopped(self) -> str:
-        """Why the run ended early, once all ranks have agreed to stop."""
-        return self.stop.agreed
-
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:
         """The model in eval mode, with the average of weights if one is kept. What it changes in buffers is put back:
@@ -294,9 +285,10 @@ class Run:
         with self.ema.swapped() if self.ema else nullcontext(), self.workers.buffers.unchanged():
             yield self.model.eval()
 
-    def agree_to_stop(self) -> None:
-        """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""
-        self.stop.agreed = self.world.decide(self.stop.reason, lambda everyone: next(filter(None, everyone), "asked"))
+    def agree_to_stop(self, here: bool = True) -> None:
+        """(all ranks) Mark the run as stopped, for the reason of the first rank that wants to stop `here`."""
+        reason = self.stop.reason if here else ""
+        self.stopped = self.world.decide(reason, lambda everyone: next(filter(None, everyone), ""))
 
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""

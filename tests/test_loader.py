@@ -265,7 +265,7 @@ def test_global_batch_is_kept_by_accumulation(global_batch, size, passes, expect
 
 
 def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_can():
-    with pytest.raises(LockstepError, match=r"does not divide by 5 processes.*start .*4.*6 processes"):
+    with pytest.raises(LockstepError, match=r"does not divide by 5 processes.*start .*4.*6 of them"):
         make_plan(1000, 5, global_batch=12)
     with pytest.raises(LockstepError, match="0 steps per epoch"):
         make_plan(0, 1)

@@ -217,7 +217,7 @@ def test_the_time_that_is_left_is_told_from_the_steps_since_the_resume(tmp_path,
     found, job = opened(tmp_path, step=100)
     errors.set_up(main=True)
     job.progress.step, now[0] = 106, 60.0
-    found.train(job, {"lr": 0.1, "grad_norm": 1.0, "samples_per_s": 1.0, "data_wait_share": 0.0}, "")
+    found.train(job, {"lr": 0.1, "grad_norm": 1.0, "samples_per_s": 1.0, "data_wait_share": 0.0})
     found.close()
     (said,) = capsys.readouterr().out.splitlines()
     assert " step 106/136 " in said and said.endswith(" ETA 0:05:00")

@@ -129,8 +129,8 @@ def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_
     watch = Stragglers(run.world, 1)
     assert watch.find({"forward": 1.0, "data loading": 0.5}) is None and watch.times.tolist() == [[0.5, 1.0], [0, 0]]
     run.stop.request("SIGTERM")
-    monkeypatch.setattr(type(run), "agree_to_stop", lambda self: None)
-    assert evaluate_split(run, [None]) is None and sent == ["cpu", "cpu"]
+    monkeypatch.setattr(World, "decide", lambda self, value, choose: choose(iter(["", value])))
+    assert evaluate_split(run, [None]) is None and sent == ["cpu"] and run.stopped == "SIGTERM"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
         now[0] += seconds
 
     run, _ = steps("epochs=2", "eval_every=3", "log_every=2")
-    log = {"train": lambda self, run, metrics, digest: told.append(metrics["samples_per_s"])}
+    log = {"train": lambda self, run, metrics: told.append(metrics["samples_per_s"])}
     trained(monkeypatch, run, lambda *_: passes(1), **log, evaluation=lambda *_: passes(100))
     assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
 

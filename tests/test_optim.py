@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from engine import optim, plan
+from engine import config, optim, plan
 from engine.comm.plain import Plain
 from engine.comm.world import World
 from engine.config import Optim, Schedule
@@ -102,9 +102,14 @@ def test_the_learning_rate_is_a_function_of_the_step(kind):
 
 
 def test_learning_rates_scale_as_asked():
-    assert plan.scaled_lr(1e-3, "linear", 128, 32) == pytest.approx(4e-3)  # guide 001: four GPUs, four times
-    assert plan.scaled_lr(1e-3, "sqrt", 128, 32) == pytest.approx(2e-3)
-    assert plan.scaled_lr(1e-3, "none", 128, 32) == 1e-3
+    def peak(rule):
+        schedule = Schedule(lr_scaling=rule, base_batch_size=32)
+        cfg = config.Config(batch_size=32, optim=Optim(lr=1e-3), schedule=schedule)
+        return plan.make_plan(cfg, World(0, 0, 4, torch.device("cpu")), 1000).peak_lr
+
+    assert peak("linear") == pytest.approx(4e-3)  # guide 001: four GPUs, four times
+    assert peak("sqrt") == pytest.approx(2e-3)
+    assert peak("none") == 1e-3
 
 
 def test_the_average_is_torchs_own_but_of_skipped_steps():

@@ -105,8 +105,10 @@ def test_the_profile_changes_nothing(launch, tmp_path):
 def test_a_run_that_is_too_short_says_so(launch, tmp_path):
     done = succeed(launch.python("train.py", TOY, "steps=4", f"save_dir={tmp_path}", "--profile"))
     assert "--profile lets 10 steps pass, and this run had 4" in done.out
-    done = succeed(launch.python("train.py", *WORDS, "steps=15", f"save_dir={tmp_path / 'b'}", "--profile"))
-    assert "(5 steps, from the 11th on)" in done.out and not (tmp_path / "b" / "trace.json").exists()
+    for steps in (15, 40):
+        run = tmp_path / str(steps)
+        done = succeed(launch.python("train.py", *WORDS, f"steps={steps}", f"save_dir={run}", "--profile"))
+        assert f"({steps - 10} steps, from the 11th on)" in done.out and not (run / "trace.json").exists()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

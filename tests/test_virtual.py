@@ -246,9 +246,9 @@ def plan_of(*words, processes=1, samples=61):
     ("words", "processes", "says"),
     [
         ([], 5, "5 processes with virtual_workers=4 (virtual_workers): start at most 4, or a new run with more work"),
-        (["ddp.sync_bn=true"], 1, "ddp.sync_bn=true with virtual_workers=4 (virtual_workers): drop it: "),
-        (["ddp.buffers=mean"], 2, "ddp.buffers=mean with virtual_workers=4 (virtual_workers): drop it: "),
-        (["ddp.comm_hook=bf16"], 2, "ddp.comm_hook=bf16 with virtual_workers=4 (virtual_workers): drop it: "),
+        (["ddp.sync_bn=true"], 1, "ddp.sync_bn=true with virtual_workers=4 (ddp.sync_bn): drop it: "),
+        (["ddp.buffers=mean"], 2, "ddp.buffers=mean with virtual_workers=4 (ddp.buffers): drop it: "),
+        (["ddp.comm_hook=bf16"], 2, "ddp.comm_hook=bf16 with virtual_workers=4 (ddp.comm_hook): drop it: "),
     ],
 )
 def test_what_virtual_workers_rule_out(words, processes, says):
@@ -277,14 +277,14 @@ def test_the_number_of_processes_changes_nothing_that_is_dealt(words, dealt):
 def test_the_plans_rows():
     """Three processes: blocks of 2, 3 and 3 of 8, two nodes at most; in the last one 5 and 6 wait for 7."""
     made = plan_of("virtual_workers=8", "global_batch=20", "batch_size=2", processes=3)
-    rows = dict(describe._describe_workers(made, 3_000_000))
+    rows = describe._describe_workers(made, 3_000_000)
     assert rows == {
         "global batch": "20, dealt to 8 virtual workers: up to 3 samples each, in 2 passes of up to 2",
         "virtual workers": "2 or 3 of 8 per process x 3 processes; the same bits on 1 to 8 processes",
         "tree of sums": "2 of 3.0 MB waiting in a process at most; 6 MB per process and step out and back "
         "(an all-reduce: 4)",
     }
-    alone = dict(describe._describe_workers(dataclasses.replace(made, processes=1), 3_000_000))
+    alone = describe._describe_workers(dataclasses.replace(made, processes=1), 3_000_000)
     assert alone["tree of sums"].startswith("3 of 3.0 MB waiting") and "8 of 8 per" in alone["virtual workers"]
 
 

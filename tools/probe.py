@@ -39,7 +39,7 @@ from engine.files import run_folder, status
 from engine.files.atomic import write_json
 from engine.phases import phase
 from engine.report import describe
-from engine.report.profile import PHASES, PerformanceProfiler, changes
+from engine.report.profile import PHASES, PerformanceProfiler, heeded
 from engine.run import Due, Run
 from engine.speed.cores import CpuContention, threads_at_most
 from engine.survive import blame
@@ -106,10 +106,8 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
     peak = max(world.gather(peak_memory_mb(run)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
-    listener = changes(PHASES, profiler.mark)
-    phase.listeners.append(listener)
-    timed(run, steps, count)
-    phase.listeners.remove(listener)
+    with heeded(PHASES, profiler.mark):
+        timed(run, steps, count)
     profiler.mark("")
     spent = profiler.spent()
     on_gpu = world.device.type == "cuda"

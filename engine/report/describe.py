@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from engine import launch, private
-from engine.comm import digests
 from engine.comm.ddp import MIB
 from engine.comm.dtensor import local
 from engine.comm.sealed import meeting
@@ -18,7 +17,7 @@ from engine.comm.tree import dealt, spans
 from engine.comm.world import World, on_rank0
 from engine.config import Config
 from engine.contract import per_sample
-from engine.errors import amount, console, set_up
+from engine.errors import amount, console, few, set_up
 from engine.files import status
 from engine.files.checkpoints import LAST
 from engine.plan import Plan, cut_dependent, data_parallel_devices
@@ -47,8 +46,8 @@ def announce(world: World, cfg: Any, always: bool) -> None:
         console.info("Started again with " + " ".join(f"{k}={v}" for k, v in restart.settings.items()))
 
 
-def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> str:
-    """Return the arithmetic of a run as lines of text."""
+def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> dict[str, str]:
+    """Return the arithmetic of a run as lines of text, by name."""
     everything = list(model.parameters())
     trained = [p for p in everything if p.requires_grad]
     numbers, trained_numbers = (sum(p.numel() for p in params) for params in (everything, trained))
@@ -64,45 +63,44 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
         base = f"{cfg.schedule.lr_scaling}, tuned at batch {cfg.schedule.base_batch_size}"
         lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
     replicas = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
-    decay = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
+    then = f"{cfg.schedule.kind} over {plan.horizon}"
+    then += f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
     more = "activations besides" if plan.moments is not None else "activations and the optimizer's state besides"
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
     epochs = plan.total_steps / plan.steps_per_epoch
     length = f"{plan.total_steps} = {epochs:{'.0f' if epochs >= 1000 else '.4g'}} epochs"
     if cfg.steps > plan.total_steps:
         length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
-    rows = [
-        ("global batch", f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
-                         f"{plan.accumulation} accumulation = {plan.global_batch}"),
-        ("steps per epoch", f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
-                            f"{plan.dropped} samples dropped"),
-        ("optimizer steps", length),
-        ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"
-                          f"{decay}"),
-        ("parameters", f"{numbers:,}" + (f", {trained_numbers:,} trained" if trained_numbers < numbers else "")),
-        ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
-        ("device", ", ".join([f"{world.device}", *plan.speed])),
-        ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
-                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {more}"),
-    ]  # fmt: skip
+    cut = (f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
+           f"{plan.accumulation} accumulation = {plan.global_batch}")  # fmt: skip
+    rows = _describe_workers(plan, trained_bytes) if plan.workers else {"global batch": cut}
+    rows |= {
+        "steps per epoch": f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
+                           f"{plan.dropped} samples dropped",
+        "optimizer steps": length,
+        "learning rate": f"{lr}, {plan.warmup_steps} warm-up steps, then {then}",
+        "parameters": f"{numbers:,}" + (f", {trained_numbers:,} trained" if trained_numbers < numbers else ""),
+        "precision": f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})",
+        "device": ", ".join([f"{world.device}", *plan.speed]),
+        "memory": " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
+                  + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {more}",
+    }  # fmt: skip
     half_on_gpu = world.device.type == "cuda" and precision.name != "off" and plan.compile == "off"
     if half_on_gpu and any(isinstance(module, nn.GroupNorm) for module in model.modules()):
         text = f"GroupNorm in {precision.name}, kernel by kernel, moves about twice the bytes: compile=default fuses it"
-        rows.append(("worth a try", text))
+        rows["worth a try"] = text
     saves = "at the end of an epoch; a kill repeats the epoch, and 10 s before it"
     if cfg.save_minutes:
         saves = f"each epoch and every {cfg.save_minutes:g} min, or 100 times a save's CPU time; a kill repeats that"
     if cfg.save_every:
         saves = f"every {amount(cfg.save_every, 'step')}; a kill repeats that"
-    rows.append(("checkpoints", f"{saves} at most"))
-    if plan.workers:
-        rows[:1] = _describe_workers(plan, trained_bytes)
-    elif parts_of := cut_dependent(model, plan.accumulation):
-        rows.append(("the cut matters", f"{parts_of}: other processes or another batch_size, other numbers"))
-    return "\n".join(f"  {name:<16} {text}" for name, text in rows)
+    rows["checkpoints"] = f"{saves} at most"
+    if not plan.workers and (parts_of := cut_dependent(model, plan.accumulation)):
+        rows["the cut matters"] = f"{parts_of}: other processes or another batch_size, other numbers"
+    return rows
 
 
-def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
+def _describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
     """Return the lines about virtual workers: their samples, processes and sums."""
     workers, processes = plan.workers, plan.processes
     largest = -(-plan.global_batch // workers)
@@ -116,13 +114,13 @@ def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
         sent = f"{len(turns[0]) * (processes - 1) * gradient_bytes / 1e6:.2g} MB per process and step"
     elif processes > 1:
         sent = f"{(nodes + 1) * one_way:.2g} MB per process and step out and back (an all-reduce: {2 * one_way:.2g})"
-    return [
-        ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
-                         f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}"),
-        ("virtual workers", f"{counts} of {workers} per process x {amount(processes, 'process')}; "
-                            f"the same bits on 1 to {workers} processes"),
-        ("tree of sums", f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"),
-    ]  # fmt: skip
+    return {
+        "global batch": f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
+                        f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}",
+        "virtual workers": f"{counts} of {workers} per process x {amount(processes, 'process')}; "
+                           f"the same bits on 1 to {workers} processes",
+        "tree of sums": f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}",
+    }  # fmt: skip
 
 
 def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
@@ -173,33 +171,23 @@ def print_plan(run: Run, steps: bool = True) -> None:
     """(rank 0) Print where the weights come from, and the plan; without `steps` only what is about the model."""
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
-    lines = plan_table(run.plan, run.cfg, run.world, run.model, run.precision).splitlines()
+    rows = plan_table(run.plan, run.cfg, run.world, run.model, run.precision)
     if run.world.size > 1:
-        lines.append(f"  {'strategies':<16} {strategies.describe(run)}")
-    lines += [*_excluded(run.loaders.train.sampler), *_set_aside(run.task.set_aside)]
-    shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
-    console.info("\n".join(shown) + "\n")
+        rows["strategies"] = strategies.describe(run)
+    sampler, test = run.loaders.train.sampler, run.task.set_aside
+    if count := int(sampler.excluded.sum()):
+        sources = per_sample(sampler.dataset, "sources")
+        of = _counted(len(sampler.excluded), {} if sources is None else Counter(sources[sampler.excluded].tolist()))
+        rows["excluded"] = f"{count} of {of}; the others keep their steps and random numbers"
+    if test:
+        samples = _counted(test["samples"], test["sources"])
+        rows["test set"] = f"{samples}; only tools/evaluate.py --split test looks at it"
+    names = rows if steps else ("parameters", "precision", "device")
+    console.info("\n".join(f"  {name:<16} {rows[name]}" for name in names) + "\n")
 
 
-def _excluded(sampler: Any) -> list[str]:
-    """Return the line of the plan on what `exclude` leaves out."""
-    if not (count := int(sampler.excluded.sum())):
-        return []
-    sources = per_sample(sampler.dataset, "sources")
-    names = [] if sources is None else [*Counter(sources[sampler.excluded].tolist()).items()]
-    of = _counted(names)
-    total = amount(len(sampler.excluded), "sample")
-    return [f"  {'excluded':<16} {count} of {total}{of}; the others keep their steps and random numbers"]
-
-
-def _set_aside(test: dict[str, Any]) -> list[str]:
-    """Return the line of the plan on the test set."""
-    told = f"{amount(test['samples'], 'sample')}{_counted([*test['sources'].items()])}; only tools/" if test else ""
-    return [f"  {'test set':<16} {told}evaluate.py --split test looks at it"] if test else []
-
-
-def _counted(names: list[tuple[str, int]]) -> str:
-    return "".join(f", {number} of {name}" for name, number in names[:8]) + (", ..." if len(names) > 8 else "")
+def _counted(samples: int, by_source: dict[str, int]) -> str:
+    return few([amount(samples, "sample"), *(f"{number} of {name}" for name, number in by_source.items())], 9)
 
 
 def resumed(run: Run) -> None:
@@ -213,12 +201,6 @@ def resumed(run: Run) -> None:
     moved = [f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
     if moved and run.plan.workers:  # else the bits may change anyway; an old checkpoint lacks some names
         console.info(f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}")
-
-
-def sha256_of_weights(run: Run) -> str:
-    """(rank 0, or where they are sharded all) Return the first digits of the hash of what checkpoints hold of them."""
-    state = run.model.state_dict().items()
-    return digests.of_tensors(each for each in state if each[0] not in run.record.left_out)[:16]
 
 
 def ended(run: Run, path: Path, sha256: str) -> str:

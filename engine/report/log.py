@@ -12,23 +12,20 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from engine.contract import LOGGED, Sums
-from engine.errors import LockstepError, amount, console, show_bars
+from engine.errors import LockstepError, amount, console, few, headline, show_bars
 from engine.evaluation import pictures
 from engine.files import atomic, status
 from engine.metrics import Skipped, Straggler, means
 from engine.report import trackers
 from engine.report.tensorboard import Board
-from engine.run import Silent
+from engine.run import Run, Silent
 from engine.speed import cores
 from engine.survive import terminal
-
-if TYPE_CHECKING:
-    from engine.run import Run
 
 T = TypeVar("T")
 
@@ -44,7 +41,7 @@ class Log(Silent):
     def __init__(self, folder: Path, run: Run):
         self.folder, self.first_step, self.began = folder, run.progress.step, time.perf_counter()
         self.lost: set[str] = set()  # names of sinks that cannot be written; each is warned of once
-        self.bad: set[str] = set()  # indices of samples that are not finite
+        self.bad: set[int] = set()  # indices of samples that are not finite
         self.slowest: tuple[int, str] | None = None  # rank and phase of the last straggler that was named
         self.contention = cores.CpuContention()
         self.bars = _has_room_for_bars()
@@ -101,9 +98,9 @@ class Log(Silent):
 
     # ---- events ----
 
-    def train(self, run: Run, metrics: dict[str, float], digest: str) -> None:
+    def train(self, run: Run, metrics: dict[str, Any]) -> None:
         p, plan = run.progress, run.plan
-        self._write("train", run, metrics | ({"digest": digest} if digest else {}))
+        self._write("train", run, metrics)
         shown = {name.lower(): value for name, value in _shown(metrics).items()}
         if self.bars:
             self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)
@@ -137,17 +134,16 @@ class Log(Silent):
             console.warning(f"rank {found.rank} takes {found.ratio:.1f} times as long as the others, in {found.phase}")
 
     def skipped(self, run: Run, skipped: Skipped) -> None:
-        ranks = {str(rank): samples for rank, samples in skipped.samples.items()}
-        found = {str(index): what for index, what in (skipped.found or {}).items()}
+        ranks, found = skipped.samples, skipped.found or {}
         about: dict[str, Any] = {"skipped_step": skipped.step, "ranks": ranks}
         about |= {"why": skipped.why} if skipped.why else {"found": found} if found else {}
         self._write("skipped", run, about)
         if skipped.why:
             return
-        where = "; ".join(f"rank {rank}, samples {_few(samples)}" for rank, samples in ranks.items())
+        where = "; ".join(f"rank {rank}, samples {few(samples)}" for rank, samples in ranks.items())
         why = f"the loss is not finite ({where})" if ranks else "the gradient is not finite, although the loss is"
         if found:
-            why = _few([f"sample {index} has {what}" for index, what in found.items()])
+            why = few([f"sample {index} has {what}" for index, what in found.items()])
             if found.keys() & self.bad:
                 why += ", again: repair it or leave it out of the dataset, or this step is lost in each epoch"
         elif ranks and skipped.found is not None:
@@ -177,11 +173,8 @@ class Log(Silent):
 
         return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
 
-    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
-        """Return `items`; on a terminal they move a progress bar."""
-        return self._with_bar(run, items, name) if self.bars else items
-
-    def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
+    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
+        """Yield `items`; on a terminal they move a progress bar."""
         self.epoch_bar.update(run.progress.epoch - self.epoch_bar.n)
         outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
         try:
@@ -236,7 +229,7 @@ def start(folder: Path, run: Run) -> Log:
     except LockstepError:
         raise
     except Exception as error:  # wandb and TensorBoard raise many kinds of their own
-        what = f"the log cannot be opened: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        what = f"the log cannot be opened: {type(error).__name__}: {headline(error)}"
         raise LockstepError(what, str(folder), "fix it, or give another save_dir", exit_code=3) from error
 
 
@@ -249,18 +242,10 @@ def _has_room_for_bars() -> bool:
 
 
 def _tagged(event: str, values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an event by the name that trackers show."""
-    return {_tag(GROUPS[event], k): v for k, v in values.items() if isinstance(v, (int, float))}
-
-
-def _tag(group: str, name: str) -> str:
-    """Return a number's name for trackers. They group by the first slash: `val/f1/walk` would bury `val/loss`."""
-    kind, slash, rest = name.partition("/")
-    return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
-
-
-def _few(samples: list[Any]) -> str:
-    return ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
+    """Return the numbers of an event by the name that trackers show. They group by the first slash: `val/f1/walk` would
+    bury `val/loss`."""
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {f"{GROUPS[event]}{' ' if '/' in name else '/'}{name}": value for name, value in numbers.items()}
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
@@ -291,7 +276,7 @@ def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, 
     Return (time_s of the last line kept, the training's metrics of that step if its evaluation was dropped)."""
     kept, time_s, unreadable = [], 0.0, 0
     trained: dict[str, Any] = {}
-    dropped = False
+    repeated = None
     content = path.read_bytes() if path.exists() else b""
     *lines, torn = content.split(b"\n")  # the last one is empty, unless a write was interrupted
     for line in filter(None, [*lines, torn]):
@@ -302,15 +287,15 @@ def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, 
             unreadable += line is not torn
             continue
         if evaluation_due and (event, step) == ("eval", start):
-            dropped = True
+            repeated = trained
         elif step <= start:
             kept.append(line + b"\n")
             time_s = seconds
-            trained = record if (event, step) == ("train", start) else trained
+            if (event, step) == ("train", start):
+                trained = {name: value for name, value in record.items() if name not in LOGGED}
     if unreadable:
         what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
         terminal.write_stderr(f"warning: {what}: training continues\n")
     # Even if there was no file: an append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
-    numbers = {name: value for name, value in trained.items() if name not in LOGGED}
-    return time_s, numbers if dropped else None
+    return time_s, repeated

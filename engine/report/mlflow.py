@@ -45,9 +45,7 @@ class MLflow:
             history = mlflow.MlflowClient().get_metric_history
             self.logged = max((each.step for name in found.data.metrics for each in history(earlier, name)), default=-1)
         else:
-            params = [*config.flatten(config.to_dict(cfg)).items()]
-            for first in range(0, len(params), 100):  # as many as it takes at once
-                mlflow.log_params(dict(params[first : first + 100]))
+            mlflow.log_params(config.flatten(config.to_dict(cfg)))
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
         if step > self.logged:  # in a thread of MLflow's; a class may be called anything

@@ -6,11 +6,11 @@ import contextlib
 import itertools
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from engine.comm.world import World
@@ -49,29 +49,23 @@ class PerformanceProfiler:
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
         self.num_steps = 0
-        self._now: tuple[str, float] | None = None  # the current phase, and the time of its begin
-        self._events: list[tuple[str, Any]] = []
-        self._host: dict[str, float] = defaultdict(float)
-        self._device: dict[str, float] = defaultdict(float)
+        self._marks: list[tuple[str, float, Any]] = [("", 0.0, None)]  # a phase, its begin on the host and on the GPU
+        self._spent: dict[str, Spent] = {}
 
     def mark(self, phase: str) -> None:
         """End the current phase and begin `phase`; "" begins none."""
-        now = time.perf_counter()
-        if self._now:
-            before, began = self._now
-            self._host[before] += now - began
-        self._now = (phase, now) if phase else None
+        event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
-            self._events.append((phase, event))
-            if len(self._events) > 10_000:
-                self._read()
+        self._marks.append((phase, time.perf_counter(), event))
+        if len(self._marks) > 10_000:
+            self._read()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enter a phase; a phase within another interrupts it."""
-        before = self._now[0] if self._now else ""
+        before = self._marks[-1][0]
         self.mark(name)
         try:
             yield
@@ -91,49 +85,46 @@ class PerformanceProfiler:
     def spent(self) -> dict[str, Spent]:
         """Return the seconds of each phase, summed over all steps; waits for the GPU."""
         self._read()
-        return {phase: Spent(host, self._device.get(phase, 0.0)) for phase, host in self._host.items()}
+        return self._spent
 
     def _read(self) -> None:
-        if self._events:
-            self._events[-1][1].synchronize()
-            for (phase, begin), (_, end) in itertools.pairwise(self._events):
-                if phase:
-                    self._device[phase] += begin.elapsed_time(end) / 1e3
-            self._events = self._events[-1:]
+        if last := self._marks[-1][2]:
+            last.synchronize()
+        for (name, began, begin), (_, ended, end) in itertools.pairwise(self._marks):
+            if name:
+                host, device = self._spent.get(name, (0.0, 0.0))
+                on_device = begin.elapsed_time(end) / 1e3 if begin else 0.0
+                self._spent[name] = Spent(host + ended - began, device + on_device)
+        self._marks = self._marks[-1:]
 
     def table(self) -> str:
         """Return the time of a step in each phase, in ms and as a share."""
-        return describe([self.spent()], self.num_steps, self.device.type == "cuda")
+        spent = self.spent()
+        return describe([spent], self.num_steps, self.device.type == "cuda", [*spent])
 
 
-def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: Iterable[str] = ()) -> str:
+def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: list[str]) -> str:
     """Return a table of the mean ms per step: of the first rank, and of several ranks also the lowest and the highest.
     The share is of the GPU's time if there is one.
 
-    rows  the phases to show, even if they took no time; by default those that were recorded
+    rows  the phases to show, even if they took no time
     """
-    names = [*rows] or [*dict.fromkeys(name for spent in ranks for name in spent)]
-
-    def ms(spent: dict[str, Spent], phases: list[str]) -> Spent:
-        parts = [spent[phase] for phase in phases if phase in spent]
-        return Spent(*(1e3 * sum(part[kind] for part in parts) / max(1, num_steps) for kind in (0, 1)))
-
-    shown = 1 if on_gpu else 0
-    whole, several = ms(ranks[0], names)[shown], len(ranks) > 1
-    header = f"  {'ms per step':<16}      host" + "       GPU" * on_gpu + "   share"
-    lines = [header + f"   {'all ranks':>19}" * several]
-    for name, phases in [*((name, [name]) for name in names), ("step", names)]:
-        took = [ms(spent, phases) for spent in ranks]
-        values = [one[shown] for one in took]
-        line = f"  {name:<16}" + "".join(f"{value:>10.3f}" for value in took[0][: shown + 1])
-        line += f"{100 * values[0] / max(1e-9, whole):>7.0f}%"
-        lines.append(line + f"   {min(values):>8.3f} - {max(values):.3f}" * several)
+    ms = np.array([[spent.get(name, (0.0, 0.0)) for name in rows] for spent in ranks]).reshape(len(ranks), -1, 2)
+    ms = np.concatenate([ms, ms.sum(1, keepdims=True)], 1) * 1e3 / max(1, num_steps)  # (ranks, rows and the step, 2)
+    shown, several = int(on_gpu), len(ranks) > 1
+    lines = [f"  {'ms per step':<16}      host{'       GPU' * on_gpu}   share" + f"   {'all ranks':>19}" * several]
+    for row, name in enumerate([*rows, "step"]):
+        of_ranks = ms[:, row, shown]
+        line = f"  {name:<16}" + "".join(f"{value:>10.3f}" for value in ms[0, row, : shown + 1])
+        line += f"{100 * of_ranks[0] / max(1e-9, ms[0, -1, shown]):>7.0f}%"
+        lines.append(line + f"   {of_ranks.min():>8.3f} - {of_ranks.max():.3f}" * several)
     return "\n".join(lines)
 
 
-def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str], None]:
-    """Return a listener of `phase` that calls `heed` when one of the `known` phases follows a different one; the others
-    are nested in those and do not end them."""
+@contextlib.contextmanager
+def heeded(known: Iterable[str], heed: Callable[[str], Any]) -> Iterator[None]:
+    """Call `heed` when one of the `known` phases follows a different one; the others are nested in those and do not end
+    them."""
     phases, last = {*known}, ""
 
     def listener(name: str) -> None:
@@ -142,7 +133,11 @@ def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str],
             last = name
             heed(name)
 
-    return listener
+    phase.listeners.append(listener)
+    try:
+        yield
+    finally:
+        phase.listeners.remove(listener)
 
 
 class Profile:
@@ -151,15 +146,9 @@ class Profile:
     def __init__(self, world: World, folder: Path):
         self.world, self.path = world, folder / "trace.json"
         self.taken = 0  # steps
-        self.profiler = PerformanceProfiler(world.device)
         self.on_gpu = world.device.type == "cuda"
-        self.rows = [
-            *PHASES,
-            *(["waiting for the device"] if self.on_gpu else []),
-        ]  # the host's phase, when it is ahead
-        self.listener: Any = None
-        self.tracer: Any = None
-        self.range = contextlib.ExitStack()  # the current phase in the trace
+        self.rows = [*PHASES, *["waiting for the device"] * self.on_gpu]  # the host's phase, when it is ahead
+        self.under_way = contextlib.ExitStack()
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
         """Yield a training's steps."""
@@ -167,55 +156,44 @@ class Profile:
             self.taken += 1  # before the step: after the last one nobody requests another
             yield step
             if self.taken == WARM_UP:
-                self._listen(self.profiler.mark)
+                self.under_way.enter_context(self._timed())
             elif self.taken == WARM_UP + TIMED:
-                self._report(TIMED)
-                self._trace()
+                self.under_way.close()
+                if self.world.main:
+                    self.under_way.enter_context(self._traced())
             elif self.taken == WARM_UP + TIMED + TRACED:
-                self._end_trace()
+                self.under_way.close()
 
     def finish(self) -> None:
         """Report or end the trace, whichever is under way when the run ends."""
-        timed = self.taken - WARM_UP
-        if timed <= 0:
+        if self.taken <= WARM_UP:
             console.info(f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}")
-        elif timed < TIMED:
-            self._report(timed)
         else:
-            self._end_trace()
+            self.under_way.close()
 
-    def _listen(self, heed: Callable[[str], Any] | None) -> None:
-        if self.listener:
-            phase.listeners.remove(self.listener)
-        self.listener = changes([*self.rows, *BETWEEN_STEPS], heed) if heed else None
-        if self.listener:
-            phase.listeners.append(self.listener)
-
-    def _report(self, steps: int) -> None:
-        self._listen(None)
-        self.profiler.mark("")
-        ranks = self.world.gather(self.profiler.spent())
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        profiler = PerformanceProfiler(self.world.device)
+        with heeded([*self.rows, *BETWEEN_STEPS], profiler.mark):
+            yield
+        profiler.mark("")
+        ranks, steps = self.world.gather(profiler.spent()), self.taken - WARM_UP
         console.info(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
         console.info(describe(ranks, steps, self.on_gpu, self.rows))
 
-    def _trace(self) -> None:
-        if self.world.main:
-            from torch.profiler import ProfilerActivity, profile
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        from torch.profiler import ProfilerActivity, profile, record_function
 
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it begins and ends
-            self.tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])])
-            self.tracer.start()
-            self._listen(self._name)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it begins and ends
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.on_gpu]
+        with profile(activities=activities) as tracer, contextlib.ExitStack() as current:
 
-    def _name(self, phase: str) -> None:
-        self.range.close()
-        self.range.enter_context(torch.profiler.record_function(phase))
+            def name(phase: str) -> None:
+                current.close()
+                current.enter_context(record_function(phase))
 
-    def _end_trace(self) -> None:
-        if self.tracer:
-            self._listen(None)
-            self.range.close()
-            self.tracer.stop()
-            self.tracer.export_chrome_trace(str(self.path))
-            self.tracer = None
-            console.info(f"  trace        {self.path} (chrome://tracing or ui.perfetto.dev shows it)")
+            with heeded([*self.rows, *BETWEEN_STEPS], name):
+                yield
+        tracer.export_chrome_trace(str(self.path))
+        console.info(f"  trace        {self.path} (chrome://tracing or ui.perfetto.dev shows it)")

@@ -50,7 +50,6 @@ class StepRecord:
         plan, self.run, self.number = run.plan, run, run.cfg.record
         self.path = folder / f"record_step_{self.number}.npz"
         self.entries: list[dict[str, Any]] = []  # of this rank, each with its arrays
-        self.hooks: list[Any] = []
         self.micro: Any = None  # of the pass under way
         hidden = {"compile": plan.compile != "off", "cuda_graph": run.cfg.cuda_graph, "multi_gpu=dp": plan.devices}
         if why := next((name for name, hides in hidden.items() if hides), ""):
@@ -58,20 +57,20 @@ class StepRecord:
         if self.number > plan.total_steps:
             raise LockstepError(f"the run ends at step {plan.total_steps}", f"record={self.number}", "record one of it")
 
-    def follow(self, passes: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
-        """Return the passes of the coming step, watched if it is the one."""
-        return self._watched(passes) if self.run.progress.step + 1 == self.number else passes
-
-    def _watched(self, passes: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        for name, module in self.run.model.named_modules():
-            self.hooks.append(module.register_forward_hook(partial(self._output, name or "the model")))
+    def follow(self, passes: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the passes of the coming step, watched if it is the one."""
+        if self.run.progress.step + 1 != self.number:
+            yield from passes
+            return
+        modules = self.run.model.named_modules()
+        hooks = [each.register_forward_hook(partial(self._output, name or "the model")) for name, each in modules]
         for batch, self.micro in passes:
             self.calls: collections.Counter[str] = collections.Counter()
             for name, leaf in tree_leaves(batch):
                 if name.split(".")[0] != INFO_KEY:
                     self._add("batch", name, leaf)
             yield batch, self.micro
-        for hook in self.hooks:
+        for hook in hooks:
             hook.remove()
 
     def _output(self, name: str, module: Any, given: Any, output: Any) -> None:

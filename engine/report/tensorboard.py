@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from engine import config
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run
 
 
 class Board:
@@ -37,21 +35,21 @@ class Board:
         return writer
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
-        writer = self.writer.file_writer  # first: it loads the module below
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         self.seen |= numbers
-        scalars = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
-        writer.add_summary(Summary(value=scalars), step)  # one event for all: SummaryWriter writes one each
+        self._write(step, [{"tag": tag, "simple_value": number} for tag, number in numbers.items()])
 
     def picture(self, step: int, name: str, picture: np.ndarray) -> None:
         """A clip is a GIF: `add_video` needs moviepy, or drops it silently."""
-        writer = self.writer.file_writer
+        data, _, (width, height) = encoded(picture)
+        image = {"height": height, "width": width, "encoded_image_string": data}
+        self._write(step, [{"tag": f"val/{name}", "image": image}])
+
+    def _write(self, step: int, values: list[dict[str, Any]]) -> None:
+        """Write one event for all values: SummaryWriter writes one each."""
+        writer = self.writer.file_writer  # first: it loads the module below
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        data, _, (width, height) = encoded(picture)
-        image = Summary.Image(height=height, width=width, encoded_image_string=data)
-        writer.add_summary(Summary(value=[Summary.Value(tag=f"val/{name}", image=image)]), step)
+        writer.add_summary(Summary(value=values), step)
 
     def sync(self) -> None:
         self.writer.flush()

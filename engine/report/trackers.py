@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.errors import LockstepError
-from engine.files.atomic import write_atomically
+from engine.errors import LockstepError, headline
+from engine.files.atomic import write_json
 from engine.report import mlflow, wandb
 from engine.report.tensorboard import Board
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run
 
 IDS = "trackers.json"
 """In a run's folder: the run's number at each tracker, by which a resumed run is continued there."""
@@ -35,10 +33,8 @@ def opened(run: Run, folder: Path, repeated: bool) -> list[Any]:
         try:
             found.append(kind(run.cfg, folder, ids.get(kind.name, "")))
         except Exception as error:  # of many kinds
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            what = f"{kind.name} cannot be started: {reason}"
+            what = f"{kind.name} cannot be started: {headline(error) or type(error).__name__}"
             raise LockstepError(what, f"{kind.name}.enable", kind.todo) from error
     if found:
-        text = json.dumps({each.name: each.id for each in found}).encode()
-        write_atomically(folder / IDS, lambda file: file.write(text))
+        write_json(folder / IDS, {each.name: each.id for each in found})
     return [Board(folder / "logs", run, repeated), *found]

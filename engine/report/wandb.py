@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine import config
-from engine.errors import LockstepError
+from engine.errors import LockstepError, headline
 from engine.report.tensorboard import encoded
 
 NO_LOGIN = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
@@ -30,14 +30,11 @@ def require(cfg: Any) -> None:
     if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
         return
     try:
-        try:
-            known = wandb.login(prompt=False, verify=False)
-        except TypeError:  # an older version, which would prompt
-            known = bool(wandb.api.api_key)
+        known = wandb.login(prompt=False, verify=False)
+    except TypeError:  # an older version, which would prompt
+        known = bool(wandb.api.api_key)
     except Exception as error:  # an invalid key
-        raise LockstepError(
-            f"wandb: {(str(error).splitlines() or [type(error).__name__])[0]}", "wandb.enable", NO_LOGIN
-        ) from None
+        raise LockstepError(f"wandb: {headline(error) or type(error).__name__}", "wandb.enable", NO_LOGIN) from None
     if not known:
         raise LockstepError("wandb has no login on this machine", "wandb.enable", NO_LOGIN)
 
