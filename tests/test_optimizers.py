@@ -110,7 +110,7 @@ def test_sgd_is_torchs_with_decoupled_decay(momentum):
 
 def test_only_what_has_no_kernel_for_it_asks_the_host():
     """Elsewhere a host sync: `optim.step` says so. torch's fused SGD would leave its momentum as memory had it."""
-    asks = {kind for kind in KINDS if not made(kind, network()).skips_itself}
+    asks = {kind for kind in KINDS if not make.skips_itself(made(kind, network()))}
     assert asks == {"muon", "adafactor", "own sgd", "own adafactor", "own chained"}
     parameters, own = [*network().parameters()], type("Own", (torch.optim.AdamW,), {})
     assert make.skips_itself(torch.optim.Adam(parameters, fused=True))
@@ -124,11 +124,10 @@ def test_only_what_has_no_kernel_for_it_asks_the_host():
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_optimizer_from_elsewhere_leaves_all_as_it_was(loaded):
-    """One that no one has asked, and one whose checkpoint is of a kernel that cannot skip."""
+    """One whose kernel cannot skip, and one whose checkpoint is of a kernel that cannot skip."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), fused=loaded)
     if loaded:
-        optimizer.skips_itself = make.skips_itself(optimizer)
         make.load_state(optimizer, torch.optim.AdamW(model.parameters(), fused=False).state_dict())
     before = copy.deepcopy(model.state_dict())
     fill(model, 0, scale=float("inf")), take(optimizer)

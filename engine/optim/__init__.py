@@ -10,6 +10,7 @@ from engine.comm.plain import Plain
 from engine.config import Optim
 from engine.optim.ema import EMA
 from engine.optim.make import make_optimizer as make_optimizer
+from engine.optim.make import skips_itself
 from engine.phases import phase
 
 
@@ -43,7 +44,7 @@ def step(
     skipped = (grad_norm - grad_norm != 0).float()  # NaN if it is not finite; takes a third of the time of `isfinite`
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
-    in_kernel = getattr(optimizer, "skips_itself", False)  # see `make.skips_itself`
+    in_kernel = skips_itself(optimizer)
     # A fused kernel divides by grad_scale, in float32, in the pass that it makes anyway, and leaves weights and state
     # alone if found_inf is 1: GradScaler uses both.
     divides = in_kernel and divisor.dtype == torch.float32

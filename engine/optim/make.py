@@ -59,8 +59,8 @@ def make_optimizer(
             found = " and ".join(sorted(types))
             what = f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {found}"
             raise LockstepError(what, "optim.zero", "drop it, or give all of them one type")
-        optimizer = Zero(optimizer, world)
-    return _marked(optimizer)
+        return Zero(optimizer, world)
+    return optimizer
 
 
 def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
@@ -193,12 +193,6 @@ def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     return type(own) in (AdamW, SGD)
 
 
-def _marked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Note for `optim.step` whether the kernel skips; again after loading, because `fused` is an option of groups."""
-    vars(optimizer)["skips_itself"] = skips_itself(optimizer)
-    return optimizer
-
-
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     """Return the bytes of state that this process will keep, None for a class that is not torch's."""
     held = [(each, group, p) for each in _chain(optimizer) for group in each.param_groups for p in group["params"]]
@@ -243,7 +237,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes:
     for number, p in numbered.items():
         if p in optimizer.state and number in states:
             optimizer.state[p] = _as_saved(optimizer.state[p], states[number], p)
-    _marked(optimizer)
 
 
 def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,10 +24,7 @@ from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
 from engine.preflight import adds_up, resumable, strategies
-from engine.run import environment
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run, environment
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
 

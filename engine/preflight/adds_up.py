@@ -13,7 +13,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,8 @@ from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import PLAIN, info_of
 from engine.phases import phase
 from engine.plan import cut_dependent
+from engine.run import Run
 from engine.seeds import kept_generators, positions, seed_generators
-
-if TYPE_CHECKING:
-    from engine.run import Run
 
 FEW, MANY = 5, 32
 """Samples on a CPU, or where loader processes would fetch them, because this process does; and on a GPU."""

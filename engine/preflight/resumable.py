@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,7 @@ from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
 from engine.optim.make import load_state, parts, unwrapped
-from engine.run import forms
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run, forms
 
 RENEWED = {"state", "param_groups", "defaults", "optimizers", "grad_scale", "found_inf", "kept_lists"}
 """Attributes of an optimizer that a checkpoint holds, or that each step makes anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from engine.errors import LockstepError, console, headline
 from engine.optim.fused import SGD, AdamW
 from engine.optim.make import fresh_copy, unwrapped
 from engine.optim.zero import parameters_of
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.run import Run
 
 STEPS, CLOSE = 2, 0.05  # Muon computes in bf16: 0.02 from one order of additions to another
 
