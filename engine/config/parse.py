@@ -254,19 +254,16 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
 def resume_arguments(argv: list[str], task: Any, folder: str) -> list[str]:
     """Return the command line that resumes the run of `argv` in `folder`, whatever checkpoint it was started from."""
     aliases = _aliases(task)
-    words, keys, in_files = list[str](), set[str | None](), set[str]()
+    words, keys = list[str](), set[str | None]()
     for name, value, typed in _items(argv):
         key = aliases.get(name or "", name)
         if key in ("resume", "local_rank") or (key == "save_dir" and not value):
             continue
         words += typed
         keys.add(key)
-        if key in FILES and value:
-            with contextlib.suppress(LockstepError):  # the run has read it: it was fine then
-                in_files |= {setting.key for setting in _read_yaml(value)}
     if "save_dir" not in keys:
         words.append(f"--save-dir={folder}")  # as a flag: the launcher chooses a different script if it sees key=value
-    return [*words, "--resume=auto"] if "resume" in in_files else words
+    return [*words, "--resume=auto"] if keys & {*FILES} else words  # a file may say otherwise
 
 
 def task_in(path: str) -> str:
