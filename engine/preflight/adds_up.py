@@ -12,7 +12,7 @@ import copy
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,12 +66,14 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
     with phase.during("preflight"), kept_generators(run.world.device), contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # it would compile for each number of samples
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+        for backend in backends:  # compute in float32 to the last digit, on GPUs, too
+            stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
+            backend.allow_tf32 = False
         trial = _Trial(run, loader, sums)
-        try:
-            return _verdict(trial)
-        finally:
-            contract.under_way = None
-            trial.put_back(trial.begin)
+        stack.callback(trial.put_back, trial.begin)
+        stack.callback(setattr, contract, "under_way", None)
+        return _verdict(trial)
 
 
 class _Gap:
@@ -103,16 +105,14 @@ class _Trial:
         self.name = "`score`" if sums is of_score else "the loss"
         model = {*run.model.modules()}
         held = [each for each in vars(run.task).values() if isinstance(each, nn.Module) and each not in model]
-        trained = [p for name, p in run.model.named_parameters() if name not in run.record.left_out]
-        self.parameters: list[Tensor] = [*trained, *(p for each in held for p in each.parameters())]
+        modules, left_out = nn.ModuleList([run.model, *held]), {f"0.{name}" for name in run.record.left_out}
+        self.parameters = [p for name, p in modules.named_parameters() if name not in left_out]
         self.rows = [local(p.detach()) for p in self.parameters]
         self.begin = self.weights = [rows.clone() for rows in self.rows]
-        self.buffers = [Buffers(each) for each in (run.model, *held)]
-        for buffers in self.buffers:
-            buffers.keep()
+        self.buffers = Buffers(modules)
+        self.buffers.keep()
         self.numbers = [
-            (vars(each), {name: n for name, n in vars(each).items() if type(n) in PLAIN})
-            for each in nn.ModuleList([run.model, *held]).modules()
+            (vars(each), {name: n for name, n in vars(each).items() if type(n) in PLAIN}) for each in modules.modules()
         ]
         few = self.device.type == "cpu" or loader.loader is not None
         self.samples, self.training, self.low, self.gathered = 1, False, False, list[Tensor]()
@@ -126,8 +126,7 @@ class _Trial:
         """Give buffers and numbers the values that they had, and the weights these."""
         if weights:
             torch._foreach_copy_(self.rows, weights)
-        for buffers in self.buffers:
-            buffers.restore()
+        self.buffers.restore()
         for attributes, numbers in self.numbers:
             attributes |= numbers
 
@@ -197,7 +196,7 @@ def _verdict(trial: _Trial) -> str:
         if shaken:
             trial.shake(trial.begin, 0, 0.1, zeros=0.02)
         try:
-            with run.precision.autocast() if mixed else _float32():
+            with run.precision.autocast() if mixed else contextlib.nullcontext():
                 whole = trial.compute(*trial.cuts[0])
                 if trial.training and cut_dependent(run.model, accumulation=2):
                     break
@@ -231,7 +230,7 @@ def _judge(trial: _Trial, gaps: list[_Gap], whole: dict[str, Tensor]) -> str:
         return f"{name} adds up: {cut}{compared}, to {digits}" + "".join(f"; {each} is 0 of these" for each in zero)
     again = trial.compute(0, samples)
     draws = trial.has_drawn()
-    if moved := trial.buffers[0].changed():
+    if moved := [name[2:] for name in trial.buffers.changed() if name.startswith("0.")]:  # of the model
         return trial.unknown(f"a forward pass changes the buffer {moved[0]} in eval mode")
     for gap in wrong:
         if (other := _distance(again[gap.name], whole[gap.name])) > close * gap.scale:
@@ -274,18 +273,6 @@ def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) ->
         if found or not unsure:
             break
     return found
-
-
-@contextlib.contextmanager
-def _float32() -> Iterator[None]:
-    """Compute in float32 to the last digit, on GPUs, too."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    kept = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = kept
 
 
 def _copied(value: Any) -> Any:

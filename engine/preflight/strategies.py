@@ -100,13 +100,12 @@ def _check_optimizer(run: Run) -> None:
     rows = {p: nn.Parameter(p.detach().clone()) for p in chosen}
     wholes = {p: nn.Parameter(whole(p.detach()).clone()) for p in chosen}
     try:
+        twins = [fresh_copy(fresh, run.model, instead) for instead in (rows, wholes)]
         for step in range(STEPS):
             for n, p in enumerate(chosen):
                 draw = torch.Generator().manual_seed(1 + n + step * len(chosen))
                 grad = torch.randn(p.shape, generator=draw).to(p.device, p.dtype) * 1e-2
                 rows[p].grad, wholes[p].grad = like(grad, p), grad.clone()
-            if not step:
-                twins = [fresh_copy(fresh, run.model, instead) for instead in (rows, wholes)]
             for twin in twins:
                 assert twin is not None
                 twin.step()
