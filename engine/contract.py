@@ -187,8 +187,7 @@ class Task:
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Return the training loss. Call `net`, which may be DDP, exactly once. To compare each sample with all others
         of the global batch, see `gather_batch`."""
-        total, weight, sums = join(self.losses(net, batch))
-        return Loss(total, weight, Sums(sums))
+        return join(self.losses(net, batch))
 
     def losses(self, net: nn.Module, batch: Batch) -> dict[str, Loss]:
         """Override this instead of `loss` to return several terms by name, each with its own weight (boxes, masked
@@ -359,10 +358,9 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if under_way is None or not under_way[1].samples:  # all of this step are excluded
         return tensor, torch.arange(len(tensor), device=tensor.device)
     run, micro = under_way
-    if (plan := run.plan).accumulation > 1:
-        what = (
-            f"gather_batch in a step of {plan.accumulation} forward passes, none of which sees the whole global batch"
-        )
+    plan, passes = run.plan, run.plan.accumulation
+    if passes > 1:
+        what = f"gather_batch in a step of {passes} forward passes, none of which sees the whole global batch"
         last = "virtual_workers=0" if plan.workers else "or more processes"
         todo = f"give one pass a step: no accumulation, batch_size={-(-plan.global_batch // plan.processes)}, {last}"
         raise LockstepError(what, "the task's `loss`", todo, everywhere=True)
@@ -401,9 +399,9 @@ class _Gather(torch.autograd.Function):
         return torch.zeros_like(mine) if empty else mine, None, None, None, None
 
 
-def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return (total, weight, sums) of the sum of `factor * total / weight` over `terms`, each divided by its weight in
-    the global batch, or outside of a training step in this batch. A term without any weight is zero."""
+def join(terms: Mapping[str, Any]) -> Loss:
+    """Return one loss, the sum of `factor * total / weight` over `terms`, each divided by its weight in the global
+    batch, or outside of a training step in this batch. A term without any weight is zero."""
     here = next(iter(terms.values())).total.device
     if not isinstance(under_way, tuple):
         weights, samples, size = weights_of(terms, here), 1, 1
@@ -411,7 +409,7 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         run, micro = under_way
         weights, samples, size = run.meter.terms.weights(terms, micro), micro.samples, len(micro.indices)
     total: Any = 0.0
-    sums: dict[str, Any] = {}
+    sums = Sums()
     for (name, term), weight in zip(terms.items(), weights.unbind(), strict=True):
         kind = torch.promote_types(term.total.dtype, torch.float32)
         share = term.total.to(kind) * torch.where(weight == 0, 0.0, samples / weight).to(kind)
@@ -419,7 +417,7 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         sums |= {name: share.detach()} | term.sums
     # The engine adds up the totals of all passes and divides by all samples: the sum of the quotients.
     count = torch.full((), size, dtype=torch.int64, device=here)
-    return total, count, sums | {"count": count}
+    return Loss(total, count, Sums(sums, count=count))
 
 
 def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
