@@ -23,7 +23,7 @@ from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.archive import Saved
 from engine.files.checkpoints import find_checkpoint
-from engine.optim import make
+from engine.optim import make, make_ema
 from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
@@ -219,8 +219,7 @@ def restore(run: Run, saved: Saved) -> None:
     """(all ranks) Load a checkpoint into the run; without one, the weights of `init_from`, if it is given."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
-        if run.ema is not None:
-            run.ema.restart()
+        run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.record.left_out = left_out_digests(run.model, names) if names else {}
     if saved.path is None:

@@ -71,12 +71,6 @@ class EMA:
             value.copy_(average)
             average.copy_(kept)
 
-    @torch.no_grad()
-    def restart(self) -> None:
-        """Begin with the model's values, which have been replaced."""
-        for _, average, value in self._pairs():
-            average.copy_(value)
-
     def state_dict(self) -> dict[str, Any]:
         """Return `n_averaged`, and under `module.` and its name in the model's state dict each average, or where there
         is none what the model has."""
