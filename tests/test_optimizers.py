@@ -189,7 +189,7 @@ OWN_ONE = r"the task brings its own optimizer \(%s\): drop the key"
     ("", {"freeze": ["0", "1", "2"]}, "no parameter to train"),
     ("", {"freeze": ["?.weight"], "name": "muon"}, "the model has no matrix for Muon"),
     ("lbfgs", {}, r"LBFGS computes the loss several times a step, and a step here is one global batch \(the task's"),
-    ("half", {}, r"0.bias and 3 weights more in no group \(the task's `optimizer`\): add what is to be trained"),
+    ("half", {}, r"0.bias and 3 more in no group \(the task's `optimizer`\): add what is to be trained"),
     ("strange", {}, "a group holds tensors that are no weights of the model"),
     ("number", {}, "it returns a int"),
     ("sgd", {"lr_scale": ["0:2"]}, OWN_ONE % "optim.lr_scale"),

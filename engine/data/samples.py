@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from engine.contract import Batch, amount
 from engine.data import batches
 from engine.data.processes import shm_error
-from engine.errors import LockstepError, console
+from engine.errors import LockstepError, console, few
 from engine.seeds import data_seeds, kept_generators, seed_everything
 
 
@@ -99,7 +99,7 @@ class Fetcher:
 
     def _failure(self, request: Any, what: str) -> LockstepError:
         """Return the error of a batch that cannot be loaded, with the first sample that cannot be loaded alone."""
-        name = named(request.indices)
+        name = few(request.indices)
         todo = "each loads alone, outside a loader process: are they all of one shape? a method `collate` of the "
         todo += "dataset makes batches of others"
         for index, seed in zip(request.indices, request.seeds or request.indices, strict=True):
@@ -126,7 +126,7 @@ class Fetcher:
         }
         wrong = [name for name, length in rows.items() if length != count]
         if wrong and not (self.collate and len(wrong) < len(rows)):
-            of = f"a batch of {amount(count, 'sample')} ({named(indices)})"
+            of = f"a batch of {amount(count, 'sample')} ({few(indices)})"
             what = f"{wrong[0] or 'value'!r} of {of} has {amount(rows[wrong[0]], 'row')}"
             todo = "give every tensor a row for each sample; a list is one of samples, a batch of two a tuple (x, y)"
             if self.collate:
@@ -142,11 +142,6 @@ def _takes(method: Any, name: str) -> bool:
         return name in inspect.signature(method).parameters
     except (TypeError, ValueError):  # none, or written in C
         return False
-
-
-def named(indices: list[int]) -> str:
-    """Return the numbers of the first samples, for a message."""
-    return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
 # ---- what a dataset must be ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from engine.comm.dtensor import like, local
 from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import ChainedOptimizer, Task
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, few
 from engine.optim.fused import SGD, AdamW
 from engine.optim.zero import Zero, parameters_of
 
@@ -69,8 +69,7 @@ def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
     if not found and not pattern.startswith("?*"):
-        some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-        raise LockstepError(f"{pattern!r} matches no weight", key, f"choose of names such as {some}")
+        raise LockstepError(f"{pattern!r} matches no weight", key, f"choose of names such as {few(names, 3)}")
     return found
 
 
@@ -159,9 +158,8 @@ def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
         raise LockstepError("the task brings its own optimizer", key, todo)
     held = {id(p) for p in parameters_of(own)}
     if outside := [name for name, p in trained.items() if id(p) not in held]:
-        more = f" and {amount(len(outside) - 1, 'weight')} more" if len(outside) > 1 else ""
         todo = "add what is to be trained, and freeze the rest"
-        raise LockstepError(f"{outside[0]}{more} in no group", where, todo)
+        raise LockstepError(f"{few(outside, 1)} in no group", where, todo)
     if held - {id(p) for p in model.parameters()}:
         what, todo = "a group holds tensors that are no weights of the model", "take them from `model.parameters()`"
         raise LockstepError(what, where, todo)
