@@ -1,6 +1,7 @@
 """By what ranks and runs are told apart: a digest of the bits, whatever the cut, and SHA-256 where it differs."""
 
 import copy
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import tasks
 from engine import preflight
 from engine.comm import digests
 from engine.comm.digests import as_text, digest, sum_of_bits
+from engine.comm.world import World
 from engine.errors import LockstepError
 
 
@@ -124,7 +126,8 @@ def ranks(mine, theirs):
     def compare(model, everyone):
         world = SimpleNamespace(size=2, device=torch.device("cuda"))
         world.decide = lambda value, choose: choose(iter(everyone(value)))
-        world.differing = lambda value: [1] * (len({*map(repr, everyone(value))}) > 1)
+        world.differing = lambda value: len({*map(repr, everyone(value))}) > 1
+        world.unlike = partial(World.unlike, world)
         record = SimpleNamespace(fresh=None)
         workers = SimpleNamespace(buffers=lambda of_norms: {}, digest=lambda: digest(model.parameters()))
         run = SimpleNamespace(
@@ -141,9 +144,20 @@ def ranks(mine, theirs):
 
 
 def test_what_only_one_rank_has_is_named():
+    """The first rank comes first, whatever the order of the names, and each name once."""
     one, both = {"parameter a": "1"}, {"parameter a": "1", "parameter b": "2"}
-    assert preflight._difference(iter([one, both])).endswith("in parameter b: 2 instead of absent")
-    assert preflight._difference(iter([both, one])).endswith("in parameter b: absent instead of 2")
+
+    def said(*everyone):
+        world = SimpleNamespace(differing=lambda value: len({*map(repr, everyone)}) > 1)
+        world.decide = lambda value, choose: choose(iter(everyone))
+        world.unlike = partial(World.unlike, world)
+        preflight._compare(world, everyone[0], "make them alike")
+
+    with pytest.raises(LockstepError, match=r"^rank 1 differs from rank 0 in parameter b: 2 instead of absent \("):
+        said(one, both)
+    with pytest.raises(LockstepError, match=r"^rank 1 .* in parameter b: absent instead of 2, and in 1 more \("):
+        said(both, one, {"parameter a": "3"})
+    said(both, both)
 
 
 def test_weights_are_compared_by_a_sum_and_what_differs_is_named():

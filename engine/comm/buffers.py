@@ -103,7 +103,7 @@ def sync_buffers(world: World, *sets: dict[str, Tensor]) -> None:
 
 def check_buffers(world: World, buffers: Buffers) -> None:
     """(all ranks) Check that modules' own buffers are the same on all ranks, because a checkpoint holds rank 0's."""
-    for name, rank in _differing(world, buffers(of_norms=False)).items():
+    for name, (rank, *_) in _differing(world, buffers(of_norms=False)).items():
         raise LockstepError(
             f"the buffer {name} of rank {rank} differs from rank 0's",
             f"step {phase.step}",
@@ -114,16 +114,8 @@ def check_buffers(world: World, buffers: Buffers) -> None:
         )
 
 
-def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
+def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, tuple[int, str, str]]:
     """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
-    if world.size == 1:
+    if world.size == 1 or not world.differing(digests.digest(tensors.values())):
         return {}
-    if not world.differing(digests.digest(tensors.values())):
-        return {}
-    return world.decide(digests.each(tensors.items()), _first_that_differs)
-
-
-def _first_that_differs(everyone: Iterator[dict[str, str]]) -> dict[str, int]:
-    first, *others = everyone
-    differ = {name: [theirs.get(name) != mine for theirs in others] for name, mine in first.items()}
-    return {name: 1 + found.index(True) for name, found in differ.items() if any(found)}
+    return world.unlike(digests.each(tensors.items()))

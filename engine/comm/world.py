@@ -51,9 +51,14 @@ class World:
         with phase.during("all_gather", waits=True):
             return sealed.decide(value, choose, dist.group.WORLD)
 
-    def differing(self, value: Any) -> list[int]:
-        """(all ranks) Return the ranks whose value has another text than that of rank 0; its digest is exchanged."""
-        return self.decide(sealed.digest(b"", repr(value).encode()), _unlike_the_first)
+    def differing(self, value: Any) -> bool:
+        """(all ranks) Return whether the text of the value is another on some rank; its digest is exchanged."""
+        return self.decide(sealed.digest(b"", repr(value).encode()), lambda everyone: len({*everyone}) > 1)
+
+    def unlike(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
+        """(all ranks) Return by name, those of the first rank first, the facts in which a rank differs from rank 0: the
+        first such rank, its value, and rank 0's."""
+        return self.decide(facts, _unlike_the_first) if self.differing(facts) else {}
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others (pickled)."""
@@ -86,9 +91,13 @@ class World:
         return phase.during("waiting for the device", waits=self.size > 1)
 
 
-def _unlike_the_first(everyone: Iterator[Any]) -> list[int]:
-    first = next(everyone)
-    return [rank for rank, each in enumerate(everyone, 1) if each != first]
+def _unlike_the_first(everyone: Iterator[dict[str, str]]) -> dict[str, tuple[int, str, str]]:
+    first, found = next(everyone), dict[str, tuple[int, str, str]]()
+    for rank, theirs in enumerate(everyone, 1):
+        for name in first | theirs:
+            if theirs.get(name) != first.get(name):
+                found.setdefault(name, (rank, theirs.get(name, "absent"), first.get(name, "absent")))
+    return found
 
 
 @contextmanager

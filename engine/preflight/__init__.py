@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -93,20 +92,11 @@ def _compare_weights(run: Run) -> None:
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
-    if world.differing(facts):
-        what = world.decide(facts, _difference)
+    if unlike := world.unlike(facts):
+        name, (rank, theirs, ours) = next(iter(unlike.items()))
+        more = f", and in {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        what = f"rank {rank} differs from rank 0 in {name}: {theirs} instead of {ours}{more}"
         raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
-
-
-def _difference(everyone: Iterator[dict[str, str]]) -> str:
-    first, *others = everyone
-    differences = [
-        f"rank {rank} differs from rank 0 in {name}: {other.get(name, 'absent')} instead of {first.get(name, 'absent')}"
-        for rank, other in enumerate(others, 1)
-        for name in first | other
-        if other.get(name) != first.get(name)
-    ]
-    return differences[0] + (f", and in {len(differences) - 1} more" if len(differences) > 1 else "")
 
 
 @torch.no_grad()

@@ -23,7 +23,10 @@ assert world.gather(long[RANK]) == long and world.broadcast(long[RANK]) == long[
 assert world.gather(long[RANK] if RANK else "short") == ["short", *long[1:]]
 assert world.decide(long[RANK], next) == long[0], "and the others have not to be looked at"
 assert world.decide(RANK, sum) == SIZE * (SIZE - 1) / 2
-assert world.differing(long[0]) == [] and world.differing(RANK) == [*range(1, SIZE)]
+assert not world.differing(long[0]) and world.differing(RANK)
+facts = {"alike": "1", "of rank 0": str(min(RANK, 1)), **({"of the last": "2"} if RANK == SIZE - 1 else {})}
+assert world.unlike({"alike": "1"}) == {}
+assert world.unlike(facts) == {"of rank 0": (1, "1", "0"), "of the last": (SIZE - 1, "2", "absent")}
 number = torch.tensor(RANK + 1.0)
 world.sum(number)
 assert number == SIZE * (SIZE + 1) / 2
