@@ -60,9 +60,11 @@ def test_a_note_may_change_little(note, told, monkeypatch):
     """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
     monkeypatch.setattr(status.current, "smaller", ((4, SMALLER), (4, {})))
     monkeypatch.setattr(status.current, "shrinks", True)
-    assert Failure.from_note(note) == told
+    notes = Notes(World(1, 1, 2, None), 5.0, Sealed(dist.HashStore(), b"key"))
+    assert notes.put_first("failure", note) and notes.first_cause() == told
     monkeypatch.setattr(status.current, "shrinks", False)
-    assert told is None or Failure.from_note(note).again == {}
+    assert told is None or notes.first_cause().again == {}
+    notes.thread.shutdown()
 
 
 @pytest.mark.parametrize("found", ["no JSON", "[]", "[1]", '{"beats": 1}', "7"])

@@ -169,7 +169,7 @@ def test_one_rank_looks_whether_a_machine_is_gone(ranks, monkeypatch):
 
 def test_a_message_about_many_ranks_is_short():
     beats = {rank: Beat(2, 7, "here", "m", phase="sync", waits=True) for rank in range(1024)}
-    silent, text = watchdog.diagnose(beats, {rank: beat for rank, beat in beats.items() if rank < 512}, 1024)
+    silent, text, _ = watchdog.diagnose(beats, {rank: beat for rank, beat in beats.items() if rank < 512}, 1024)
     assert silent == 0 and len(text) < 1500 and "neither do ranks 8, 9" in text and "and 1008 more" in text
 
 

@@ -37,11 +37,11 @@ def test_who_is_to_blame():
     before = {rank: beat(1) for rank in range(4)}
     busy = "rank 2 has been in data loading for 40 s; rank 1 has been in forward for 3 s; waiting: "
     now = {0: beat(), 1: BUSY, 2: LONGER, 3: beat()}
-    assert diagnose(before, now, 4) == (2, busy + "ranks 0, 3 in gradient sync")
+    assert diagnose(before, now, 4) == (2, busy + "ranks 0, 3 in gradient sync", [])
     silent = "rank 3 gives no sign of life (process 7 on here, last in gradient sync); "
-    assert diagnose(before, now | {3: beat(1)}, 4) == (3, silent + busy + "rank 0 in gradient sync")
+    assert diagnose(before, now | {3: beat(1)}, 4) == (3, silent + busy + "rank 0 in gradient sync", [beat(1)])
     assert diagnose(before, {0: BUSY}, 2) == (1, "rank 1 gives no sign of life (never heard of); rank 0 has been in "
-                                                "forward for 3 s")  # fmt: skip
+                                                "forward for 3 s", [])  # fmt: skip
 
 
 @pytest.fixture

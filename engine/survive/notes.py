@@ -42,16 +42,6 @@ class Failure:
     details: str = ""  # a traceback
     again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks restart by themselves
 
-    @classmethod
-    def from_note(cls, note: Any) -> Failure | None:
-        """Return the failure in a note of another process, which may ask little of this one; None if it holds none."""
-        cause = parse(cls, note)
-        if cause and not 1 <= cause.exit_code <= status.DISTRIBUTED:
-            cause.exit_code = 1
-        if cause and (not status.current.shrinks or cause.again not in [more for _, more in status.current.smaller]):
-            cause.again = {}  # not settings that this rank has computed itself
-        return cause
-
 
 def parse(form: type[Form], note: Any) -> Form | None:
     """Return a note of another process as a `form`, its texts without control characters; None unless it has the same
@@ -124,15 +114,19 @@ class Notes:
         return {rank: beat for rank, beat in found.items() if beat}
 
     def first_cause(self) -> Failure | None:
-        return Failure.from_note(self.get_first("failure"))
+        """Return the failure in a note of another process, which may ask little of this one; None if it holds none."""
+        cause = parse(Failure, self.get_first("failure"))
+        if cause and not 1 <= cause.exit_code <= status.DISTRIBUTED:
+            cause.exit_code = 1
+        if cause and (not status.current.shrinks or cause.again not in [more for _, more in status.current.smaller]):
+            cause.again = {}  # not settings that this rank has computed itself
+        return cause
 
     def claim(self, cause: Failure) -> tuple[Failure, bool]:
         """Return (the first cause, whether it is this one); without a store every rank reports its own."""
-        if first := self.first_cause():
-            return first, False
-        if self.put_first("failure", vars(cause)) or self.gone:
-            return cause, True
-        return self.first_cause() or cause, False
+        mine = self.put_first("failure", vars(cause))
+        first = None if mine else self.first_cause()
+        return first or cause, mine or (self.gone and first is None)
 
 
 def _parsed(text: bytes | None) -> Any:

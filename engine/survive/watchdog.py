@@ -7,7 +7,6 @@ to the store what the main thread is doing. When a wait gets long it reads this 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -58,7 +57,7 @@ class Watchdog:
         if world.size > 1:
             self.checks += [
                 (self.notes.first_cause, grace_s),  # the main thread gets an error in its next collective
-                (functools.partial(dead_peer, self.notes), grace_s),  # from gloo it gets one, from NCCL it may not
+                (lambda: dead_peer(self.notes), grace_s),  # from gloo it gets one, from NCCL it may not
                 (self._store_gone, grace_s),
                 (self._waits_too_long, 0.0),
             ]
@@ -177,16 +176,15 @@ class Watchdog:
         return Failure(rank, str(error), status.DISTRIBUTED)
 
     def _diagnose(self, since: float) -> tuple[int, str, list[Beat]] | None:
-        """Return (the rank to blame, one line about all ranks, the last beats of those that send none any more);
-        None if the phase that began at `since` has ended meanwhile, or the store is gone."""
+        """Look twice, and return what `diagnose` does; None if the phase that began at `since` has ended meanwhile, or
+        the store is gone."""
         before = self.notes.beats()
         for _ in range(3):  # a rank that sends no beat in this time is silent
             time.sleep(self.beat_s)
             self._beat()
-        now = self.notes.beats()
-        silent = [beat for rank, beat in now.items() if beat.beats == before.get(rank, beat).beats]
+        found = diagnose(before, self.notes.beats(), self.world.size)
         ended = self.phase.now[2] != since or self.over.is_set() or self.notes.gone
-        return None if ended else (*diagnose(before, now, self.world.size), silent)
+        return None if ended else found
 
     # ---- warnings ----
 
@@ -218,8 +216,9 @@ class Watchdog:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def diagnose(before: dict[int, Beat], now: dict[int, Beat], size: int) -> tuple[int, str]:
-    """Return (the rank to blame, a sentence) from two looks at the heartbeats, some beats apart."""
+def diagnose(before: dict[int, Beat], now: dict[int, Beat], size: int) -> tuple[int, str, list[Beat]]:
+    """Return (the rank to blame, a sentence about all, the last beats of those that send none any more) from two looks
+    at the heartbeats, some beats apart."""
     silent = [rank for rank in range(size) if rank not in now or now[rank].beats == before.get(rank, now[rank]).beats]
     last = {rank: f"process {beat.pid} on {beat.host}, last in {beat.phase}" for rank, beat in now.items()}
     alive = {rank: beat for rank, beat in sorted(now.items()) if rank not in silent}
@@ -234,7 +233,7 @@ def diagnose(before: dict[int, Beat], now: dict[int, Beat], size: int) -> tuple[
     lines += [f"{len(busy) - NAMED} more compute"] * (len(busy) > NAMED)
     if waiting:
         lines.append("waiting: " + ", ".join(f"{named_ranks(ranks)} in {phase}" for phase, ranks in waiting.items()))
-    return [*silent, *busy, 0][0], "; ".join(lines)
+    return [*silent, *busy, 0][0], "; ".join(lines), [now[rank] for rank in silent if rank in now]
 
 
 def stacks() -> str:
