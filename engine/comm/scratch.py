@@ -77,5 +77,4 @@ def _of_multiprocessing() -> dict[str, Any]:
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when the one that started it ends (Linux only)."""
     if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

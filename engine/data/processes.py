@@ -56,13 +56,14 @@ def shm_error(error: OSError | None = None) -> LockstepError:
     return LockstepError(what, "the loader's processes", f"{todo}, or num_workers=0", exit_code=5)
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""They ask a run to stop: its main process handles them, and its loader processes ignore them."""
 
 
 @contextlib.contextmanager
 def starting_processes() -> Iterator[None]:
     """Block signals while processes start: one would die of a signal that it does not ignore yet."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     except OSError as error:  # semaphores lie in /dev/shm, too
@@ -77,9 +78,9 @@ def starting_processes() -> Iterator[None]:
 
 def _begin_worker(parent: int, worker: int) -> None:
     """Leave signals to the parent, and end with it."""
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.excepthook = _unless_disconnected
     end_with_parent()
     if os.getppid() != parent:  # the parent died before that call

@@ -11,10 +11,9 @@ from types import FrameType
 
 from engine import launch
 from engine.comm import scratch
+from engine.data.processes import SIGNALS
 from engine.run import Stop
 from engine.survive import terminal
-
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class StopRequest(Stop):

@@ -17,6 +17,7 @@ import pytest
 from conftest import FAULTY, TOY, succeed, wait_until
 from runs import progress, records, status
 
+from engine.data import processes
 from engine.files.status import current
 from engine.survive import signals, terminal, watchdog
 
@@ -270,7 +271,7 @@ def test_under_nohup_the_run_outlives_its_terminal(launch, run, command):
 @pytest.fixture
 def handlers():
     """They are put back."""
-    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    before = {number: signal.getsignal(number) for number in processes.SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
