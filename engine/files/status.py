@@ -60,9 +60,6 @@ class Status:
                 before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
                 self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
 
-    def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
-        self.update(state=state, exit_code=exit_code, reason=reason, **more)
-
     def update(self, **fields: Any) -> None:
         """Write status.json with these fields changed. A failure is a warning, once: the training matters more."""
         if self.folder is None:
