@@ -66,7 +66,6 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
         self.entries, self.best, _ = _read_manifest(folder)  # oldest first
-        self.truncated: set[str] = set()  # still in the manifest on the disk, but no longer in `entries`
 
     @property
     def last(self) -> Path | None:
@@ -77,7 +76,6 @@ class Checkpoints:
         names = [entry.file for entry in self.entries]
         if path.parent.resolve() == self.folder.resolve() and path.name in names:
             self.entries = self.entries[: names.index(path.name) + 1]
-            self.truncated = set(names[len(self.entries) :])
             self.best = self.best if self.best in names[: len(self.entries)] else ""
 
     def commit(self, state: dict[str, Any], name: str, best: bool) -> None:
@@ -92,7 +90,7 @@ class Checkpoints:
         try:
             for torn in self.folder.glob(".*.pt.tmp"):  # left by a crash; it may take the room we need
                 torn.unlink()
-            if name in self.truncated:  # it stops counting before it is overwritten
+            if self.entries and path.exists():  # truncated: it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)
             try:
@@ -113,7 +111,7 @@ class Checkpoints:
             raise _unusable(what, path, f"{room}; {todo}") from error
         # One without a SHA-256 was in no manifest, and may be the user's own.
         dropped = [entry.file for entry in entries if entry not in kept and entry.sha256]
-        self.entries, self.best, self.truncated = kept, chosen, set()
+        self.entries, self.best = kept, chosen
         self._update_links(name, dropped)
 
     def _update_links(self, last: str, dropped: list[str]) -> None:
