@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from engine.contract import Batch
 from engine.data.batches import map_tensors, tensors
 from engine.data.processes import starting_processes
-from engine.data.samples import Fetcher, named
-from engine.errors import LockstepError
+from engine.data.samples import Fetcher
+from engine.errors import LockstepError, few
 from engine.phases import phase
 
 Pairs = Iterator[tuple[Any, Batch]]  # requests, each with its batch
@@ -45,7 +45,7 @@ def _announced(fetcher: Fetcher, requests: Iterable[Any]) -> Iterator[Any]:
         try:
             fetcher.prefetch(request.indices)
         except Exception as error:
-            what = f"`prefetch` of samples {named(request.indices)} has failed: {type(error).__name__}: {error}"
+            what = f"`prefetch` of samples {few(request.indices)} has failed: {type(error).__name__}: {error}"
             raise LockstepError(what, fetcher.name, "fix it or remove it", exit_code=5) from error
         if last is not None:
             yield last
@@ -109,9 +109,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return batch
 
     def copied(value: Tensor) -> Tensor:
-        if value.device == device:
-            return value
-        pinned = value if value.is_pinned() or device.type != "cuda" else value.pin_memory()
-        return pinned.to(device, non_blocking=True)
+        on_host = value.device.type == "cpu" and device.type == "cuda"
+        return (value.pin_memory() if on_host else value).to(device, non_blocking=True)
 
     return map_tensors(batch, copied)

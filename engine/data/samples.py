@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from engine.comm import digests
 from engine.contract import Batch, amount
 from engine.data import batches
 from engine.data.processes import shm_error
-from engine.errors import LockstepError, console
+from engine.errors import LockstepError, console, few
 from engine.seeds import data_seeds, kept_generators, seed_everything
 
 
@@ -99,7 +100,7 @@ class Fetcher:
 
     def _failure(self, request: Any, what: str) -> LockstepError:
         """Return the error of a batch that cannot be loaded, with the first sample that cannot be loaded alone."""
-        name = named(request.indices)
+        name = few(request.indices)
         todo = "each loads alone, outside a loader process: are they all of one shape? a method `collate` of the "
         todo += "dataset makes batches of others"
         for index, seed in zip(request.indices, request.seeds or request.indices, strict=True):
@@ -126,7 +127,7 @@ class Fetcher:
         }
         wrong = [name for name, length in rows.items() if length != count]
         if wrong and not (self.collate and len(wrong) < len(rows)):
-            of = f"a batch of {amount(count, 'sample')} ({named(indices)})"
+            of = f"a batch of {amount(count, 'sample')} ({few(indices)})"
             what = f"{wrong[0] or 'value'!r} of {of} has {amount(rows[wrong[0]], 'row')}"
             todo = "give every tensor a row for each sample; a list is one of samples, a batch of two a tuple (x, y)"
             if self.collate:
@@ -142,11 +143,6 @@ def _takes(method: Any, name: str) -> bool:
         return name in inspect.signature(method).parameters
     except (TypeError, ValueError):  # none, or written in C
         return False
-
-
-def named(indices: list[int]) -> str:
-    """Return the numbers of the first samples, for a message."""
-    return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
 # ---- what a dataset must be ------------------------------------------------------------------------------------------
@@ -193,11 +189,8 @@ def stop_or_warn(error: LockstepError, random_samples: str) -> None:
 def _content(leaf: Any, depth: int = 3) -> bytes:
     """Return the bytes to hash: a tensor's contents; the class and the attributes of an object, because its repr may
     differ between processes."""
-    if isinstance(leaf, Tensor):
-        content = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
-        return f"{tuple(leaf.shape)} {leaf.dtype}".encode() + content
-    if type(leaf) in batches.PLAIN or isinstance(leaf, list):
-        return repr(leaf).encode()
+    if isinstance(leaf, (Tensor, list)) or type(leaf) in batches.PLAIN:
+        return digests.content(leaf)
     attributes = batches.tree_leaves(vars(leaf)) if depth and hasattr(leaf, "__dict__") else ()
     inner = [f" {name} ".encode() + _content(part, depth - 1) for name, part in attributes]
     return b"".join([type(leaf).__qualname__.encode(), *inner])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.dtensor import like
-from engine.errors import LockstepError
+from engine.errors import LockstepError, few
 from engine.files.archive import check_archive, reason
 from engine.files.checkpoints import LAST, Checkpoints
 from engine.private import NORM_WITH_STATISTICS
@@ -103,8 +103,7 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
     ]
     lines = [f"{path}: {len(fits)} of {len(weights)} loaded"]
     for word, names in (("skipped", left), ("new", [name for name in mine if name not in fits])):
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        lines += [f"  {word:<8} {', '.join(names[:8])}{more}"] if names else []
+        lines += [f"  {word:<8} {few(names)}"] if names else []
     return "\n".join(lines)
 
 
