@@ -130,8 +130,6 @@ def with_tensors(batch: Batch) -> Batch:
 
 def attach(batch: Batch, info: BatchInfo) -> Batch:
     """Return the batch with the loader's own numbers: under a key of a dict, else as an attribute."""
-    if type(batch) is dict:
-        return batch | {INFO_KEY: info}
     if isinstance(batch, Tensor):
         new = batch.detach()
     elif isinstance(batch, (list, tuple)) and not hasattr(batch, "__dict__"):
