@@ -88,7 +88,7 @@ class Checkpoints:
             name = next(each for each in numbered if each not in taken)
         path, manifest = self.folder / name, self.folder / MANIFEST
         try:
-            for torn in self.folder.glob(".*.pt.tmp"):  # left by a crash; it may take the room we need, or our name
+            for torn in self.folder.glob(".*.pt.tmp"):  # left by a crash; it may take the room we need
                 torn.unlink()
             if self.entries and path.exists():  # truncated: it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
@@ -118,8 +118,11 @@ class Checkpoints:
         """Link `last.pt` to the last checkpoint, and remove those dropped."""
         temporary = self.folder / f".{LAST}.tmp"
         with self._or_warning(f"{LAST} does not point to {last}"):
-            os.symlink(last, temporary)
-            os.replace(temporary, self.folder / LAST)
+            try:
+                os.symlink(last, temporary)
+                os.replace(temporary, self.folder / LAST)
+            finally:
+                temporary.unlink(missing_ok=True)
         for name in dropped:
             with self._or_warning(f"{name} is no longer needed but cannot be removed"):
                 os.unlink(self.folder / name)
