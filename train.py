@@ -109,7 +109,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
         return model
     if cfg.sync_bn:
         model = ddp.sync_batch_norm(model, world)
-    with speed.compiler_unloaded():
+    with speed.compiler.unloaded():
         net = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,

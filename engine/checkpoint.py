@@ -167,7 +167,6 @@ def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fing
         return saved
     differences = _differences(saved, args.cfg, task, plan, fingerprint)
     named = args.force if isinstance(args.force, tuple) else ()
-    allowed = {key: text for key, text in differences.items() if args.force is True or key in named}
     refused = {key: text for key, text in differences.items() if key not in named}
     if refused and args.force is True:
         console.warning(f"--force: this is not the run of {saved.path}: {'; '.join(refused.values())}")
@@ -179,7 +178,7 @@ def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fing
             f"change these back{hint}, start a new run with another save_dir, or insist with --force "
             + ",".join([*named, *refused]),
         )
-    return saved._replace(changes=allowed)
+    return saved._replace(changes=differences)
 
 
 def check_test(saved: Saved, fingerprint: str) -> None:

@@ -115,10 +115,11 @@ def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Return the checksum of each tensor, by name: of shards that of the whole, so all ranks must call it."""
-    return {name: hashlib.sha256(_bytes(tensor)).hexdigest()[:12] for name, tensor in tensors}
+    return {name: hashlib.sha256(content(tensor)).hexdigest()[:12] for name, tensor in tensors}
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def content(tensor: Any) -> bytes:
+    """Return the bytes to hash of a tensor, or of a plain value."""
     if not isinstance(tensor, Tensor):  # a module's extra state
         return repr(tensor).encode()
     return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + _bits(whole(tensor.detach()).cpu()).numpy().tobytes()

@@ -109,9 +109,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return batch
 
     def copied(value: Tensor) -> Tensor:
-        if value.device == device:
-            return value
-        pinned = value if value.is_pinned() or device.type != "cuda" else value.pin_memory()
-        return pinned.to(device, non_blocking=True)
+        on_host = value.device.type == "cpu" and device.type == "cuda"
+        return (value.pin_memory() if on_host else value).to(device, non_blocking=True)
 
     return map_tensors(batch, copied)

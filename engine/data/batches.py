@@ -33,10 +33,8 @@ def children(value: Any) -> dict[Any, Any] | None:
         return value
     if isinstance(value, UserDict):
         return value.data
-    if type(value) is list:
-        return None if {*map(type, value)} <= PLAIN else dict(enumerate(value))
-    if type(value) is tuple:
-        return dict(enumerate(value))
+    if type(value) in (list, tuple):
+        return None if type(value) is list and {*map(type, value)} <= PLAIN else dict(enumerate(value))
     if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence):
         return value._asdict()  # type: ignore[attr-defined]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -130,8 +128,6 @@ def with_tensors(batch: Batch) -> Batch:
 
 def attach(batch: Batch, info: BatchInfo) -> Batch:
     """Return the batch with the loader's own numbers: under a key of a dict, else as an attribute."""
-    if type(batch) is dict:
-        return batch | {INFO_KEY: info}
     if isinstance(batch, Tensor):
         new = batch.detach()
     elif isinstance(batch, (list, tuple)) and not hasattr(batch, "__dict__"):

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from engine.comm.scratch import end_with_parent
 from engine.config import Config
 from engine.contract import Batch
-from engine.data.batches import tensors
+from engine.data.batches import map_tensors
 from engine.errors import LockstepError
 
 
@@ -42,9 +43,7 @@ def in_processes(fetcher: Any, batches: Any, cfg: Config) -> DataLoader[Any]:
 def _shared(batch: Batch) -> Batch:
     """Put a batch into shared memory in the worker's main thread: the one that sends it would drop the batch silently
     if /dev/shm is full."""
-    for value in tensors(batch):
-        value.share_memory_()
-    return batch
+    return map_tensors(batch, Tensor.share_memory_)
 
 
 def shm_error(error: OSError | None = None) -> LockstepError:

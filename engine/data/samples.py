@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from engine.comm import digests
 from engine.contract import Batch, amount
 from engine.data import batches
 from engine.data.processes import shm_error
@@ -188,11 +189,8 @@ def stop_or_warn(error: LockstepError, random_samples: str) -> None:
 def _content(leaf: Any, depth: int = 3) -> bytes:
     """Return the bytes to hash: a tensor's contents; the class and the attributes of an object, because its repr may
     differ between processes."""
-    if isinstance(leaf, Tensor):
-        content = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
-        return f"{tuple(leaf.shape)} {leaf.dtype}".encode() + content
-    if type(leaf) in batches.PLAIN or isinstance(leaf, list):
-        return repr(leaf).encode()
+    if isinstance(leaf, (Tensor, list)) or type(leaf) in batches.PLAIN:
+        return digests.content(leaf)
     attributes = batches.tree_leaves(vars(leaf)) if depth and hasattr(leaf, "__dict__") else ()
     inner = [f" {name} ".encode() + _content(part, depth - 1) for name, part in attributes]
     return b"".join([type(leaf).__qualname__.encode(), *inner])

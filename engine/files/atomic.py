@@ -16,13 +16,12 @@ class Hashed:
     """A file opened to write, with the SHA-256 of its contents."""
 
     def __init__(self, file: Any):
-        self.file, self.sha256, self.size = file, hashlib.sha256(), 0
+        self.file, self.sha256 = file, hashlib.sha256()
         self.flush = file.flush  # torch.save calls it
 
     def write(self, data: Any) -> int:
         self.file.write(data)
         self.sha256.update(data)
-        self.size += len(data)
         return len(data)
 
 

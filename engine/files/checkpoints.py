@@ -66,7 +66,6 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
         self.entries, self.best, _ = _read_manifest(folder)  # oldest first
-        self.truncated: set[str] = set()  # still in the manifest on the disk, but no longer in `entries`
 
     @property
     def last(self) -> Path | None:
@@ -77,7 +76,6 @@ class Checkpoints:
         names = [entry.file for entry in self.entries]
         if path.parent.resolve() == self.folder.resolve() and path.name in names:
             self.entries = self.entries[: names.index(path.name) + 1]
-            self.truncated = set(names[len(self.entries) :])
             self.best = self.best if self.best in names[: len(self.entries)] else ""
 
     def commit(self, state: dict[str, Any], name: str, best: bool) -> None:
@@ -92,14 +90,14 @@ class Checkpoints:
         try:
             for torn in self.folder.glob(".*.pt.tmp"):  # left by a crash; it may take the room we need
                 torn.unlink()
-            if name in self.truncated:  # it stops counting before it is overwritten
+            if self.entries and path.exists():  # truncated: it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)
             try:
                 with atomically(path) as file:
                     torch.save(state, file)
                 check_archive(path)  # a file that cannot be read must not replace one that can
-                entries = [*self.entries, Entry(name, step, file.size, file.sha256.hexdigest())]
+                entries = [*self.entries, Entry(name, step, path.stat().st_size, file.sha256.hexdigest())]
                 chosen, newest = name if best else self.best, entries[-1 - self.keep :]
                 kept = [entry for entry in entries if entry in newest or entry.file == chosen]
                 _write_manifest(manifest, kept, chosen)
@@ -113,7 +111,7 @@ class Checkpoints:
             raise _unusable(what, path, f"{room}; {todo}") from error
         # One without a SHA-256 was in no manifest, and may be the user's own.
         dropped = [entry.file for entry in entries if entry not in kept and entry.sha256]
-        self.entries, self.best, self.truncated = kept, chosen, set()
+        self.entries, self.best = kept, chosen
         self._update_links(name, dropped)
 
     def _update_links(self, last: str, dropped: list[str]) -> None:
@@ -149,18 +147,15 @@ def _undo(path: Path, manifest: Path, before: bytes | None) -> None:
 
 
 def _free(folder: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):  # the disk that failed
         return f"{shutil.disk_usage(folder).free / 1e6:.1f}"
-    except OSError:  # the disk that failed
-        return "an unknown number of"
+    return "an unknown number of"
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        return file.read()
+    return None
 
 
 def _write_manifest(path: Path, entries: list[Entry], best: str) -> None:
@@ -190,7 +185,8 @@ class CheckpointWriter:
     def __init__(self, checkpoints: Checkpoints, log: Any, label: str, minutes: float = math.inf):
         self.checkpoints, self.log, self.label, self.minutes = checkpoints, log, label, minutes
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self.pending: Future[None] | None = None
+        self.pending: Future[None] = Future()
+        self.pending.set_result(None)
         self.failed: LockstepError | None = None  # of the newest checkpoint; a later success clears it
         self.failures = 0  # in a row
         self.unsaved: dict[str, Any] | None = None
@@ -206,9 +202,8 @@ class CheckpointWriter:
     def write(self, state: dict[str, Any], best: bool = False) -> None:
         """Save `state`, which must not change any more, once the previous save is done."""
         self.unsaved = None
-        if self.pending is not None:
-            with phase.during("waiting for the checkpoint before"):
-                self.pending.result()
+        with phase.during("waiting for the checkpoint before"):
+            self.pending.result()
         since = time.monotonic()
         self._set_due(since, math.inf)
         self.pending = self.pool.submit(self._write, state, best, since)
@@ -244,9 +239,8 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the save in flight; raises LockstepError if the newest checkpoint is not on the disk."""
-        if self.pending is not None:
-            with phase.during("writing the checkpoint"):
-                self.pending.result()
+        with phase.during("writing the checkpoint"):
+            self.pending.result()
         if self.failed:
             raise self.failed
 
@@ -254,8 +248,7 @@ class CheckpointWriter:
         """Write the unsaved state and wait, at most so long, because the run is over, or a thread ends this process."""
         if self.unsaved:
             self.write(self.unsaved)
-        if self.pending is not None:
-            futures.wait([self.pending], timeout=seconds)
+        futures.wait([self.pending], timeout=seconds)
         self.pool.shutdown(wait=False)
 
 
@@ -265,7 +258,7 @@ class CheckpointWriter:
 def _read_manifest(folder: Path) -> tuple[list[Entry], str, list[str]]:
     """Return (entries oldest first, the best one's file, warnings). Without a legible manifest: the .pt files there, by
     age and without SHA-256. Raises LockstepError (exit code 3) if the folder cannot be listed: it may not be empty."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         manifest = json.loads((_bytes_of(folder / MANIFEST) or b"").decode())
         entries = [
             Entry(str(e["file"]), int(e["step"]), int(e["bytes"]), str(e["sha256"])) for e in manifest["checkpoints"]
@@ -273,8 +266,6 @@ def _read_manifest(folder: Path) -> tuple[list[Entry], str, list[str]]:
         # These names are opened and, later, removed.
         if entries and all(e.file.endswith(".pt") and "\0" not in e.file and "/" not in e.file for e in entries):
             return entries, str(manifest["best"]), []
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        pass
     try:
         files = [(os.lstat(folder / name), name) for name in os.listdir(folder) if name.endswith(".pt")]
     except (FileNotFoundError, NotADirectoryError):

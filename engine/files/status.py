@@ -60,9 +60,6 @@ class Status:
                 before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
                 self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
 
-    def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
-        self.update(state=state, exit_code=exit_code, reason=reason, **more)
-
     def update(self, **fields: Any) -> None:
         """Write status.json with these fields changed. A failure is a warning, once: the training matters more."""
         if self.folder is None:
@@ -90,12 +87,9 @@ def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
     would end the same way, or the run was asked to stop, all processes exit with 0. If only one process ends
     (`everywhere` false), it exits with its code, so that torchrun ends the others.
     """
-    scratch = os.environ.get(SCRATCH)
-    if not scratch:
-        return exit_code
     try:
-        (Path(scratch) / EXIT_CODE).write_text(str(exit_code))
-    except OSError:
+        (Path(os.environ[SCRATCH]) / EXIT_CODE).write_text(str(exit_code))
+    except (KeyError, OSError):
         return exit_code
     return 0 if everywhere and exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code
 

@@ -55,7 +55,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
         sealed.remember("folder", str(path))
-        status.current.write("running", monitor=run.task.monitor, best=progress.best)
+        status.current.update(state="running", exit_code=None, reason="", monitor=run.task.monitor, best=progress.best)
     if record.resumed.path:
         describe.resumed(run)
         record.log.changed(run, [*record.resumed.changes.values()])
@@ -72,9 +72,10 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
             record.checkpoints.close()
     held = [each for each in run.model.state_dict().items() if each[0] not in record.left_out]  # by checkpoints
     sha256 = digests.of_tensors(held)[:16] if world.main or run.plan.sharded else ""  # of shards all ranks compute it
+    state = "stopped" if run.stopped else "done"
     if isinstance(record.log, log.Log):
         code = status.STOPPED if run.stopped else status.DONE
-        status.current.write("stopped" if run.stopped else "done", code, run.stopped, step=progress.step)
+        status.current.update(state=state, exit_code=code, reason=run.stopped, step=progress.step)
         record.log.end_bars(run)
         console.info(describe.ended(run, path, sha256))
-    record.log.close("stopped" if run.stopped else "done")
+    record.log.close(state)

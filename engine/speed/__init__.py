@@ -38,9 +38,6 @@ def set_backends(cfg: Any) -> None:
     compiler.set_deterministic(deterministic)
 
 
-compiler_unloaded = compiler.unloaded
-
-
 def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
     """Keep this process on its GPU's NUMA node. Call it early: threads that exist stay where they are."""
     if env.launched and cfg.ddp.bind_cores:

@@ -83,7 +83,9 @@ class StepGraph:
         rate = run.lr
         self.inside.lr.fill_(rate)
         parts = dict(tree_leaves(batch))
-        form = {name: (part.shape, part.dtype) if _is_tensor(part) else type(part) for name, part in parts.items()}
+        form = {
+            name: (part.shape, part.dtype) if isinstance(part, Tensor) else type(part) for name, part in parts.items()
+        }
         if self.graph is None and form != self.form:
             self.form, self.taken = form, 0
         fits = form == self.form
@@ -115,7 +117,7 @@ class StepGraph:
     def _watched(self, passes: Any) -> Outcome:
         """Take a step kernel by kernel; give up, while it is harmless, if the step could not be recorded."""
         (batch, _), *_ = passes
-        objects = [name for name, part in tree_leaves(batch) if not _is_tensor(part) and part is not None]
+        objects = any(not isinstance(part, Tensor) and part is not None for _, part in tree_leaves(batch))
         buffers = self.run.workers.buffers
         mode, before = torch.cuda.get_sync_debug_mode(), [*map(id, buffers().values())]
         with warnings.catch_warnings(record=True) as seen:
@@ -158,7 +160,7 @@ class StepGraph:
         assert self.graph is not None
         self.run.seed_pass(micro)
         phase("forward")
-        torch._foreach_copy_(self.inputs, [*filter(_is_tensor, parts.values())])
+        torch._foreach_copy_(self.inputs, [part for part in parts.values() if isinstance(part, Tensor)])
         self.graph.replay()
         self.run.meter.losses = [(micro, self.loss.clone())]  # a copy: it is read during the next launch
         self.outcome[0][0] = self.run.votes(micro.consumed)  # as in `loss_vector`; the graph holds an earlier step's
@@ -168,8 +170,8 @@ class StepGraph:
         """Launch a step, undo it, and take it kernel by kernel; give up if the results differ. A sync point."""
         run = self.run
         trained = [p for group in run.optimizer.param_groups for p in group["params"]]
-        moments = [value for state in run.optimizer.state.values() for value in state.values() if _is_tensor(value)]
-        state = [value.detach() for value in (*trained, *run.model.buffers(), *moments)]
+        held = [value for each in run.optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+        state = [value.detach() for value in (*trained, *run.model.buffers(), *held)]
         before = [value.clone() for value in state]
         launched = _compared_numbers(*self._launch(parts, passes[0][1]))
         torch._foreach_copy_(state, before)
@@ -192,10 +194,6 @@ class StepGraph:
 def _compared_numbers(totals: Tensor, grad_norm: Tensor, skipped: Tensor) -> Tensor:
     """Return (3,) loss, weight and gradient norm of an outcome."""
     return torch.stack([totals[1], totals[2], grad_norm.double()])
-
-
-def _is_tensor(part: Any) -> bool:
-    return isinstance(part, Tensor)
 
 
 class _Recorded(Run):

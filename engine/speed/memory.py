@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ def keep_freed_memory() -> bool:
     By default a large block goes back to the system when it is freed, and the next step pays for each of its pages: a
     tenth to a half of the time of a convolutional network on the CPU.
     """
-    if sys.platform != "linux":
-        return False
     mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
     # It returns 1 if it agrees. An older glibc takes no mmap threshold above 32 MB. The trim threshold alone would do
     # harm: setting it ends the adaptation of the mmap threshold.

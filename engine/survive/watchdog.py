@@ -334,7 +334,7 @@ def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) ->
                 with contextlib.suppress(OSError):
                     text = cause.details.encode(errors="replace")
                     atomic.write_atomically(status.current.folder / "error.txt", lambda file: file.write(text))
-            status.current.write("failed", cause.exit_code, cause.text)
+            status.current.update(state="failed", exit_code=cause.exit_code, reason=cause.text)
     if claimed and aloud:
         print_error(cause.text, "warning" if cause.again else "error")
 

@@ -152,7 +152,7 @@ def test_whoever_reports_a_rank_0_that_never_had_a_folder():
 
     status = Status()
     status.adopt()
-    status.write("failed", 6, "rank 0 is gone")
+    status.update(state="failed", exit_code=6, reason="rank 0 is gone")
     assert status.folder is None and status.fields == {}
 
 
