@@ -18,7 +18,6 @@ from engine.report import describe, log
 from engine.report.profile import Profile
 from engine.report.step_record import StepRecord
 from engine.run import Run, Silent
-from engine.survive.signals import StopRequest
 
 
 def already_complete(run: Run) -> bool:
@@ -44,8 +43,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
     status.current.begin(path, progress.step, resumed, words)
-    if isinstance(run.stop, StopRequest):
-        run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
+    run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
     record = run.record
     record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
     record.profile = Profile(world, path) if profile else None
