@@ -164,7 +164,7 @@ class Log(Silent):
             warning = f"{terminal.lost_streams[0]}: training continues"
             self._write("warning", run, {"warning": warning})
             status.current.update(warning=warning)
-            terminal.write_stderr(f"warning: {warning}, its log is {self.lines.path}\n")
+            terminal.write_stderr(f"warning: {warning}, its log is {self.lines.file.name}\n")
 
     # ---- progress bars ----
 
@@ -199,7 +199,6 @@ class Lines:
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, run: Run):
-        self.path = path
         earlier_s, self.repeated = _truncate_log(path, run.progress.step, run.progress.evaluation_due)
         self.zero = time.perf_counter() - earlier_s
         self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -226,9 +225,7 @@ def start(folder: Path, run: Run) -> Log:
     """(rank 0) Open the log. Raises LockstepError if it cannot be opened."""
     try:
         return Log(folder, run)
-    except LockstepError:
-        raise
-    except Exception as error:  # wandb and TensorBoard raise many kinds of their own
+    except OSError as error:
         what = f"the log cannot be opened: {type(error).__name__}: {headline(error)}"
         raise LockstepError(what, str(folder), "fix it, or give another save_dir", exit_code=3) from error
 
