@@ -55,6 +55,8 @@ class Log(Silent):
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
         if repeated is not None:
             self._tell("scalars", self.first_step, _tagged("train", repeated))
+        for change in run.record.resumed.changes.values():
+            self._write("changed", run, {"change": change})
 
     def _tell(self, method: str, *about: Any) -> None:
         """Call `method` of every sink that has it; the training continues where that fails."""
@@ -150,12 +152,6 @@ class Log(Silent):
             why += ", but each of these samples is: look at the loss, and at the model"
         self.bad |= found.keys()
         console.warning(f"step {skipped.step} skipped: {why}")
-
-    def changed(self, run: Run, changes: list[str]) -> None:
-        """Log the settings of a resumed run that --force has changed."""
-        for change in changes:
-            self._write("changed", run, {"change": change})
-            console.info(f"  {change} from step {run.progress.step} on")
 
     def _check_terminal(self, run: Run) -> None:
         """Log once that the terminal is gone, which doesn't end the training."""
