@@ -183,7 +183,7 @@ class Run:
         """One pass, forward and backward: set its phase, its seeds, and the step that `gather_batch` reads."""
         phase("forward")
         self.seed_pass(micro)
-        self.workers.begin_pass(micro, in_ddp=isinstance(self.net, DistributedDataParallel))
+        self.workers.begin_pass(micro)
         contract.under_way = self, micro
         try:
             yield
