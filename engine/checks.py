@@ -147,17 +147,12 @@ RULES: dict[str, tuple[Any, ...]] = {
 {} in the words; perhaps what to do instead)."""
 
 
-def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
-    """Return the names of a loss's sums. Raises LockstepError if it cannot be added to the others of its step.
+def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str) -> list[str]:
+    """Return the names `found` of a loss's sums or terms. Raises LockstepError if they change.
 
     names   of the first loss of the run; None if this is the first, whose names are compared (all ranks)
     gather  returns every rank's value
     """
-    return same_names([*check("loss", loss).sums], names, gather, "sums")
-
-
-def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str) -> list[str]:
-    """Return the names `found` of a loss's sums or terms. Raises LockstepError if they change; see `check_loss`."""
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
         if other != first:  # in a different order they would be summed with the wrong partners

@@ -80,7 +80,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
                         collected.collect(values, samples)
             phase("loading validation data")
         phase("validation")
-        num_trials = _num_trials(run)
+        num_trials = 0 if incomplete else _num_trials(run)
         tried = _trials(run, model, num_trials)
         run.agree_to_stop(incomplete or num_trials > 0)  # then they may be only some of the trials
         if run.stopped:
@@ -120,8 +120,6 @@ def _trials(run: Run, model: nn.Module, num_trials: int) -> Gathered:
     tried, task = Gathered("trials"), run.task
     for first in range(run.world.rank * TRIALS_AT_ONCE, num_trials, run.world.size * TRIALS_AT_ONCE):
         which = range(first, min(first + TRIALS_AT_ONCE, num_trials))
-        if run.stop.reason:
-            break
         seed_generators(run.world.device, "trials", run.cfg.seed, first)
         with run.precision.autocast():
             found = task.trials(model, which, lambda: bool(run.stop.reason))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine import contract, private
-from engine.checks import check, check_loss, same_names
+from engine.checks import check, same_names
 from engine.comm.fsdp import Sharded, ShardedWorkers
 from engine.comm.plain import Plain
 from engine.comm.virtual import VirtualWorkers
@@ -60,18 +59,6 @@ class Progress:
         return better
 
 
-class Stop:
-    """Whether to stop before the end. The ranks vote in the all-reduce of every step.
-
-    reason  why this process wants to stop; empty while it does not
-    """
-
-    reason = ""
-
-    def request(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
-
 class Silent:
     """The log of every rank but the main one: prints and writes nothing."""
 
@@ -82,7 +69,6 @@ class Silent:
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
     def straggler(self, run: Run, found: Straggler | None) -> None: ...
     def skipped(self, run: Run, skipped: Skipped) -> None: ...
-    def changed(self, run: Run, changes: list[str]) -> None: ...
     def sync(self) -> None: ...
     def close(self, status: str = "done") -> None: ...
 
@@ -146,7 +132,7 @@ class Run:
     scaler: torch.amp.GradScaler
     ema: EMA | None
     loaders: Any  # data_loader.Loaders: of the data to train on, and of those to score, or None
-    stop: Stop = field(default_factory=Stop)
+    stop: Any  # survive.signals.StopRequest
     progress: Progress = field(default_factory=Progress)
     record: Record = field(default_factory=Record)
     stopped: str = ""  # the reason of the first rank that has one, once all ranks know that they stop
@@ -154,9 +140,10 @@ class Run:
     def __post_init__(self) -> None:
         world, model, cfg, workers = self.world, self.model, self.cfg.ddp, self.plan.workers
         self.workers: Plain
-        if self.plan.sharded:
-            plain = functools.partial(Sharded, mode=cfg.buffers, every=cfg.reduce_every)
-            self.workers = ShardedWorkers(workers, world, model) if workers else plain(world, model)
+        if self.plan.sharded and workers:
+            self.workers = ShardedWorkers(workers, world, model)
+        elif self.plan.sharded:
+            self.workers = Sharded(world, model, cfg.buffers, cfg.reduce_every)
         elif workers:
             self.workers = VirtualWorkers(workers, world, model, cfg.find_unused_parameters)
         else:
@@ -196,7 +183,7 @@ class Run:
         """One pass, forward and backward: set its phase, its seeds, and the step that `gather_batch` reads."""
         phase("forward")
         self.seed_pass(micro)
-        self.workers.begin_pass(micro, in_ddp=isinstance(self.net, DistributedDataParallel))
+        self.workers.begin_pass(micro)
         contract.under_way = self, micro
         try:
             yield
@@ -212,10 +199,10 @@ class Run:
         meter, here = self.meter, self.world.device
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
-            meter.names = check_loss(loss, meter.names, self.world.gather)
+            meter.names = same_names([*check("loss", loss).sums], meter.names, self.world.gather, "sums")
         parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
         if any(part.ndim for part in parts):
-            check_loss(loss, meter.names, self.world.gather)
+            check("loss", loss)
         parts = [part if part.device == here else scalar_on(here, part) for part in parts]
         numbers = torch.stack([meter.no_vote, *parts])
         if micro.empty:

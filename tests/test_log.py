@@ -29,7 +29,7 @@ from engine.contract import LockstepError
 from engine.files import run_folder
 from engine.metrics import Straggler
 from engine.report import log, wandb
-from engine.run import Progress
+from engine.run import Progress, Record
 from tools.evaluate import of_run
 
 
@@ -127,7 +127,7 @@ def test_the_folder_tells_what_was_run(runs):
 def opened(folder, board=False, **more):
     """A log whose only sink is metrics.jsonl, with `board` the trackers, too; and the run that it is of."""
     world, plan = World(0, 0, 1, torch.device("cpu")), SimpleNamespace(epochs=1, total_steps=136)
-    task, record = SimpleNamespace(monitor="loss"), SimpleNamespace(resumed=SimpleNamespace(path=None))
+    task, record = SimpleNamespace(monitor="loss"), Record()
     job = SimpleNamespace(cfg=config.Config(digest_every=0), plan=plan, world=world, progress=Progress(**more))
     job.task, job.record = task, record
     found = log.Log(folder, job)

@@ -146,7 +146,8 @@ def begin(ours, worker, done=0, passes=1, in_ddp=False):
         worker=worker, opens_worker=not done, closes_worker=closes, empty=False, samples=ours.workers
     )
     micro.closes_step = closes and worker == ours.workers - 1
-    ours.begin_pass(micro, in_ddp)
+    ours.in_ddp = in_ddp
+    ours.begin_pass(micro)
 
 
 @pytest.mark.parametrize("used", [{0, 3}, {1, 2}, {4}, {0, 2, 3, 4}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}, set()])

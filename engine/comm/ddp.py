@@ -39,6 +39,7 @@ def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> Dist
         kind = "none"
     if workers.hook is not None:
         net.register_comm_hook(workers, workers.hook)
+        workers.in_ddp = True
     elif several and kind != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

@@ -176,7 +176,7 @@ class Sharded(_OverShards, Plain):
         super().__init__(world, model, mode)
         self.every, self.passes = every, 0
 
-    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
+    def begin_pass(self, micro: Any) -> None:
         self.passes += 1
         due = micro.closes_step or (self.every and self.passes % self.every == 0)
         self.passes = 0 if micro.closes_step else self.passes
@@ -203,8 +203,8 @@ class ShardedWorkers(_OverShards, Dealt):
             unit.set_custom_reduce_scatter(tree)
             unit.set_all_reduce_hook(tree.add)
 
-    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
-        super().begin_pass(micro, in_ddp)
+    def begin_pass(self, micro: Any) -> None:
+        super().begin_pass(micro)
         self.model.set_requires_gradient_sync(micro.closes_worker)
 
 

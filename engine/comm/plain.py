@@ -35,7 +35,7 @@ class Plain:
     def begin_step(self) -> None:
         self.buffers.keep()
 
-    def begin_pass(self, micro: Any, in_ddp: bool) -> None: ...
+    def begin_pass(self, micro: Any) -> None: ...
 
     def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
         return numbers

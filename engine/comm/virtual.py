@@ -122,7 +122,7 @@ class Dealt(Plain):
 
     # ---- one worker after the other ----
 
-    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
+    def begin_pass(self, micro: Any) -> None:
         """Begin a pass, a `data_loader.MicroBatch`."""
         if micro.opens_worker:
             self.begin_worker(micro.worker, micro.empty)
@@ -227,6 +227,7 @@ class Dealt(Plain):
 class VirtualWorkers(Dealt):
     """Virtual workers whose gradients DDP, or the only process, adds up along the tree.
 
+    in_ddp  a step's last pass leaves its gradients to `hook`, which DDP has
     unused  DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its passes has used
     nodes   nodes of the tree of gradients: at most log2(workers of a process) + 1
     added   numbers of the parameters that the worker under way has used
@@ -244,11 +245,6 @@ class VirtualWorkers(Dealt):
         for number, p in enumerate(self.parameters):
             p.register_post_accumulate_grad_hook(lambda _, number=number: self.added.add(number))
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
-
-    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
-        """Begin a pass. With `in_ddp` a step's last pass leaves its gradients to `hook`."""
-        self.in_ddp = in_ddp
-        super().begin_pass(micro, in_ddp)
 
     def begin_worker(self, worker: int, idle: bool) -> None:
         if self.worker >= 0:

@@ -191,7 +191,7 @@ def _counted(samples: int, by_source: dict[str, int]) -> str:
 
 
 def resumed(run: Run) -> None:
-    """(rank 0) Print where a resumed run continues, and what has changed."""
+    """(rank 0) Print where a resumed run continues, and what has changed, also by --force."""
     p, saved = run.progress, run.record.resumed
     console.info(f"Resuming {saved.path}: step {p.step}, epoch {p.epoch + 1}, sample {p.position}")
     if saved.horizon != run.plan.horizon:
@@ -201,6 +201,8 @@ def resumed(run: Run) -> None:
     moved = [f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
     if moved and run.plan.workers:  # else the bits may change anyway; an old checkpoint lacks some names
         console.info(f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}")
+    for change in saved.changes.values():
+        console.info(f"  {change} from step {p.step} on")
 
 
 def ended(run: Run, path: Path, sha256: str) -> str:

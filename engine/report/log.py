@@ -55,6 +55,8 @@ class Log(Silent):
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
         if repeated is not None:
             self._tell("scalars", self.first_step, _tagged("train", repeated))
+        for change in run.record.resumed.changes.values():
+            self._write("changed", run, {"change": change})
 
     def _tell(self, method: str, *about: Any) -> None:
         """Call `method` of every sink that has it; the training continues where that fails."""
@@ -151,12 +153,6 @@ class Log(Silent):
         self.bad |= found.keys()
         console.warning(f"step {skipped.step} skipped: {why}")
 
-    def changed(self, run: Run, changes: list[str]) -> None:
-        """Log the settings of a resumed run that --force has changed."""
-        for change in changes:
-            self._write("changed", run, {"change": change})
-            console.info(f"  {change} from step {run.progress.step} on")
-
     def _check_terminal(self, run: Run) -> None:
         """Log once that the terminal is gone, which doesn't end the training."""
         if terminal.lost_streams and "the terminal" not in self.lost:
@@ -164,7 +160,7 @@ class Log(Silent):
             warning = f"{terminal.lost_streams[0]}: training continues"
             self._write("warning", run, {"warning": warning})
             status.current.update(warning=warning)
-            terminal.write_stderr(f"warning: {warning}, its log is {self.lines.path}\n")
+            terminal.write_stderr(f"warning: {warning}, its log is {self.lines.file.name}\n")
 
     # ---- progress bars ----
 
@@ -199,7 +195,6 @@ class Lines:
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, run: Run):
-        self.path = path
         earlier_s, self.repeated = _truncate_log(path, run.progress.step, run.progress.evaluation_due)
         self.zero = time.perf_counter() - earlier_s
         self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -226,9 +221,7 @@ def start(folder: Path, run: Run) -> Log:
     """(rank 0) Open the log. Raises LockstepError if it cannot be opened."""
     try:
         return Log(folder, run)
-    except LockstepError:
-        raise
-    except Exception as error:  # wandb and TensorBoard raise many kinds of their own
+    except OSError as error:
         what = f"the log cannot be opened: {type(error).__name__}: {headline(error)}"
         raise LockstepError(what, str(folder), "fix it, or give another save_dir", exit_code=3) from error
 

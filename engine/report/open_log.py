@@ -17,8 +17,7 @@ from engine.files.checkpoints import CheckpointWriter
 from engine.report import describe, log
 from engine.report.profile import Profile
 from engine.report.step_record import StepRecord
-from engine.run import Run, Silent
-from engine.survive.signals import StopRequest
+from engine.run import Run
 
 
 def already_complete(run: Run) -> bool:
@@ -35,7 +34,7 @@ def already_complete(run: Run) -> bool:
 
 
 @contextmanager
-def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
+def open_log(run: Run, profile: bool = False) -> Iterator[None]:
     """(all ranks) Make the run's folder and open its log and checkpoints, which rank 0 writes. At the end wait for the
     last checkpoint and print how the run ended. From here on a signal requests a graceful stop."""
     world, progress = run.world, run.progress
@@ -44,10 +43,9 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
     status.current.begin(path, progress.step, resumed, words)
-    if isinstance(run.stop, StopRequest):
-        run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
+    run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
     record = run.record
-    record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
+    record.log = on_rank0(world, lambda: log.start(path, run)) or record.log
     record.profile = Profile(world, path) if profile else None
     record.step = StepRecord(run, path) if run.cfg.record else None
     if made:
@@ -58,10 +56,9 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
         status.current.update(state="running", exit_code=None, reason="", monitor=run.task.monitor, best=progress.best)
     if record.resumed.path:
         describe.resumed(run)
-        record.log.changed(run, [*record.resumed.changes.values()])
     try:
         console.info("Starting training...\n")
-        yield record.log
+        yield
         if record.profile:
             record.profile.finish()
         with sync_errors(world):

@@ -60,7 +60,7 @@ class PerformanceProfiler:
             event.record(torch.cuda.current_stream(self.device))
         self._marks.append((phase, time.perf_counter(), event))
         if len(self._marks) > 10_000:
-            self._read()
+            self.spent()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -84,10 +84,6 @@ class PerformanceProfiler:
 
     def spent(self) -> dict[str, Spent]:
         """Return the seconds of each phase, summed over all steps; waits for the GPU."""
-        self._read()
-        return self._spent
-
-    def _read(self) -> None:
         if last := self._marks[-1][2]:
             last.synchronize()
         for (name, began, begin), (_, ended, end) in itertools.pairwise(self._marks):
@@ -96,6 +92,7 @@ class PerformanceProfiler:
                 on_device = begin.elapsed_time(end) / 1e3 if begin else 0.0
                 self._spent[name] = Spent(host + ended - began, device + on_device)
         self._marks = self._marks[-1:]
+        return self._spent
 
     def table(self) -> str:
         """Return the time of a step in each phase, in ms and as a share."""

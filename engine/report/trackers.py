@@ -26,7 +26,7 @@ def opened(run: Run, folder: Path, repeated: bool) -> list[Any]:
     kinds = [kind for kind in (wandb.Wandb, mlflow.MLflow) if getattr(run.cfg, kind.name).enable]
     try:
         ids = dict(json.loads((folder / IDS).read_text(encoding="utf-8"))) if kinds and run.record.resumed.path else {}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         ids = {}  # begin anew there
     found: list[Any] = []
     for kind in kinds:

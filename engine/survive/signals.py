@@ -12,12 +12,16 @@ from types import FrameType
 from engine import launch
 from engine.comm import scratch
 from engine.data.processes import SIGNALS
-from engine.run import Stop
 from engine.survive import terminal
 
 
-class StopRequest(Stop):
-    """A stop that signals and a time limit ask for."""
+class StopRequest:
+    """Whether to stop before the end, for signals or a time limit. The ranks vote in the all-reduce of every step.
+
+    reason  why this process wants to stop; empty while it does not
+    """
+
+    reason = ""
 
     def __init__(self, max_time_s: float = 0.0):
         self.interrupted = 0.0  # time.monotonic() of the first Ctrl-C
@@ -26,6 +30,9 @@ class StopRequest(Stop):
             limit = threading.Timer(max_time_s - spent_s, self.request, ["max_time_s is over"])
             limit.daemon = True
             limit.start()
+
+    def request(self, reason: str) -> None:
+        self.reason = self.reason or reason
 
     def install_handlers(self) -> None:
         """Make signals only request a stop from here on; a second Ctrl-C quits at once. Installs handlers even where a
