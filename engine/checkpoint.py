@@ -232,8 +232,7 @@ def restore(run: Run, saved: Saved) -> None:
     with _of_the_same_model(saved):
         if run.ema is not None and saved.ema is not None:
             own = {f"module.{n}": value for n, value in run.model.state_dict().items() if n in run.record.left_out}
-            averages = {f"module.{name}": value for name, value in run.ema.values.items()}
-            run.ema.load_state_dict(own | {n: like(value, averages.get(n)) for n, value in saved.ema.items()})
+            run.ema.load_state_dict(own | saved.ema)
         if saved.optimizer:  # a published model has none
             make.load_state(run.optimizer, saved.optimizer, saved.changes)
         if saved.scaler and run.scaler.is_enabled():  # amp may have changed

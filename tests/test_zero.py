@@ -187,9 +187,9 @@ def test_state_of_any_type_travels_as_bytes(monkeypatch):
     sent = []
     monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, src: sent.append(flat.clone()))
     sender = SimpleNamespace(world=World(1, 1, 2, torch.device("cpu")))
-    kept = [Zero._on_rank0(sender, 1, torch.device("cpu"), value) for value in values]
+    kept = [Zero._on_rank0(sender, 1, value) for value in values]
     assert all(flat.dtype == torch.uint8 for flat in sent) and all(map(torch.equal, kept, values))
     monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, src: flat.copy_(sent.pop(0)))
     receiver = SimpleNamespace(world=World(0, 0, 2, torch.device("cpu")))
-    out = [Zero._on_rank0(receiver, 1, torch.device("cpu"), value.to("meta")) for value in values]
+    out = [Zero._on_rank0(receiver, 1, value.to("meta")) for value in values]
     assert all(map(torch.equal, out, values)) and [value.dtype for value in out] == [value.dtype for value in values]

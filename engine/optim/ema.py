@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.buffers import Buffers
-from engine.comm.dtensor import local
+from engine.comm.dtensor import like, local
 
 
 class EMA:
@@ -81,7 +81,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load tensors in the form of `values`. Raises KeyError if one is missing."""
+        """Load whole tensors, or rows as `values` has them. Raises KeyError if one is missing."""
         self.n_averaged.copy_(state["n_averaged"])
         for name, average in self.values.items():
-            local(average).copy_(local(state[f"module.{name}"]))
+            local(average).copy_(local(like(state[f"module.{name}"], average)))

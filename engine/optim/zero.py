@@ -57,19 +57,18 @@ class Zero(torch.optim.Optimizer):
     def whole_state(self) -> dict[str, Any]:
         """(all ranks) Return a checkpoint's state, whole on rank 0. Tensors travel as bytes, whatever their type."""
         packed, states = super().state_dict(), dict[Any, Any]()
-        device = parameters_of(self)[0].device
         meta = partial(torch.empty_like, device="meta")
         forms = {number: tree_map_only(Tensor, meta, state) for number, state in packed["state"].items()}
         for rank, theirs in enumerate(self.world.gather(forms)):
             for number, form in theirs.items():
                 mine = packed["state"][number] if rank == self.world.rank else form
-                whole = tree_map_only(Tensor, partial(self._on_rank0, rank, device), mine)
+                whole = tree_map_only(Tensor, partial(self._on_rank0, rank), mine)
                 states.setdefault(number, whole)  # several ranks hold the state of no parameter: rank 0's counts
         return packed | {"state": dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))}
 
-    def _on_rank0(self, rank: int, device: torch.device, tensor: Tensor) -> Tensor:
+    def _on_rank0(self, rank: int, tensor: Tensor) -> Tensor:
         """(all ranks) Return in rank 0's host memory a tensor of `rank`, of which the others give the form (meta)."""
-        there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+        there = torch.empty_like(tensor, device=self.world.device) if tensor.is_meta else tensor.to(self.world.device)
         flat = there.reshape(-1)
         with phase.during("broadcast", waits=True):  # gloo has no other way from a GPU
             dist.broadcast(flat.view(torch.uint8), src=rank)
