@@ -57,8 +57,7 @@ class Zero(torch.optim.Optimizer):
     def whole_state(self) -> dict[str, Any]:
         """(all ranks) Return a checkpoint's state, whole on rank 0. Tensors travel as bytes, whatever their type."""
         packed, states = super().state_dict(), dict[Any, Any]()
-        meta = partial(torch.empty_like, device="meta")
-        forms = {number: tree_map_only(Tensor, meta, state) for number, state in packed["state"].items()}
+        forms = {n: tree_map_only(Tensor, lambda t: t.to("meta"), state) for n, state in packed["state"].items()}
         for rank, theirs in enumerate(self.world.gather(forms)):
             for number, form in theirs.items():
                 mine = packed["state"][number] if rank == self.world.rank else form

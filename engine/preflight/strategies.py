@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,14 +100,13 @@ def _check_optimizer(run: Run) -> None:
     rows = {p: nn.Parameter(p.detach().clone()) for p in chosen}
     wholes = {p: nn.Parameter(whole(p.detach()).clone()) for p in chosen}
     try:
-        twins = [fresh_copy(fresh, run.model, instead) for instead in (rows, wholes)]
+        twins: list[Any] = [fresh_copy(fresh, run.model, instead) for instead in (rows, wholes)]
         for step in range(STEPS):
             for n, p in enumerate(chosen):
                 draw = torch.Generator().manual_seed(1 + n + step * len(chosen))
                 grad = torch.randn(p.shape, generator=draw).to(p.device, p.dtype) * 1e-2
                 rows[p].grad, wholes[p].grad = like(grad, p), grad.clone()
             for twin in twins:
-                assert twin is not None
                 twin.step()
     except Exception as error:
         what = f"{name} cannot take a step on rows of weights ({type(error).__name__}: {headline(error)[:120]})"
