@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.config import option
 from engine.contract import Loss, Sums
@@ -22,11 +23,11 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     """Three blocks between two layers. `scalar`: a weight without rows; `tied`: the first and the last block share one;
-    `parts`: the loss calls `encode` instead of the model."""
+    `parts`: the loss calls `encode` instead of the model; `recomputed`: blocks run again in the backward pass."""
 
     def __init__(self, width: int, kind: str):
         super().__init__()
-        self.begin, self.end = nn.Linear(8, width), nn.Linear(width, 4)
+        self.begin, self.end, self.kind = nn.Linear(8, width), nn.Linear(width, 4), kind
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(())) if kind == "scalar" else 1.0
         if kind == "tied":
@@ -35,7 +36,7 @@ class Net(nn.Module):
     def encode(self, x):
         x = self.begin(x.to(self.begin.weight.dtype))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.kind == "recomputed" else block(x)
         return x * self.scale
 
     def forward(self, x):
