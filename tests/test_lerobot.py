@@ -973,10 +973,12 @@ def test_an_interrupt_after_the_last_step_adds_no_episode_twice(tmp_path, monkey
             while recorder.num_episodes < 2:
                 recorder.add_episode({"action": np.full((5, 1), recorder.num_episodes)}, "push")
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with monkeypatch.context() as patch:
         patch.setattr(recording.Recording, "clear", lambda self: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             record_two()
+    signal.signal(signal.SIGINT, before)
     assert len(read(tmp_path / "set").episodes) == 2
     record_two()
     assert len(read(tmp_path / "set").episodes) == 2 and [path.name for path in tmp_path.iterdir()] == ["set"]

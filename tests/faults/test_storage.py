@@ -48,7 +48,7 @@ from engine.files.checkpoints import (
 )
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.report import log
-from engine.run import Progress
+from engine.run import Progress, Record
 from tools import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -390,7 +390,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
 
         def train(folder=folder, checkpoints=checkpoints, faults=faults):
             job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress(step=2))
-            job.task = SimpleNamespace(monitor="loss")
+            job.task, job.record = SimpleNamespace(monitor="loss"), Record()
             with pytest.MonkeyPatch.context() as patch:
                 faults.install(patch)
                 opened = log.Log(folder, job)
