@@ -75,6 +75,9 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
         what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
         todo = "update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it"
         raise LockstepError(what, str(path), todo, exit_code=3)
+    newer = {"path", "metadata", "test", "memory_format", "environment", "left_out", "optimizer_name", "changes"}
+    if missing := {*Saved._fields} - newer - state.keys():
+        raise LockstepError(f"the checkpoint lacks {min(missing)}", str(path), "resume another one", exit_code=3)
     order = state.get("memory_format") or state["config"].get("memory_format", "auto")
     held = {name: state[name] for name in Saved._fields if name in state}
     return Saved(**held | {"path": path, "metadata": state.get("known"), "memory_format": order})

@@ -88,7 +88,8 @@ class Meter:
         return arrived
 
     def state(self) -> dict[str, Any]:
-        return {"totals": {**self.totals}, "skipped": self.skipped}
+        totals = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.totals.items()}
+        return {"totals": totals, "skipped": torch.tensor(self.skipped)}
 
     def load(self, state: dict[str, Any]) -> None:
         self.totals = {name: float(value) for name, value in state["totals"].items()}

@@ -304,6 +304,11 @@ FOREIGN = {
         2,
         "beta2: 0.999 -> 0.9 (PATH): change",
     ),
+    "without its progress": (
+        lambda state: state.pop("progress"),
+        3,
+        "the checkpoint lacks progress (PATH): resume another one",
+    ),
     "lacks a weight": (
         lambda state: state["model"].pop("layers.0.bias"),
         3,

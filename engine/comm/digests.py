@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.comm.dtensor import whole
 from engine.seeds import GAMMA, mix
@@ -102,10 +102,6 @@ def of_rows(rows: Tensor) -> Tensor:
     """(R, F) -> (R,) int64: a digest of each row."""
     words = _words(rows).view(torch.int32).view(len(rows), -1)
     return (words * _weights(words.device, 1 << (words.shape[1] - 1).bit_length())[: words.shape[1]]).sum(1)
-
-
-def checksum(model: nn.Module) -> str:
-    return of_tensors(model.named_parameters())
 
 
 def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:

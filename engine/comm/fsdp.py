@@ -164,9 +164,7 @@ class _OverShards:
 
     def any(self, here: bool) -> bool:
         """(all ranks) Return whether any rank says so."""
-        vote = torch.tensor(float(here))
-        self.world.sum(vote)
-        return bool(vote)
+        return bool(self.world.decide(here, any))
 
 
 class Sharded(_OverShards, Plain):

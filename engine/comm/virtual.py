@@ -198,14 +198,14 @@ class Dealt(Plain):
         lengths = [len(grad) if grad.ndim else 1 for grad in grads]
         table = torch.zeros(sum(lengths), dtype=torch.float64, device=grads[0].device)
         batches = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)  # small weights of a width together
-        at_once = AT_ONCE[table.device.type]
         for grad, sums in zip(grads, table.split(lengths), strict=True):
             if (mine := local(grad)).numel():
                 places = sums[held(grad)]
                 rows = mine.reshape(len(places), -1)
-                width, several = 1 << (rows.shape[1] - 1).bit_length(), max(1, at_once // rows.shape[1])
+                width = 1 << (rows.shape[1] - 1).bit_length()
+                several = max(1, AT_ONCE[table.device.type] // rows.shape[1])
                 for piece, place in zip(rows.split(several), places.split(several), strict=True):
-                    alone = len(batches) + 1 if piece.numel() > at_once // 4 else 0
+                    alone = len(batches) + 1 if piece.numel() > 1 << 16 else 0
                     batches[width, alone].append((piece, place))
         for (width, _), batch in batches.items():
             pieces, places = zip(*batch, strict=True)

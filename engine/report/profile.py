@@ -92,7 +92,7 @@ class PerformanceProfiler:
                 on_device = begin.elapsed_time(end) / 1e3 if begin else 0.0
                 self._spent[name] = Spent(host + ended - began, device + on_device)
         self._marks = self._marks[-1:]
-        return self._spent
+        return dict(self._spent)
 
     def table(self) -> str:
         """Return the time of a step in each phase, in ms and as a share."""

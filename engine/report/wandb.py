@@ -30,9 +30,10 @@ def require(cfg: Any) -> None:
     if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
         return
     try:
-        known = wandb.login(prompt=False, verify=False)
-    except TypeError:  # an older version, which would prompt
-        known = bool(wandb.api.api_key)
+        try:
+            known = wandb.login(prompt=False, verify=False)
+        except TypeError:  # an older version, which would prompt
+            known = bool(wandb.api.api_key)
     except Exception as error:  # an invalid key
         raise LockstepError(f"wandb: {headline(error) or type(error).__name__}", "wandb.enable", NO_LOGIN) from None
     if not known:
