@@ -87,9 +87,12 @@ def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
     would end the same way, or the run was asked to stop, all processes exit with 0. If only one process ends
     (`everywhere` false), it exits with its code, so that torchrun ends the others.
     """
+    scratch = os.environ.get(SCRATCH)
+    if not scratch:
+        return exit_code
     try:
-        (Path(os.environ.get(SCRATCH) or os.devnull) / EXIT_CODE).write_text(str(exit_code))
-    except OSError:  # or there is no launcher
+        (Path(scratch) / EXIT_CODE).write_text(str(exit_code))
+    except OSError:
         return exit_code
     return 0 if everywhere and exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code
 
