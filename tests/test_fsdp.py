@@ -300,8 +300,9 @@ def test_the_norm_by_rows_is_the_norm():
     lambda p: fused.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True),
     lambda p: fused.SGD(p, lr=1e-2, fused=True),
 ])  # fmt: skip
-def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(optimizer):
-    """It is the fused kernel's up to rounding, and leaves all alone if the step is to be skipped."""
+def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(monkeypatch, optimizer):
+    """Nor on the pieces that it works on. It is the fused kernel's up to rounding, and leaves all alone if the step is
+    to be skipped."""
     torch.manual_seed(0)
     begin, grads = torch.randn(101), [torch.randn(101) for _ in range(4)]
 
@@ -320,6 +321,9 @@ def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(optimizer):
     for lengths in ([7, 94], [12, 36, 53], [1] * 101):
         assert torch.equal(stepped(lengths, True), whole)
     torch.testing.assert_close(stepped([101], False), whole, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(fused, "CACHED", 30)
+    for lengths in ([101], [12, 36, 53], [1] * 101):
+        assert torch.equal(stepped(lengths, True), whole)
 
 
 def test_a_buffer_with_two_names_is_swapped_once():
