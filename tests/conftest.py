@@ -1,7 +1,7 @@
 """Real processes for the tests, and the proof that none is left behind.
 
 Most are forked from a warm parent, see warm.py: a tenth of the CPU time. Tests of what a fork cannot show are marked
-`real`; with `--real` all processes are.
+`real`; with `--real` all processes are. GPUs are hidden from all but what a test marked `gpu` starts, see cards.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cards
 import pytest
 from warm import Forked, Zygote, adopt_orphans, can_be_warm
 
@@ -32,9 +33,7 @@ TOY = str(ROOT / "tests" / "tasks" / "toy.py")
 FAULTY = str(ROOT / "tests" / "tasks" / "faulty.py")
 sys.path.insert(0, str(ROOT))
 
-# Before torch is imported, and for whatever a test starts. Two processes of two threads each on two cores spin waiting
-# for each other: a test of 30 s took twelve minutes. And the number of threads changes the last bits.
-os.environ["OMP_NUM_THREADS"] = "1"
+cards.hide()  # before torch is imported
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all that the tests start would ignore it, too
 
@@ -223,8 +222,7 @@ class Launcher:
         return process
 
     def start_launcher(self, processes: int, *words: str, **how) -> Running:
-        """./train_multigpu.sh on CPUs."""
-        return self.start("./train_multigpu.sh", str(processes), *words, CUDA_VISIBLE_DEVICES="", **how)
+        return self.start("./train_multigpu.sh", str(processes), *words, **how)
 
     def launcher(self, processes: int, *words: str, timeout: float = 100, **how) -> Done:
         return self.start_launcher(processes, *words, **how).wait(timeout)
@@ -321,6 +319,18 @@ def _zygote() -> Zygote:
 
 def pytest_sessionfinish():
     _stack.close()
+
+
+@pytest.fixture(autouse=True)
+def _shown_cards(request, monkeypatch):
+    """Show the GPUs to the processes of a test marked `gpu`. It runs only where it is asked for: `make test` is the
+    same everywhere."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    if "gpu" not in request.config.option.markexpr or not cards.visible():
+        pytest.skip(cards.NONE_VISIBLE)
+    for name, value in cards.as_user_has_set().items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -87,7 +87,8 @@ def test_a_process_stays_beside_its_gpu(tmp_path):
 @needs_two
 def test_one_node_or_somebody_else_s_choice_is_left_alone(tmp_path):
     assert bound(system(tmp_path / "one", [f"{MINE[0]}-{MINE[-1]}"]), CPU, 0, 2) == ("", MINE)
-    more = [str(MINE[0]), f"{MINE[1]},{MINE[-1] + 1}-{MINE[-1] + 4}"]  # of which this process may not use all
+    rest = ",".join(map(str, MINE[1:]))
+    more = [str(MINE[0]), f"{rest},{MINE[-1] + 1}-{MINE[-1] + 4}"]  # of which this process may not use all
     assert bound(system(tmp_path / "chosen", more), CPU, 0, 2) == ("", MINE)
     assert bound(tmp_path / "nothing", CPU, 0, 2) == ("", MINE)
 

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
+import cards
 import pytest
 import torch
 from conftest import free_port, succeed
@@ -81,8 +82,6 @@ REAL = [f"python train.py {SHORT_HAR}", f"{TWO} train.py {SHORT_HAR}"]
     ids=lambda value: str(value)[:60],
 )
 def test_the_guides_commands_train(launch, tmp_path, processes, words):
-    if torch.cuda.is_available():
-        pytest.skip("written for a machine without GPUs; the tests below are for one with them")
     done = launch(*command(words, tmp_path))
     assert_trained(done, tmp_path, processes)
     if "--multi-gpu dp" in words:
@@ -135,6 +134,7 @@ def test_accelerate_cpu_that_starts_one_process_is_warned_about(launch, tmp_path
     assert "warning: accelerate started this process without RANK" in done.err
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("words", "expected", "gpus"),
     [
@@ -144,7 +144,7 @@ def test_accelerate_cpu_that_starts_one_process_is_warned_about(launch, tmp_path
     ],
 )
 def test_on_gpus(launch, tmp_path, words, expected, gpus):
-    if torch.cuda.device_count() < gpus:
+    if cards.visible() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     done = succeed(launch(*command(f"python train.py {words}{SHORT_HAR}", tmp_path)))
     assert expected in done.out and "precision        fp32" not in done.out

@@ -7,7 +7,6 @@ import shlex
 import signal
 
 import pytest
-import torch
 from conftest import ROOT, succeed
 from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
 
@@ -199,8 +198,6 @@ def test_no_command_is_left_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("words", TRAINED)
 def test_a_command_trains(launch, tmp_path, words):
-    if torch.cuda.is_available():
-        pytest.skip("written for a machine without GPUs, as test_guides.py")
     short = SHORT_VIDEO if "video" in words else SHORT_HAR
     settings = dict(re.findall(r"(\w+)=(\S*) ", PROGRAMS.match(words)[1]))
     line = f"{words.removeprefix(PROGRAMS.match(words)[1])} {short}"
