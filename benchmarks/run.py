@@ -339,8 +339,10 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    versions = {}
-    for package in ("torch", *dict.fromkeys(PACKAGES.values())):
+    import torch
+
+    versions = {"torch": str(torch.__version__)}  # of the package, PyPI's lacks `+cu130`
+    for package in dict.fromkeys(PACKAGES.values()):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -349,8 +351,6 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
     model = next((line.split(":")[1].strip() for line in flags.splitlines() if line.startswith("model name")), "?")
     device = f"{os.cpu_count()} cores of {model}{'' if has_bf16() else ' without bf16 instructions'}"
     if args.gpu:
-        import torch
-
         device = torch.cuda.get_device_name()
     return {
         "commit": commit + (" and changes" if dirty else ""),

@@ -460,7 +460,8 @@ def test_a_driver_too_old_for_torch(smi, monkeypatch):
 @pytest.mark.parametrize(
     ("plain", "cudnn", "warned"),
     [("2.13.0", 92000, False), ("2.9.1", 91500, False), ("2.9.1", 91300, True), ("2.9.0", 91500, True),
-     ("2.8.0", 91002, True), ("2.7.0", 90501, False)],
+     ("2.8.0", 91002, True), ("2.7.0", 90501, False), ("2.9.0a0", 91500, True), ("2.9.0.post1", 91500, True),
+     ("2.9.1.post1", 91500, False), ("2.19.0", 91500, False)],
 )  # fmt: skip
 def test_versions_that_cannot_do_3d_convolutions_in_bf16(smi, monkeypatch, plain, cudnn, warned):
     monkeypatch.setattr(torch.version, "cuda", "12.8")

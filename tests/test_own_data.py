@@ -17,10 +17,13 @@ from tools import prepare_windows
 HEADER = "time_s,acc_x,acc_y,acc_z"
 
 
-def example(name):
+def example(name, monkeypatch=None):
+    """The module of an example. With `monkeypatch` it takes PyAV for installed: a test that has no video needs none."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if monkeypatch and name == "own_videos":
+        monkeypatch.setattr(module, "import_av", lambda: None)
     return module
 
 
@@ -221,7 +224,7 @@ def test_labels_and_people_that_may_be_one_are_named(tmp_path):
     ],
 )
 def test_arguments_in_both_spellings_go_to_the_training(tmp_path, monkeypatch, capsys, name, given, stays):
-    module, lines = example(name), []
+    module, lines = example(name, monkeypatch), []
     monkeypatch.setattr(module, "run", lambda *words: lines.append(words))
     write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))])
     for mine in ("trials.csv", "episode.npz"):
@@ -243,7 +246,7 @@ TABLES = {"own_sensors": "recordings.csv", "own_videos": "trials.csv", "own_robo
 
 def started(name, monkeypatch, folder, *words):
     """Start an example in a folder; return the lines that it would run."""
-    module, lines = example(name), []
+    module, lines = example(name, monkeypatch), []
     monkeypatch.setattr(module, "run", lambda *words: lines.append(words))
     monkeypatch.chdir(folder)
     module.main(*words)

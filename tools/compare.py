@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine import config
 from engine.data.batches import tree_leaves
 from engine.errors import LockstepError, amount
-from engine.files import archive, status, weights
+from engine.files import archive, run_folder, status, weights
 from engine.files.atomic import write_atomically
 from engine.files.checkpoints import Checkpoints, check_files
 from engine.survive import door as survive
@@ -189,7 +189,7 @@ def _of_folder(name: str, folder: Path) -> Side:
     entries = {step: path for step, path in entries.items() if path.is_file()}
     state = archive.read(entries[max(entries)]) if entries else None
     env = {
-        "torch": (known.get("packages") or {}).get("torch") or "",
+        "torch": run_folder.torch_version(known),
         "device": " ".join(known.get("devices", [])[:1]).removeprefix("cpu"),  # a checkpoint has the CPU's model
         "threads": str(known.get("threads", "")),
     }

@@ -232,7 +232,7 @@ def _cuda(there: list[nvidia.Card]) -> Iterator[Line]:
     elif not torch.version.hip:
         yield ok(f"CUDA {torch.version.cuda} of torch works with the driver; NCCL {nccl()}")
         plain, cudnn = torch.__version__.split("+")[0], torch.backends.cudnn.version() or 0
-        if plain == "2.9.0" or 90800 <= cudnn < 91500:
+        if _numbers(plain)[:3] == [2, 9, 0] or 90800 <= cudnn < 91500:
             what = f"torch {plain} with cuDNN {cudnn // 10000}.{cudnn // 100 % 100}: 3-D convolutions in bf16 are wrong"
             todo = "torch 2.9.1 or newer with cuDNN 9.15 or newer, or amp=off where there are such"
             yield warning(f"{what} or slow", todo)

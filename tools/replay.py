@@ -371,9 +371,8 @@ def _look_at_machine(run: Recorded, saved: list[Saved], found: Anyway) -> None:
         "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
     }
     found.facts["environment"] = here
-    then = [each.environment for each in saved] or [
-        {"torch": str((run.environment.get("packages") or {}).get("torch"))}
-    ]
+    recorded = run_folder.torch_version(run.environment) or here["torch"]
+    then = [each.environment for each in saved] or [{"torch": recorded}]
     moved = dict.fromkeys(
         f"{name} {each[name]} -> {value}"
         for each in then

@@ -25,6 +25,9 @@ from engine.files import status
 from engine.files.atomic import write_atomically, write_json
 from engine.files.checkpoints import LOCK, Checkpoints, check_files, find_checkpoint
 
+PACKAGES = ("numpy", "pyyaml", "tensorboard", "tqdm")
+"""Besides torch, whose package lacks the local part of its version (`+cu130`) where it is PyPI's."""
+
 
 def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     """(rank 0) Check, before anything is loaded or written, whether the run's folder can be used and which checkpoint
@@ -138,7 +141,7 @@ def environment(world: World) -> dict[str, Any]:
         "git_commit": commit,
         "git_dirty": dirty,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("torch", "numpy", "pyyaml", "tensorboard", "tqdm")},
+        "packages": {"torch": str(torch.__version__)} | {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "processes": world.size,
@@ -147,6 +150,17 @@ def environment(world: World) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def torch_version(environment: dict[str, Any]) -> str:
+    """Return the version of torch in a record of `environment`; "" where it has none.
+
+    Older records have the version of the package, which on PyPI lacks the local part (`+cu130`). It is then this
+    torch's, if the rest is.
+    """
+    recorded = str((environment.get("packages") or {}).get("torch") or "")
+    here = str(torch.__version__)
+    return here if recorded == here.split("+")[0] else recorded
 
 
 def _version(name: str) -> str | None:
