@@ -241,6 +241,9 @@ def test_arguments_in_both_spellings_go_to_the_training(tmp_path, monkeypatch, c
         assert "is there already: remove it after a change in" in said
 
 
+MADE_UP_WITH = {"own_sensors": "numpy", "own_videos": "av", "own_robot": "pyarrow"}
+"""The package that an example needs to make up data, or to train on them."""
+
 TABLES = {"own_sensors": "recordings.csv", "own_videos": "trials.csv", "own_robot": "episode_000.npz"}
 
 
@@ -256,8 +259,7 @@ def started(name, monkeypatch, folder, *words):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_made_up_data_are_told_each_time_and_lie_apart(tmp_path, monkeypatch, capsys, name):
-    if name == "own_videos":
-        pytest.importorskip("av")
+    pytest.importorskip(MADE_UP_WITH[name])
     for _ in range(2):
         lines = started(name, monkeypatch, tmp_path, "try")
         assert re.search(rf"^the data are made up: .* into {tmp_path}/try", capsys.readouterr().out, re.M)
@@ -275,6 +277,7 @@ def test_a_folder_with_the_persons_own_files_is_the_raw_folder(tmp_path, monkeyp
     if name == "own_videos":
         (own / "trials.csv").write_text("video,start,label\n")
     if name == "own_robot":
+        pytest.importorskip("pyarrow")
         module = example("own_robot")
         module.make_raw(own)
     lines = started(name, monkeypatch, tmp_path, str(own), "--epochs" if name != "own_robot" else "--steps", "3")
@@ -314,8 +317,7 @@ def test_own_files_without_a_table_are_refused_and_nothing_is_written(tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_an_option_is_no_folder_and_help_starts_nothing(tmp_path, monkeypatch, capsys, name):
-    if name == "own_videos":
-        pytest.importorskip("av")
+    pytest.importorskip(MADE_UP_WITH[name])
     step = "steps" if name == "own_robot" else "epochs"
     for words in (["--help"], ["try", "-h"]):
         assert not started(name, monkeypatch, tmp_path, *words) and not [*tmp_path.iterdir()]

@@ -27,9 +27,9 @@ from tools import predict, prepare_clips
 FPS = 20
 
 
-def film(path, moves, seed=0, rate=FPS):
+def film(path, moves, seed=0, rate=FPS, beside=0):
     """A lossless video: where moves[n], the square in its left part has moved since frame n - 1. The right part changes
-    all the time: whoever does not crop it sees motion in every frame."""
+    all the time: whoever does not crop it sees motion in every frame. With another `beside` it shows something else."""
     av = pytest.importorskip("av")
     rng = np.random.default_rng(seed)
     at = rng.integers(4, 28, 2)
@@ -43,7 +43,7 @@ def film(path, moves, seed=0, rate=FPS):
             at = at + forth * moving
             picture = np.full((48, 64), 60, np.uint8)
             picture[at[0] : at[0] + 14, at[1] : at[1] + 14] = 230
-            picture[:, 48:] = rng.integers(0, 256, (48, 16))
+            picture[:, 48:] = rng.integers(0, 256, (48, 16)) ^ beside
             rgb = np.repeat(picture[..., None], 3, 2)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(rgb, format="rgb24")))
         container.mux(stream.encode())
@@ -130,9 +130,27 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     (second,) = {path for path in out.parent.iterdir() if path.is_dir()} - {folder}
     assert f"Wrote {out} and the ethograms in {second}/" in again, "the first pictures are as they were"
     assert len({path.name for path in out.parent.iterdir()}) == 3, "nothing else is left"
-    succeed(launch.python(*words[:2], str(recordings / "a.mp4"), *words[3:], *"--crop 0 0 64 48 --stride 3".split()))
-    labels = [row["label"] for row in table(out)]
-    assert labels.count("moving") > 95, "the box was left out: the part that changes all the time is seen"
+
+
+@pytest.mark.slow
+def test_a_box_of_ones_own_takes_the_place_of_the_trainings(launch, video_run, tmp_path):
+    """Two videos that differ beside the training's box alone: only whoever is given a larger box sees it."""
+    recordings = tmp_path / "new"
+    recordings.mkdir()
+    for name, beside in (("a.mp4", 0), ("b.mp4", 255)):
+        film(recordings / name, np.arange(60) >= 30, seed=20, beside=beside)
+
+    def predicted(*box):
+        """The probabilities of the frames of each video."""
+        out = tmp_path / f"{len(box)}.csv"
+        succeed(launch.python("tools/predict.py", str(video_run), str(recordings), "--out", str(out), *box))
+        rows = table(out)
+        return [[row["p_moving"] for row in rows if row["video"] == name] for name in ("a.mp4", "b.mp4")]
+
+    a, b = predicted()
+    assert a == b and len(a) == 60
+    whole_a, whole_b = predicted("--crop", "0", "0", "64", "48")
+    assert whole_a != a and whole_a != whole_b
 
 
 @pytest.mark.slow
