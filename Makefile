@@ -16,6 +16,10 @@ test: $(VENV)/installed-dev
 quick: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
+# What needs a GPU, which is hidden from all other tests; one of pytest's workers, because some measure speed.
+gpu: $(VENV)/installed-dev
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
 # Every process started anew, none forked from a warm parent: see tests/warm.py.
 test-real: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) --real $(ARGS)
@@ -51,4 +55,4 @@ $(VENV)/installed-dev: requirements-dev.txt requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@ $(VENV)/installed
 
-.PHONY: train test quick test-real soak grammar peer lint
+.PHONY: train test quick gpu test-real soak grammar peer lint

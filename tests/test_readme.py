@@ -226,9 +226,10 @@ def test_all_end_in_the_same_bits(launch, tmp_path):
 
 def test_make_starts_what_it_says(launch):
     make = ("make", "-n", "-B", "--no-print-directory")
-    train, test = (succeed(launch(*make, target)).out for target in ("train", "test"))
+    train, test, gpu = (succeed(launch(*make, target)).out for target in ("train", "test", "gpu"))
     assert "./train_multigpu.sh" in train and "pip install" in train and "requirements.txt" in train
     assert "-m pytest -n " in test and "requirements-dev.txt" in test
+    assert "-m pytest -m gpu" in gpu and "requirements-dev.txt" in gpu
 
 
 def test_the_launcher_prints_its_command(launch):
