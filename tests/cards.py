@@ -21,6 +21,9 @@ the number of threads changes the last bits."""
 BEFORE = "LOCKSTEP_TESTS_BEFORE"
 """Environment variable: JSON of the variables that `hide` changes, as the user has set them, for pytest's workers."""
 
+shown = False
+"""Whether the test that runs is one that sees the GPUs."""
+
 
 def hide() -> None:
     """Hide the GPUs, and limit the threads, of this process and of all that it starts.
@@ -35,6 +38,11 @@ def hide() -> None:
 def as_user_has_set() -> dict[str, str | None]:
     """Return the variables that `hide` changes, as they were before; None: unset."""
     return json.loads(os.environ[BEFORE])
+
+
+def check_hidden(env: dict[str, str]) -> None:
+    """Raise AssertionError if a process with this environment would see the GPUs, in a test that may not."""
+    assert shown or HIDING.keys() <= env.keys(), "the test has removed what hides the GPUs from the processes it starts"
 
 
 @functools.cache

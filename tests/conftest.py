@@ -152,7 +152,9 @@ class Launcher:
         env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         env |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TMPDIR": self.temporary.name}
         env |= {name: value for name, value in more.items() if value is not None}
-        return {name: value for name, value in env.items() if name not in more or more[name] is not None}
+        env = {name: value for name, value in env.items() if name not in more or more[name] is not None}
+        cards.check_hidden(env)
+        return env
 
     def __call__(self, *command: str, timeout: float = 240, **how) -> Done:
         return self.start(*command, **how).wait(timeout)
@@ -329,6 +331,7 @@ def _shown_cards(request, monkeypatch):
         return
     if "gpu" not in request.config.option.markexpr or not cards.visible():
         pytest.skip(cards.NONE_VISIBLE)
+    monkeypatch.setattr(cards, "shown", True)
     for name, value in cards.as_user_has_set().items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
 

@@ -116,6 +116,12 @@ def test_a_new_process_sees_no_gpu(probe, tmp_path, way):
         assert_nothing_is_seen(WAYS[way](launch, probe, tmp_path), 2 if way == "torchrun" else 1)
 
 
+def test_a_test_that_shows_the_gpus_by_mistake_fails(launch, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(AssertionError, match="removed what hides the GPUs"):
+        launch.python("-c", "")
+
+
 TORCH = """
 import os
 class cuda:

@@ -25,8 +25,7 @@ from tools import doctor, machine, nvidia
 from tools.doctor import Speed
 
 DOCTOR = "tools/doctor.py"
-CPU = {"CUDA_VISIBLE_DEVICES": ""}
-GIVEN = ("CUDA_VISIBLE_DEVICES", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_DISTRIBUTED_DEBUG")
+GIVEN = ("MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_DISTRIBUTED_DEBUG")
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +60,10 @@ def healthy(tmp_path_factory):
     run = tmp_path_factory.mktemp("doctor") / "run"
     words = [TOY, "model.width=3000", "optim.ema_decay=0.9", f"save_dir={run}", "epochs=0"]
     with launching() as launch:
-        succeed(launch.python("train.py", *words, "steps=1", **CPU))
+        succeed(launch.python("train.py", *words, "steps=1"))
         before = sorted(run.iterdir())
-        table = succeed(launch.python(DOCTOR, *words, "steps=2", **CPU))
-        as_json = succeed(launch.python(DOCTOR, "--json", *words, "steps=2", **CPU))
+        table = succeed(launch.python(DOCTOR, *words, "steps=2"))
+        as_json = succeed(launch.python(DOCTOR, "--json", *words, "steps=2"))
         assert sorted(run.iterdir()) == before, "it writes nothing there"
     return table, as_json, run
 
@@ -145,7 +144,7 @@ def test_a_model_that_does_not_fit_names_the_strategy_to_type(monkeypatch, memor
 
 @pytest.mark.slow
 def test_two_processes_are_started_compared_and_timed(launch):
-    done = launch.python(DOCTOR, "--launch", "2", "--json", TOY, OMP_NUM_THREADS=None, **CPU)
+    done = launch.python(DOCTOR, "--launch", "2", "--json", TOY, OMP_NUM_THREADS=None)
     lines = {line["check"]: line["text"] for line in json.loads(succeed(done).out)["lines"]}
     assert lines["launch"] == "2 processes, 2 on this machine"
     assert "2 ranks agree on config, code, data and weights" in lines["data"]
@@ -159,10 +158,10 @@ LEFT_OUT = "not checked for that reason: /dev/shm, disk, speed of the loader"
 
 @pytest.mark.slow
 def test_a_failure_on_several_processes_ends_all_of_them(launch, tmp_path):
-    done = launch.python(DOCTOR, "--launch", "2", "har", f"dataset.root={tmp_path / 'gone'}", **CPU)
+    done = launch.python(DOCTOR, "--launch", "2", "har", f"dataset.root={tmp_path / 'gone'}")
     assert done.code == 1 and not done.err and "gone" in only(lines_of(done, "failure")), done.err
     assert LEFT_OUT in done.out and "bus bandwidth" in done.out, "the rest is"
-    done = launch.python(DOCTOR, "--launch", "2", FAULTY, "fault.kind=raise in data", "fault.rank=1", **CPU)
+    done = launch.python(DOCTOR, "--launch", "2", FAULTY, "fault.kind=raise in data", "fault.rank=1")
     assert done.code == 1 and "RuntimeError: the disk is on fire" in only(done.errors), done.err
     assert "rank 1" in done.errors[0] and "2 processes, 2 on this machine" in done.out
 
@@ -182,7 +181,7 @@ def test_a_failure_on_several_processes_ends_all_of_them(launch, tmp_path):
     ],
 )
 def test_what_fails_is_a_line(launch, words, env, failure, left_out):
-    done = launch.python(DOCTOR, *words, **env, **CPU)
+    done = launch.python(DOCTOR, *words, **env)
     assert done.code == 1 and not done.err and failure in only(lines_of(done, "failure")), done.out
     assert (LEFT_OUT in done.out) is left_out
 
@@ -209,7 +208,7 @@ def test_little_of_everything(launch, tmp_path):
     """Few open files, more workers than cores, more checkpoints than any disk holds."""
     words = [TOY, "num_workers=100", "keep_checkpoints=1e15", f"save_dir={tmp_path / 'run'}"]
     limited = ("sh", "-c", 'ulimit -n 100 && exec "$@"', "sh", sys.executable, DOCTOR, *words)
-    done = launch(*limited, **CPU)
+    done = launch(*limited)
     assert done.code == 1, done.out + done.err
     failures = lines_of(done, "failure")
     files, disk, loader = failures
@@ -249,7 +248,7 @@ class Task(toy.Task):
 @pytest.mark.slow
 def test_slow_data_are_said_with_what_helps(launch, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_DATA)
-    done = succeed(launch.python(DOCTOR, str(tmp_path / "slow.py"), **CPU))
+    done = succeed(launch.python(DOCTOR, str(tmp_path / "slow.py")))
     line = only([line for line in lines_of(done, "warning") if "waiting for data" in line])
     share = int(re.search(r"(\d+) % of the time is waiting", line)[1])
     # It sleeps, and needs no core for that.
@@ -386,7 +385,9 @@ NVLINK = (
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """A stand-in for nvidia-smi that is the first on the PATH; give it another text, or an exit code."""
+    """A stand-in for nvidia-smi that is the first on the PATH, none of whose GPUs is hidden; give it another text, or an
+    exit code."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     answers = tmp_path / "answers"
     answers.mkdir()
     program = tmp_path / "bin" / "nvidia-smi"
@@ -514,7 +515,8 @@ def test_more_processes_than_gpus(smi, monkeypatch):
 def test_more_processes_than_gpus_under_torchrun(smi, launch):
     """Rank 0, which says so, has more to do before than the others: torchrun must not end it with them."""
     smi(slow=True)
-    done = launch.python(DOCTOR, "--launch", "3", TOY, CUDA_VISIBLE_DEVICES="0,1", PATH=os.environ["PATH"])
+    not_of_this_machine = "GPU-aaaa-1,GPU-aabb-2"  # whose own GPUs torch would find by their numbers
+    done = launch.python(DOCTOR, "--launch", "3", TOY, CUDA_VISIBLE_DEVICES=not_of_this_machine)
     assert done.code == 1, done.out + done.err
     assert any("3 processes on this machine, but 2 GPUs visible" in line for line in lines_of(done, "failure"))
 
