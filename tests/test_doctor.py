@@ -385,8 +385,8 @@ NVLINK = (
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """A stand-in for nvidia-smi that is the first on the PATH, none of whose GPUs is hidden; give it another text, or an
-    exit code."""
+    """A stand-in for nvidia-smi that is the first on the PATH; give it another text, or an exit code. This process, not
+    those that it starts by `launch`, takes the GPUs for visible."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     answers = tmp_path / "answers"
     answers.mkdir()

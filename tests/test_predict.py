@@ -59,7 +59,7 @@ def prepared(folder, out, rows):
 @pytest.fixture(scope="module")
 def video_run(tmp_path_factory):
     """Trained on trials of six videos, which stand still for 30 frames and move for 30; they are gone afterwards. In
-    float32 and until it is sure: its labels are then the same on other processors."""
+    float32, and first evaluated when it is sure of all labels: they are then the same on other processors."""
     folder = tmp_path_factory.mktemp("video")
     rows = []
     for number in range(6):
@@ -67,7 +67,8 @@ def video_run(tmp_path_factory):
         starts = [(at, "still") for at in range(0, 20, 2)] + [(at, "moving") for at in range(31, 51, 2)]
         rows += [(f"{number}.mp4", at, label) for at, label in starts]
     prepared(folder, folder / "packed", rows)
-    words = ["dataset.frames=5", "model.width=4", "batch_size=16", "epochs=24", "optim.ema_decay=0.8", "amp=off"]
+    words = ["dataset.frames=5", "model.width=4", "batch_size=16", "epochs=24", "eval_every=144"]
+    words += ["optim.ema_decay=0.8", "amp=off"]
     with launching() as launch:
         done = launch.python("train.py", "video", f"--root={folder / 'packed'}", *words, f"save_dir={folder / 'run'}")
         succeed(done)
