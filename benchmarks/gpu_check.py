@@ -692,8 +692,9 @@ def quick(root: Path, tiny: bool, names: list[str], results: Results, began: flo
                 results.note_check(name, {"state": "failed", "seconds": 0.0, "facts": {"failed": str(result)}})
             else:
                 ways_to_run |= result
-        start_contestants(0)
-        contest.wait_ready(ready_end)
+        if time.monotonic() < ready_end:
+            start_contestants(0)
+            contest.wait_ready(ready_end)
         turns = take_turns(contest, turns_of([*ways_to_run], tiny), end, results.note_speed)
         results.left_out += [f"{turn.way} ({turn.measure})" for turn in turns]
         count_kernels(contest, results, end)
@@ -711,14 +712,15 @@ def quick(root: Path, tiny: bool, names: list[str], results: Results, began: flo
 
 def count_kernels(contest: Contest, results: Results, end: float) -> None:
     """Count the kernels of all contestants at the same time, because no time is measured."""
-    turns = [Turn(way, "kernels", 0.0, TURN_S) for way in results.speeds if not contest.has_ended(way)]
-    try:
-        answers = contest.take_together(turns, end)
-    except Failed as error:
-        results.left_out.append(f"kernels of a step ({error})")
-        return
-    for turn, facts in zip(turns, answers, strict=True):
-        results.note_speed(turn, facts)
+    measured = [way for way, measures in results.speeds.items() if "rate" in measures.get("training", {})]
+    turns = [Turn(way, "kernels", 0.0, TURN_S) for way in measured if not contest.has_ended(way)]
+    for turn in turns:
+        contest.order(turn)
+    for turn in turns:
+        try:
+            results.note_speed(turn, contest.answer(turn, end))
+        except Failed as error:
+            results.left_out.append(f"{turn.way} (kernels: {error})")
 
 
 def new_lab(root: Path, tiny: bool) -> Lab:

@@ -99,6 +99,7 @@ class Contest:
         self.lab, self.warm_up_steps = lab, warm_up_steps
         self.processes: dict[str, Any] = {}
         self.pipes: dict[str, int] = {}
+        self.ordered: dict[str, int] = {}
 
     def start(self, way: str, words: list[str]) -> None:
         path = self.lab.folder / f"orders of {way}"
@@ -119,21 +120,23 @@ class Contest:
 
     def take(self, turn: Turn, until: float) -> Facts:
         """Have a contestant measure, and return the result. Raises Failed."""
-        return self.take_together([turn], until)[0]
+        self.order(turn)
+        return self.answer(turn, until)
 
-    def take_together(self, turns: list[Turn], until: float) -> list[Facts]:
-        """Have several contestants measure at the same time, which is right for counts alone. Raises Failed."""
-        answered = {turn.way: len(self._answers(turn.way)) for turn in turns}
-        for turn in turns:
-            self._require_alive(turn.way, self.is_ready(turn.way))
-            order = {"measure": turn.measure, "seconds": turn.seconds}
-            os.write(self.pipes[turn.way], (json.dumps(order) + "\n").encode())
-        until = min(until, time.monotonic() + max(turn.most_s for turn in turns))
-        for turn in turns:
-            while len(self._answers(turn.way)) == answered[turn.way]:
-                self._require_alive(turn.way, time.monotonic() < until)
-                time.sleep(POLL_S)
-        return [json.loads(self._answers(turn.way)[-1]) for turn in turns]
+    def order(self, turn: Turn) -> None:
+        """Have a contestant measure. Raises Failed where it is not ready."""
+        self._require_alive(turn.way, self.is_ready(turn.way))
+        self.ordered[turn.way] = self.ordered.get(turn.way, 0) + 1
+        order = {"measure": turn.measure, "seconds": turn.seconds}
+        os.write(self.pipes[turn.way], (json.dumps(order) + "\n").encode())
+
+    def answer(self, turn: Turn, until: float) -> Facts:
+        """Wait for the result of the last order. Raises Failed."""
+        until = min(until, time.monotonic() + turn.most_s)
+        while len(self._answers(turn.way)) < self.ordered[turn.way]:
+            self._require_alive(turn.way, time.monotonic() < until)
+            time.sleep(POLL_S)
+        return json.loads(self._answers(turn.way)[-1])
 
     def close(self) -> None:
         for pipe in self.pipes.values():
@@ -147,6 +150,10 @@ class Contest:
 
     def is_ready(self, way: str) -> bool:
         return re.search("^READY$", self.lab.said(self._log(way)), re.MULTILINE) is not None
+
+    def can_be_taken(self, turn: Turn) -> bool:
+        """Return whether a turn has a result at once: the contestant is ready, or has failed."""
+        return turn.way in self.processes and (self.is_ready(turn.way) or self.has_ended(turn.way))
 
     def has_ended(self, way: str) -> bool:
         return self.processes[way].poll() is not None
@@ -198,7 +205,7 @@ def take_turns(contest: Contest, turns: list[Turn], end: float, note: Callable[[
     time.monotonic() `end`. A turn that fails is noted with its reason."""
     turns = [*turns]
     while turns and time.monotonic() + min(turn.seconds for turn in turns) < end:
-        turn = next((turn for turn in turns if contest.is_ready(turn.way) or contest.has_ended(turn.way)), None)
+        turn = next((turn for turn in turns if contest.can_be_taken(turn)), None)
         if turn is None:
             time.sleep(POLL_S)
             continue
