@@ -3,9 +3,11 @@ of which one runs at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -143,6 +145,9 @@ class Contest:
             os.close(pipe)
         self.pipes.clear()
         self.lab.end()
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold a process
+                process.wait(1.0)
 
     def _log(self, way: str) -> str:
         part = "contestant_in_ddp" if "in DDP" in way else "contestant"

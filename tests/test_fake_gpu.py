@@ -196,7 +196,7 @@ def test_the_sanitizer_sees_what_the_loader_does(gpu, tmp_path):
 
 @pytest.mark.slow
 def test_a_contestant_answers_each_order(gpu, tmp_path):
-    words, kernels_of_step = STEPS["perceptron"]
+    words, _ = STEPS["perceptron"]
     orders = tmp_path / "orders"
     measures = "training", "plain loop", "kernels"
     orders.write_text("".join(f'{{"measure": "{name}", "seconds": 0.01}}\n' for name in measures))
@@ -204,7 +204,7 @@ def test_a_contestant_answers_each_order(gpu, tmp_path):
     ready, *answers = said.partition("READY\n")[2].split("TURN ")
     training, loop, counts = (json.loads(answer.splitlines()[0]) for answer in answers)
     assert not ready and 0 < training["least"] <= training["rate"] and loop["rate"] > 0
-    assert not torch.__version__.startswith("2.13.") or counts["kernels"] == kernels_of_step
+    assert counts["kernels"] == counts["launches"] > 100
 
 
 @pytest.mark.parametrize("checked", ["true", "false"])
@@ -212,9 +212,9 @@ def test_memory_that_the_checks_have_cached_is_returned_before_the_first_step(gp
     """After the last check and before the optimizer, whose state would lie in blocks of the checks."""
     places = [place for _, place in gpu(TOY, "steps=2", f"check_sums={checked}").waits]
     (at,) = (n for n, place in enumerate(places) if "the return of cached memory" in place)
-    of_checks = [n for n, place in enumerate(places) if "/preflight/adds_up.py" in place]
-    of_optimizer = [n for n, place in enumerate(places) if "/optim/" in place]
-    assert max(of_checks) < at < min(of_optimizer)
+    first_step = next(n for n, place in enumerate(places) if "/optim/" in place)
+    checks = [n for n, place in enumerate(places[:first_step]) if "/preflight/" in place or "toy.py" in place]
+    assert max(checks) < at < first_step
 
 
 WAITS = {
