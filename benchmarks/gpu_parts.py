@@ -404,6 +404,30 @@ def feeds(seconds: str, *words: str) -> tuple[float, float]:
     return size / took, count / took
 
 
+def keep_generators() -> None:
+    """Keep the generators that hold batches until the process ends.
+
+    A generator that is dropped early, as the loader's after the last step, frees its batch while GeneratorExit is on
+    its way. Torch's hook for a freed tensor then imports a module, which fails, and clears the exception. This is the
+    likely cause of a segmentation fault on an H200 (Python 3.12) between the last evaluation and the end.
+    """
+    import data_loader
+    from engine.data import ahead
+
+    kept = []
+
+    def keeping(make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            kept.append(make(*args))
+            return kept[-1]
+
+        return call
+
+    ahead.ahead = keeping(ahead.ahead)
+    for owner, name in ((data_loader.TrainLoader, "passes"), (data_loader.EvalLoader, "__iter__")):
+        setattr(owner, name, keeping(getattr(owner, name)))
+
+
 def sanitized_steps(*words: str) -> int:
     """Train under torch's CUDA sanitizer, which sees a thread only where it is entered, and for which all threads must
     launch one after the other; returns the number of kernels that it has seen."""
@@ -423,7 +447,11 @@ def sanitized_steps(*words: str) -> int:
 
         def launch(*about: Any) -> Any:
             with one_at_a_time:
-                return launched(*about)
+                errors = launched(*about)
+            if errors:
+                print("CUDASanitizerErrors:", *errors, file=sys.stderr, flush=True)
+                os._exit(1)  # an exception would free tensors on its way
+            return errors
 
         def run_sanitized(thread: threading.Thread) -> None:
             mode = _sanitizer.CUDASanitizerDispatchMode.__new__(_sanitizer.CUDASanitizerDispatchMode)
@@ -433,6 +461,7 @@ def sanitized_steps(*words: str) -> int:
 
         handler._handle_kernel_launch = launch  # type: ignore[method-assign]
         threading.Thread.run = run_sanitized  # type: ignore[method-assign]
+        keep_generators()
     require(train.main(list(words)) == 0, "the training failed")
     return handler.seq_num if handler else 0
 
@@ -444,8 +473,8 @@ def race(*words: str) -> int:
 
 
 SANITIZED = ("sanitized_steps", "race")
-"""The parts under the CUDA sanitizer, which is called for each event of CUDA, and fails when it is called while the
-interpreter ends."""
+"""The parts under the CUDA sanitizer, which is called for each tensor that is freed, and fails when it is called while
+the interpreter ends or an exception is on its way."""
 
 PARTS: dict[str, Callable[..., Any]] = {
     part.__name__: part
