@@ -4,6 +4,7 @@
 python benchmarks/gpu_check.py                     all checks; writes benchmarks/results/gpu_<name of the GPU>_check.*
 python benchmarks/gpu_check.py --only same         a part of them: same, around or speed; at most four --minutes
 python benchmarks/gpu_check.py --only speed --minutes 9      all ways to run, each with the time that it needs
+python benchmarks/gpu_check.py --quick             nearly all of them, in four minutes on 16 cores
 python benchmarks/gpu_check.py --only amp,syncs    some of them; writes nothing without --out NAME
 python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: tests the checks themselves, nothing else
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from gpu_parts import PARTS, Facts, Failed, require
+from gpu_parts import PARTS, SANITIZED, Facts, Failed, require
+from gpu_quick import TURN_S, WAYS, Contest, Turn, side_by_side, speeds_table, take_turns, turns_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,7 +54,9 @@ class Task(toy.Task):  # a GPU with room for 16 samples of 64 MB, and not for 32
         if torch.cuda.is_available() and cfg.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / torch.cuda.mem_get_info()[1])
     def loss(self, net, batch):
-        torch.empty(len(batch["x"]), 2**26, dtype=torch.uint8, device=batch["x"].device)
+        # In pieces: of a single block of 1 GB the first workspace of cuBLAS would take a part, and keep it from the
+        # next step.
+        blocks = [torch.empty(2**26, dtype=torch.uint8, device=batch["x"].device) for _ in batch["x"]]
         if batch["x"].device.type == "cpu" and len(batch["x"]) > 16:
             raise torch.OutOfMemoryError("no GPU")
         return super().loss(net, batch)
@@ -87,10 +93,14 @@ class Lab:
     root    a temporary folder; `folder` in it is the current check's
     on      the device arguments of every run
     until   the current check's deadline in time.monotonic()
+    quick   long checks take fewer cases
+
+    Checks that run at the same time need a Lab each, with a `root` of its own.
     """
 
-    def __init__(self, root: Path, tiny: bool):
+    def __init__(self, root: Path, tiny: bool, quick: bool = False):
         self.root, self.folder, self.tiny, self.until = root, root, tiny, time.monotonic() + LIMIT_S
+        self.quick = quick
         self.on = ["device=cpu" if tiny else "device=cuda"]
         self.har = ["har", "log_every=5", *self.on, *["dataset.stride=512", "model.width=8"] * tiny]
         # On one CPU thread it changes nothing, and imports torch's compiler: more than all the rest of a short run.
@@ -134,9 +144,13 @@ class Lab:
         """Run a function of PARTS in a new process and return its result."""
         return self.parts({name: [*words]})[name]
 
+    def begin(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start a function of PARTS, the first word of the name, in a new process."""
+        return self.start(name, [__file__, "--part", name.split()[0], *words])
+
     def parts(self, calls: dict[str, list[str]]) -> dict[str, Any]:
         """Run several of them in parallel; the first word of a name is the function's."""
-        started = {n: self.start(n, [__file__, "--part", n.split()[0], *words]) for n, words in calls.items()}
+        started = {name: self.begin(name, *words) for name, words in calls.items()}
         for name, process in started.items():
             self.finish(name, process)
         return {n: json.loads(self.said(n).rpartition("RESULT ")[2].splitlines()[0]) for n in calls}
@@ -240,12 +254,15 @@ def compiled(lab: Lab, facts: Facts) -> None:
     # One shape in training and one in evaluation, and few matrices: each is compiled, and tuned, by itself.
     words = [*lab.har, "model.mode=flatten", "model.depth=1", "amp=off", "drop_last=true", "eval_batch_size=1024"]
     words += ["global_batch=64", f"steps={20 if lab.tiny else 80}"]
-    modes = ("off", "default", "reduce-overhead", "max-autotune")
+    modes = ("off", "default", "reduce-overhead")
+    if not lab.quick:
+        modes += ("max-autotune",)
     commands = {mode: plain(*words, f"compile={mode}") for mode in modes}
-    commands["default, DDP"] = ddp(1, *words, "compile=default")
-    mode = "max-autotune-no-cudagraphs"  # the others are refused there
-    twice = plain(*words, f"compile={mode}", "gradient_accumulation_steps=2")
-    commands[f"{mode}, two passes a step"] = twice
+    if not lab.quick:
+        commands["default, DDP"] = ddp(1, *words, "compile=default")
+        mode = "max-autotune-no-cudagraphs"  # the others are refused there
+        twice = plain(*words, f"compile={mode}", "gradient_accumulation_steps=2")
+        commands[f"{mode}, two passes a step"] = twice
     started = {name: lab.start(name, [*words, f"save_dir={lab.folder / name}"]) for name, words in commands.items()}
     failed = []
     for name, process in started.items():
@@ -260,6 +277,34 @@ def compiled(lab: Lab, facts: Facts) -> None:
         except Failed as error:
             failed.append(str(error))
     require(not failed, "; ".join(failed))
+
+
+def compiled_bf16(lab: Lab, facts: Facts) -> None:
+    """compile=default with amp=bf16: no step is skipped, losses near to the eager run's"""
+    few = lab.part("clips few", str(lab.folder / "few"), *FEW)
+    rare = [*lab.on, "steps=6", "log_every=1", "amp=bf16", "drop_last=true"]
+    networks = {
+        "1D CNN": ["har", "model.mode=conv", *["dataset.stride=512", "model.width=8"] * lab.tiny],
+        "video": ["video", f"dataset.root={few}", "dataset.frames=5", "batch_size=8"],
+    }
+    commands = {
+        f"{name}, {mode}": plain(*words, *rare, f"compile={mode}")
+        for name, words in networks.items()
+        for mode in ("off", "default")
+    }
+    runs = lab.train(commands)
+    for name in networks:
+        eager, losses = (logged(runs[f"{name}, {mode}"], "loss") for mode in ("off", "default"))
+        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, eager, strict=True))
+        skipped = sum(logged(runs[f"{name}, default"], "skipped_steps"))
+        log = lab.said(f"{name}, default")
+        facts[name] = f"losses {apart:.1e} apart in {len(losses)} steps, {skipped:g} steps skipped"
+        warnings = [line for line in log.splitlines() if line.startswith("warning: ")]
+        if warnings:
+            facts[f"{name} warns"] = " / ".join(warnings)[:300]
+        require("compiled (" in log, f"{name}: not compiled")
+        require(not skipped, f"{name}: {skipped:g} steps skipped")
+        require(apart < 0.05, f"{name}: losses {losses} compiled, {eager} eager")
 
 
 def cut(lab: Lab, facts: Facts) -> None:
@@ -407,6 +452,8 @@ def many_clips(lab: Lab) -> tuple[str, str, list[str]]:
     """Return the frames and the size of many clips, made once for all checks, and the arguments of a training."""
     # Not below 32 pixels: in bf16, oneDNN corrupts memory on maps of one pixel where it emulates the instructions.
     trials, times, frames, size = ("60", "2", "5", "32") if lab.tiny else ("240", "21", "17", "256")
+    if lab.quick and not lab.tiny:
+        times = "8"  # each process reads all of them to the device before its first step
     folder = lab.root / "many"
     if not folder.exists():
         lab.part("clips many", str(folder), trials, "40", frames, size, times)
@@ -469,6 +516,7 @@ def ways(lab: Lab, video: list[str]) -> dict[str, list[str]]:
         "perceptron of 512 as a graph": [*flat, "batch_size=512", graph],
         f"video, compile {last}": [*video, "amp=bf16", held, default, last],
         "perceptron": [*flat, one],
+        "1D CNN": [*conv, one],
         "video": [*video, "amp=bf16", held],
         "perceptron of 512": [*flat, "batch_size=512"],
         "ACT": [*robot, *act],
@@ -481,7 +529,7 @@ def ways(lab: Lab, video: list[str]) -> dict[str, list[str]]:
         f"video {last}": [*video, "amp=bf16", held, last],
     }
     tried = ("perceptron in DDP", "perceptron of two virtual workers", "video of fetched clips")
-    return {name: kinds[name] for name in tried} if lab.tiny else kinds
+    return {name: kinds[name] for name in tried} if lab.tiny and not lab.quick else kinds
 
 
 def loader(lab: Lab, facts: Facts) -> None:
@@ -521,13 +569,167 @@ def profiled(lab: Lab, facts: Facts) -> None:
 
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
     "same": (nccl, amp, cut, cache, virtual, syncs, sanitized, devices, gloo),
-    "around": (stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled),
+    "around": (stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled, compiled_bf16),
     "speed": (graph, speed, loader),
 }
 """The parts: the same numbers, and nobody waits; what is around a training, and the compiler; samples a second."""
 LEFT_OUT: dict[str, Any] = {"state": "left out", "seconds": 0.0, "facts": {}}
 CHECKS = {check.__name__: check for group in GROUPS.values() for check in group}
-NOT_REHEARSED = ("compiled", "data_parallel")  # minutes of a C++ compiler; nothing without a GPU
+NOT_REHEARSED = ("compiled", "compiled_bf16", "data_parallel")  # minutes of a C++ compiler; nothing without a GPU
+
+
+# ---- all in a few minutes -------------------------------------------------------------------------------------------
+
+QUICK_MINUTES, SPARE_S = 4.0, 4.0  # the whole time; of it, what ends processes and writes the results
+SHARES = {"checks": 0.5, "ready": 0.7}
+"""The shares of the whole time after which no check runs any more, and the speeds begin with those that are ready."""
+
+SECONDS = {"nccl": 63, "sanitized": 50, "syncs": 44, "amp": 42, "virtual": 42, "cache": 36, "graph": 34, "cut": 30}
+SECONDS |= {"stop": 28, "profiled": 19, "data_parallel": 15, "devices": 14, "gloo": 13, "beside_nccl": 12}
+SECONDS |= {"device_assert": 9, "shrink": 4}
+"""Of a check beside seven others on 16 cores and an H200 (`results/gpu_h200_checks.md`). The longest begin first, and
+before them those that are not in this table."""
+
+ALONE = "stall"  # it measures times
+
+
+def quick_ways(lab: Lab) -> dict[str, list[str]]:
+    """Return the arguments of each of WAYS; makes the clips that some of them read."""
+    width = "4" if lab.tiny else "40"
+    known = ways(lab, [*many_clips(lab)[2], f"model.width={width}"])
+    for name in ("perceptron", "1D CNN"):
+        known[f"{name} kernel by kernel"] = [*known[name], "cuda_graph=false"]
+    if lab.tiny:
+        return {name: known[name] for name in ("perceptron", "perceptron in DDP")}
+    return {name: known[name] for name in WAYS}
+
+
+class Results:
+    """What has been found so far; written to two files after each addition, if there is a folder for them.
+
+    checks    {name: state, seconds and facts}
+    speeds    {way to run: {measurement: facts}}
+    left_out  what there was no time for
+    """
+
+    def __init__(self, argv: list[str], folder: Path, out: str):
+        self.argv, self.folder, self.out = argv, folder, out
+        self.where: Facts = {}
+        self.checks: dict[str, Any] = {}
+        self.speeds: dict[str, dict[str, Facts]] = {}
+        self.left_out: list[str] = []
+
+    def note_check(self, name: str, check: dict[str, Any]) -> None:
+        self.checks[name] = check
+        if check["state"] == LEFT_OUT["state"]:
+            self.left_out.append(name)
+        print(f"{name}: {check['state']} ({check['seconds']:.0f} s) {check['facts']}", flush=True)
+        self.write()
+
+    def note_speed(self, turn: Turn, facts: Facts) -> None:
+        self.speeds.setdefault(turn.way, {})[turn.measure] = facts
+        print(f"{turn.way}, {turn.measure}: {facts}", flush=True)
+        self.write()
+
+    def failed(self) -> bool:
+        of_speeds = [facts for measures in self.speeds.values() for facts in measures.values()]
+        checks_failed = any(check["state"] == "failed" for check in self.checks.values())
+        return checks_failed or any("failed" in facts for facts in of_speeds)
+
+    def text(self) -> str:
+        lines = [table(self.argv, self.where, self.checks)]
+        if self.speeds:
+            lines += speeds_table(self.speeds)
+        if self.left_out:
+            lines += ["", f"Left out, because there was no time: {', '.join(self.left_out)}."]
+        return "\n".join(lines).rstrip("\n") + "\n"
+
+    def write(self) -> None:
+        if not self.out:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whole: dict[str, Any] = {"about": self.where, "checks": self.checks}
+        if self.speeds:
+            whole |= {"speeds": self.speeds}
+        if self.left_out:
+            whole |= {"left out": self.left_out}
+        for name, text in ((f"{self.out}.md", self.text()), (f"{self.out}.json", json.dumps(whole, indent=1) + "\n")):
+            part = self.folder / f".{name}.part"
+            part.write_text(text)
+            part.replace(self.folder / name)  # a run that is killed leaves a whole file
+
+
+def quick(root: Path, tiny: bool, names: list[str], results: Results, began: float, end: float) -> None:
+    """Run the checks side by side, then the speeds one at a time, then the check that measures times by itself; all is
+    over at time.monotonic() `end`."""
+    end -= SPARE_S
+    checks_end = began + SHARES["checks"] * (end - began)
+    ready_end = began + SHARES["ready"] * (end - began)
+    workers = max(2, len(os.sched_getaffinity(0)) // 2)
+    labs = {name: new_lab(root / name, tiny) for name in [*names, "speed"]}
+    labs["speed"].until = end
+    contest = Contest(labs["speed"], warm_up_steps=3 if tiny else 40)
+    ways_to_run: dict[str, list[str]] = {}
+
+    def check(name: str) -> Any:
+        left_s = checks_end - time.monotonic()
+        return LEFT_OUT if left_s < min(LEAST_S, SECONDS.get(name, LEAST_S)) else examine(labs[name], name, checks_end)
+
+    def start_contestants(checks_left: int) -> None:
+        """Start those that the compiler keeps busy as soon as their data are there, the others near the checks' end."""
+        for name, words in ways_to_run.items():
+            if name not in contest.processes and ("compile" in name or checks_left <= workers // 2):
+                contest.start(name, words)
+
+    beside = sorted((name for name in names if name != ALONE), key=lambda name: -SECONDS.get(name, math.inf))
+    jobs: dict[str, Callable[[], Any]] = {"speed": functools.partial(quick_ways, labs["speed"])}
+    jobs |= {name: functools.partial(check, name) for name in beside}
+    try:
+        for name, result in side_by_side(jobs, workers, start_contestants):
+            if name != "speed":
+                results.note_check(name, result)
+            elif isinstance(result, Exception):
+                results.note_check(name, {"state": "failed", "seconds": 0.0, "facts": {"failed": str(result)}})
+            else:
+                ways_to_run |= result
+        if time.monotonic() < ready_end:
+            start_contestants(0)
+            contest.wait_ready(ready_end)
+        turns = take_turns(contest, turns_of([*ways_to_run], tiny), end, results.note_speed)
+        results.left_out += [f"{turn.way} ({turn.measure})" for turn in turns]
+        count_kernels(contest, results, end)
+        contest.close()
+        if ALONE in names:
+            begun = end - time.monotonic() > LEAST_S
+            results.note_check(ALONE, examine(labs[ALONE], ALONE, end) if begun else LEFT_OUT)
+    finally:
+        for lab in labs.values():
+            lab.until = -math.inf  # a check that still runs in a thread fails at its next step
+            lab.end()
+        contest.close()
+        results.write()
+
+
+def count_kernels(contest: Contest, results: Results, end: float) -> None:
+    """Count the kernels of all contestants at the same time, because no time is measured."""
+    counted = []
+    for way, measures in results.speeds.items():
+        if "rate" in measures.get("training", {}):
+            turn = Turn(way, "kernels", 0.0, TURN_S)
+            with contextlib.suppress(Failed):  # it has ended in its last turn, which says why
+                contest.order(turn)
+                counted.append(turn)
+    for turn in counted:
+        try:
+            results.note_speed(turn, contest.answer(turn, end))
+        except Failed as error:
+            results.left_out.append(f"{turn.way} (kernels: {error})")
+
+
+def new_lab(root: Path, tiny: bool) -> Lab:
+    """Return a Lab for one check, or for the speeds, in a folder of its own."""
+    root.mkdir()
+    return Lab(root, tiny, quick=True)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -562,10 +764,19 @@ def examine(lab: Lab, name: str, end: float) -> dict[str, Any]:
     return {"state": state, "seconds": round(time.monotonic() - began, 1), "facts": facts}
 
 
-def main(argv: list[str]) -> int:
+def started_at() -> float:
+    """Return the time.monotonic() at which this process was started: the import of torch takes seconds."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot, proc(5)
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - min(max(age_s, 0.0), 60.0)  # containers may count from another start
+
+
+def main(argv: list[str], began: float | None = None) -> int:
+    began = time.monotonic() if began is None else began
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parts = f"{' or '.join(GROUPS)} ({PART_MINUTES:g} minutes each)"
     parser.add_argument("--only", default="", help=f"{parts}, or some of {','.join(CHECKS)}")
+    parser.add_argument("--quick", action="store_true", help=f"nearly all in {QUICK_MINUTES:g} minutes, on 16 cores")
     parser.add_argument("--minutes", type=float, help="the most that it may take; later checks are cut short")
     parser.add_argument("--out", default="", help="name of the two files")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where they go, instead of benchmarks/results")
@@ -573,14 +784,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.part:
-        print("RESULT", json.dumps(PARTS[args.part[0]](*args.part[1:])), flush=True)
-        return 0
+        return run_part(args.part[0], args.part[1:])
     group = args.only if args.only in GROUPS else ""
-    if group or not args.only:
-        names = [check.__name__ for name, part in GROUPS.items() if group in ("", name) for check in part]
-        names = [name for name in names if not (args.rehearse and name in NOT_REHEARSED)]
-    else:
-        names = args.only.split(",")
+    names = chosen(args.only, args.quick, args.rehearse)
     if unknown := set(names) - CHECKS.keys():
         parser.error(f"no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     if args.rehearse:
@@ -588,31 +794,60 @@ def main(argv: list[str]) -> int:
     elif not torch.cuda.is_available():
         print("torch sees no GPU here, and all of this is about one (--rehearse: on the CPU)", file=sys.stderr)
         return 2
-    checks: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as folder:
         lab = Lab(Path(folder), args.rehearse)
+        results = Results(argv, args.folder, args.out)
         try:
-            where = lab.part("about", *lab.on)
-            hardware = re.sub(r"\W+", "_", where["device"].lower().replace("nvidia", "")).strip("_")
-            usual = f"gpu_{hardware}_{group or 'check'}" if group or not args.only else ""
-            out = "" if args.rehearse else args.out or usual
-            minutes = args.minutes or (PART_MINUTES if group and not lab.tiny else math.inf)
-            end = time.monotonic() + 60 * minutes
-            for name in names:
-                begun = end - time.monotonic() > LEAST_S
-                checks[name] = one = examine(lab, name, end) if begun else LEFT_OUT
-                print(f"{name}: {one['state']} ({one['seconds']:.0f} s) {one['facts']}", flush=True)
-                if out:  # after each, so that results outlast a time limit
-                    whole = json.dumps({"about": where, "checks": checks}, indent=1)
-                    args.folder.mkdir(parents=True, exist_ok=True)
-                    (args.folder / f"{out}.md").write_text(table(argv, where, checks))
-                    (args.folder / f"{out}.json").write_text(whole + "\n")
+            results.where = lab.part("about", *lab.on)
+            if args.rehearse:
+                results.out = ""
+            elif not args.out and (args.quick or group or not args.only):
+                hardware = re.sub(r"\W+", "_", results.where["device"].lower().replace("nvidia", "")).strip("_")
+                results.out = f"gpu_{hardware}_{'quick' if args.quick else group or 'check'}"
+            if args.quick:
+                usual = QUICK_MINUTES * (5 if args.rehearse else 1)  # CPUs are shared with others
+                quick(Path(folder), args.rehearse, names, results, began, began + 60 * (args.minutes or usual))
+            else:
+                minutes = args.minutes or (PART_MINUTES if group and not lab.tiny else math.inf)
+                one_by_one(lab, names, results, time.monotonic() + 60 * minutes)
         finally:
             lab.end()
-    print("\n" + table(argv, where, checks))
-    return int(any(check["state"] == "failed" for check in checks.values()))
+    print("\n" + results.text())
+    return int(results.failed())
+
+
+def chosen(only: str, quick: bool, rehearse: bool) -> list[str]:
+    """Return the names of the checks to run: those of a part, those that are named, or all."""
+    if only and only not in GROUPS:
+        return only.split(",")
+    names = [check.__name__ for part, group in GROUPS.items() if only in ("", part) for check in group]
+    if quick:  # whose speeds are those of the contest
+        names = [name for name in names if name not in ("speed", "loader")]
+    return [name for name in names if not (rehearse and name in NOT_REHEARSED)]
+
+
+def one_by_one(lab: Lab, names: list[str], results: Results, end: float) -> None:
+    for name in names:
+        begun = end - time.monotonic() > LEAST_S
+        results.note_check(name, examine(lab, name, end) if begun else LEFT_OUT)
+
+
+def run_part(name: str, words: list[str]) -> int:
+    """Run a function of PARTS and print its result."""
+    if name not in SANITIZED:
+        print("RESULT", json.dumps(PARTS[name](*words)), flush=True)
+        return 0
+    code = 0
+    try:
+        print("RESULT", json.dumps(PARTS[name](*words)))
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the sanitizer must not be called while the interpreter ends
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running commands are ended, too
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], started_at()))

@@ -4,11 +4,13 @@ on the CPU, and returns it."""
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -255,13 +257,21 @@ def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
 
     run = built(words, strict)
     found = measure(run, float(seconds))
-    phases, step_ms, on_gpu = found["phases_ms"], found["step_ms"], run.world.device.type == "cuda"
+    phases, step_ms = found["phases_ms"], found["step_ms"]
     facts = {"rate": found["samples_per_s"], "ms": step_ms, "memory": found["memory_mb"], "limit": 0.0}
     facts["waits"] = sum(phases.get(name, 0.0) for name in ("data loading", "host to device")) / step_ms
-    taken, activities = (
-        endless(run),
-        [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU],
-    )
+    facts |= counts(run, endless(run))
+    with contextlib.suppress(RuntimeError):  # where it cannot be recorded as a graph, the training's own speed counts
+        facts["limit"] = (
+            0.0 if run.plan.workers else limit(run, float(seconds) / 2)
+        )  # whose hooks would take its gradients
+    return facts
+
+
+def counts(run: Any, taken: Iterator[Any]) -> Facts:
+    """Return the kernels and the launches of a step, the mean of four."""
+    on_gpu = run.world.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
     next(taken)
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(4):
@@ -270,18 +280,60 @@ def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
     events = [each for each in profile.events() or () if not getattr(each, "is_user_annotation", False)]
     of_gpu = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
     launches = [each for each in events if re.match(r"cu(da)?(Launch|GraphLaunch)", each.name)]
-    facts |= {"kernels": len(of_gpu) / 4, "launches": len(launches) / 4}
-    with contextlib.suppress(RuntimeError):  # where it cannot be recorded as a graph, the training's own speed counts
-        facts["limit"] = (
-            0.0 if run.plan.workers else limit(run, float(seconds) / 2)
-        )  # whose hooks would take its gradients
-    return facts
+    return {"kernels": len(of_gpu) / 4, "launches": len(launches) / 4}
 
 
-def limit(run: Any, seconds: float) -> float:
+def contestant(orders: str, warm_up_steps: str, *words: str, strict: bool = False) -> None:
+    """Take part in a contest: take steps until all is warm, print READY, then answer each order with a line TURN. An
+    order is a line of the pipe `orders`, {"measure": a key of TURNS, "seconds": of its window}; its end ends this."""
+    from tools.probe import endless
+
+    run = built(words, strict)
+    taken = endless(run)
+    for _ in range(int(warm_up_steps)):
+        next(taken)
+    wait(run.world.device.type == "cuda")
+    print("READY", flush=True)
+    with open(orders) as lines:
+        for line in lines:
+            order = json.loads(line)
+            try:
+                answer = TURNS[order["measure"]](run, taken, order["seconds"])
+            except RuntimeError as error:
+                answer = {"failed": str(error).splitlines()[0]}
+            print("TURN", json.dumps(answer), flush=True)
+
+
+def contestant_in_ddp(orders: str, warm_up_steps: str, *words: str) -> None:
+    contestant(orders, warm_up_steps, *words, strict=True)
+
+
+def training_turn(run: Any, taken: Iterator[Any], seconds: float) -> Facts:
+    """Return samples/s and ms a step of a training, each the median of four blocks of a window, the slowest and the
+    fastest block's samples/s, and the most MB that it has reserved."""
+    from tools.probe import BLOCKS, peak_memory_mb, timed
+
+    timed(run, taken, 4)  # the clocks of a device that has idled rise
+    pace_s, _ = timed(run, taken, 4)
+    count = max(2, math.ceil(seconds / BLOCKS / pace_s))
+    times, rates = zip(*(timed(run, taken, count) for _ in range(BLOCKS)), strict=True)
+    facts = {"rate": statistics.median(rates), "ms": 1e3 * statistics.median(times)}
+    return facts | {"least": min(rates), "most": max(rates), "memory": peak_memory_mb(run)}
+
+
+TURNS: dict[str, Callable[[Any, Iterator[Any], float], Facts]] = {
+    "training": training_turn,
+    "plain loop": lambda run, _, seconds: {"rate": limit(run, seconds, graph=False)},
+    "plain graph": lambda run, _, seconds: {"rate": limit(run, seconds, graph=True)},
+    "kernels": lambda run, taken, _: counts(run, taken),
+}
+"""What a contestant measures in its turn."""
+
+
+def limit(run: Any, seconds: float, graph: bool | None = None) -> float:
     """Return samples/s of `plain_loop`."""
     batch, on_gpu, count = run.loaders.train.example(), run.world.device.type == "cuda", 0
-    step, at_once = plain_loop(run, batch), 20 if on_gpu else 1
+    step, at_once = plain_loop(run, batch, graph), 20 if on_gpu else 1
     began = wait(on_gpu)
     while wait(on_gpu) - began < seconds:
         for _ in range(at_once):
@@ -294,12 +346,13 @@ def pace_in_ddp(seconds: str, *words: str) -> Facts:
     return pace(seconds, *words, strict=True)
 
 
-def plain_loop(run: Any, batch: Any) -> Callable[[], Any]:
+def plain_loop(run: Any, batch: Any, graph: bool | None = None) -> Callable[[], Any]:
     """Return a step without an engine: the network and the loss of a run, one batch that lies on the device, torch's
-    own fused AdamW; as a graph where the run's is one."""
+    own fused AdamW; as a `graph` or kernel by kernel, without a choice as the run's own step."""
     from engine.speed.graph import unsupported_reason
 
-    graph = run.cfg.cuda_graph and not unsupported_reason(run)
+    if graph is None:
+        graph = run.cfg.cuda_graph and not unsupported_reason(run)
     trained = [p for p in run.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True, capturable=graph)
     scaler = torch.amp.GradScaler(run.world.device.type, enabled=run.precision.name == "fp16")
@@ -351,6 +404,30 @@ def feeds(seconds: str, *words: str) -> tuple[float, float]:
     return size / took, count / took
 
 
+def keep_generators() -> None:
+    """Keep the generators that hold batches until the process ends.
+
+    A generator that is dropped early, as the loader's after the last step, frees its batch while GeneratorExit is on
+    its way. Torch's hook for a freed tensor then imports a module, which fails, and clears the exception. This is the
+    likely cause of a segmentation fault on an H200 (Python 3.12) between the last evaluation and the end.
+    """
+    import data_loader
+    from engine.data import ahead
+
+    kept = []
+
+    def keeping(make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            kept.append(make(*args))
+            return kept[-1]
+
+        return call
+
+    ahead.ahead = keeping(ahead.ahead)
+    for owner, name in ((data_loader.TrainLoader, "passes"), (data_loader.EvalLoader, "__iter__")):
+        setattr(owner, name, keeping(getattr(owner, name)))
+
+
 def sanitized_steps(*words: str) -> int:
     """Train under torch's CUDA sanitizer, which sees a thread only where it is entered, and for which all threads must
     launch one after the other; returns the number of kernels that it has seen."""
@@ -370,7 +447,11 @@ def sanitized_steps(*words: str) -> int:
 
         def launch(*about: Any) -> Any:
             with one_at_a_time:
-                return launched(*about)
+                errors = launched(*about)
+            if errors:
+                print("CUDASanitizerErrors:", *errors, file=sys.stderr, flush=True)
+                os._exit(1)  # an exception would free tensors on its way
+            return errors
 
         def run_sanitized(thread: threading.Thread) -> None:
             mode = _sanitizer.CUDASanitizerDispatchMode.__new__(_sanitizer.CUDASanitizerDispatchMode)
@@ -380,6 +461,7 @@ def sanitized_steps(*words: str) -> int:
 
         handler._handle_kernel_launch = launch  # type: ignore[method-assign]
         threading.Thread.run = run_sanitized  # type: ignore[method-assign]
+        keep_generators()
     require(train.main(list(words)) == 0, "the training failed")
     return handler.seq_num if handler else 0
 
@@ -389,6 +471,10 @@ def race(*words: str) -> int:
     torch.cuda.Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
     return sanitized_steps(*words)
 
+
+SANITIZED = ("sanitized_steps", "race")
+"""The parts under the CUDA sanitizer, which is called for each tensor that is freed, and fails when it is called while
+the interpreter ends or an exception is on its way."""
 
 PARTS: dict[str, Callable[..., Any]] = {
     part.__name__: part
@@ -402,6 +488,8 @@ PARTS: dict[str, Callable[..., Any]] = {
         captures,
         pace,
         pace_in_ddp,
+        contestant,
+        contestant_in_ddp,
         feeds,
         sanitized_steps,
         race,

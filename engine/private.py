@@ -50,6 +50,16 @@ def check_all_reduced(net: DistributedDataParallel) -> None:
     net._check_reducer_finalized()
 
 
+def release_device_cache() -> None:
+    """Return the device memory that no tensor uses to the driver, on all GPUs; waits for the device.
+
+    A workspace of cuBLAS is a piece of whatever block was free when it was allocated, 32 MiB on a Hopper GPU, and the
+    allocator cannot return a block of which a piece is in use. So the workspaces go first; cuBLAS allocates new ones.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
 def ddp_record(net: DistributedDataParallel) -> dict[str, Any]:
     """Return what DDP has recorded of itself: backend, number of tensors, bytes."""
     return net._get_ddp_logging_data()

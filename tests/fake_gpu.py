@@ -356,6 +356,8 @@ def install():
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda.nccl = types.SimpleNamespace(version=lambda: (0, 0, 0))
     torch._C._activate_gpu_trace = lambda: None
+    torch._C._cuda_clearCublasWorkspaces = lambda: None
+    torch.cuda.empty_cache = lambda: waited("the return of cached memory")
     of_both, host = torch.profiler.profile, torch.profiler.ProfilerActivity.CPU
     # With both, torch prints a stack for each operation that it cannot time on the GPU: minutes of them.
     torch.profiler.profile = lambda activities: of_both(activities=[host]) if host in activities else Profile()

@@ -149,7 +149,14 @@ NOT_HERE = {
     "steps_in_ddp": IN_DDP,
     "ceiling": "seconds of a real GPU's work",
 }
-ELSEWHERE = ("clips", "steps", "sanitized_steps", "race")  # the tests beside this one
+ELSEWHERE = (
+    "clips",
+    "steps",
+    "sanitized_steps",
+    "race",
+    "contestant",
+    "contestant_in_ddp",
+)  # the tests beside this one
 
 
 @pytest.mark.slow
@@ -182,8 +189,32 @@ def test_the_sanitizer_sees_what_the_loader_does(gpu, tmp_path):
     part = {"script": "benchmarks/gpu_check.py"}
     said = gpu("--part", "sanitized_steps", *words, **part).out
     assert int(said.rpartition("RESULT ")[2].splitlines()[0]) > 400
+    assert "FAKE" not in said, "the process leaves before the interpreter ends: a real sanitizer would fail there"
     seen = gpu("--part", "race", *words, code=1, **part)
     assert "CSAN detected a possible data race" in seen.err and "CUDASanitizerErrors" in seen.err
+
+
+@pytest.mark.slow
+def test_a_contestant_answers_each_order(gpu, tmp_path):
+    words, _ = STEPS["perceptron"]
+    orders = tmp_path / "orders"
+    measures = "training", "plain loop", "kernels"
+    orders.write_text("".join(f'{{"measure": "{name}", "seconds": 0.01}}\n' for name in measures))
+    said = gpu("--part", "contestant", str(orders), "3", *words, "device=cuda", script="benchmarks/gpu_check.py").out
+    ready, *answers = said.partition("READY\n")[2].split("TURN ")
+    training, loop, counts = (json.loads(answer.splitlines()[0]) for answer in answers)
+    assert not ready and 0 < training["least"] <= training["rate"] and loop["rate"] > 0
+    assert counts["kernels"] == counts["launches"] > 100
+
+
+@pytest.mark.parametrize("checked", ["true", "false"])
+def test_memory_that_the_checks_have_cached_is_returned_before_the_first_step(gpu, checked):
+    """After the last check and before the optimizer, whose state would lie in blocks of the checks."""
+    places = [place for _, place in gpu(TOY, "steps=2", f"check_sums={checked}").waits]
+    (at,) = (n for n, place in enumerate(places) if "the return of cached memory" in place)
+    first_step = next(n for n, place in enumerate(places) if "/optim/" in place)
+    checks = [n for n, place in enumerate(places[:first_step]) if "/preflight/" in place or "toy.py" in place]
+    assert max(checks) < at < first_step
 
 
 WAITS = {

@@ -1,7 +1,10 @@
 """The command for whoever has a GPU: that it says so where there is none, and that it would notice."""
 
+import json
+import re
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
+import gpu_quick
 
 from engine.precision import Precision
 from models.cnn3d import CNN3d
@@ -255,3 +259,174 @@ def test_a_call_that_waits_is_found_with_its_line(launch, tmp_path):
     assert steps == 6 == len(places) / 2 and seen
     assert all(place.startswith("train.py:") and "run.task.loss(" in place for place in places[:6]), places
     assert all("run.task.score(" in place for place in places[6:]), places
+
+
+def quickly(tmp_path, monkeypatch, checks, ways=None, seconds=600.0):
+    """`--quick` with checks and ways to run of the test's own; returns the results, and the JSON of their file."""
+    for name, check in checks.items():
+        check.__doc__ = "provoked"
+        monkeypatch.setitem(gpu_check.CHECKS, name, check)
+    monkeypatch.setattr(gpu_check, "quick_ways", lambda lab: ways or {})
+    results = gpu_check.Results(["--quick"], tmp_path / "results", "quick")
+    results.where = {"device": "the CPU"}
+    (tmp_path / "labs").mkdir()
+    began = time.monotonic()
+    gpu_check.quick(tmp_path / "labs", True, [*checks], results, began, began + seconds)
+    return results, json.loads((tmp_path / "results/quick.json").read_text())
+
+
+def test_quick_checks_run_at_the_same_time_in_folders_of_their_own(tmp_path, monkeypatch):
+    all_are_there, roots = threading.Barrier(2, timeout=60), {}
+
+    def one(lab, facts):
+        all_are_there.wait()  # one after the other, it would break
+        roots["one"] = lab.root, lab.folder
+        facts["seen"] = 1
+
+    def other(lab, facts):
+        all_are_there.wait()
+        roots["other"] = lab.root, lab.folder
+        gpu_check.require(False, "wrong")
+
+    results, found = quickly(tmp_path, monkeypatch, {"one": one, "other": other})
+    states = {name: check["state"] for name, check in found["checks"].items()}
+    assert states == {"one": "ok", "other": "failed"} and results.failed()
+    assert found["checks"]["one"]["facts"] == {"seen": 1}
+    assert len({*roots["one"], *roots["other"]}) == 4 and "| `other`: provoked | failed |" in results.text()
+
+
+def test_the_check_of_times_runs_alone_and_last(tmp_path, monkeypatch):
+    running, beside = [], {}
+
+    def note(name, lab, facts):
+        running.append(name)
+        beside[name] = [*running]
+        running.remove(name)
+
+    checks = {name: lambda *words, name=name: note(name, *words) for name in (gpu_check.ALONE, "a", "b")}
+    _, found = quickly(tmp_path, monkeypatch, checks)
+    assert beside[gpu_check.ALONE] == [gpu_check.ALONE] and [*found["checks"]][-1] == gpu_check.ALONE
+
+
+def test_quick_begins_nothing_that_it_has_no_time_for(tmp_path, monkeypatch):
+    def begun(lab, facts):
+        raise AssertionError("it is begun")
+
+    ways = {"toy": [TOY, "device=cpu"]}
+    results, found = quickly(tmp_path, monkeypatch, {"begun": begun, "stall": begun}, ways, seconds=5.0)
+    assert {check["state"] for check in found["checks"].values()} == {"left out"} and not results.failed()
+    assert {*found["left out"]} == {"begun", "stall", "toy (training)"}
+    assert "Left out, because there was no time: " in (tmp_path / "results/quick.md").read_text()
+
+
+@pytest.mark.real  # it ends what it finds by a mark in the environment
+@pytest.mark.slow
+def test_a_contest_measures_all_that_can_run(launch, rehearse, tmp_path, monkeypatch):
+    toy = [TOY, "device=cpu", "log_every=5"]
+    monkeypatch.setitem(gpu_quick.PLAIN_LOOPS, "toy", ("plain loop",))
+    ways = {"toy": toy, "broken": [*toy, "model.breadth=3"], "toy in DDP": toy}
+    results, found = quickly(tmp_path, monkeypatch, {}, ways)
+    speeds = found["speeds"]
+    assert speeds["toy"].keys() == {"training", "plain loop", "kernels"}
+    assert "model.breadth" in speeds["broken"]["training"]["failed"] and results.failed()
+    for way in ("toy", "toy in DDP"):
+        training = speeds[way]["training"]
+        assert 0 < training["least"] <= training["rate"] <= training["most"]
+        assert training["rate"] == pytest.approx(12e3 / training["ms"], rel=0.5), "batches of 12, the last one of 1"
+    assert speeds["toy"]["plain loop"]["rate"] > 0 and not launch.left_behind()
+
+
+class Contestants:
+    """A contest of which each contestant is ready once so many turns have been taken."""
+
+    def __init__(self, **ready_after):
+        self.ready_after, self.taken = ready_after, []
+
+    def can_be_taken(self, turn):
+        return len(self.taken) >= self.ready_after[turn.way]
+
+    def take(self, turn, until):
+        self.taken.append((turn.way, turn.measure))
+        gpu_check.require(turn.way != "bad", "it has failed")
+        return {"rate": 1.0}
+
+
+def test_turns_are_taken_in_order_and_nobody_waits_for_the_one_that_is_late():
+    contest, noted = Contestants(late=3, bad=0, good=0), []
+    turns = [
+        gpu_quick.Turn(way, measure, 0.0, 9.0)
+        for way in ("late", "bad", "good")
+        for measure in ("training", "plain loop")
+    ]
+    left = gpu_quick.take_turns(
+        contest, turns, time.monotonic() + 60, lambda turn, facts: noted.append((turn.way, turn.measure, facts))
+    )
+    order = [("bad", "training"), ("bad", "plain loop"), ("good", "training")]
+    order += [("late", "training"), ("late", "plain loop"), ("good", "plain loop")]
+    assert not left and contest.taken == order == [one[:2] for one in noted]
+    assert {facts.get("failed") for way, _, facts in noted if way == "bad"} == {"it has failed"}
+    assert gpu_quick.take_turns(contest, turns, time.monotonic() - 1, print) == turns, "no time is left"
+
+
+def test_the_quick_ways_are_known_and_each_setting_is_given_once(tmp_path):
+    class Lab(gpu_check.Lab):
+        def part(self, name, *words):
+            assert name == "clips many"
+            return words[0]
+
+    ways = gpu_check.quick_ways(Lab(tmp_path, False, quick=True))
+    assert tuple(ways) == gpu_quick.WAYS and gpu_quick.PLAIN_LOOPS.keys() <= ways.keys()
+    for name, words in ways.items():
+        keys = [word.partition("=")[0] for word in words[1:]]
+        assert len(keys) == len({*keys}), name
+    measured = {(turn.way, turn.measure) for turn in gpu_quick.turns_of([*ways], False)}
+    assert {each for ratio in gpu_quick.RATIOS for each in ratio[:2]} <= measured
+    assert gpu_check.SECONDS.keys() <= gpu_check.CHECKS.keys()
+    assert sum(turn.seconds for turn in gpu_quick.turns_of([*ways], False)) < 60
+
+
+def test_the_table_of_speeds_has_the_ratios_that_could_be_taken():
+    speeds = {
+        "perceptron": {"training": {"rate": 50.0, "least": 40.0, "most": 60.0, "ms": 2.0, "memory": 7.0}},
+        "perceptron in DDP": {"training": {"rate": 49.0, "ms": 2.04, "memory": 8.0}, "kernels": {"kernels": 90.0}},
+        "ACT": {"training": {"failed": "out of | time"}},
+    }
+    lines = gpu_quick.speeds_table(speeds)
+    assert "| perceptron | 50 (40 .. 60) | 2.000 |  |  | 7 |  |  |" in lines
+    assert "| perceptron in DDP ÷ perceptron | 0.98 | 0.95 |" in lines
+    assert any("failed: out of \\| time" in line for line in lines)
+    assert len([line for line in lines if "÷" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("skipped", "loss", "said", "expected"),
+    [
+        (0, 0.51, "compiled (default)", ""),
+        (1, 0.51, "compiled (default)", "1D CNN: 1 steps skipped"),
+        (0, 0.6, "compiled (default)", "1D CNN: losses"),
+        (0, 0.51, "", "1D CNN: not compiled"),
+    ],
+)
+def test_a_compiled_step_in_bf16_must_be_taken_and_be_near(tmp_path, skipped, loss, said, expected):
+    class Lab(gpu_check.Lab):
+        def part(self, name, *words):
+            return words[0]
+
+        def train(self, commands):
+            for name, command in commands.items():
+                assert "amp=bf16" in command and "steps=6" in command
+                line = {"event": "train", "loss": 0.5, "skipped_steps": 0}
+                if name == "1D CNN, default":
+                    line |= {"loss": loss, "skipped_steps": skipped}
+                (tmp_path / name).mkdir()
+                (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+                (tmp_path / f"{name}.log").write_text(said)
+            return {name: tmp_path / name for name in commands}
+
+    facts = {}
+    if expected:
+        with pytest.raises(gpu_check.Failed, match=f"^{re.escape(expected)}"):
+            gpu_check.compiled_bf16(Lab(tmp_path, False), facts)
+    else:
+        gpu_check.compiled_bf16(Lab(tmp_path, False), facts)
+        assert facts["video"] == "losses 0.0e+00 apart in 1 steps, 0 steps skipped"

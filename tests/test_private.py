@@ -1,6 +1,7 @@
 """Private names of torch: fenced in, and still there. Where one is gone, its docstring says what it was for."""
 
 import ast
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,12 @@ def test_ddp_tells_what_it_is_made_of_and_what_it_waits_for(net):
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         private.check_all_reduced(net)
+
+
+def test_the_workspaces_of_cublas_can_be_freed():
+    """A torch without CUDA lacks the function, but declares it."""
+    declared = (Path(torch.__file__).parent / "_C/__init__.pyi").read_text()
+    assert "def _cuda_clearCublasWorkspaces() -> None" in declared
 
 
 def test_layers_and_what_hangs_on_them():

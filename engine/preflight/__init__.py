@@ -23,6 +23,7 @@ from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
 from engine.preflight import adds_up, resumable, strategies
+from engine.private import release_device_cache
 from engine.run import Run, environment
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
@@ -112,11 +113,16 @@ def sanity_check(run: Run) -> None:
 
 def check_sums(run: Run) -> None:
     """(all ranks) Check that the training loss adds up, and print how well. All ranks compute the same samples, because
-    a task may have collectives of its own."""
+    a task may have collectives of its own. This is the last check before the first step: on a GPU it ends with the
+    return of the memory that the checks have cached, so that a batch that fits without them fits after them."""
     if run.cfg.check_sums:
         with sync_errors(run.world):
             line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
         console.info(f"{line}\n")
+    if run.world.device.type == "cuda":
+        # Some ms, once. The allocator returns free blocks by itself when memory runs out, but no block of which the
+        # first step holds a piece, such as a gradient.
+        release_device_cache()
 
 
 def _rehearse(run: Run) -> float:
