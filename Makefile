@@ -10,8 +10,12 @@ train: $(VENV)/installed
 # As many workers as cores: one more takes longer on two. Neighbours stay together, because they share fixtures.
 WORKERS := -n $(shell echo $$(($$(nproc) < 4 ? $$(nproc) : 4))) --dist worksteal
 
+# The tests start hundreds of processes. Without bytecode each of them compiles the project anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# The gate: every quick test, and the slow ones that tests/gate.txt lists by promise. Five minutes on two cores.
 test: $(VENV)/installed-dev
-	$(PYTHON) -m pytest $(WORKERS) $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) -m "not slow or gate" $(ARGS)
 
 quick: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) -m "not slow" $(ARGS)
@@ -19,6 +23,20 @@ quick: $(VENV)/installed-dev
 # What needs a GPU, which is hidden from all other tests; one of pytest's workers, because some measure speed.
 gpu: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+# The rest of `test-all`: what the gate leaves out. CI runs one after the other.
+test-rest: $(VENV)/installed-dev
+	$(PYTHON) -m pytest $(WORKERS) -m "slow and not gate" $(ARGS)
+
+test-all: $(VENV)/installed-dev
+	$(PYTHON) -m pytest $(WORKERS) $(ARGS)
+
+# Heavier than `test-all`: processes that are all started anew, random faults, random networks, long fuzzing.
+nightly: $(VENV)/installed-dev
+	$(PYTHON) -m pytest $(WORKERS) --real $(ARGS)
+	LOCKSTEP_FUZZ=20000 $(PYTHON) -m pytest tests/test_fuzz.py
+	BITS=1 $(PYTHON) tests/soak.py 5
+	MINUTES=5 $(PYTHON) tests/grammar.py
 
 # Every process started anew, none forked from a warm parent: see tests/warm.py.
 test-real: $(VENV)/installed-dev
@@ -55,4 +73,4 @@ $(VENV)/installed-dev: requirements-dev.txt requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@ $(VENV)/installed
 
-.PHONY: train test quick gpu test-real soak grammar peer lint
+.PHONY: train test quick gpu test-rest test-all nightly test-real soak grammar peer lint

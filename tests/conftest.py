@@ -304,6 +304,9 @@ def pytest_addoption(parser):
     parser.addoption("--real", action="store_true", help="start every process anew, none as a fork of a warm parent")
 
 
+    parser.addoption("--cpu-times", metavar="FILE", help="append the CPU seconds of each test and of its processes")
+
+
 def pytest_configure(config):
     adopt_orphans()
     global always_real
@@ -312,6 +315,53 @@ def pytest_configure(config):
 
 always_real = False
 _stack = ExitStack()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """With --cpu-times: a test's CPU seconds, from its fixtures to its end. Tests are chosen for the gate by them."""
+    file = item.config.getoption("--cpu-times")
+    if not file:
+        return (yield)
+    before = _cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        with open(file, "a") as report:  # several workers append: a line is one write
+            report.write(f"{_cpu_seconds() - before:.2f} {item.nodeid}\n")
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds of this process and of all below it: a process that has ended counts in the one that waited for it."""
+    ticks = 0
+    for pid in (os.getpid(), *_descendants()):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # of itself and of its children, user and system: proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+GATE = ROOT / "tests" / "gate.txt"
+
+
+def gate_ids(text: str) -> set[str]:
+    """The tests of tests/gate.txt: every line but comments and headings."""
+    lines = [line.strip() for line in text.splitlines()]
+    return {line for line in lines if line and not line.startswith(("#", "["))}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
+def pytest_collection_modifyitems(config, items):
+    """Mark the slow tests of the gate. A line that names no slow test is an error of a whole collection."""
+    listed = gate_ids(GATE.read_text())
+    marked = set()
+    for item in items:
+        if item.nodeid in listed and item.get_closest_marker("slow"):
+            item.add_marker("gate")
+            marked.add(item.nodeid)
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and (unknown := sorted(listed - marked)):
+        raise pytest.UsageError(f"tests/gate.txt: no slow test has this name: {', '.join(unknown)}")
 
 
 @functools.cache
