@@ -552,6 +552,81 @@ def test_each_rank_looks_into_its_own_samples(fail, folder):
     assert skipped["found"] == {"7": "NaN in x"} and "skipped: sample 7 has NaN in x\n" in done.out
 
 
+# ---- what stays open ----
+
+STAYS_OPEN = """
+import atexit, gc, io, socket, sys, threading
+import train
+
+def is_open(each):
+    if isinstance(each, io.FileIO):
+        return not each.closed and each.closefd
+    return isinstance(each, socket.socket) and each.fileno() >= 0
+
+def all_open():
+    return [each for each in gc.get_objects() if is_open(each)]
+
+PATCH
+before = all_open()
+code = train.main(sys.argv[1:])
+atexit._run_exitfuncs()
+gc.unfreeze()
+gc.collect()
+for each in all_open():
+    if all(each is not other for other in before):
+        print("stays open:", each)
+for thread in threading.enumerate():
+    if not thread.daemon and thread is not threading.main_thread():
+        print("still runs:", thread)
+print("looked, code", code)
+"""
+
+NO_TRACKER = """
+from engine.errors import LockstepError
+from engine.report import trackers
+def opened(*about):
+    raise LockstepError("no tracker")
+trackers.opened = opened
+"""
+
+ENDS = {
+    # how a single process ends: (exit code, fault, further settings)
+    "done": (0, "", ""),
+    "stopped": (75, "term", ""),
+    "diverged": (4, "nan loss", "fault.step=1 fault.times=1000 max_skipped_steps=2"),
+    "raise": (1, "raise", ""),
+    "raise in data": (1, "raise in data", ""),
+    "raise in validation": (1, "raise in validation", ""),
+    "a sample": (5, "corrupt sample", ""),
+    "a loader process": (5, "corrupt sample", "num_workers=1"),
+    "out of memory": (1, "out of memory", ""),
+    "exit": (1, "exit", ""),
+    "no such step to record": (2, "", "record=100000"),
+    "no tracker": (2, "", ""),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_no_file_stays_open_however_a_run_ends(launch, folder, how):
+    """A file that nobody closes is a ResourceWarning at the end of the process, and a log that may lack its end."""
+    code, kind, more = ENDS[how]
+    program = STAYS_OPEN.replace("PATCH", NO_TRACKER if how == "no tracker" else "")
+    words = words_of(kind, folder, "fault.rank=0", "log_every=1", "epochs=2", *more.split())
+    done = launch.python("-c", program, *words)
+    assert f"looked, code {code}\n" in done.out, done.err
+    assert not re.findall("stays open: .*|still runs: .*", done.out), done.err
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["done", "raise"])
+def test_an_interpreter_that_looks_for_open_files_finds_none(launch, folder, how):
+    code, kind, more = ENDS[how]
+    words = words_of(kind, folder, "fault.rank=0", "log_every=1", "epochs=2", *more.split())
+    done = launch.python("-X", "dev", "-W", "always::ResourceWarning", "train.py", *words)
+    assert done.code == code and "ResourceWarning" not in done.err, done.err
+
+
 # ---- who is slow ----
 
 
