@@ -156,12 +156,48 @@ def test_whoever_reports_a_rank_0_that_never_had_a_folder():
     assert status.folder is None and status.fields == {}
 
 
-def test_the_same_under_plain_torchrun(launch, folder):
-    """torchrun flattens the exit code and adds its table; what the processes say stays one line."""
-    done = launch.torchrun(2, "train_ddp.py", *words_of("raise", folder))
+def last_lines(done):
+    return "\n".join(done.err.splitlines()[-10:])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_same_under_plain_torchrun(launch, folder, processes):
+    """torchrun flattens the exit code and adds its table; what the processes say stays one line, also in the table."""
+    words = words_of("raise", folder, f"fault.rank={processes - 1}")
+    done = launch.torchrun(processes, "train_ddp.py", *words)
     assert done.code == 1 and len(done.errors) == 1 and "ZeroDivisionError" in done.errors[0]
+    assert done.errors[0] in last_lines(done) and f"rank      : {processes - 1} (" in last_lines(done), done.err
+    assert "To enable traceback" not in done.err
     now = status(folder)
-    assert now["exit_code"] == 1 and " --standalone --nproc_per_node=2 train_ddp.py " in now["resume_command"]
+    assert now["exit_code"] == 1 and f" --standalone --nproc_per_node={processes} train_ddp" in now["resume_command"]
+
+
+IN_TABLE = {
+    # what ends a run under plain torchrun: (a word of its line in torchrun's table, the task's settings, more)
+    "kill": ("rank 1 died without an error message", "fault.kind=kill"),
+    "a typing error": ("unknown key 'epochz'", "epochz=3"),
+    "no model": ("there is no such model", "fault.kind=no model"),
+    "diverged": ("the training has diverged", "fault.kind=nan loss", "fault.step=1", "fault.times=100", "steps=3"),
+    "stopped": ("no error: the run was stopped; resume with ", "fault.kind=term"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", IN_TABLE)
+def test_what_torchruns_table_says(launch, folder, what):
+    word, *settings = IN_TABLE[what]
+    done = launch.torchrun(2, "train_ddp.py", FAULTY, f"save_dir={folder}", *settings)
+    table = done.err[done.err.index("train_ddp.py FAILED") :]
+    assert done.code == 1 and word in table, done.err
+    assert "To enable traceback" not in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_launchers_last_line_is_the_error(launch, folder, processes):
+    words = words_of("raise", folder, f"fault.rank={processes - 1}")
+    done = launch.launcher(processes, *words)
+    assert done.err.splitlines()[-1] == done.errors[0], done.err
 
 
 def test_a_single_process_fails_in_the_same_words(launch, fail, tmp_path):
