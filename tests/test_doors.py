@@ -381,7 +381,9 @@ NCCL Last Error: socketPollConnect: connect to 10.0.0.2<45000> returned No route
 """
 
 
-@pytest.mark.parametrize("text", [NCCL_SAYS, NCCL_SAYS.replace("\n", "\n\n"), NCCL2_SAYS], ids=["nccl", "gaps", "nccl2"])
+@pytest.mark.parametrize(
+    "text", [NCCL_SAYS, NCCL_SAYS.replace("\n", "\n\n"), NCCL2_SAYS], ids=["nccl", "gaps", "nccl2"]
+)
 def test_an_error_of_nccl_keeps_its_reason(text):
     for error in (dist.DistBackendError(text), RuntimeError(text)):
         with (

@@ -67,7 +67,7 @@ class Board:
         self.writer.close()
 
     def close_files(self) -> None:
-        """Write the numbers that wait in TensorBoard's queue, up to two minutes of them."""
+        """Write what waits in TensorBoard's queue, and end its thread."""
         if "writer" in vars(self):
             self.writer.close()
 
