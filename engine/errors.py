@@ -24,9 +24,12 @@ class LockstepError(Exception):
 
 
 def headline(error: BaseException) -> str:
-    """Return the first line of an error's text; of NCCL's errors also the line below `Last error:`."""
+    """Return the first line of an error's text; of NCCL's errors also the reason, which stands below `Last error:`, or
+    beside `NCCL Last Error:` (torch's engine nccl2)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[lines.index("Last error:") + 1 :] if "Last error:" in lines else []
+    mark = "NCCL Last Error:"
+    reason += [line.removeprefix(mark).strip() for line in lines[1:] if line.startswith(mark)]
     return ": ".join([*lines[:1], *reason[:1]])
 
 

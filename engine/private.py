@@ -168,3 +168,32 @@ def unsharded(model: Any) -> dict[str, Any]:
         for each in group.fsdp_params
         if hasattr(each, "_unsharded_param") and each.sharded_param.requires_grad
     }
+
+
+def reduce_unused(unit: Any) -> None:
+    """Have a unit of FSDP2 send zeros for each trained weight that got no gradient: ranks that use other weights would
+    sum buffers of other sizes. Torch 2.11 has no switch for it."""
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:  # a unit without weights of its own
+        return
+    post_backward = group.post_backward
+
+    def with_zeros(*unused: Any) -> None:
+        if group.reduce_grads:
+            for each in group.fsdp_params:
+                _fill_gradient(each)
+        post_backward(*unused)
+
+    group.post_backward = with_zeros
+
+
+def _fill_gradient(sharded: Any) -> None:
+    """Give a weight that FSDP2 has made whole a gradient of zeros where it has none."""
+    whole = getattr(sharded, "_unsharded_param", None)
+    if whole is None or not whole.requires_grad:
+        return
+    if whole.grad is None and sharded.unsharded_accumulated_grad is None:
+        whole.grad = torch.zeros_like(whole)

@@ -357,6 +357,10 @@ def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
     rendezvous(Environment(), cfg, "cpu:gloo,cuda:nccl")
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
+    for name in ("nccl2", "cuda:nccl2", "cuda:nccl2,cpu:gloo"):  # torch's other engine
+        del os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"]
+        rendezvous(Environment(), cfg, name)
+        assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0", name
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "1"
     rendezvous(Environment(), cfg, "nccl")
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "1"
@@ -370,8 +374,16 @@ socketPollConnect: connect to 10.0.0.2<45000> returned No route to host
 """
 
 
-def test_an_error_of_nccl_keeps_its_reason():
-    for error in (dist.DistBackendError(NCCL_SAYS), dist.DistBackendError(NCCL_SAYS.replace("\n", "\n\n"))):
+NCCL2_SAYS = """NCCL error in: /torch/csrc/distributed/c10d/nccl2/NCCLBootstrap.cpp:9, system error, NCCL version 2.27.5
+NCCL Last Error: socketPollConnect: connect to 10.0.0.2<45000> returned No route to host
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [NCCL_SAYS, NCCL_SAYS.replace("\n", "\n\n"), NCCL2_SAYS], ids=["nccl", "gaps", "nccl2"]
+)
+def test_an_error_of_nccl_keeps_its_reason(text):
+    for error in (dist.DistBackendError(text), RuntimeError(text)):
         with (
             pytest.raises(
                 LockstepError, match=r"could not join.*NCCL version 2\.27\.5: socketPollConnect: .*to host \("

@@ -21,7 +21,9 @@ from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.optim import ema, fused
 
-SHARDED, FORWARDS = (str(ROOT / "tests" / place) for place in ("tasks/sharded.py", "ranks/forwards.py"))
+SHARDED, FORWARDS, UNUSED = (
+    str(ROOT / "tests" / place) for place in ("tasks/sharded.py", "ranks/forwards.py", "ranks/unused.py")
+)
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 CUTS = {"ddp 1": ["ddp"], "ddp 2": ["ddp"], "fsdp 1": ["fsdp"], "fsdp 3": ["fsdp"], "fsdp 4": ["fsdp"]}
@@ -159,6 +161,14 @@ def test_every_rank_calls_the_model_equally_often(launch, tmp_path, case):
     assert {name.split()[0] for each in of_ranks[0] for name in each} >= {"forward", "validation"}
     for other in of_ranks[1:]:
         assert other == of_ranks[0]
+
+
+@pytest.mark.parametrize("way", ["torch's switch", "by hand"])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_weight_that_one_rank_leaves_out_counts_as_zeros(launch, processes, way):
+    """Ranks would sum buffers of other sizes, which hangs or adds up what does not belong together."""
+    done = succeed(launch.torchrun(processes, UNUSED, way))
+    assert done.out.count("has the plain gradients") == processes
 
 
 @pytest.mark.slow

@@ -30,6 +30,15 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+NEEDED = (
+    "set_all_reduce_hook",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+)
+"""Methods of torch's FSDP2; torch 2.11 has all of them."""
+
 
 def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> nn.Module:
     """(all ranks) With ddp.strategy=fsdp or hsdp keep this rank's rows of each weight: call it before the optimizer is
@@ -53,8 +62,8 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
             raise LockstepError(what, key, todo, everywhere=True)
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise LockstepError(f"torch {torch.__version__} lacks what it needs", key, "update it to 2.13", everywhere=True)
+    if lacking := next((name for name in NEEDED if not hasattr(FSDPModule, name)), ""):
+        raise LockstepError(f"torch {torch.__version__} lacks {lacking}", key, "update it to 2.11", everywhere=True)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view as a block's output: in each pass, each rank
     recipe = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
@@ -65,7 +74,7 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_reduce_scatter_unused_params(True, recurse=False)  # else a rank would send fewer gradients
+        private.reduce_unused(sharded)  # else a rank would send fewer gradients
         sharded.set_custom_all_gather(Collective("all_gather", ALL_GATHER))
         sharded.set_custom_reduce_scatter(Collective("reduce_scatter", REDUCE_SCATTER))
     for method in task.forward_methods:

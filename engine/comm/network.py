@@ -33,7 +33,9 @@ own writes what NCCL did last to a file as soon as it reads anything there."""
 
 def set_up_nccl(timeout_s: float) -> None:
     """Leave it to the watchdog, whose timeout this is, to end this process, unless the user has set otherwise; to be
-    called before NCCL starts."""
+    called before NCCL starts.
+
+    Torch's engine nccl2 (behind the name nccl from 2.15 on) has no heartbeat and makes no pipe (headers of 2.14.1)."""
     # A CUDA error reaches the main thread anyway; in NCCL's own it would abort the process (pytorch#126544).
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(max(480, round(timeout_s) + 60)))  # it aborts, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -120,6 +121,7 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     file.write(f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     locks[name] = os.getpid(), file  # open until this process ends
+    atexit.register(file.close)
     return file
 
 

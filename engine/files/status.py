@@ -20,6 +20,10 @@ from engine.files import atomic
 DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
 """Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command resumes."""
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable that torchrun sets: a path. What a process that fails has written there stands in the table of
+failures that torchrun prints last."""
+
 
 class Status:
     """The state of the run that this process takes part in. Every rank has one; rank 0's is written.
@@ -95,6 +99,18 @@ def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
     except OSError:
         return exit_code
     return 0 if everywhere and exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code
+
+
+def fill_in_error_file(text: str) -> None:
+    """Have torchrun show this line in its table of failures, in place of a link to its documentation. Schedulers that
+    start torchrun read the same file. Its form is that of torch's `ErrorHandler.record_exception`."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    about = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        # torchrun itself fails on half a file.
+        atomic.write_json(Path(path), {"message": {"message": text, "extraInfo": about}})
 
 
 def typed() -> str:

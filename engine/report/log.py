@@ -51,7 +51,11 @@ class Log(Silent):
         self.memory_read_at = -math.inf
         self.lines = Lines(folder / "metrics.jsonl", run)
         repeated = self.lines.repeated
-        self.sinks: list[Any] = [self.lines, *trackers.opened(run, folder, repeated is not None)]
+        try:
+            self.sinks: list[Any] = [self.lines, *trackers.opened(run, folder, repeated is not None)]
+        except BaseException:
+            self.lines.close_files()
+            raise
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
         if repeated is not None:
             self._tell("scalars", self.first_step, _tagged("train", repeated))
@@ -94,7 +98,12 @@ class Log(Silent):
         self._tell("sync")
 
     def close(self, status: str = "done") -> None:
-        self._tell("close", status)
+        """End the log of a run that is done, stopped or failed. After a failure only files are closed: a tracker's
+        server may not answer, and the other ranks wait to hear of the failure."""
+        if status == "failed":
+            self._tell("close_files")
+        else:
+            self._tell("close", status)
         threading.excepthook = self.excepthook
         show_bars(False)
 
@@ -214,6 +223,9 @@ class Lines:
         os.fsync(self.file.fileno())
 
     def close(self, status: str) -> None:
+        self.file.close()
+
+    def close_files(self) -> None:
         self.file.close()
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from engine import config
 from engine.comm import digests, sealed
@@ -46,7 +47,41 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
     run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
     record = run.record
     record.log = on_rank0(world, lambda: log.start(path, run)) or record.log
-    record.profile = Profile(world, path) if profile else None
+    state = "failed"  # unless the end is reached
+    try:
+        _open_the_rest(run, path, made, profile)
+        try:
+            console.info("Starting training...\n")
+            yield
+            if record.profile:
+                record.profile.finish()
+            with sync_errors(world):
+                if record.checkpoints:
+                    record.checkpoints.wait()
+        finally:
+            if record.checkpoints:
+                record.checkpoints.close()
+        # Buffers that checkpoints leave out do not count.
+        held = [each for each in run.model.state_dict().items() if each[0] not in record.left_out]
+        of_all = world.main or run.plan.sharded  # of shards all ranks compute it
+        sha256 = digests.of_tensors(held)[:16] if of_all else ""
+        state = "stopped" if run.stopped else "done"
+        if isinstance(record.log, log.Log):
+            code = status.STOPPED if run.stopped else status.DONE
+            status.current.update(state=state, exit_code=code, reason=run.stopped, step=progress.step)
+            record.log.end_bars(run)
+            console.info(describe.ended(run, path, sha256))
+    finally:
+        record.log.close(state)
+
+
+def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
+    """(all ranks) What the log is not: the profile, the record of a step, and on rank 0 the checkpoints.
+
+    made  on rank 0 what `run_folder.make_folder` returned; None elsewhere
+    """
+    record, progress = run.record, run.progress
+    record.profile = Profile(run.world, path) if profile else None
     record.step = StepRecord(run, path) if run.cfg.record else None
     if made:
         label = log.SHORT_NAMES.get(run.task.monitor, run.task.monitor)
@@ -56,23 +91,3 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         status.current.update(state="running", exit_code=None, reason="", monitor=run.task.monitor, best=progress.best)
     if record.resumed.path:
         describe.resumed(run)
-    try:
-        console.info("Starting training...\n")
-        yield
-        if record.profile:
-            record.profile.finish()
-        with sync_errors(world):
-            if record.checkpoints:
-                record.checkpoints.wait()
-    finally:
-        if record.checkpoints:
-            record.checkpoints.close()
-    held = [each for each in run.model.state_dict().items() if each[0] not in record.left_out]  # by checkpoints
-    sha256 = digests.of_tensors(held)[:16] if world.main or run.plan.sharded else ""  # of shards all ranks compute it
-    state = "stopped" if run.stopped else "done"
-    if isinstance(record.log, log.Log):
-        code = status.STOPPED if run.stopped else status.DONE
-        status.current.update(state=state, exit_code=code, reason=run.stopped, step=progress.step)
-        record.log.end_bars(run)
-        console.info(describe.ended(run, path, sha256))
-    record.log.close(state)

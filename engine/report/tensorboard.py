@@ -66,6 +66,11 @@ class Board:
                 self.writer.file_writer.add_summary(summary)
         self.writer.close()
 
+    def close_files(self) -> None:
+        """Write what waits in TensorBoard's queue, and end its thread."""
+        if "writer" in vars(self):
+            self.writer.close()
+
 
 def encoded(picture: np.ndarray) -> tuple[bytes, str, tuple[int, int]]:
     """Return (the file, its format, (width, height)): a GIF of what moves, (T, H, W[, 3]), else a PNG."""

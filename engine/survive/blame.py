@@ -45,6 +45,7 @@ def end(error: BaseException, debug: bool) -> int:
         terminal.write_stderr(details)
     if world is None:
         code = status.set_exit_code(mine.exit_code, mine.everywhere)
+        status.fill_in_error_file(f"error: {mine}")
         if launch.is_local_rank0() or not mine.everywhere:
             watchdog.print_error(str(mine))
         return code

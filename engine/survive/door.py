@@ -39,7 +39,10 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
         gc.freeze()  # otherwise each full collection walks all objects that torch's import has made: 0.1 s
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
         try:
-            return status.set_exit_code(main(argv, *more, **how))
+            code = main(argv, *more, **how)
+            if code == STOPPED:  # torchrun takes it for a failure
+                status.fill_in_error_file(f"no error: the run was stopped; resume with {status.current.resume_command}")
+            return status.set_exit_code(code)
         except EarlyExit:
             return int(any(lost.startswith("stdout") for lost in terminal.lost_streams))
         except BaseException as error:

@@ -324,7 +324,9 @@ def _alive(pid: int) -> bool:
 
 def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) -> None:
     """Write the exit code, status and traceback, and only then print: the terminal may be gone, or this process killed.
-    The rank that claimed the cause prints it. Rank 0 writes the status; if it is dead, the rank that noticed does."""
+    The rank that claimed the cause prints it. Rank 0 writes the status; if it is dead, the rank that noticed does.
+
+    Each rank gives torchrun the first cause, because any of them may come first in torchrun's table."""
     if not cause.again:
         status.set_exit_code(cause.exit_code)
         if world.main or (claimed and cause.rank == 0):
@@ -335,6 +337,7 @@ def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) ->
                     text = cause.details.encode(errors="replace")
                     atomic.write_atomically(status.current.folder / "error.txt", lambda file: file.write(text))
             status.current.update(state="failed", exit_code=cause.exit_code, reason=cause.text)
+        status.fill_in_error_file(f"error: {cause.text}")
     if claimed and aloud:
         print_error(cause.text, "warning" if cause.again else "error")
 

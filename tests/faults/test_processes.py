@@ -156,12 +156,48 @@ def test_whoever_reports_a_rank_0_that_never_had_a_folder():
     assert status.folder is None and status.fields == {}
 
 
-def test_the_same_under_plain_torchrun(launch, folder):
-    """torchrun flattens the exit code and adds its table; what the processes say stays one line."""
-    done = launch.torchrun(2, "train_ddp.py", *words_of("raise", folder))
+def last_lines(done):
+    return "\n".join(done.err.splitlines()[-10:])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_same_under_plain_torchrun(launch, folder, processes):
+    """torchrun flattens the exit code and adds its table; what the processes say stays one line, also in the table."""
+    words = words_of("raise", folder, f"fault.rank={processes - 1}")
+    done = launch.torchrun(processes, "train_ddp.py", *words)
     assert done.code == 1 and len(done.errors) == 1 and "ZeroDivisionError" in done.errors[0]
+    assert done.errors[0] in last_lines(done) and f"rank      : {processes - 1} (" in last_lines(done), done.err
+    assert "To enable traceback" not in done.err
     now = status(folder)
-    assert now["exit_code"] == 1 and " --standalone --nproc_per_node=2 train_ddp.py " in now["resume_command"]
+    assert now["exit_code"] == 1 and f" --standalone --nproc_per_node={processes} train_ddp" in now["resume_command"]
+
+
+IN_TABLE = {
+    # what ends a run under plain torchrun: (a word of its line in torchrun's table, the task's settings, more)
+    "kill": ("rank 1 died without an error message", "fault.kind=kill"),
+    "a typing error": ("unknown key 'epochz'", "epochz=3"),
+    "no model": ("there is no such model", "fault.kind=no model"),
+    "diverged": ("the training has diverged", "fault.kind=nan loss", "fault.step=1", "fault.times=100", "steps=3"),
+    "stopped": ("no error: the run was stopped; resume with ", "fault.kind=term"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", IN_TABLE)
+def test_what_torchruns_table_says(launch, folder, what):
+    word, *settings = IN_TABLE[what]
+    done = launch.torchrun(2, "train_ddp.py", FAULTY, f"save_dir={folder}", *settings)
+    table = done.err[done.err.index("train_ddp.py FAILED") :]
+    assert done.code == 1 and word in table, done.err
+    assert "To enable traceback" not in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_launchers_last_line_is_the_error(launch, folder, processes):
+    words = words_of("raise", folder, f"fault.rank={processes - 1}")
+    done = launch.launcher(processes, *words)
+    assert done.err.splitlines()[-1] == done.errors[0], done.err
 
 
 def test_a_single_process_fails_in_the_same_words(launch, fail, tmp_path):
@@ -550,6 +586,81 @@ def test_each_rank_looks_into_its_own_samples(fail, folder):
     (skipped,) = records(folder, "skipped")
     assert [7 in samples for samples in skipped["ranks"].values()] == [True], "of one rank alone"
     assert skipped["found"] == {"7": "NaN in x"} and "skipped: sample 7 has NaN in x\n" in done.out
+
+
+# ---- what stays open ----
+
+STAYS_OPEN = """
+import atexit, gc, io, socket, sys, threading
+import train
+
+def is_open(each):
+    if isinstance(each, io.FileIO):
+        return not each.closed and each.closefd
+    return isinstance(each, socket.socket) and each.fileno() >= 0
+
+def all_open():
+    return [each for each in gc.get_objects() if is_open(each)]
+
+PATCH
+before = all_open()
+code = train.main(sys.argv[1:])
+atexit._run_exitfuncs()
+gc.unfreeze()
+gc.collect()
+for each in all_open():
+    if all(each is not other for other in before):
+        print("stays open:", each)
+for thread in threading.enumerate():
+    if not thread.daemon and thread is not threading.main_thread():
+        print("still runs:", thread)
+print("looked, code", code)
+"""
+
+NO_TRACKER = """
+from engine.errors import LockstepError
+from engine.report import trackers
+def opened(*about):
+    raise LockstepError("no tracker")
+trackers.opened = opened
+"""
+
+ENDS = {
+    # how a single process ends: (exit code, fault, further settings)
+    "done": (0, "", ""),
+    "stopped": (75, "term", ""),
+    "diverged": (4, "nan loss", "fault.step=1 fault.times=1000 max_skipped_steps=2"),
+    "raise": (1, "raise", ""),
+    "raise in data": (1, "raise in data", ""),
+    "raise in validation": (1, "raise in validation", ""),
+    "a sample": (5, "corrupt sample", ""),
+    "a loader process": (5, "corrupt sample", "num_workers=1"),
+    "out of memory": (1, "out of memory", ""),
+    "exit": (1, "exit", ""),
+    "no such step to record": (2, "", "record=100000"),
+    "no tracker": (2, "", ""),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_no_file_stays_open_however_a_run_ends(launch, folder, how):
+    """A file that nobody closes is a ResourceWarning at the end of the process, and a log that may lack its end."""
+    code, kind, more = ENDS[how]
+    program = STAYS_OPEN.replace("PATCH", NO_TRACKER if how == "no tracker" else "")
+    words = words_of(kind, folder, "fault.rank=0", "log_every=1", "epochs=2", *more.split())
+    done = launch.python("-c", program, *words)
+    assert f"looked, code {code}\n" in done.out, done.err
+    assert not re.findall("stays open: .*|still runs: .*", done.out), done.err
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["done", "raise"])
+def test_an_interpreter_that_looks_for_open_files_finds_none(launch, folder, how):
+    code, kind, more = ENDS[how]
+    words = words_of(kind, folder, "fault.rank=0", "log_every=1", "epochs=2", *more.split())
+    done = launch.python("-X", "dev", "-W", "always::ResourceWarning", "train.py", *words)
+    assert done.code == code and "ResourceWarning" not in done.err, done.err
 
 
 # ---- who is slow ----
