@@ -5,8 +5,8 @@ python dev/identical.py compare FOLDER
 
 Runs har, video and robot on 1, 2 and 3 processes, with and without virtual workers, with resume on another number, in
 fp32 and in what `amp=auto` takes here. Compared are the last checkpoint (weights, moments, averages, random states,
-progress) and each line of metrics.jsonl but for times. The processor must be the same on both sides: a recording is good
-for one machine.
+progress) and each line of metrics.jsonl but for times. The processor must be the same on both sides: a recording is
+good for one machine.
 """
 
 from __future__ import annotations
