@@ -3,9 +3,10 @@
 python dev/identical.py record FOLDER
 python dev/identical.py compare FOLDER
 
-Runs har, video and robot on 1, 2 and 3 processes, with resume on another number, in fp32 and in what `amp=auto` takes
-here. Compared are the last checkpoint (weights, moments, averages, random states, progress) and each line of
-metrics.jsonl but for times. The processor must be the same on both sides: a recording is good for one machine.
+Runs har, video and robot on 1, 2 and 3 processes, with and without virtual workers, with resume on another number, in
+fp32 and in what `amp=auto` takes here. Compared are the last checkpoint (weights, moments, averages, random states,
+progress) and each line of metrics.jsonl but for times. The processor must be the same on both sides: a recording is
+good for one machine.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "har_3_ends_amid_a_batch": (3, [*HAR, "epochs=1", "eval_every=30", "amp=off", "num_workers=1"]),
     "har_flatten_gloo_2": (2, [*HAR, "--mode", "flatten", "steps=4", "ddp.backend=gloo"]),
     "har_transformer_2": (2, [*HAR, "--mode", "transformer", "steps=4", "sampler=balanced"]),
+    "har_virtual_1": (0, [*HAR, "steps=6", "virtual_workers=4"]),
+    "har_virtual_2": (2, [*HAR, "steps=6", "virtual_workers=4", "amp=off"]),
     "video_1": (0, [*VIDEO, "steps=5", "memory_format=channels_last"]),
     "video_2_fp32": (2, [*VIDEO, "steps=5", "amp=off", "batch_size=3"]),
     "robot_1": (0, [*ROBOT, "steps=6", "optim.ema_decay=0.9"]),

@@ -27,7 +27,7 @@ from engine.optim import make, make_ema
 from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
-from engine.run import Progress, Run, environment
+from engine.run import Progress, Run, environment, environment_of
 
 FORMAT = 3
 """Format 2 also held the random state of each rank; now every pass is seeded."""
@@ -80,7 +80,8 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
         raise LockstepError(f"the checkpoint lacks {min(missing)}", str(path), "resume another one", exit_code=3)
     order = state.get("memory_format") or state["config"].get("memory_format", "auto")
     held = {name: state[name] for name in Saved._fields if name in state}
-    return Saved(**held | {"path": path, "metadata": state.get("known"), "memory_format": order})
+    held |= {"path": path, "metadata": state.get("known"), "memory_format": order}
+    return Saved(**held | {"environment": environment_of(state)})
 
 
 def capture(run: Run) -> dict[str, Any]:

@@ -339,7 +339,7 @@ class Terms:
 def environment(run: Run) -> dict[str, str]:
     """Return what decides the last bits of a run in addition to config, code and data."""
     on_gpu = run.world.device.type == "cuda"
-    return {
+    facts = {
         "device": torch.cuda.get_device_name(run.world.device) if on_gpu else private.cpu_model(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
@@ -352,3 +352,20 @@ def environment(run: Run) -> dict[str, str]:
         "memory_format": run.plan.memory_format,
         "samples of a pass": f"{run.plan.micro_batch}, {amount(run.plan.passes, 'pass')} of a worker",
     }
+    if run.plan.workers and not on_gpu:
+        facts |= SQUARE_ROOT
+    return facts
+
+
+SQUARE_ROOT = {"square root": "correctly rounded"}
+"""In the environment of a run with virtual workers on a CPU: the arithmetic of `comm.exact`."""
+
+
+def environment_of(state: dict[str, Any]) -> dict[str, str]:
+    """Return the `environment` in a checkpoint or in the record of a step, completed where an older version wrote it:
+    it took torch's square root, which has other last bits."""
+    facts: dict[str, str] = state.get("environment", {})
+    on_cpu = facts.get("cuDNN") == ""
+    if on_cpu and state["config"].get("virtual_workers"):
+        return dict.fromkeys(SQUARE_ROOT, "torch's") | facts
+    return facts

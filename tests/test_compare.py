@@ -215,6 +215,18 @@ def test_another_machine_is_named_even_if_the_bits_are_the_same(place, say):
     assert "The same bits: 3 log points, the checkpoints of step 10." in text
 
 
+def test_the_square_root_of_an_older_version_is_named(place, say):
+    """Its checkpoints lack the entry."""
+    copy = place.folder / "older"
+    shutil.copytree(place.folder / "a", copy, symlinks=True)
+    for file in {path.resolve() for path in copy.glob("*.pt")}:  # last.pt is a link
+        state = torch.load(file, weights_only=True)
+        assert state["environment"].pop("square root") == "correctly rounded"
+        torch.save(state, file)
+    text = say(place.folder / "a", copy, "--no-replay", code=0)
+    assert "environment  square root: correctly rounded in A, torch's in B" in text
+
+
 @pytest.mark.slow
 def test_a_step_is_taken_again_in_the_precision_that_auto_has_chosen_then(place, say):
     """On a CPU with bf16 auto would choose bf16; where A has run, it chose float32."""

@@ -30,7 +30,7 @@ from engine.files import status
 from engine.metrics import Straggler, Stragglers, means
 from engine.plan import make_plan
 from engine.report import describe
-from engine.run import Run, Silent
+from engine.run import Run, Silent, environment_of
 from engine.survive import door as survive
 from tasks._classification import Classification, LossSettings
 
@@ -601,3 +601,42 @@ def test_only_a_run_that_promises_its_bits_notes_that_they_change(monkeypatch, s
     notes = [line for line in said if line.startswith("  note: ")]
     assert "the schedule now spans" in notes[0] and "instead of 7" in notes[0]
     assert [f"torch 1.0 -> {torch.__version__}" in note for note in notes[1:]] == [True] * len(words)
+
+
+def test_a_checkpoint_of_before_the_exact_square_root_is_resumed_with_one_note(monkeypatch, steps):
+    """The entry of the environment is all that it lacks."""
+    words, said = ["virtual_workers=2"], []
+    monkeypatch.setattr(errors.console, "info", said.append)
+
+    def resumed(state):
+        run, outcomes = steps(*words, state=state)
+        said.clear()
+        describe.resumed(run)
+        next(outcomes)
+        return checkpoint.capture(run), [line for line in said if "note" in line]
+
+    run, outcomes = steps(*words)
+    next(outcomes)
+    older = checkpoint.capture(run)
+    assert older["environment"].pop("square root")
+    newer, notes = resumed(older)
+    ending = "but the same run up to rounding: square root torch's -> correctly rounded"
+    assert [note.endswith(ending) for note in notes] == [True]
+    assert newer["format"] == older["format"] and newer.keys() == older.keys()
+    assert resumed(newer)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "expected"),
+    [
+        ({"virtual_workers": 2}, {"cuDNN": ""}, {"cuDNN": "", "square root": "torch's"}),
+        ({"virtual_workers": 2}, {"cuDNN": "", "square root": "x"}, {"cuDNN": "", "square root": "x"}),
+        ({"virtual_workers": 0}, {"cuDNN": ""}, {"cuDNN": ""}),
+        ({"virtual_workers": 2}, {"cuDNN": "92000"}, {"cuDNN": "92000"}),
+        ({"virtual_workers": 2}, {}, {}),
+        ({}, {"cuDNN": ""}, {"cuDNN": ""}),
+    ],
+    ids=["older", "newer", "no virtual workers", "on a GPU", "nothing known", "before virtual workers"],
+)
+def test_what_an_older_version_did_not_write_of_its_square_root(settings, environment, expected):
+    assert environment_of({"config": settings, "environment": environment}) == expected

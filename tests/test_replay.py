@@ -320,6 +320,19 @@ def test_on_another_machine_the_verdict_is_about_rounding(launch, replay, tmp_pa
 
 
 @pytest.mark.slow
+def test_the_square_root_of_an_older_version_explains_rounding(run, replay):
+    """A checkpoint without the entry is of a version that took torch's; one bit of a weight stands for its rounding."""
+    for step in (12, 24):
+        change_checkpoint(checkpoint_at(run, step), lambda state: state["environment"].pop("square root"))
+    change_checkpoint(checkpoint_at(run, 12), flip_a_bit)
+    code, found, err = replay(run, "--to", 12)
+    assert re.search(
+        r"^  machine +square root torch's -> correctly rounded: .*the verdict is about rounding", err, re.M
+    )
+    assert code == 1 and found["verdict"] == "rounding", err
+
+
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed_on_other_numbers(launch, replay, tmp_path):
     folder = tmp_path / "run"
     for processes, at in ((4, 10), (2, 26), (3, 0)):

@@ -40,6 +40,7 @@ from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, status, weights
 from engine.files.atomic import write_atomically
 from engine.files.checkpoints import Checkpoints, check_files
+from engine.run import environment_of
 from engine.survive import door as survive
 from tools import records
 from tools.evaluate import TRUST, aligned, of_run
@@ -153,7 +154,7 @@ def opened(name: str, path: Path) -> Side:
     if path.suffix == ".npz":
         record = records.read(path)
         about = record.about
-        found = _as_run(name, path, about["config"], about["environment"], about.get("code", ""), about["processes"])
+        found = _as_run(name, path, about["config"], environment_of(about), about.get("code", ""), about["processes"])
         return found._replace(data=about.get("data", ""), record=record)
     state = archive.read(path)
     known = {}
@@ -168,7 +169,7 @@ def _as_run(name: str, path: Path, cfg: dict[str, Any], env: Any, code: str, pro
 
 
 def _of_checkpoint(name: str, path: Path, state: dict[str, Any], known: dict[str, Any]) -> Side:
-    env = state.get("environment", {}) | {"NumPy": known.get("packages", {}).get("numpy") or ""}
+    env = environment_of(state) | {"NumPy": known.get("packages", {}).get("numpy") or ""}
     found = _as_run(name, path, state["config"], env, known.get("code", ""), known.get("processes", 0))
     commit = (known.get("git_commit") or "")[:12] + " with changes" * bool(known.get("git_dirty"))
     sizes = {"global_batch": state["global_batch"], "horizon": state["horizon"]}

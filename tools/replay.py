@@ -55,6 +55,7 @@ from engine.files import archive, run_folder
 from engine.files.archive import Saved
 from engine.files.atomic import write_json
 from engine.files.checkpoints import LOCK, Checkpoints
+from engine.run import SQUARE_ROOT
 from tools.evaluate import SAME_STATE, TRUST, of_run
 from tools.running import Trained, alone, guarded, train_in
 
@@ -370,6 +371,8 @@ def _look_at_machine(run: Recorded, saved: list[Saved], found: Anyway) -> None:
         "torch": str(torch.__version__),
         "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
     }
+    if run.cfg.virtual_workers and not on_gpu:
+        here |= SQUARE_ROOT
     found.facts["environment"] = here
     recorded = run_folder.torch_version(run.environment) or here["torch"]
     then = [each.environment for each in saved] or [{"torch": recorded}]

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from engine.comm import shm_backend
 from engine.comm.dtensor import held, local
+from engine.comm.exact import sqrt_correctly_rounded
 from engine.comm.plain import Plain
 from engine.comm.tree import Node, Span, dealt, fold, push, spans
 from engine.comm.world import World
@@ -221,7 +222,7 @@ class Dealt(Plain):
                 squares = squares[:, :half]
             torch._foreach_copy_(places, squares[:, 0].split([*map(len, places)]))
         self.sum_over_shards(table)
-        return table.sum().sqrt().to(grads[0].dtype)
+        return sqrt_correctly_rounded(table.sum()).to(grads[0].dtype)
 
 
 class VirtualWorkers(Dealt):

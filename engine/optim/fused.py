@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.comm.dtensor import local
+from engine.comm.exact import sqrt_correctly_rounded
 
 CACHED = 1 << 16
 """Elements of a weight that are worked on at once on a CPU, with their gradients, moments and what is in between."""
@@ -166,8 +168,8 @@ def _adamw_exact(params: Any, grads: Any, first: Any, second: Any, _: Any, count
         for moments, values, beta in ((m, grad, o["beta1"]), (v, torch._foreach_mul(grad, grad), o["beta2"])):
             torch._foreach_mul_(moments, beta)
             torch._foreach_add_(moments, torch._foreach_mul(values, 1 - beta))
-        root = torch._foreach_sqrt(v)
-        torch._foreach_div_(root, [(1 - o["beta2"] ** step) ** 0.5 for step in steps])
+        root = [sqrt_correctly_rounded(each) for each in v]
+        torch._foreach_div_(root, [math.sqrt(1 - o["beta2"] ** step) for step in steps])
         torch._foreach_add_(root, o["eps"])
         updates = torch._foreach_mul(m, [-o["lr"] / (1 - o["beta1"] ** step) for step in steps])
         torch._foreach_div_(updates, root)
