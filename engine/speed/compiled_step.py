@@ -21,7 +21,7 @@ from engine import contract
 from engine.checks import check
 from engine.comm.dtensor import local
 from engine.data.batches import map_tensors
-from engine.errors import amount, console
+from engine.errors import console
 from engine.phases import phase
 from engine.run import Due, Run
 from engine.seeds import kept_generators
@@ -175,49 +175,63 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.clone()
 
 
+class Lengths(NamedTuple):
+    """Of a parameter's gradients: their number of elements, and norms.
+
+    bare, compiled, gap  norms of the bare gradient, of the compiled one, and of their difference
+    """
+
+    name: str
+    numel: float
+    bare: float
+    compiled: float
+    gap: float
+
+
 def disagreement(names: list[str], bare: Pass, compiled: Pass, near: Near) -> str:
     """Return how a compiled pass differs from a bare one by more than rounding, or an empty text. A sync point.
 
     names  of the parameters, in the order of the gradients
     """
     for name in ("loss", "weight"):
-        right, found = float(getattr(bare, name)), float(getattr(compiled, name))
-        if math.isfinite(right) and not math.isclose(right, found, rel_tol=near.loss):
-            return f"the {name} of a pass is {found:.4g} instead of {right:.4g}"
-    rows = [_lengths(a, b) for a, b in zip(bare.gradients, compiled.gradients, strict=True)]
-    finite = [(name, *row) for name, row in zip(names, _on_host(rows), strict=True) if math.isfinite(row[1])]
-    if bad := [name for name, _, _, found, _ in finite if not math.isfinite(found)]:
-        more = f", and so are {len(bad) - 1} more of {len(names)}" if len(bad) > 1 else ""
-        return f"the gradient of {bad[0]} is not finite{more}"
-    whole, found_whole = (math.hypot(*(row[place] for row in finite)) for place in (2, 3))
-    count = sum(row[1] for row in finite)
-    worst = [
-        (gap / size, name, right, found)
-        for name, numel, right, found, gap in finite
-        if (size := max(right, FLOOR * whole * math.sqrt(numel / count)))
-    ]
-    share, name, right, found = max(worst, default=(0.0, "", 0.0, 0.0))
+        right, wrong = float(getattr(bare, name)), float(getattr(compiled, name))
+        if math.isfinite(right) and not math.isclose(right, wrong, rel_tol=near.loss):
+            return f"the {name} of a pass is {wrong:.4g} instead of {right:.4g}"
+    everyone = [each for each in _lengths(names, bare, compiled) if math.isfinite(each.bare)]
+    infinite = [each.name for each in everyone if not math.isfinite(each.compiled)]
+    if infinite:
+        others = f", and so are {len(infinite) - 1} more of {len(names)}" if len(infinite) > 1 else ""
+        return f"the gradient of {infinite[0]} is not finite{others}"
+    return _far(everyone, near)
+
+
+def _far(everyone: list[Lengths], near: Near) -> str:
+    """Return which of finite gradients is too far from the bare one, or that all together are, or an empty text."""
+    whole = math.hypot(*(each.bare for each in everyone))
+    of_compiled = math.hypot(*(each.compiled for each in everyone))
+    if not whole:
+        return "" if not of_compiled else f"the norm of all gradients is {of_compiled:.4g} instead of 0"
+    average = whole / math.sqrt(sum(each.numel for each in everyone))  # of an element
+    shares = [each.gap / max(each.bare, FLOOR * average * math.sqrt(each.numel), 1e-300) for each in everyone]
+    share = max(shares)
     if share > near.gradient:
-        return f"the gradient of {name} is off by {share:.2g} of its norm, which is {found:.4g} instead of {right:.4g}"
-    if not math.isclose(whole, found_whole, rel_tol=near.norm):
-        norm = f"{found_whole:.4g} instead of {whole:.4g}"
-        return f"the norm of the gradient of all {amount(len(finite), 'parameter')} is {norm}"
+        worst = everyone[shares.index(share)]
+        norm = f"{worst.compiled:.4g} instead of {worst.bare:.4g}"
+        return f"the gradient of {worst.name} is off by {share:.2g} of its norm, which is {norm}"
+    if not math.isclose(whole, of_compiled, rel_tol=near.norm):
+        return f"the norm of all gradients is {of_compiled:.4g} instead of {whole:.4g}"
     return ""
 
 
-def _lengths(bare: Tensor | None, compiled: Tensor | None) -> Tensor:
-    """Return (4,) float64: number of elements, norms of a parameter's two gradients, and of their difference."""
-    known = next((each for each in (bare, compiled) if each is not None), None)
-    if known is None:
-        return torch.zeros(4, dtype=torch.float64)
-    a, b = (torch.zeros_like(known) if each is None else each for each in (bare, compiled))
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (a, b, b - a)]
-    return torch.stack([norms[0].new_full((), known.numel()), *norms])
-
-
-def _on_host(rows: list[Tensor]) -> list[list[float]]:
-    devices = {row.device for row in rows}
-    if len(devices) > 1:  # a parameter without a gradient has its zeros on the host
-        rows = [row.cpu() for row in rows]
-    numbers: list[list[float]] = torch.stack(rows).tolist()
-    return numbers
+def _lengths(names: list[str], bare: Pass, compiled: Pass) -> list[Lengths]:
+    """Return the lengths of each parameter that has a gradient in one of the passes; a missing one is zero."""
+    rows: dict[str, Tensor] = {}
+    for name, a, b in zip(names, bare.gradients, compiled.gradients, strict=True):
+        known = a if a is not None else b
+        if known is None:
+            continue
+        a, b = (torch.zeros_like(known) if each is None else each for each in (a, b))
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (a, b, b - a)]
+        rows[name] = torch.stack([norms[0].new_full((), known.numel()), *norms])
+    table = torch.stack([*rows.values()]).tolist() if rows else []
+    return [Lengths(name, *row) for name, row in zip(rows, table, strict=True)]
