@@ -92,7 +92,6 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
             loaders=loaders, stop=stop or StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
         checkpoint.restore(run, saved)  # or the weights of init_from
-        speed.compile_model(run)
     run.net = wrap_ddp(run, always=strict)
     preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere
     preflight.sanity_check(run)  # show a mistake in the evaluation now, not after an epoch
@@ -124,7 +123,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
 
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
-    take_step = speed.recorded(run, train_step)  # with cuda_graph=true a step is one launch
+    take_step = speed.recorded(run, train_step)  # perhaps compiled; with cuda_graph=true a step is one launch
     if run.progress.evaluation_due:  # it was stopped just before
         evaluate(run)
     while not (run.finished or run.stopped):

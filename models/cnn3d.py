@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from models.layers import group_norm
+from models.layers import group_norm, largest
 
 
 def conv(before: int, after: int, time: int, space: int, stride: int = 1) -> nn.Conv3d:
@@ -73,4 +73,4 @@ class CNN3d(nn.Module):
         x = torch.stack([x, (x - x.mean(1, keepdim=True)) * 4], 1)  # (B, 2, T, H, W)
         x = self.body(self.stem(x)).flatten(2)  # (B, 8 width, T * ceil(H / 32) * ceil(W / 32))
         # The mean says how much of a motion the clip holds, the maximum whether it occurs at all.
-        return self.head(self.dropout(torch.cat([x.mean(2), x.amax(2)], 1)))  # (B, num_classes)
+        return self.head(self.dropout(torch.cat([x.mean(2), largest(x, 2)], 1)))  # (B, num_classes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.layers import Standardise, group_norm
+from models.layers import Standardise, group_norm, largest
 
 
 class Block(nn.Module):
@@ -66,4 +66,4 @@ class Conv1d(nn.Module):
         x = self.standardise(x).unsqueeze(2)  # (B, C, 1, T)
         x = self.body(self.stem(x)).flatten(2)  # (B, W, ceil(T / 2^(depth + 1)))
         # The mean says how much of a motion the window holds, the maximum whether it occurs at all.
-        return self.head(torch.cat([x.mean(2), x.amax(2)], 1))  # (B, num_classes)
+        return self.head(torch.cat([x.mean(2), largest(x, 2)], 1))  # (B, num_classes)

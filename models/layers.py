@@ -21,6 +21,9 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and self.weight.dtype == torch.float32:
+            if torch.compiler.is_compiling():  # torch's compiler fuses these, and chooses by itself what to keep
+                wide = nn.functional.group_norm(x.float(), self.num_groups, self.weight, self.bias, self.eps)
+                return wide.to(x.dtype)
             y: Tensor = GroupNormOfHalf.apply(x, self.weight, self.bias, self.num_groups, self.eps)
             return y
         return super().forward(x)
@@ -46,6 +49,16 @@ class GroupNormOfHalf(torch.autograd.Function):
             grad, wide, mean, rstd, weight, *ctx.sizes, [True, True, True]
         )
         return of_x.to(x.dtype), of_weight, of_bias, None, None
+
+
+def largest(x: Tensor, dim: int) -> Tensor:
+    """Return `x.amax(dim)`; compiled, the gradient goes to one of equal elements, and is not shared among them.
+
+    The backward pass of `amax` looks for the elements that equal the result. torch's compiler may compare them before
+    they are rounded to bf16 with a result after it: none is equal, and the gradient is 0 / 0 (torch 2.11, 2.13). The
+    backward pass of `max` has an index instead.
+    """
+    return x.max(dim).values if torch.compiler.is_compiling() else x.amax(dim)
 
 
 def sine_code(positions: Tensor, width: int) -> Tensor:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,7 @@ import tasks
 from engine import config, plan, speed
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.precision import Precision
-from engine.report import describe
 from engine.speed import compiler, memory
-from models.layers import group_norm
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars
@@ -399,20 +395,6 @@ def test_auto_compiles_long_runs_on_a_gpu(wanted, device, steps, expected, monke
         assert compiler.choose("auto", torch.device("cuda"), 10**6) == "off", "Triton needs a compiler"
 
 
-def test_for_norms_in_half_precision_on_a_gpu_the_compiler_is_advised():
-    cfg = config.Config()
-
-    def advised(device="cuda", amp="bf16", mode="off", norm=group_norm):
-        there, model = World(0, 0, 1, torch.device(device)), nn.Sequential(nn.Conv3d(1, 8, 3), norm(8))
-        decided = replace(plan.make_plan(cfg, there, 61), compile=mode, moments=0)
-        said = describe.plan_table(decided, cfg, there, model, Precision(amp, there.device, ""))
-        return "compile=default fuses it" in said.get("worth a try", "")
-
-    assert advised() and advised(amp="fp16")
-    others = {"device": "cpu", "amp": "off", "mode": "default", "norm": nn.LayerNorm}
-    assert not any(advised(**{"amp": "fp16"} | {key: value}) for key, value in others.items())
-
-
 def test_a_short_batch_leaves_full_ones_their_graph(monkeypatch):
     """On GPUs, and not one for all sizes, which torch would take from the second size on; recorded, not compiled."""
     taken = []
@@ -421,12 +403,12 @@ def test_a_short_batch_leaves_full_ones_their_graph(monkeypatch):
         fixed = all(isinstance(value, torch.Tensor) for value in inputs)  # a size is an input of its own
         return lambda *args: taken.append(fixed) or graph(*args)
 
-    whole = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, mode, **how: whole(self, backend=record, **how))
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode, **how: real(f, backend=record, **how))
     model = toy.Net(3, 0.0)
-    compiler.compile_in_place(model, "default", torch.device("cuda"))
-    for size in (12, 12, 5, 12, 7, 12):
-        model(torch.ones(size, 8))
+    with compiler.Compiled(model, "default", torch.device("cuda")).used():
+        for size in (12, 12, 5, 12, 7, 12):
+            model(torch.ones(size, 8))
     assert taken == [True] * 6
 
 

@@ -135,7 +135,7 @@ def _rehearse(run: Run) -> float:
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
     with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:
         sums, model = None, run.model.eval()
-        if device.type == "cpu" and run.plan.compile == "off":  # the number of threads there depends on it
+        if device.type == "cpu":  # the number of threads there depends on it
             # Convolutions, products and attention count. An error is raised again below, without the counter in it.
             with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
                 sums, flop = task.score(model, batch), counter.get_total_flops()

@@ -8,10 +8,8 @@ times the number of samples is nearly their sum; those of a layer that begins wi
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from engine import checks, contract
-from engine.comm.buffers import Buffers
 from engine.comm.dtensor import local
 from engine.contract import Batch, LockstepError, Task
-from engine.data.batches import PLAIN, info_of
+from engine.data.batches import info_of
 from engine.phases import phase
 from engine.plan import cut_dependent
 from engine.run import Run
 from engine.seeds import kept_generators, positions, seed_generators
+from engine.trial import Kept, copied_task
 
 FEW, MANY = 5, 32
 """Samples on a CPU, or where loader processes would fetch them, because this process does; and on a GPU."""
@@ -91,9 +89,9 @@ class _Gap:
 class _Trial:
     """Compute sums of a few samples, together and in two parts.
 
-    begin     the weights of the model, and of modules that the task keeps, such as a teacher that is an average
+    kept      the modules of the model and of the task, and what they hold
+    begin     the weights of these modules
     weights   those to compute with
-    numbers   plain attributes of modules: the dict of each module, and their values
     training  whether the model computes as in training
     low       the arithmetic may have fewer digits than float32
     gathered  what `gather_batch` was given for all samples
@@ -103,17 +101,11 @@ class _Trial:
         self.run, self.loader, self.sums, self.device = run, loader, sums, run.world.device
         self.method = "score" if sums is of_score else "loss" if type(run.task).losses is Task.losses else "losses"
         self.name = "`score`" if sums is of_score else "the loss"
-        model = {*run.model.modules()}
-        held = [each for each in vars(run.task).values() if isinstance(each, nn.Module) and each not in model]
-        modules, left_out = nn.ModuleList([run.model, *held]), {f"0.{name}" for name in run.record.left_out}
-        self.parameters = [p for name, p in modules.named_parameters() if name not in left_out]
+        self.kept = Kept(run.model, run.task)
+        self.buffers, left_out = self.kept.buffers, {f"0.{name}" for name in run.record.left_out}
+        self.parameters = [p for name, p in self.kept.modules.named_parameters() if name not in left_out]
         self.rows = [local(p.detach()) for p in self.parameters]
         self.begin = self.weights = [rows.clone() for rows in self.rows]
-        self.buffers = Buffers(modules)
-        self.buffers.keep()
-        self.numbers = [
-            (vars(each), {name: n for name, n in vars(each).items() if type(n) in PLAIN}) for each in modules.modules()
-        ]
         few = self.device.type == "cpu" or loader.loader is not None
         self.samples, self.training, self.low, self.gathered = 1, False, False, list[Tensor]()
         with contextlib.suppress(Exception):  # two that are no batch, where a pass is one sample
@@ -126,9 +118,7 @@ class _Trial:
         """Give buffers and numbers the values that they had, and the weights these."""
         if weights:
             torch._foreach_copy_(self.rows, weights)
-        self.buffers.restore()
-        for attributes, numbers in self.numbers:
-            attributes |= numbers
+        self.kept.put_back()
 
     @torch.no_grad()
     def shake(self, weights: list[Tensor], seed: int, share: float, zeros: float = 0.0) -> None:
@@ -145,8 +135,7 @@ class _Trial:
         self.put_back(self.weights)
         self.run.model.train(self.training)
         seed_generators(self.device, "adds up", seed)
-        task: Task = object.__new__(type(self.run.task))  # `copy.copy` calls a class's own `__new__`
-        vars(task).update({name: _copied(value) for name, value in vars(self.run.task).items()})
+        task = copied_task(self.run.task)
         whole, calls = end - begin == self.samples, iter(range(sys.maxsize))
 
         def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,19 +262,6 @@ def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) ->
         if found or not unsure:
             break
     return found
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a tensor or a container, of short containers a deep one; other objects are not copied."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if not isinstance(value, (list, dict, set, deque)):
-        return value
-    new = copy.copy(value)
-    if len(new) <= 100 and isinstance(new, (list, dict, deque)):  # a longer one holds data
-        for key, each in [*(new.items() if isinstance(new, dict) else enumerate(new))]:
-            new[key] = _copied(each)
-    return new
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

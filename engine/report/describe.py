@@ -85,10 +85,6 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
         "memory": " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {more}",
     }  # fmt: skip
-    half_on_gpu = world.device.type == "cuda" and precision.name != "off" and plan.compile == "off"
-    if half_on_gpu and any(isinstance(module, nn.GroupNorm) for module in model.modules()):
-        text = f"GroupNorm in {precision.name}, kernel by kernel, moves about twice the bytes: compile=default fuses it"
-        rows["worth a try"] = text
     saves = "at the end of an epoch; a kill repeats the epoch, and 10 s before it"
     if cfg.save_minutes:
         saves = f"each epoch and every {cfg.save_minutes:g} min, or 100 times a save's CPU time; a kill repeats that"

@@ -16,14 +16,14 @@ from torch import nn
 
 from engine import launch
 from engine.comm import shm_backend
-from engine.comm.world import World
+from engine.comm.world import World, sync_errors
 from engine.contract import Task
 from engine.data.cache import CachedDataset
-from engine.errors import LockstepError, amount
+from engine.errors import amount
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.run import Due, Run
-from engine.speed import compiler, cores, graph, memory
+from engine.speed import compiled_step, compiler, cores, graph, memory
 
 
 def set_backends(cfg: Any) -> None:
@@ -49,6 +49,9 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     mode = compiler.choose(cfg.compile, world.device, plan.total_steps, not (plan.devices or plan.sharded))
     if world.differing(mode):
         mode = "off"  # one of the machines may lack a C compiler
+    with sync_errors(world):
+        if mode != "off":
+            compiler.check(mode, world.device, copies=bool(plan.devices))
     if torch.are_deterministic_algorithms_enabled() and (mode != "off" or world.device.type == "cuda"):
         torch.use_deterministic_algorithms(True)  # now for the compiler, too, which a task may use by itself
     if mode == "off":
@@ -99,18 +102,11 @@ def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision
     return False
 
 
-def compile_model(run: Run) -> None:
-    """Compile the bare model if the plan asks for it."""
-    if run.plan.compile == "off":
-        return
-    if run.plan.devices:
-        what = "a compiled model cannot be copied to other GPUs by DataParallel"
-        raise LockstepError(what, "compile", "use --multi-gpu ddp, or compile=off")
-    compiler.compile_in_place(run.model, run.plan.compile, run.world.device)
-
-
 def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], Due]:
-    """Return `step`; with cuda_graph=true a callable that records it once, so that each later step is one launch."""
+    """Return `step`, or a callable that takes it with the compiled model; with cuda_graph=true one that records it
+    once, so that each later step is one launch."""
+    if run.plan.compile != "off":
+        step = compiled_step.CompiledStep(run, step)
     if not run.cfg.cuda_graph:
         return step
     if why := graph.unsupported_reason(run):
