@@ -1,6 +1,7 @@
 """A GPU for machines without one: tensors that say `cuda:0` and compute on the CPU, with real numbers.
 
-    python tests/fake_gpu.py train.py har device=cuda steps=20      a line of JSON at the end: waits, kernels
+    python tests/fake_gpu.py train.py har device=cuda steps=20      a line of JSON at the end: waits, kernels, copies
+    FAKE_GRAPHS=1 python tests/fake_gpu.py train.py har device=cuda cuda_graph=true     graphs of `recording.py`, too
 
 As on a GPU: a host tensor beside the device's is an error, a single number is not; a copy to the host that does not
 wait holds rubbish until an event after it, or anything else, is waited for; a copy from pageable memory waits; the
@@ -16,6 +17,7 @@ import contextlib
 import inspect
 import itertools
 import json
+import os
 import runpy
 import sys
 import threading
@@ -42,6 +44,7 @@ kernels: dict[int, collections.Counter] = collections.defaultdict(collections.Co
 pinned: set[int] = set()  # addresses
 posted = collections.deque()  # copies to the host that have not arrived: (number, host tensor, what it will hold)
 numbers, debug_mode, here = itertools.count(1), [0], threading.local()
+strict = [True]  # about tensors of other streams; with graphs one stream waits for the other around each step
 
 
 class CudaTensor(torch.Tensor):
@@ -186,7 +189,7 @@ def dispatch(func, args, kwargs):
         shapes = ", ".join(str(tuple(value.shape)) for value in whole)
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} of cuda:0 and cpu {shapes}")
     for value in given:
-        if isinstance(value, CudaTensor) and current_stream() not in value.streams:
+        if strict[0] and isinstance(value, CudaTensor) and current_stream() not in value.streams:
             raise RuntimeError(f"{name} uses a tensor of another stream, which may give its memory out: record_stream")
     plain = [value.inner if isinstance(value, CudaTensor) else value for value in flat]
     plain = [torch.device("cpu") if isinstance(value, torch.device) else value for value in plain]
@@ -198,7 +201,7 @@ def dispatch(func, args, kwargs):
     if name in COPIES and hosts:
         source = hosts[0]
         later = (kwargs.get("non_blocking") or True in args[2:3]) and is_pinned(source)
-        if not later and (source.ndim or name == "_to_copy"):  # a number is an argument of the kernel
+        if not later:
             waited("a copy from the host")
     elif whole:
         waited("indices of the host")
@@ -324,6 +327,18 @@ def current_stream(device=None):
     return getattr(here, "stream", usual)
 
 
+def set_stream(stream):
+    here.stream = stream
+
+
+@contextlib.contextmanager
+def launching():
+    """What runs within it is one kernel of the step."""
+    before = kernels[step()].copy()
+    yield
+    kernels[step()] = before + collections.Counter(["a graph"])
+
+
 @contextlib.contextmanager
 def on(stream):
     before, here.stream = current_stream(), stream
@@ -382,6 +397,11 @@ def report():
 if __name__ == "__main__":
     sys.argv, sys.path[:1] = sys.argv[1:], [str(Path(sys.argv[1]).absolute().parent), str(ROOT)]
     install()
+    if os.environ.get("FAKE_GRAPHS"):
+        from tests import recording
+
+        recording.install_on(sys.modules[__name__])
+        strict[0] = False
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
