@@ -42,8 +42,11 @@ IN_FLOAT32 = ("convolution",)  # in half, oneDNN writes beyond maps that are sma
 waits: list[tuple[int, str]] = []  # step, the project's line and what it waits for
 kernels: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)  # of each step
 pinned: set[int] = set()  # addresses
+pinned_sizes = collections.Counter()  # how many times memory of so many bytes was pinned
+traffic = collections.Counter()  # copies to pinned memory, and their bytes
 posted = collections.deque()  # copies to the host that have not arrived: (number, host tensor, what it will hold)
 numbers, debug_mode, here = itertools.count(1), [0], threading.local()
+arriving_now = threading.RLock()
 strict = [True]  # about tensors of other streams; with graphs one stream waits for the other around each step
 
 
@@ -129,7 +132,9 @@ def waited(what, upto=None):
     while frame and not is_ours(Path(frame.f_code.co_filename).absolute()):
         frame = frame.f_back
     place = f"{Path(frame.f_code.co_filename).absolute().relative_to(ROOT)}:{frame.f_lineno}" if frame else "torch"
-    waits.append((step(), f"{place} {what}"))
+    thread = threading.current_thread()
+    whose = "" if thread is threading.main_thread() else f" in the thread {thread.name.split('_')[0]}"
+    waits.append((step(), f"{place} {what}{whose}"))
     if debug_mode[0] in (1, "warn") and what not in ("an event", "the device"):  # torch says nothing of these
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
     arrive(upto)
@@ -140,9 +145,20 @@ def is_ours(path):
 
 
 def arrive(upto=None):
-    while posted and (upto is None or posted[0][0] <= upto):
-        _, host, true = posted.popleft()
-        host.copy_(true)
+    with arriving_now:
+        while posted and (upto is None or posted[0][0] <= upto):
+            _, host, true = posted.popleft()
+            host.copy_(true)
+
+
+def post(host, true):
+    """A copy to pinned memory begins. On a stream of its own it reads the GPU's memory as late as it may."""
+    traffic["copies to the host"] += 1
+    traffic["bytes to the host"] += true.nbytes
+    host.fill_(RUBBISH)
+    with arriving_now:
+        posted.append((next(numbers), host, true.clone() if current_stream() is usual else true))
+    return host
 
 
 def arriving(true, non_blocking):
@@ -150,9 +166,7 @@ def arriving(true, non_blocking):
     if not non_blocking:
         waited("a copy to the host")
         return true
-    host = in_pinned_memory(torch.full_like(true, RUBBISH))
-    posted.append((next(numbers), host, true))
-    return host
+    return post(in_pinned_memory(torch.empty_like(true)), true)
 
 
 def in_pinned_memory(tensor):
@@ -162,6 +176,7 @@ def in_pinned_memory(tensor):
     copy = torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     address = copy.untyped_storage().data_ptr()
     pinned.add(address)
+    pinned_sizes[memory.nbytes] += 1
     weakref.finalize(memory, pinned.discard, address)
     return copy.copy_(tensor)
 
@@ -196,6 +211,8 @@ def dispatch(func, args, kwargs):
     some, more = tree_unflatten(plain, spec)
     more.pop("pin_memory", None)
     if name == "copy_" and not isinstance(args[0], CudaTensor):
+        if (kwargs.get("non_blocking") or True in args[2:3]) and is_pinned(args[0]):
+            return post(args[0], plain[1])
         waited("a copy to the host")
         return func(*some, **more)
     if name in COPIES and hosts:
@@ -354,8 +371,8 @@ def install():
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "_lazy_init": None,
         "is_initialized": True, "mem_get_info": (70 << 30, 80 << 30), "get_device_properties": card,
-        "get_device_name": card.name, "max_memory_allocated": 0, "max_memory_reserved": 0, "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
+        "get_device_name": card.name, "max_memory_allocated": 0, "max_memory_reserved": 0, "memory_reserved": 0,
+        "is_bf16_supported": True, "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
@@ -391,7 +408,7 @@ def install():
 
 
 def report():
-    return json.dumps({"waits": waits, "kernels": kernels})
+    return json.dumps({"waits": waits, "kernels": kernels, "traffic": traffic, "pinned": pinned_sizes})
 
 
 if __name__ == "__main__":
