@@ -227,27 +227,36 @@ def wait(on_gpu: bool) -> float:
     return time.perf_counter()
 
 
-def captures(*words: str) -> tuple[float, float, float, float]:
-    """Return (ms of a step, ms that the first copy for a checkpoint takes, and the second, MB of a copy)."""
+def captures(*words: str) -> tuple[float, ...]:
+    """Return (ms of a step; ms that a copy for a checkpoint keeps the training's stream: the first and the second with
+    room on the device, then the first and the second without; MB of a copy)."""
     from engine import checkpoint
+    from engine.files import snapshot
     from tools.probe import endless
 
     run = built(words)
-    on_gpu, taken, state, times = run.world.device.type == "cuda", endless(run), dict[str, Any](), [0.0]
+    on_gpu, taken, state = run.world.device.type == "cuda", endless(run), dict[str, Any]()
     for _ in range(3):
         next(taken)
-    for part in ("steps", "first", "second"):
+    began = wait(on_gpu)
+    for _ in range(10):
+        next(taken)
+    times = [1e2 * (wait(on_gpu) - began)]
+    room = snapshot.room
+    for part in ("with room", "with room", "without", "without"):
+        snapshot.room = room if part == "with room" else lambda device: 0
         began = wait(on_gpu)
-        if part == "steps":
-            for _ in range(10):
-                next(taken)
-        else:
-            state = checkpoint.capture(run)
-        times.append(1e3 * (wait(on_gpu) - began))
+        state = checkpoint.capture(run)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()  # not the device: a thread's copies go on beside the training
+        times.append(1e3 * (time.perf_counter() - began))
+        state = snapshot.on_host(state)
+        next(taken)
+    snapshot.room = room
     tensors = [*state["model"].values(), *(state["ema"] or {}).values()]
     tensors += [value for each in state["optimizer"]["state"].values() for value in each.values()]
     megabytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor)) / 1e6
-    return times[1] / 10, times[2], times[3], megabytes
+    return *times, megabytes
 
 
 def pace(seconds: str, *words: str, strict: bool = False) -> Facts:

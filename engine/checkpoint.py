@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine import config, launch
 from engine.comm import digests, sealed
@@ -23,10 +23,12 @@ from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.archive import Saved
 from engine.files.checkpoints import find_checkpoint
+from engine.files.snapshot import Copies, Snapshot
 from engine.optim import make, make_ema
 from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
+from engine.private import scaler_with
 from engine.run import Progress, Run, environment, environment_of
 
 FORMAT = 3
@@ -86,29 +88,36 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
 
 def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
-    loads; return an empty dict on the other ranks. Training may continue while it is written."""
+    loads; return an empty dict on the other ranks. Training may continue while it is written, and on a GPU while it is
+    on its way to the host, see `files/snapshot.py`."""
     check_buffers(run.world, run.workers.buffers)
     norms = run.workers.buffers(of_norms=True)
     sync_buffers(run.world, norms, {name: run.ema.values[name] for name in norms} if run.ema else {})
     optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
-    main = run.world.main
+    main, device = run.world.main, run.world.device
     if not (main or run.plan.sharded):
         return {}
-    digest = run.workers.digest() if run.cfg.digest_every else ""
-    model = _weights(run.model.state_dict(keep_vars=True), run.record.left_out, main)
+    copies = Copies(device, at_once=run.plan.sharded) if device.type == "cuda" and main else None
+    to_host = copies or (_copy_of if main else _no_copy)
+    sums = to_host(run.workers.sum_of_bits()) if run.cfg.digest_every else None
+    model = _weights(run.model.state_dict(keep_vars=True), run.record.left_out, to_host)
     without = {f"module.{name}" for name in run.record.left_out}
-    ema = _weights(run.ema.state_dict(), without, main) if run.ema is not None else {}
-    optimizer = _copy(optimizer, main)
+    ema = _weights(run.ema.state_dict(), without, to_host) if run.ema is not None else {}
+    optimizer = _copy(optimizer, to_host)
     if not main:
         return {}
-    if run.world.device.type == "cuda":
-        with run.world.host_sync():
-            torch.cuda.current_stream().synchronize()  # once, for all copies, before they are read below
+    scaler = scaler_with(run.scaler, to_host)
     frozen = {name for name, p in run.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for name in frozen & model.keys() if ema else ():
-        if torch.equal(ema[f"module.{name}"], model[name]):  # the average of a frozen weight is that weight
-            ema[f"module.{name}"] = model[name]
-    return {
+
+    def finish(state: dict[str, Any]) -> None:
+        """Add what is read of the copies."""
+        state["digest"] = digests.as_text(sums) if sums is not None else ""
+        state["scaler"] = scaler.state_dict()
+        for name in frozen & model.keys() if ema else ():
+            if torch.equal(ema[f"module.{name}"], model[name]):  # the average of a frozen weight is that weight
+                ema[f"module.{name}"] = model[name]
+
+    state = {
         "format": FORMAT,
         "config": config.to_dict(run.cfg),
         "progress": asdict(run.progress),
@@ -117,7 +126,7 @@ def capture(run: Run) -> dict[str, Any]:
         "horizon": run.plan.horizon,
         "precision": run.precision.name,
         "data": run.record.fingerprint,
-        "digest": digest,
+        "digest": "",
         "known": run.task.metadata(),
         **({"test": run.task.set_aside} if run.task.set_aside else {}),
         "memory_format": run.plan.memory_format,
@@ -128,14 +137,31 @@ def capture(run: Run) -> dict[str, Any]:
         "left_out": run.record.left_out,
         "optimizer": optimizer,
         "optimizer_name": make.name_of(run.optimizer),
-        "scaler": run.scaler.state_dict(),
+        "scaler": {},
     }
+    if copies is None:
+        finish(state)
+        return state
+    with run.world.host_sync():  # where the GPU has no room for a copy
+        arrival = copies.start()
+    return Snapshot(state, arrival, finish)
 
 
-def _weights(state: dict[str, Any], left_out: Container[str], main: bool) -> dict[str, Any]:
+def _copy_of(value: Tensor) -> Tensor:
+    return value.to("cpu", copy=True)
+
+
+def _no_copy(value: Tensor) -> None:
+    """Of a rank other than 0: it only takes part in gathering the rows."""
+
+
+def _weights(
+    state: dict[str, Any], left_out: Container[str], to_host: Callable[[Tensor], Tensor | None]
+) -> dict[str, Any]:
     """Return a copy in which tied weights are one tensor, as in the model, so that the file holds it once."""
     state = {name: value for name, value in state.items() if name not in left_out}
-    copies = {key: _copy(value, main) for key, value in {_identity(value): value for value in state.values()}.items()}
+    once = {_identity(value): value for value in state.values()}
+    copies = {key: _copy(value, to_host) for key, value in once.items()}
     return {name: copies[_identity(value)] for name, value in state.items()}
 
 
@@ -145,14 +171,15 @@ def _identity(value: Any) -> Any:
     return id(value)
 
 
-def _copy(value: Any, main: bool) -> Any:
+def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
     """Copy to the host of rank 0. Rows that other ranks hold come to each of them, one tensor at a time."""
-    if isinstance(value, torch.Tensor):  # from a GPU into pinned memory, which torch keeps for the next time
-        found = whole(value.detach())
-        return found.to("cpu", non_blocking=True, copy=True) if main else None
+    if isinstance(value, torch.Tensor):
+        return to_host(whole(value.detach()))
     if isinstance(value, dict):
-        return {name: _copy(item, main) for name, item in value.items()}
-    return type(value)(_copy(item, main) for item in value) if type(value) in (list, tuple) else value
+        return {name: _copy(item, to_host) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy(item, to_host) for item in value)
+    return value
 
 
 def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fingerprint: str, split: str = "") -> Saved:

@@ -71,6 +71,16 @@ def meet_other_agents(agent: Any, most_s: float) -> None:
     agent._exit_barrier()
 
 
+def scaler_with(scaler: torch.amp.GradScaler, changed: Callable[[Tensor], Any]) -> torch.amp.GradScaler:
+    """Return a copy of a scaler whose tensors are replaced. Its `state_dict` reads them: of a GPU's that is a wait."""
+    twin = object.__new__(type(scaler))  # `copy.copy` reads them, too
+    vars(twin).update(vars(scaler))
+    for name in ("_scale", "_growth_tracker"):
+        if isinstance(value := getattr(scaler, name, None), Tensor):
+            setattr(twin, name, changed(value))
+    return twin
+
+
 def cpu_has_bf16() -> bool:
     """Return whether torch and oneDNN use bf16 instructions: the CPU has them, and no variable hides them."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")

@@ -210,7 +210,7 @@ class Run:
         else:
             meter.losses.append((micro, loss.total.detach()))
         if micro.closes_step and (votes := self.votes(micro.consumed)):
-            numbers[0] = votes
+            numbers[0].fill_(votes)  # `numbers[0] = votes` copies from pageable memory, which waits for a GPU
         return self.workers.as_row(numbers, micro)
 
     def votes(self, consumed: int) -> float:

@@ -1,6 +1,7 @@
 """A GPU for machines without one: tensors that say `cuda:0` and compute on the CPU, with real numbers.
 
-    python tests/fake_gpu.py train.py har device=cuda steps=20      a line of JSON at the end: waits, kernels
+    python tests/fake_gpu.py train.py har device=cuda steps=20      a line of JSON at the end: waits, kernels, copies
+    FAKE_GRAPHS=1 python tests/fake_gpu.py train.py har device=cuda cuda_graph=true     graphs of `recording.py`, too
 
 As on a GPU: a host tensor beside the device's is an error, a single number is not; a copy to the host that does not
 wait holds rubbish until an event after it, or anything else, is waited for; a copy from pageable memory waits; the
@@ -16,6 +17,7 @@ import contextlib
 import inspect
 import itertools
 import json
+import os
 import runpy
 import sys
 import threading
@@ -40,8 +42,12 @@ IN_FLOAT32 = ("convolution",)  # in half, oneDNN writes beyond maps that are sma
 waits: list[tuple[int, str]] = []  # step, the project's line and what it waits for
 kernels: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)  # of each step
 pinned: set[int] = set()  # addresses
+pinned_sizes = collections.Counter()  # how many times memory of so many bytes was pinned
+traffic = collections.Counter()  # copies to pinned memory, and their bytes
 posted = collections.deque()  # copies to the host that have not arrived: (number, host tensor, what it will hold)
 numbers, debug_mode, here = itertools.count(1), [0], threading.local()
+arriving_now = threading.RLock()
+strict = [True]  # about tensors of other streams; with graphs one stream waits for the other around each step
 
 
 class CudaTensor(torch.Tensor):
@@ -126,7 +132,9 @@ def waited(what, upto=None):
     while frame and not is_ours(Path(frame.f_code.co_filename).absolute()):
         frame = frame.f_back
     place = f"{Path(frame.f_code.co_filename).absolute().relative_to(ROOT)}:{frame.f_lineno}" if frame else "torch"
-    waits.append((step(), f"{place} {what}"))
+    thread = threading.current_thread()
+    whose = "" if thread is threading.main_thread() else f" in the thread {thread.name.split('_')[0]}"
+    waits.append((step(), f"{place} {what}{whose}"))
     if debug_mode[0] in (1, "warn") and what not in ("an event", "the device"):  # torch says nothing of these
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
     arrive(upto)
@@ -137,9 +145,20 @@ def is_ours(path):
 
 
 def arrive(upto=None):
-    while posted and (upto is None or posted[0][0] <= upto):
-        _, host, true = posted.popleft()
-        host.copy_(true)
+    with arriving_now:
+        while posted and (upto is None or posted[0][0] <= upto):
+            _, host, true = posted.popleft()
+            host.copy_(true)
+
+
+def post(host, true):
+    """A copy to pinned memory begins. On a stream of its own it reads the GPU's memory as late as it may."""
+    traffic["copies to the host"] += 1
+    traffic["bytes to the host"] += true.nbytes
+    host.fill_(RUBBISH)
+    with arriving_now:
+        posted.append((next(numbers), host, true.clone() if current_stream() is usual else true))
+    return host
 
 
 def arriving(true, non_blocking):
@@ -147,9 +166,7 @@ def arriving(true, non_blocking):
     if not non_blocking:
         waited("a copy to the host")
         return true
-    host = in_pinned_memory(torch.full_like(true, RUBBISH))
-    posted.append((next(numbers), host, true))
-    return host
+    return post(in_pinned_memory(torch.empty_like(true)), true)
 
 
 def in_pinned_memory(tensor):
@@ -159,6 +176,7 @@ def in_pinned_memory(tensor):
     copy = torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     address = copy.untyped_storage().data_ptr()
     pinned.add(address)
+    pinned_sizes[memory.nbytes] += 1
     weakref.finalize(memory, pinned.discard, address)
     return copy.copy_(tensor)
 
@@ -186,19 +204,21 @@ def dispatch(func, args, kwargs):
         shapes = ", ".join(str(tuple(value.shape)) for value in whole)
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} of cuda:0 and cpu {shapes}")
     for value in given:
-        if isinstance(value, CudaTensor) and current_stream() not in value.streams:
+        if strict[0] and isinstance(value, CudaTensor) and current_stream() not in value.streams:
             raise RuntimeError(f"{name} uses a tensor of another stream, which may give its memory out: record_stream")
     plain = [value.inner if isinstance(value, CudaTensor) else value for value in flat]
     plain = [torch.device("cpu") if isinstance(value, torch.device) else value for value in plain]
     some, more = tree_unflatten(plain, spec)
     more.pop("pin_memory", None)
     if name == "copy_" and not isinstance(args[0], CudaTensor):
+        if (kwargs.get("non_blocking") or True in args[2:3]) and is_pinned(args[0]):
+            return post(args[0], plain[1])
         waited("a copy to the host")
         return func(*some, **more)
     if name in COPIES and hosts:
         source = hosts[0]
         later = (kwargs.get("non_blocking") or True in args[2:3]) and is_pinned(source)
-        if not later and (source.ndim or name == "_to_copy"):  # a number is an argument of the kernel
+        if not later:
             waited("a copy from the host")
     elif whole:
         waited("indices of the host")
@@ -324,6 +344,18 @@ def current_stream(device=None):
     return getattr(here, "stream", usual)
 
 
+def set_stream(stream):
+    here.stream = stream
+
+
+@contextlib.contextmanager
+def launching():
+    """What runs within it is one kernel of the step."""
+    before = kernels[step()].copy()
+    yield
+    kernels[step()] = before + collections.Counter(["a graph"])
+
+
 @contextlib.contextmanager
 def on(stream):
     before, here.stream = current_stream(), stream
@@ -339,8 +371,8 @@ def install():
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "_lazy_init": None,
         "is_initialized": True, "mem_get_info": (70 << 30, 80 << 30), "get_device_properties": card,
-        "get_device_name": card.name, "max_memory_allocated": 0, "max_memory_reserved": 0, "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
+        "get_device_name": card.name, "max_memory_allocated": 0, "max_memory_reserved": 0, "memory_reserved": 0,
+        "is_bf16_supported": True, "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
@@ -378,12 +410,17 @@ def install():
 
 
 def report():
-    return json.dumps({"waits": waits, "kernels": kernels})
+    return json.dumps({"waits": waits, "kernels": kernels, "traffic": traffic, "pinned": pinned_sizes})
 
 
 if __name__ == "__main__":
     sys.argv, sys.path[:1] = sys.argv[1:], [str(Path(sys.argv[1]).absolute().parent), str(ROOT)]
     install()
+    if os.environ.get("FAKE_GRAPHS"):
+        from tests import recording
+
+        recording.install_on(sys.modules[__name__])
+        strict[0] = False
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:

@@ -8,6 +8,7 @@ and a capture by itself changes nothing: what it has written is put back, and it
 import contextlib
 import inspect
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -23,8 +24,13 @@ def tensors_in(value):
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def storage_of(tensor):
+    """The memory of a tensor of the CPU, or of one of `fake_gpu.py`."""
+    return getattr(tensor, "inner", tensor).untyped_storage()
+
+
 def address(tensor):
-    return tensor.untyped_storage().data_ptr()
+    return storage_of(tensor).data_ptr()
 
 
 class Graph:
@@ -49,11 +55,12 @@ class Capture(TorchDispatchMode):
 
     def __init__(self, graph, stream, capture_error_mode):
         super().__init__()
-        assert stream is not current[0], "a capture needs a stream of its own"
+        assert stream is not place.current_stream(), "a capture needs a stream of its own"
         self.graph, self.stream, self.mine, self.before = graph, stream, {}, {}
 
     def __enter__(self):
-        self.left, current[0] = current[0], self.stream
+        self.left = place.current_stream()
+        place.set_stream(self.stream)
         self.generator = torch.default_generator.get_state()
         return super().__enter__()
 
@@ -66,7 +73,7 @@ class Capture(TorchDispatchMode):
             storage.fill_(255)
         if error[0]:  # and its stream stays the current one
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        current[0] = self.left
+        place.set_stream(self.left)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is READ:
@@ -74,14 +81,14 @@ class Capture(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         for tensor in given:
             if address(tensor) not in self.mine | self.before:
-                storage = tensor.untyped_storage()
+                storage = storage_of(tensor)
                 self.before[address(tensor)] = storage, storage.clone()
         # Not the tensors themselves: their memory may be exchanged.
         fixed = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}))
         out = function(*args, **kwargs or {})
         places = {address(tensor) for tensor in given}
         kept = [None if address(tensor) in places else tensor.detach() for tensor in tensors_in(out)]
-        self.mine |= {address(tensor): tensor.untyped_storage() for tensor in kept if tensor is not None}
+        self.mine |= {address(tensor): storage_of(tensor) for tensor in kept if tensor is not None}
         if function._schema.is_mutable or any(tensor is not None for tensor in kept):  # else it is a view
             self.graph.operations.append((function, *fixed, kept))
         return out
@@ -108,6 +115,7 @@ class Stream:
 
 
 current = [Stream()]
+place = SimpleNamespace(current_stream=lambda: current[0], set_stream=lambda stream: current.__setitem__(0, stream))
 
 
 @contextlib.contextmanager
@@ -136,6 +144,21 @@ def set_sync_debug_mode(mode):
         watching[0].__enter__()
     elif mode in ("default", 0) and watching:
         watching.pop().__exit__(None, None, None)
+
+
+class LaunchedGraph(Graph):
+    """A graph of `fake_gpu.py`: its launch is one kernel of the step."""
+
+    def replay(self):
+        with place.gpu.launching():
+            super().replay()
+
+
+def install_on(gpu):
+    """Give the module `fake_gpu`, which is installed, CUDA graphs."""
+    global place
+    place = SimpleNamespace(gpu=gpu, current_stream=gpu.current_stream, set_stream=gpu.set_stream)
+    torch.cuda.CUDAGraph, torch.cuda.graph = LaunchedGraph, Capture
 
 
 def install():

@@ -37,7 +37,9 @@ def gpu(launch, tmp_path):
         assert done.code == code, done.out[-3000:] + done.err[-3000:]
         seen = json.loads((re.findall(r"^FAKE (.*)$", done.out, re.M) or ['{"waits": [], "kernels": {}}'])[-1])
         kernels = {int(step): counted for step, counted in seen["kernels"].items()}
-        return SimpleNamespace(out=done.out, err=done.err, errors=done.errors, waits=seen["waits"], kernels=kernels)
+        pinned = {int(size): times for size, times in seen.get("pinned", {}).items()}
+        said = {"out": done.out, "err": done.err, "errors": done.errors}
+        return SimpleNamespace(**said, waits=seen["waits"], kernels=kernels, pinned=pinned)
 
     return run
 
@@ -120,6 +122,33 @@ def test_no_wait_in_a_step_and_no_kernel_more(gpu, kind):
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the kernels of a step are those of torch 2.13")
     assert max(sum(seen.kernels[step].values()) for step in (4, 5)) == most
+
+
+VOTES = """
+from engine.phases import phase
+from engine.run import Run
+from tasks.har import Task as Har
+class Task(Har):
+    pass
+votes = Run.votes
+Run.votes = lambda self, consumed: 0.5 if phase.step in (5, 9) else votes(self, consumed)
+"""
+
+
+@pytest.mark.parametrize("recorded", ["true", "false"])
+def test_no_wait_in_a_step_whose_rank_votes(gpu, tmp_path, recorded):
+    """Kernel by kernel, and as the launch of a graph: those of steps 5, 8, 9, 10 and 12 are neither recorded nor
+    compared. The votes are for a save, and those of steps 5 and 9. A number that is assigned to a number on the GPU is
+    a copy from pageable memory."""
+    (tmp_path / "own.py").write_text(VOTES)
+    words = [str(tmp_path / "own.py"), *HAR[1:], "mode=flatten", "batch_size=64", "amp=off", EMA, "optim.grad_clip=1"]
+    graphs = {"FAKE_GRAPHS": "1"} if recorded == "true" else {}
+    seen = gpu(*words, f"cuda_graph={recorded}", "steps=14", "eval_every=20", "log_every=100", **graphs)
+    launches = [5, 8, 9, 10, 12]
+    assert [seen.kernels[step].get("a graph", 0) for step in launches] == [len(graphs)] * 5
+    assert not [(step, what) for step, what in seen.waits if step in launches and "in the thread" not in what]
+    saved = [step for step in (7, 11) if any(each == step and "metrics.py" in what for each, what in seen.waits)]
+    assert saved == [7, 11], "a step late"
 
 
 def test_a_sample_of_held_data_with_nan_is_named(gpu):
@@ -223,6 +252,7 @@ WAITS = {
     "torch.ones(2).to(y.device, non_blocking=True)": "a copy from the host",
     "torch.ones(2).pin_memory().to(y.device)": "a copy from the host",
     "y.new_tensor([1.0, 2.0])": "a copy from the host",
+    "y.detach().clone()[0, 0] = 1.0": "a copy from the host",
     "y.cpu()": "a copy to the host",
     "torch.ones(2, 4, pin_memory=True).copy_(y[:2])": "a copy to the host",
     "torch.cuda.current_stream().synchronize()": "a stream",
@@ -262,6 +292,8 @@ def test_what_waits_for_nothing_is_no_wait(gpu, wrong):
         "y.to('cpu', non_blocking=True)",
         "torch.ones(2).pin_memory().to(y.device, non_blocking=True)",
         "y + torch.ones(())",
+        "y.detach().clone()[0].fill_(1.0)",
+        "y.detach().clone()[0] = 1.0",
     )
     assert not [what for step, what in gpu(*wrong(*free)).waits if 3 <= step < 6]
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import FAULTY, ROOT, succeed
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
@@ -516,36 +515,6 @@ def test_what_an_own_optimizer_keeps_is_captured_wherever_it_is(steps):
     next(outcomes)
     assert len([*batches.tensors(captured)]) == 1 + 3 * 4
     assert all(map(torch.equal, batches.tensors(captured), batches.tensors(before)))
-
-
-class Copies(TorchFunctionMode):
-    """Note copies, whether they are only queued, and comparisons of what was copied."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.to, torch.equal):
-            self.seen.append("read" if func is torch.equal else "queued" if kwargs["non_blocking"] else "waits")
-        return func(*args, **(kwargs or {}))
-
-
-def test_on_a_gpu_the_copies_of_a_checkpoint_are_waited_for_once(monkeypatch, steps, tmp_path):
-    """Before anything reads them: the frozen weight and bias are compared with their averages."""
-    (tmp_path / "own.py").write_text(TIED)
-    run, outcomes = steps("optim.ema_decay=0.5", task=str(tmp_path / "own.py"))
-    next(outcomes)
-    right = checkpoint.capture(run)
-    run.world = replace(run.world, device=torch.device("cuda", 0))
-    monkeypatch.setattr(checkpoint, "environment", lambda run: right["environment"])
-    with (copies := Copies()):
-        stream = SimpleNamespace(synchronize=lambda: copies.seen.append("one wait"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-        state = checkpoint.capture(run)
-    once = {*map(id, tensors({name: state[name] for name in ("model", "ema", "optimizer")}))}
-    assert copies.seen == ["queued"] * (len(once) + 2) + ["one wait", "read", "read"]
-    assert all(map(torch.equal, tensors(state), tensors(right)))
 
 
 def test_a_pass_draws_by_the_place_of_its_samples_alone(steps):

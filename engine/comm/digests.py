@@ -90,7 +90,7 @@ def _words(tensor: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _weights(device: torch.device, length: int) -> Tensor:
     """(length,) odd int32 without a pattern."""
-    return ((hashed(torch.arange(length)) >> 32).int() | 1).to(device)
+    return (hashed(torch.arange(length, device=device)) >> 32).int() | 1  # made there: a copy is a wait
 
 
 def hashed(places: Tensor) -> Tensor:

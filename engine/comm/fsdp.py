@@ -160,8 +160,8 @@ class _OverShards:
     def sum_over_shards(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=next(self.model.parameters()).device_mesh.get_group("shard"))
 
-    def digest(self) -> str:
-        """(all ranks) Return the digest that the whole weights have."""
+    def sum_of_bits(self) -> Tensor:
+        """(all ranks) Return the sums of the whole weights, see `digests.sum_of_bits`."""
         sums, start = torch.zeros(2, digests.BLOCKS, dtype=torch.int32, device=self.world.device), 0
         for p in self.model.parameters():
             words = p.numel() * max(1, p.element_size() // 4)
@@ -169,7 +169,7 @@ class _OverShards:
                 sums += digests.sum_of_bits([local(p.detach())], start + held(p).start * words // len(p))
             start += words
         self.sum_over_shards(sums)
-        return digests.as_text(sums)
+        return sums
 
     def any(self, here: bool) -> bool:
         """(all ranks) Return whether any rank says so."""

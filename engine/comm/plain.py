@@ -53,7 +53,11 @@ class Plain:
 
     def digest(self) -> str:
         """Return a digest of all weights; where ranks hold other rows, all must call it."""
-        return digests.digest(self.model.parameters())
+        return digests.as_text(self.sum_of_bits())
+
+    def sum_of_bits(self) -> Tensor:
+        """Return what `digest` shows as a text, on the device, without a wait; all ranks as there."""
+        return digests.sum_of_bits(self.model.parameters())
 
     def any(self, here: bool) -> bool:
         """Return whether this rank, or where a forward pass is a collective any rank, says so."""

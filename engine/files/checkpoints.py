@@ -26,6 +26,7 @@ from engine.errors import LockstepError, console
 from engine.files import status
 from engine.files.archive import check_archive, reason, verify
 from engine.files.atomic import atomically, write_atomically, write_json
+from engine.files.snapshot import on_host
 from engine.phases import phase
 from engine.private import tree_leaves
 
@@ -93,6 +94,7 @@ class Checkpoints:
             if self.entries and path.exists():  # truncated: it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)
+            state = on_host(state)
             try:
                 with atomically(path) as file:
                     torch.save(state, file)
@@ -105,7 +107,7 @@ class Checkpoints:
                 _undo(path, manifest, before)
                 raise
         except Exception as error:  # torch.save passes on whatever a task's own objects raise
-            needed = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+            needed = sum(leaf.nbytes for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor))
             room = f"it needs {needed / 1e6:.1f} MB, {_free(self.folder)} MB are free"
             what, todo = f"the checkpoint could not be written: {reason(error)}", "the checkpoint before is as it was"
             raise _unusable(what, path, f"{room}; {todo}") from error

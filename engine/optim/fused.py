@@ -92,7 +92,10 @@ class AdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """Return the state with a counter for each parameter: torch's AdamW would advance a shared one repeatedly."""
         whole = super().state_dict()
-        states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
+        held = whole["state"]
+        counters = [state["step"] for state in held.values()]
+        own = torch._foreach_mul(counters, 1.0) if counters else ()  # copies, by one kernel for many
+        states = {key: {**state, "step": step} for (key, state), step in zip(held.items(), own, strict=True)}
         return whole | {"state": states}
 
     def _share_counters(self) -> None:

@@ -142,6 +142,7 @@ class StepGraph:
         stay = torch.cuda.stream(torch.cuda.current_stream())  # a recording that fails does not return to it
         listeners, phase.listeners = phase.listeners, []  # a profiler's events would be recorded, too
         self.run.seed_pass(micro)
+        self.inside.recording = True
         try:
             with stay, torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.step(self.inside, [(self.batch, micro)])
@@ -152,6 +153,7 @@ class StepGraph:
             return
         finally:
             phase.listeners = listeners
+            self.inside.recording = False
         self.graph, self.outcome, self.loss = graph, self.inside.outcome, self.run.meter.losses[0][1]
         self.inputs = [*tensors(self.batch)]
         console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
@@ -163,7 +165,8 @@ class StepGraph:
         torch._foreach_copy_(self.inputs, [part for part in parts.values() if isinstance(part, Tensor)])
         self.graph.replay()
         self.run.meter.losses = [(micro, self.loss.clone())]  # a copy: it is read during the next launch
-        self.outcome[0][0] = self.run.votes(micro.consumed)  # as in `loss_vector`; the graph holds an earlier step's
+        if votes := self.run.votes(micro.consumed):  # as in `loss_vector`; the graph writes 0 there
+            self.outcome[0][0].fill_(votes)  # an assignment of a number copies from pageable memory, and waits
         return self.outcome
 
     def _compared(self, passes: Any, parts: dict[str, Any]) -> Outcome:
@@ -199,10 +202,12 @@ def _compared_numbers(totals: Tensor, grad_norm: Tensor, skipped: Tensor) -> Ten
 class _Recorded(Run):
     """A run for the recorded step: the learning rate is on the device, and the host's part is left out.
 
-    outcome  of the last step
+    outcome    of the last step
+    recording  a graph is being recorded: it must hold no vote, or each launch would repeat it
     """
 
     lr: Any = None
+    recording = False
 
     def __init__(self, run: Run, rate: Tensor):
         vars(self).update(vars(run))
@@ -210,6 +215,10 @@ class _Recorded(Run):
 
     def seed_pass(self, micro: Any) -> None:
         """Do nothing: `StepGraph` seeds before each launch."""
+
+    def votes(self, consumed: int) -> float:
+        """Return this rank's votes, and none while a graph is recorded."""
+        return 0.0 if self.recording else super().votes(consumed)
 
     def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
         self.outcome = totals, grad_norm, skipped
