@@ -10,7 +10,6 @@ from typing import Any
 
 from engine.errors import LockstepError
 
-
 NOT_KNOWN = 7
 """The exit code of a tool that cannot give its verdict: a part of what it is about was not tried, or is not there.
 0 is for what was tried and holds, 1 for what was tried and does not."""
