@@ -296,7 +296,141 @@ def test_what_cannot_be_compared_is_said_in_one_line(place, say, tmp_path):
         assert said.startswith("error: " + text) and said.count("\n") == 1, said
 
 
+# ---- not known ----
+
+
+def changed_log(run, wanted):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if wanted(json.loads(line))))
+
+
+def without_digests(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    texts = (json.dumps({name: value for name, value in line.items() if name != "digest"}) for line in lines)
+    (run / "metrics.jsonl").write_text("".join(f"{text}\n" for text in texts))
+
+
+def without_checkpoints(run):
+    """As a folder whose checkpoints were deleted, with what names them."""
+    for path in [*run.glob("*.pt"), run / "manifest.json", run / "status.json"]:
+        path.unlink()
+
+
+GONE = {
+    "a line": (lambda run: changed_log(run, lambda line: line["step"] != 5), "B's log lacks 1 line, the first of"),
+    "last lines": (lambda run: changed_log(run, lambda line: line["step"] < 10), "B's log lacks 1 line, the first of"),
+    "evaluations": (lambda run: changed_log(run, lambda line: line["event"] == "train"), "B's log lacks 2 evaluations"),
+    "the whole log": (lambda run: (run / "metrics.jsonl").write_text(""), "B's log lacks 2 lines, the first of step 5"),
+    "a checkpoint": (lambda run: (run / "step_5.pt").unlink(), "B's checkpoint step_5.pt is gone"),
+    "the last checkpoint": (
+        lambda run: [path.unlink() for path in [*run.glob("*.pt"), run / "manifest.json"]], "B's checkpoint best_model"
+    ),
+    "digests": (
+        lambda run: [without_digests(run), without_checkpoints(run)], "no digest of the weights is in both logs"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_what_is_gone_is_named_and_nothing_is_assured(place, say, tmp_path, gone):
+    change, words = GONE[gone]
+    copy = shutil.copytree(place.folder / "a", tmp_path / "copy", symlinks=True)
+    say(place.folder / "a", copy, code=0)
+    change(copy)
+    text = say(place.folder / "a", copy, code=7)
+    assert first_lines(text)[0].startswith("Not known to be the same: ") and words in first_lines(text)[0], text
+    found = json.loads(say(place.folder / "a", copy, "--json", code=7))
+    assert found["verdict"] == "not known" and not found["same"]
+    if gone != "evaluations":  # of these no config says at which steps they were
+        assert any(words in each for each in json.loads(say(copy, copy, "--json", code=7))["missing"])
+
+
+def test_a_run_that_was_killed_early_is_not_the_whole_one(place, say, tmp_path):
+    """Its log and its checkpoints end with step 5, and so does what is the same."""
+    copy = shutil.copytree(place.folder / "a", tmp_path / "copy", symlinks=True)
+    changed_log(copy, lambda line: line["step"] <= 5)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    kept = [entry for entry in manifest["checkpoints"] if entry["step"] == 5]
+    manifest |= {"checkpoints": kept, "last": kept[0]["file"], "best": kept[0]["file"]}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "status.json").write_text(json.dumps({"step": 5, "checkpoint": kept[0]["file"]}))
+    said = "Not known to be the same: A ends at step 10, B at step 5; the same where both can be compared: 1 log point"
+    assert first_lines(say(place.folder / "a", copy, code=7))[0].startswith(said)
+
+
+def test_weights_of_the_last_steps_that_were_not_compared(place, say, tmp_path):
+    copy = shutil.copytree(place.folder / "a", tmp_path / "copy", symlinks=True)
+    without_checkpoints(copy)
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    texts = (json.dumps({n: v for n, v in line.items() if n != "digest" or line["step"] == 5}) for line in lines)
+    (copy / "metrics.jsonl").write_text("".join(f"{text}\n" for text in texts))
+    text = say(place.folder / "a", copy, code=7)
+    assert "the bits of the weights are compared up to step 5, of the 10 that both have" in text
+
+
+@pytest.mark.parametrize(("code", "ends"), [(1, 7), (130, 130), (143, 143)])
+def test_a_step_that_could_not_be_taken_is_not_the_same(place, say, monkeypatch, code, ends):
+    """Its training was killed; and a signal that ends this tool is no result."""
+
+    def train_in(*words, **how):
+        if code > 128:
+            raise LockstepError("interrupted", exit_code=code)
+        return running.Trained(-9, "")
+
+    monkeypatch.setattr(compare, "train_in", train_in)
+    text = say(place.folder / "a", place.folder / "a", "--trust", "--step", "3", code=ends)
+    said = "Not known to be the same: step 3 was not compared: A cannot be taken again here: exit code -9"
+    assert said in text if code == 1 else text.startswith("error: interrupted")
+
+
+def test_a_step_that_nobody_has_recorded_is_not_the_same(place, say):
+    text = say(place.folder / "a", place.folder / "a", "--no-replay", "--step", "3", code=7)
+    assert "step 3 was not compared: no record of both" in text
+
+
+def test_other_settings_without_a_step_in_common_are_not_known(place, say, tmp_path):
+    for name, more in (("one", {}), ("other", {"seed": 5})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "environment.json").write_text("{}")
+        (tmp_path / name / "config.yaml").write_text(json.dumps({"task": "toy"} | more))
+    text = say(tmp_path / "one", tmp_path / "other", code=7)
+    assert "no step is there of both; they differ in what is around the numbers" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["optim.lr=0.0100001"], "; the learning rate is 0.01 in A, 0.0100001 in B"),
+        (
+            ["optim.weight_decay=0.0100001"],
+            "nothing is larger than rounding, but optim.weight_decay is 0.01 in A, 0.0100001",
+        ),
+    ],
+)
+def test_a_small_difference_of_a_setting_is_no_rounding(place, say, words, says):
+    name = words[0].partition("=")[0]
+    runs = [place.run(f"{name} {n}", "optim.weight_decay=0.01", *(words if n else [])) for n in (0, 1)]
+    text = say(*runs, "--trust")
+    assert "nothing is beyond rounding" not in text and ", by rounding" not in text and says in text, text
+
+
 # ---- the arithmetic -------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_after_a_step_at_another_rate_is_no_rounding(tmp_path):
+    """In half precision the update of a usual rate is smaller than what rounding makes of a weight."""
+    rows = torch.ones(1, 50)
+    entries = lambda by: [("gradient", "w", [], [-1], rows), ("weight", "w", [], [-1], rows * (1 + by))]  # noqa: E731
+    for rates, cuts, beyond in (((0.1, 0.1), 1, False), ((0.1, 0.2), 1, True), ((0.1, 0.2), 2, True)):
+        records_ = []
+        for n, rate in enumerate(rates):
+            passes = [("forward", "f", [p, 0], [p], rows) for p in range(cuts if n else 1)]
+            records_.append(written(tmp_path / "r.npz", [*passes, *entries(n * 5e-7)], lr=rate))
+        found = records.compare(*records_)
+        assert bool(found.beyond) is beyond
+        assert ("nothing is beyond rounding" in found.sentence()) is not beyond
+        assert ("but clip is 1 in A" in found.sentence("clip is 1 in A, 2 in B")) is not beyond
 
 
 def written(path, entries, step=1, **about):

@@ -327,12 +327,41 @@ def test_old_packages_are_refused(monkeypatch):
     assert next(machine.versions()).text == "Python 3.9.18, and 3.10 is the least"
 
 
-def test_a_check_that_breaks_is_a_warning():
+def test_a_check_that_breaks_has_no_result(capsys):
     def open_files():
         yield machine.ok("before")
         yield {}["what a driver said"]
 
-    assert told(machine.attempt(open_files), "ok before", "warning open files: could not be checked: KeyError")
+    assert told(machine.attempt(open_files), "ok before", "unknown open files: could not be checked: KeyError")
+    for lines, code, summary in (
+        ([machine.warning("w")], 0, "0 failures, 1 warning"),
+        ([machine.warning("w"), machine.unknown("u")], 7, "0 failures, 1 warning, 1 check not made"),
+        ([machine.failure("f"), machine.unknown("u")], 1, "1 failure, 0 warnings, 1 check not made"),
+    ):
+        report = doctor.Report(True, False)
+        report.add("some", lines)
+        assert report.close() == code and capsys.readouterr().out.splitlines()[-1] == summary
+
+
+def test_a_check_that_breaks_is_no_success(launch):
+    """As where the kernel's files are others: all else is well, and the tool does not say so of the whole."""
+    program = (
+        "import sys; from tools import doctor; doctor.busy = lambda share: 1 / 0; sys.exit(doctor.main(sys.argv[1:]))"
+    )
+    done = launch.python("-c", program, TOY, **CPU)
+    assert done.code == 7 and "could not be checked: ZeroDivisionError" in only(lines_of(done, "unknown")), done.err
+    assert re.search(r"^0 failures, \d warnings?, 1 check not made$", done.out, re.M)
+
+
+def test_a_gpu_that_nvidia_smi_does_not_list_was_not_looked_at(smi, monkeypatch):
+    """A container without the tool, or one that lists nothing: torch uses the GPU, and nobody has seen its users."""
+    smi(cards="")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "_cuda", lambda there: iter(()))
+    says = "unknown nvidia-smi lists no GPU, and torch uses one: its memory and its users were not checked"
+    assert told(shown_as(monkeypatch, "0"), says)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert told(machine.attempt(machine.cards, config.Config()), says)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,68 @@ def test_a_checkpoint_names_no_program_to_run(run, replay, tmp_path):
     assert code == 0, err
 
 
+def without(run, *names):
+    """As where these were not recorded: no numbers of these names, and no checkpoint."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    texts = (json.dumps({name: value for name, value in line.items() if name not in names}) for line in lines)
+    (run / "metrics.jsonl").write_text("".join(f"{text}\n" for text in texts))
+    for path in [*run.glob("*.pt"), run / "manifest.json"]:
+        path.unlink()
+
+
+def test_without_a_digest_or_a_checkpoint_nothing_is_known_of_the_bits(run, replay):
+    without(run, "digest")
+    code, found, err = replay(run, "--to", 8)
+    assert code == 7 and found["verdict"] == "not known" and not found["whole_run"], err
+    assert found["equal"] == found["points"] == 2 and found["to"] == 8, "no later step has bits to compare, either"
+    assert "at step 8 no bits of the weights could be compared (digests, checkpoints): there are none" in err
+
+
+def test_a_step_is_proven_by_the_next_that_has_bits(run, replay):
+    """The line of step 8 has numbers alone: those of the checkpoint of step 12 are needed."""
+    change_line(run, 8, lambda line: line.pop("digest"))
+    code, found, err = replay(run, "--step", 8)
+    assert code == 0 and found["to"] == 12 and found["stretches"][0]["state"], err
+    assert "Step 8 has no digest of the weights: it is proven by the next that has, of step 12" in err
+
+
+def test_a_run_whose_end_is_not_recorded_is_not_proven_whole(run, replay):
+    """The last lines of its log are gone, and its last checkpoint."""
+    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    kept = next(entry for entry in entries if entry["step"] == 12)
+    (run / "manifest.json").write_text(json.dumps({"checkpoints": [kept], "last": kept["file"], "best": kept["file"]}))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 12))
+    code, found, err = replay(run)
+    assert code == 7 and found["verdict"] == "not known" and found["equal"] == found["points"] == 5, err
+    assert not found["whole_run"] and "this proves" not in err
+    assert "status.json has step 24: of the last 12 steps the run has no record" in err
+    code, found, err = replay(run, "--to", 12)
+    assert code == 0 and found["verdict"] == "same bits", "of these there is a record"
+
+
+@pytest.mark.parametrize("ended", [running.Trained(-9, ""), running.Trained(75, "Stopped"), running.Trained(1, "x")])
+def test_a_replay_that_was_ended_shows_no_other_numbers(run, replay, monkeypatch, ended):
+    monkeypatch.setattr(tool, "train_in", lambda *words, **how: ended)
+    code, found, err = replay(run, "--to", 12)
+    assert code == 7 and found is None and "steps 0 to 12 could not be taken: " in err, err
+
+
+def test_a_replay_that_ended_before_is_not_known(run, original, replay, monkeypatch):
+    """It has written some of the lines, and no checkpoint of the last step."""
+
+    def train_in(folder, words, *more, **how):
+        folder.mkdir()
+        lines = (original / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 8))
+        return running.Trained(0, "")
+
+    monkeypatch.setattr(tool, "train_in", train_in)
+    code, found, err = replay(run, "--to", 12)
+    assert code == 7 and found["verdict"] == "not known" and found["points"] == 2, err
+    assert "at step 12 no bits of the weights could be compared (digests, checkpoints): the last are of step 8" in err
+
+
 def with_own_task(run):
     shutil.copy(TOY, run / "toy.py")
     tree = yaml.safe_load((run / "config.yaml").read_text())

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +28,7 @@ from formats.folds import folds, part_to_validate
 from tools import report, running
 from tools import study as tool
 from tools.study_numbers import of_confusion, of_study, paired, t_probability, t_quantile
-from tools.study_tables import escaped, latex, lines, load
+from tools.study_tables import escaped, latex, lines, load, summary
 
 PEOPLE = str(ROOT / "tests" / "tasks" / "people.py")
 
@@ -237,6 +238,24 @@ def test_a_task_without_classes_or_sources_has_its_own_metrics():
     assert "2.000 ± 1.000" in text and "mean ± sd of 3 seeds" in text and "pooled" not in text and latex(found)
 
 
+def test_a_mean_of_fewer_values_than_folds_says_so():
+    """A fold whose number is none is not in the mean."""
+    runs, _ = synthetic()
+    for run in runs:
+        if (run["config"], run["fold"]) == (0, 1):
+            run["metrics"]["loss"] = float("nan")
+    found = about(of_study(["A", "B"], runs, 3)) | {"monitor": "loss"}
+    (_, row, other), *_ = [rows for title, rows in summary(found) if title == "mean ± sd of 3 folds"]
+    assert row[1] == "1.105 ± 0.141 (2 of 3)" and other[1] == "2.105 ± 0.100"
+
+
+def test_the_tables_of_a_part_of_a_study_say_so():
+    whole = about(of_study(["A", "B"], synthetic()[0], 3))
+    assert "NOT COMPLETE" not in latex(whole)
+    assert "% NOT COMPLETE: 7 of 12 trainings are tested" in latex(whole | {"tested": 7})
+    assert "7 of 12 tested" in lines(whole | {"tested": 7})[0]
+
+
 # ---- the tool ----
 
 
@@ -376,6 +395,78 @@ def test_a_study_that_is_killed_leaves_no_training_behind_and_goes_on(launch, tm
     ended = again.wait()
     assert ended.code == 130 and "the same command continues" in ended.err, ended.err
     assert json.loads((tmp_path / "s/fold_0_seed_3/test.json").read_text()) == before, "looked at once"
+
+
+@pytest.fixture
+def made_up(study, monkeypatch):
+    """Trainings and tests that take no time; `made_up.tests`: fold -> what its test writes, `made_up.code` of it."""
+
+    def train_in(folder, *words, **how):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "status.json").write_text('{"state": "done"}')
+        return running.Trained(0, "")
+
+    def run_script(words, *more):
+        run = Path(words[1])
+        plan = json.loads((run.parent / "plan.json").read_text())
+        people = plan["folds"][int(run.name.split("_")[1])]["test"]
+        text = made_up.tests.get(run.name, json.dumps(tested(people)))
+        if text:
+            (run / "test.json").write_text(text)
+        return running.Trained(made_up.code, "")
+
+    def tested(people):
+        sources = {name: {"metrics": {"accuracy": 0.5, "count": 1}} for name in people}
+        about = {"checkpoint": "best.pt", "step": 1, "sha256": {}, "looks": 1, "sources": sources}
+        return about | {"monitor": "accuracy", "metrics": {"accuracy": 0.5, "count": len(people)}}
+
+    monkeypatch.setattr(tool, "train_in", train_in)
+    monkeypatch.setattr(tool, "run_script", run_script)
+    made_up = SimpleNamespace(tests={}, code=0, tested=tested)
+    return made_up
+
+
+@pytest.mark.parametrize("text", ["", "[", '{"monitor": "accuracy", "metrics": {}}'])
+def test_a_fold_without_a_result_is_named(study, made_up, text):
+    made_up.tests = {"fold_1_seed_0": text}
+    code, out, err, _ = study("--folds=3")
+    assert code == 1 and re.search("1 training of 3 failed, fold_1_seed_0: the test: ", err), err
+    assert "3 of 3 tested" not in out
+    made_up.tests = {}
+    code, out, err, _ = study("--folds=3")
+    assert code == 0 and "3 of 3 tested, each once" in out, err
+
+
+@pytest.mark.parametrize("code", [-9, 75])
+def test_a_test_that_is_ended_from_outside_is_no_result(study, made_up, code):
+    """Although there is a file."""
+    made_up.code = code
+    ended, out, err, _ = study("--folds=3")
+    assert ended == 1 and "failed, fold_0_seed_0: the test: " in err and "3 of 3" not in out
+
+
+def test_a_result_of_other_people_is_none_of_a_fold(study, made_up):
+    """A copy of another fold's file: it is tested again."""
+    code, out, err, _ = study("--folds=3")
+    assert code == 0, err
+    one, other = (study.folder / f"fold_{n}_seed_0/test.json" for n in (0, 1))
+    right = other.read_text()
+    other.write_text(one.read_text())
+    code, out, err, _ = study("--folds=3")
+    assert code == 0 and "2 of 3 are done" in out and other.read_text() == right, err
+
+
+def test_a_result_that_is_gone_at_the_end_is_not_in_the_numbers(study, made_up, monkeypatch):
+    """It was there when its training ended; somebody has removed it meanwhile."""
+
+    def results(*given):
+        (study.folder / "fold_1_seed_0/test.json").unlink()
+        return plain(*given)
+
+    plain = tool.results
+    monkeypatch.setattr(tool, "results", results)
+    code, out, err, _ = study("--folds=3")
+    assert code == 7 and "2 of 3 tested" in out and "1 test of 3 cannot be read: they are not in these numbers" in err
 
 
 def refused(study, says, *words, **how):

@@ -1,4 +1,4 @@
-"""What the command lines of the tools share, without a world: numbers, and an end in one line."""
+"""What the command lines of the tools share, without a world: numbers, exit codes, and an end in one line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import LockstepError
+
+NOT_KNOWN = 7
+"""The exit code of a tool that cannot give its verdict: a part of what it is about was not tried, or is not there.
+0 is for what was tried and holds, 1 for what was tried and does not."""
 
 
 def whole_number(low: int) -> Any:

@@ -9,8 +9,8 @@ python tools/compare.py one/record_step_1.npz other/record_step_1.npz     what a
 A and B are folders of runs, checkpoints, or records, which a training with record=N writes. The step is taken again, by
 both runs, from the last checkpoint before it or from the seed, with this checkout, on this machine and on as many
 processes as the run had, in a temporary folder; each ends with an evaluation. Where the runs are of other code or other
-machines, give each record=N there, and compare the two small files. Exit code 0: the same bits wherever both can be
-compared; 1: they differ.
+machines, give each record=N there, and compare the two small files. Exit code 0: the same bits; 1: they differ; 7: not
+known, because one lacks lines of its log, a checkpoint, digests of its weights, or the last steps of the other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,8 @@ from engine.files.atomic import write_atomically
 from engine.files.checkpoints import Checkpoints, check_files
 from engine.run import environment_of
 from engine.survive import door as survive
-from tools import records
+from tools import cards, records
+from tools.arguments import NOT_KNOWN
 from tools.evaluate import TRUST, aligned, of_run
 from tools.running import train_in
 
@@ -69,6 +71,14 @@ RESOLVED = {
 TIMES = ("event", "step", "time_s", "samples_per_s", "data_wait_share")
 OF_THE_STEP = ("digest", "grad_norm", "lr", "samples", "epoch")
 """Entries of the log that are of no account; and those of the last step alone, the others since the last log point."""
+
+ONLY_ROUNDING = (
+    "batch_size gradient_accumulation_steps virtual_workers processes multi_gpu gpu_ids device threads deterministic "
+    "compile cuda_graph memory_format cache amp optim.zero ddp."
+).split()
+"""Keys that may change the bits of a step, and by rounding alone: how it is cut, and on what it is computed."""
+
+SAME, DIFFER, UNKNOWN = "same", "differ", "not known"
 
 FEW = 3
 """Numbers of a tensor that are named one by one."""
@@ -109,7 +119,7 @@ def _main(asked: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         print("\n".join(lines(a, b, found)))
-    return status.set_exit_code(status.DONE) if found["same"] else 1
+    return status.set_exit_code({SAME: status.DONE, DIFFER: 1, UNKNOWN: NOT_KNOWN}[found["verdict"]])
 
 
 # ---- what there is of a run -----------------------------------------------------------------------------------------
@@ -126,6 +136,8 @@ class Side(NamedTuple):
     log          step -> the log's line of the training
     scores       step -> that of an evaluation
     checkpoints  step -> file
+    gone         names of checkpoints that the run's manifest or status has, and its folder has not
+    came_to      the last step that the run has taken, as status.json says
     """
 
     name: str
@@ -143,6 +155,27 @@ class Side(NamedTuple):
     scores: dict[int, dict[str, Any]] = {}
     checkpoints: dict[int, Path] = {}
     record: records.Record | None = None
+    gone: tuple[str, ...] = ()
+    came_to: int = 0
+
+    @property
+    def is_run(self) -> bool:
+        return self.path.is_dir()
+
+    @property
+    def last(self) -> int:
+        """The last step that the run has taken."""
+        return max([self.came_to, *self.log, *self.scores, *self.checkpoints])
+
+    @property
+    def lacking(self) -> list[int]:
+        """Steps of which a whole log has a line of the training, and this one has none."""
+        if not self.is_run:
+            return []
+        on_gpu = bool(self.environment.get("cuDNN") or self.environment.get("device", "").startswith("NVIDIA"))
+        every = self.config.get("log_every") or (50 if on_gpu else 10)
+        began = 0 if self.config.get("resume") in ("auto", "never", None) else min(self.log, default=self.last)
+        return [step for step in range(every, self.last + 1, every) if step > began and step not in self.log]
 
 
 def opened(name: str, path: Path) -> Side:
@@ -187,6 +220,9 @@ def _of_folder(name: str, folder: Path) -> Side:
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise LockstepError(f"the run cannot be read ({archive.reason(error)})", str(folder), "give another") from None
     entries = {entry.step: folder / entry.file for entry in Checkpoints(folder).entries}
+    came_to, newest = _ended(folder)
+    names = dict.fromkeys([*(path.name for path in entries.values()), *newest])
+    gone = tuple(name for name in names if not (folder / name).is_file())
     entries = {step: path for step, path in entries.items() if path.is_file()}
     state = archive.read(entries[max(entries)]) if entries else None
     env = {
@@ -199,7 +235,16 @@ def _of_folder(name: str, folder: Path) -> Side:
     log: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "eval": {}}
     for line in _lines_of(folder / "metrics.jsonl"):
         log.setdefault(str(line.get("event")), {})[line.get("step", 0)] = line
-    return found._replace(folder=folder, log=log["train"], scores=log["eval"], checkpoints=entries)
+    found = found._replace(folder=folder, gone=gone, came_to=came_to, checkpoints=entries)
+    return found._replace(log=log["train"], scores=log["eval"])
+
+
+def _ended(folder: Path) -> tuple[int, list[str]]:
+    """Return the last step and the name of the last checkpoint, in a list, as status.json has them; (0, []) without."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        known = json.loads((folder / "status.json").read_text())
+        return int(known["step"]), [Path(known["checkpoint"]).name] if known["checkpoint"] else []
+    return 0, []
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -232,12 +277,60 @@ def compared(a: Side, b: Side, asked: argparse.Namespace) -> dict[str, Any]:
     checked = [found["numbers"]["points"], found["scores"]["points"], found["tensors"].get("compared", 0)]
     checked += [found["step"].get("compared", 0)]
     differ = found["numbers"]["first"] or found["scores"]["first"] or found["tensors"].get("differ")
-    found["same"] = not differ and not found["step"].get("sentence") and any(checked)
+    found["missing"] = missing(a, b, found, asked) if any(checked) else ["no step is there of both"]
+    found["verdict"] = DIFFER if differ or found["step"].get("sentence") else UNKNOWN if found["missing"] else SAME
+    found["same"] = found["verdict"] == SAME
     if not any(checked) and not found["differs"]:
         steps = "they have no step in common, in log, checkpoints or records"
         raise LockstepError(f"nothing of A and B can be compared: {steps}", f"{a.path}, {b.path}", "give others")
     found["sentence"] = sentence(found)
     return found
+
+
+def missing(a: Side, b: Side, found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
+    """Return what A or B lacks for a verdict on all steps; empty where nothing is missing."""
+    texts = list[str]()
+    for side in (a, b):
+        if side.lacking:
+            lines = amount(len(side.lacking), "line")
+            texts.append(f"{side.name}'s log lacks {lines}, the first of step {side.lacking[0]}")
+        texts += [f"{side.name}'s checkpoint {name} is gone" for name in side.gone]
+    texts += _evaluations_missing(a, b)
+    if asked.step and not found["step"].get("compared"):
+        texts.append(f"step {asked.step} was not compared: {found['step'].get('impossible') or 'no record of both'}")
+    if not (a.is_run and b.is_run):
+        return texts
+    if a.last != b.last:
+        texts.append(f"A ends at step {a.last}, B at step {b.last}")
+    common = max({*a.log} & {*b.log}, default=0)
+    if not found["numbers"]["digests"] and "step" not in found["tensors"]:
+        texts.append("no digest of the weights is in both logs, and no checkpoint is of one step")
+    elif (proven := _proven(a, b, found)) < common:
+        texts.append(f"the bits of the weights are compared up to step {proven}, of the {common} that both have")
+    return texts
+
+
+def _evaluations_missing(a: Side, b: Side) -> list[str]:
+    """Return whose log lacks evaluations that the other's has, where both were to evaluate at the same steps."""
+    if a.config.get("eval_every") != b.config.get("eval_every") or not (a.is_run and b.is_run):
+        return []
+    texts, both = list[str](), min(a.last, b.last)
+    for side, other in ((a, b), (b, a)):  # at its end a run is evaluated in any case
+        of_both = (step for step in other.scores if step < both or step == a.last == b.last)
+        steps = sorted(step for step in of_both if step not in side.scores)
+        if steps and side.config.get("resume") in ("auto", "never", None):
+            texts.append(f"{side.name}'s log lacks {amount(len(steps), 'evaluation')}, the first of step {steps[0]}")
+    return texts
+
+
+def _proven(a: Side, b: Side, found: dict[str, Any]) -> int:
+    """Return the last step at which both have bits of the weights: digests in the logs, or checkpoints."""
+    with_digest = [step for step in a.log.keys() & b.log.keys() if _has_digests(a, b, step)]
+    return max([*with_digest, found["tensors"].get("step", 0)], default=0)
+
+
+def _has_digests(a: Side, b: Side, step: int) -> bool:
+    return bool(a.log[step].get("digest") and b.log[step].get("digest"))
 
 
 Differences = dict[str, tuple[Any, Any, bool]]
@@ -433,12 +526,14 @@ def step(a: Side, b: Side, logged: dict[str, Any], asked: argparse.Namespace) ->
     wanted = asked.step or (of_file[0] if of_file else logged["first"])
     if len(of_file) == 2 or wanted in both or (asked.no_replay and both):
         at = of_file[0] if len(of_file) == 2 else wanted if wanted in both else min(both)
-        return _verdict(_recorded(a, at), _recorded(b, at), logged)
+        return _verdict(_recorded(a, at), _recorded(b, at), logged, _settings(a, b))
     if asked.no_replay or not wanted:
         return {}
     try:
         return _again(a, b, logged, wanted, exactly=bool(asked.step or of_file), trust=asked.trust)
     except LockstepError as error:
+        if error.exit_code > 128:  # a signal has ended this tool
+            raise
         return {"impossible": str(error)}
 
 
@@ -454,11 +549,26 @@ def _recorded(side: Side, at: int) -> records.Record:
     return side.record or records.read(side.folder / f"record_step_{at}.npz")
 
 
-def _verdict(a: records.Record, b: records.Record, logged: dict[str, Any]) -> dict[str, Any]:
-    """Return what two records of a step say, as a sentence."""
+def _settings(a: Side, b: Side) -> str:
+    """Return words on the settings that differ, and that change more than how sums are rounded; or an empty text."""
+    differences = around(a, b)["config"] or {}
+    matter = {key: both for key, (*both, matters) in differences.items() if matters}
+    named = {key: both for key, both in matter.items() if not _is_in(key, tuple(ONLY_ROUNDING))}
+    if not named:
+        return ""
+    shown = [f"{key} is {x} in A, {y} in B" for key, (x, y) in [*named.items()][:2]]
+    more = [f"{len(named) - 2} more settings differ"] if len(named) > 2 else []
+    return ", ".join([*shown, *more])
+
+
+def _verdict(a: records.Record, b: records.Record, logged: dict[str, Any], settings: str) -> dict[str, Any]:
+    """Return what two records of a step say, as a sentence.
+
+    settings  words on settings that differ, see `_settings`
+    """
     found, number = records.compare(a, b), a.about["step"]
     first = found.differences[0] if found.differences else None
-    text = found.sentence
+    text = found.sentence(settings)
     if first and first.kind == "weight" and a.about["lr"] != b.about["lr"]:
         text = f"{text}; the learning rate is {a.about['lr']:.6g} in A, {b.about['lr']:.6g} in B"
     forward = [entry["name"] for entry in a.about["entries"] if entry["kind"] == "forward"]
@@ -475,7 +585,7 @@ def _verdict(a: records.Record, b: records.Record, logged: dict[str, Any]) -> di
         "sentence": text,
         "same passes": found.same_cut,
         "why": _why(found),
-        "rounding alone": bool(first) and not found.beyond,
+        "rounding alone": bool(first) and not found.beyond and not settings,
         "compared": found.compared,
         "unmatched": found.unmatched,
         "differences": [
@@ -516,7 +626,7 @@ def _again(a: Side, b: Side, logged: dict[str, Any], wanted: int, exactly: bool,
                 number = first
                 ran = [_taken(each, before, number, number, place / f"{each.name}2", trust) for each in (a, b)]
         began = logged | {"last equal": number - 1} if not exactly and number > 1 else logged
-        return _verdict(_recorded(ran[0], number), _recorded(ran[1], number), began) | {
+        return _verdict(_recorded(ran[0], number), _recorded(ran[1], number), began, _settings(a, b)) | {
             "notes": notes,
             "first": not exactly,
         }
@@ -538,6 +648,8 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
     horizon = cfg.get("schedule.horizon") or side.horizon or (0 if cfg.get("epochs") else cfg.get("steps", 0))
     settings = NO_MORE | {"resume": source, "record": record}
     settings |= {"steps": to, "schedule": {"horizon": horizon}} if horizon else {}
+    backend, device = cfg.get("ddp.backend", "auto"), SimpleNamespace(device=cfg.get("device", "auto"))
+    settings |= cards.sharing(cards.visible(device), side.processes or 1, backend)
     settings |= {key: env[name] for key, name in AS_CHOSEN.items() if env.get(name, "auto") != "auto"}
     folder.mkdir()
     (changes := folder / "changes.yaml").write_text(yaml.safe_dump(settings))
@@ -596,13 +708,15 @@ def _not_replayed(a: Side, b: Side) -> str:
 def sentence(found: dict[str, Any]) -> str:
     """Return the verdict in one sentence."""
     logged, of_step = found["numbers"], found["step"]
-    if found["same"]:
+    if found["verdict"] != DIFFER:
         equal = [amount(logged["points"], "log point")] if logged["points"] else []
         equal += [f"the checkpoints of step {found['tensors']['step']}"] if "step" in found["tensors"] else []
         equal += [f"the records of step {of_step['step']}"] if of_step.get("compared") else []
-        if not logged["digests"] and len(equal) == 1 and logged["points"]:
-            return f"The same numbers at {equal[0]}; no digest of the weights is in both logs."
-        return f"The same bits: {', '.join(equal)}."
+        if found["verdict"] == SAME:
+            return f"The same bits: {', '.join(equal)}."
+        around_it = ["they differ in what is around the numbers"] if found["differs"] and not equal else []
+        rest = [f"the same where both can be compared: {', '.join(equal)}"] if equal else around_it
+        return f"Not known to be the same: {'; '.join([*found['missing'], *rest])}."
     if of_step.get("sentence"):
         how = ", by rounding" if of_step["rounding alone"] and not of_step["same passes"] else ""
         first = of_step["step"] == 1 or of_step.get("first")
@@ -615,9 +729,7 @@ def sentence(found: dict[str, Any]) -> str:
         return f"They part{last}, at step {logged['first']} at the latest."
     if found["tensors"].get("differ"):
         return f"The checkpoints of step {found['tensors']['step']} differ: {found['tensors']['lines'][0]}"
-    if found["scores"]["first"]:
-        return f"The evaluation of step {found['scores']['first']} differs; the training does not."
-    return "They differ in what is around the numbers; no step is there of both."
+    return f"The evaluation of step {found['scores']['first']} differs; the training does not."
 
 
 def lines(a: Side, b: Side, found: dict[str, Any]) -> list[str]:
@@ -631,6 +743,7 @@ def lines(a: Side, b: Side, found: dict[str, Any]) -> list[str]:
         told.append((section, f"cannot change the numbers: {keys}"))
     told += [("alike", ", ".join(found["alike"]))] if found["alike"] else []
     told += [("log", text) for text in _about_log(found)]
+    told += [("missing", text) for text in found["missing"]] if found["verdict"] == DIFFER else []
     told += [(f"step {found['tensors']['step']}", text) for text in found["tensors"].get("lines", [])]
     if "missing" in found["tensors"]:
         told.append(("weights", "the checkpoints are of other steps: {} and {}".format(*found["tensors"]["missing"])))

@@ -8,7 +8,8 @@ python tools/doctor.py --json --config configs/video.yaml    for programs
 torchrun --nnodes=2 ... tools/doctor.py har                  on several machines, started as the training will be
 
 The other arguments are those of the training, whose data, batch, workers and save_dir are checked. Nothing is trained,
-and nothing is written into save_dir. Exit code 0: no failure, perhaps warnings; 1: a failure; 2: invalid arguments.
+and nothing is written into save_dir. With --launch processes share GPUs by gloo where these are fewer. Exit code 0: no
+failure, perhaps warnings; 1: a failure; 7: no failure, but a check could not be made; 2: invalid arguments.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ try:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    import tasks
     import train
     from data_loader import TrainLoader, create_data_loaders
     from engine import config, launch
@@ -53,8 +55,9 @@ try:
     from engine.speed.cores import CpuContention, available, bound_to, contention_warning, threads_at_most
     from engine.survive import agent, blame
     from engine.survive.signals import StopRequest
-    from tools import machine, nvidia
-    from tools.machine import Line, attempt, failure, ok, warning
+    from tools import cards, machine, nvidia
+    from tools.arguments import NOT_KNOWN
+    from tools.machine import Line, attempt, failure, ok, unknown, warning
     from tools.probe import time_sum
     from tools.running import guarded, in_world
 except ModuleNotFoundError as error:  # the doctor itself needs these packages
@@ -98,11 +101,13 @@ class Report:
 
     def close(self) -> int:
         """Print the summary and return the exit code."""
-        failures, warned = (sum(line.level == level for _, line in self.lines) for level in ("failure", "warning"))
-        code = int(failures > 0)
-        self._print(f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}", as_json=False)
+        levels = [line.level for _, line in self.lines]
+        failures, warned, unknowns = (levels.count(level) for level in ("failure", "warning", "unknown"))
+        code = 1 if failures else NOT_KNOWN if unknowns else status.DONE
+        rest = f", {amount(unknowns, 'check')} not made" if unknowns else ""
+        self._print(f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}{rest}", as_json=False)
         lines = [{"check": check, **line._asdict()} for check, line in self.lines]
-        whole = {"exit_code": code, "failures": failures, "warnings": warned, "lines": lines}
+        whole = {"exit_code": code, "failures": failures, "warnings": warned, "unknown": unknowns, "lines": lines}
         self._print(json.dumps(whole, indent=1), as_json=True)
         return code
 
@@ -127,15 +132,31 @@ def main(argv: list[str]) -> int:
     if own.launch is not None:
         if not 1 <= own.launch <= 9999:
             parser.error(f"--launch {own.launch}: give 1 or more")
-        _launch(own.launch, [*(["--json"] if own.json else []), *words])
+        _launch(own.launch, words, own.json)
     return guarded(words, lambda args: examine(args, own.json))
 
 
-def _launch(processes: int, words: list[str]) -> None:
+def _launch(processes: int, words: list[str], as_json: bool) -> None:
     """Become torchrun, with ./train_multigpu.sh's number of threads per process. Does not return."""
     os.environ |= threads_at_most(max(1, available() // processes))
-    command = [agent.__file__, "--standalone", f"--nproc_per_node={processes}", __file__, *words]
+    given = [*(["--json"] if as_json else []), *words, *_shared(processes, words)]
+    command = [agent.__file__, "--standalone", f"--nproc_per_node={processes}", __file__, *given]
     os.execv(sys.executable, [sys.executable, *command])
+
+
+def _shared(processes: int, words: list[str]) -> list[str]:
+    """Return the arguments with which so many processes share the visible GPUs; none where there are enough.
+
+    words  of the training; where they are wrong, the processes will say so
+    """
+    if not torch.cuda.is_available():
+        return []
+    try:
+        cfg = config.parse(words, tasks.load).cfg
+        settings = cards.sharing(cards.visible(cfg), processes, cfg.ddp.backend)
+    except Exception:  # also of a task's own code: the processes will meet it, too
+        return []
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def examine(args: config.Args, as_json: bool) -> int:
@@ -152,7 +173,7 @@ def examine(args: config.Args, as_json: bool) -> int:
         if not env.launched:  # else they have met already
             report.run(machine.port)
     if any(line.level == "failure" for line in started):
-        report.add("launch", [warning("not checked for that reason: data, loader, sums", "fix it first")])
+        report.add("launch", [unknown("not checked for that reason: data, loader, sums", "fix it first")])
         report.close()
         return (
             status.set_exit_code(1) if env.rank == 0 else 0
@@ -228,7 +249,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     except Exception as error:
         if world.size > 1 and not getattr(error, "everywhere", False):
             raise  # the other ranks wait for this one, so all must end
-        left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
+        left_out = unknown("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
         return [failure(str(blame.translate(error, world))), left_out], None
     said = [line.removeprefix("warning: ") for line in output.getvalue().splitlines() if line.startswith("warning: ")]
     scored = len(ready.loaders.val.dataset) if ready.loaders.val else 0

@@ -21,6 +21,7 @@ import torch
 from engine import launch as launching
 from engine.comm.world import World
 from engine.errors import LockstepError, amount
+from tools import cards as sharing
 from tools import nvidia
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,18 +30,18 @@ GIB = 2**30
 
 
 class Line(NamedTuple):
-    """A check's result.  level  ok, warning or failure;  remedy  what to do about it"""
+    """A check's result.  level  ok, warning, unknown (it could not be made) or failure;  remedy  what to do about it"""
 
     level: str
     text: str
     remedy: str = ""
 
 
-ok, warning, failure = (functools.partial(Line, level) for level in ("ok", "warning", "failure"))
+ok, warning, unknown, failure = (functools.partial(Line, level) for level in ("ok", "warning", "unknown", "failure"))
 
 
 def attempt(check: Callable[..., Iterable[Line]], *given: Any) -> list[Line]:
-    """Run a check of this process alone; an error in the check itself is a warning."""
+    """Run a check of this process alone; an error in the check itself leaves its result unknown."""
     lines: list[Line] = []
     try:
         lines.extend(check(*given))
@@ -48,7 +49,7 @@ def attempt(check: Callable[..., Iterable[Line]], *given: Any) -> list[Line]:
         lines.append(failure(str(error)))
     except Exception as error:  # such as another driver's output or another kernel's files: the other checks still run
         what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        lines.append(warning(f"{check.__name__.replace('_', ' ')}: could not be checked: {what}", "look for yourself"))
+        lines.append(unknown(f"{check.__name__.replace('_', ' ')}: could not be checked: {what}", "look for yourself"))
     return lines
 
 
@@ -97,10 +98,13 @@ def launch_of(cfg: Any) -> tuple[launching.Environment, list[Line]]:
         return launch, [warning(forgotten, "or start with --launch N") if forgotten else usual]
     lines = []
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count() or len(shown_cards())
-    if 0 < gpus < launch.local_size and cfg.ddp.backend != "gloo":
+    if sharing.shares(gpus, launch.local_size) and cfg.ddp.backend == "gloo":
+        todo = "give the training ddp.backend=gloo, too; a GPU for each process is faster"
+        lines.append(warning(sharing.shared_by(gpus, launch.local_size), todo))
+    elif sharing.shares(gpus, launch.local_size):
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = f"{amount(gpus, 'GPU')} visible" + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen else "")
-        todo = f"start at most {gpus}, or show more with CUDA_VISIBLE_DEVICES"
+        todo = f"start at most {gpus}, show more with CUDA_VISIBLE_DEVICES, or let them share it: ddp.backend=gloo"
         lines.append(failure(f"{launch.local_size} processes on this machine, but {seen}", todo))
     if not gpus and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         what = "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on the CPU dies of a segmentation fault"
@@ -178,12 +182,15 @@ def cards(cfg: Any) -> Iterator[Line]:
     if not there and not torch.cuda.is_available():
         yield ok("no GPU here: training on the CPU, with gloo between processes")
         return
-    shown, invalid = nvidia.visible(asked)
+    shown, invalid = nvidia.visible(asked) if there else ([], "")
     if invalid:
         what = (
             f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the {amount(len(there), 'GPU')} here, or comes twice"
         )
         yield failure(f"{what}; CUDA shows {len(shown)}", f"give numbers from 0 to {len(there) - 1}, each once")
+    if not there:
+        todo = "install nvidia-smi, or look for yourself"
+        yield unknown("nvidia-smi lists no GPU, and torch uses one: its memory and its users were not checked", todo)
     for card in shown:
         yield from _card(card)
     if len(kinds := sorted({card.name for card in shown})) > 1:

@@ -26,7 +26,11 @@ Options, before the arguments of a training:
   --trust         run a task file that lies in RUN's own folder
   --json          print one JSON object
 
-Exit code 0: the promise holds, as far as it was checked; 1: it does not; 2: wrong usage; others as of a training.
+A proof is of the machine that it ran on. Where GPUs are visible the runs compute on them; where they are fewer than
+processes, several share one by gloo. `device=cpu` proves it on the CPU.
+
+Exit code 0: the promise holds, as far as it was checked; 1: it does not; 7: not known, because no run on another cut
+has ended and agreed, or a run was ended from outside; 2: wrong usage; others as of a training.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +54,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 from torch import Tensor
 
 from engine import config, launch
@@ -59,7 +63,8 @@ from engine.errors import LockstepError, amount
 from engine.files import archive, status
 from engine.files.checkpoints import LAST
 from engine.speed.cores import available
-from tools import records, trial
+from tools import cards, records, trial
+from tools.arguments import NOT_KNOWN
 from tools.evaluate import SAME_STATE, TRUST, of_run, tensors_of
 from tools.running import guarded, last_step, python, started
 
@@ -104,6 +109,11 @@ PARTS = {
 }
 """The kind of the first tensor that differs in a step -> the part of the task that is the likely cause."""
 
+ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+"""Exit codes of a training that a signal has ended before it handled signals."""
+
+HOLDS, BROKEN, UNKNOWN = "holds", "does not hold", "not known"
+
 WHY = {
     "again": "depends on the time of the start: a clock, a generator without a seed, or the order of a set",
     "cut": "depends on the process: a generator of its own, something it keeps from pass to pass, or the rank",
@@ -120,6 +130,7 @@ class Trial:
     passes   twice as many passes a step as needed
     killed   at this step, and resumed on `after` processes
     seed     of the hashes of texts, by which sets are ordered
+    limit_s  it is stopped after so long; 0: never
     """
 
     kind: str
@@ -132,6 +143,7 @@ class Trial:
     code: int = 0
     text: str = ""
     took_s: float = 0.0
+    limit_s: float = 0.0
 
     def __str__(self) -> str:
         name = amount(self.processes, "process")
@@ -156,6 +168,15 @@ class Trial:
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(self.folder.with_suffix(".json").read_text()))
         return {}
+
+    @property
+    def ended_by(self) -> str:
+        """What has ended the training from outside, such as a signal; empty where it ended by itself."""
+        if self.code == status.STOPPED and not self.limit_s:
+            return "it was stopped by a signal"
+        if self.code == -signal.SIGKILL or "was killed by SIGKILL" in self.text:
+            return "it was killed by SIGKILL, as the system does where memory is short"
+        return f"it was ended by {signal.Signals(-self.code).name}" if self.code in ENDING else ""
 
     @property
     def error(self) -> str:
@@ -260,25 +281,19 @@ class Proof:
         self.trials: list[Trial] = []
         self.finding: Finding | None = None
         self.left_out: list[str] = []
+        self.agreed: list[Trial] = []  # with the first run, at each step
+        self.agreed_at_the_end: list[Trial] = []  # and in the final state
+        self.within_rounding: list[Trial] = []
+        self.not_known: list[str] = []
         self.one_s, self.began = 0.0, time.monotonic()
         self.said_adds_up = ""
         multiple = math.lcm(*self.counts, 2)
         self.wanted = cfg.global_batch or cfg.batch_size * (cfg.gradient_accumulation_steps or 1)
         self.global_batch = max(1, self.wanted // multiple) * multiple
         self.workers = cfg.virtual_workers or max(self.counts) + 1
-        self.device = self._device()
+        self.cards = cards.visible(cfg)
+        cards.sharing(self.cards, max(self.counts), cfg.ddp.backend)  # refuses what cannot be, before a run is started
         self.bar: Any = None
-
-    def _device(self) -> dict[str, Any]:
-        cards = torch.cuda.device_count() if self.cfg.device != "cpu" and torch.cuda.is_available() else 0
-        if not cards or max(self.counts) <= cards:
-            return {}
-        few = ",".join(str(n) for n in self.counts if n <= cards) or "1"
-        self.left_out.append(
-            f"the GPU: {amount(max(self.counts), 'process')} need as many, so all was computed on the CPU; "
-            f"--processes {few} proves it there"
-        )
-        return {"device": "cpu"}
 
     def say(self, text: str = "") -> None:
         if not self.asked.json:
@@ -293,7 +308,7 @@ class Proof:
         with tqdm(total=self.asked.seconds, unit="s", disable=quiet, leave=False, bar_format=BAR) as self.bar:
             self._prove()
         self.bar = None
-        code = int(self.finding is not None)
+        code = {HOLDS: status.DONE, BROKEN: 1, UNKNOWN: NOT_KNOWN}[self.verdict]
         if self.asked.json:
             print(json.dumps(self._as_json(code)))
         else:
@@ -313,6 +328,8 @@ class Proof:
             batch += f" (the config's {self.wanted} do not divide by {divide}: not checked with these)"
         precision = first.notes["precision"].replace("off", "float32")
         self.say(f"{name}: {amount(self.steps, 'step')} of {batch}, {first.notes['device']}, {precision}")
+        if cards.shares(self.cards, max(self.counts)):
+            self.say(f"up to {cards.shared_by(self.cards, max(self.counts))}")
         if self.said_adds_up:
             self.say(self.said_adds_up)
         if first.kind == "virtual":
@@ -327,9 +344,10 @@ class Proof:
                 self._look(each, first)
             if self.finding:
                 break
-            alone = [each for each in group if _same_cut(first, each) and not each.killed]
-            if alone and first.code:  # it was stopped early, so its final state is of another step
+            alone = [each for each in group if self._is_again(first, each) and not each.ended_by]
+            if alone and first.code:  # it was stopped early: another run has the final state
                 first = alone[0]
+                self._look_at_the_end(first)
             self.one_s = min([self.one_s, *(each.took_s for each in alone)])
         self._plain_table()
         if self.finding is None:
@@ -341,7 +359,8 @@ class Proof:
         cuts, such as a file that is missing. Return None where the training finds a mistake by itself."""
         for kind in ("virtual", "plain"):
             first = self._new(kind, 1)
-            self._start([first], seconds=self.asked.seconds / 20)
+            first.limit_s = self.asked.seconds / 20
+            self._start([first])
             if kind == "virtual" and re.search(r"gather_batch in a step|with virtual_workers=", first.error):
                 self.left_out.append(f"virtual workers: {first.error}")
                 continue
@@ -349,14 +368,16 @@ class Proof:
         if cause := _cause_of(first.error):
             self.finding = Finding(f"a training ends with an error: {first.error}", cause=cause)
             return None
+        if first.ended_by:
+            raise LockstepError(f"the first run: {first.ended_by}", todo="start it again", exit_code=NOT_KNOWN)
         if first.error:
-            raise LockstepError(first.error, exit_code=first.code if first.code > 0 else 1)
+            raise LockstepError(first.error, exit_code=first.code if first.code > 0 else NOT_KNOWN)
         found = re.search(r"^the loss adds up.*", first.text, re.M)
         self.said_adds_up = found[0] if found else ""
         steps = [step for event, step in first.lines if event == "train"]
         if not steps:
-            what = f"not one step was taken within {self.asked.seconds / 20:.0f} s"
-            raise LockstepError(what, "--seconds", "give more, or a smaller batch_size")
+            what = f"not one step was taken within {first.limit_s:.0f} s"
+            raise LockstepError(what, "--seconds", "give more, or a smaller batch_size", exit_code=NOT_KNOWN)
         if steps[-1] < self.steps:
             self.left_out.append(f"steps after the {_nth(max(2, steps[-1]))}: one takes too long for the {self.steps}")
         self.steps = min(self.steps, max(2, steps[-1]))
@@ -380,14 +401,12 @@ class Proof:
         kill = min(self.steps // 2 + 1, self.steps - 1)
         if kill % self._save_every == 0 and kill + 1 < self.steps:  # a step is repeated
             kill += 1
-        plan: list[dict[str, Any]] = []
-        if first.kind == "virtual":
-            plan += [
-                {"kind": "virtual", "processes": 1},
-                {"kind": "virtual", "processes": most, "killed": kill, "after": min(2, max(1, most - 1))},
-            ]
-        else:  # on the same cut the bits must be the same, too
-            plan += [{"kind": "plain", "processes": 1}, {"kind": "plain", "processes": 1, "killed": kill, "after": 1}]
+        after = min(2, max(1, most - 1)) if first.kind == "virtual" else 1
+        # The one that is killed comes first: it is another cut, and a resume. The same run once more shows less.
+        plan: list[dict[str, Any]] = [
+            {"kind": first.kind, "processes": most if first.kind == "virtual" else 1, "killed": kill, "after": after},
+            {"kind": first.kind, "processes": 1},  # on the same cut the bits must be the same
+        ]
         more = self._in_one_pass() > 1 and first.kind == "virtual"
         wide = [n for n in plain if n > 1]
         plan += [{"kind": kind, "processes": 1} for kind in ("double", "plain") if kind != first.kind]
@@ -405,6 +424,8 @@ class Proof:
             wanted = [each for each in group if self._is_of_use(each)]
             if wanted:
                 yield [self._new(**each) for each in wanted]
+            elif group[0].get("killed"):  # there is no time for it, but perhaps for another cut
+                plan.sort(key=lambda each: each["kind"] != "virtual" or each["processes"] == 1)
         if self._needs_yardstick():
             yield [self._new("nudged", 1)]
 
@@ -443,23 +464,22 @@ class Proof:
             settings |= {"amp": "off", "check_sums": cfg.check_sums and each.kind == "plain"}
         if each.passes:
             settings["batch_size"] = self._in_one_pass() // 2
-        return settings | self.device
+        return settings
 
     def _in_one_pass(self) -> int:
         """Return the samples of a pass on one process without virtual workers."""
         size = self.global_batch
         return max(n for n in range(1, size + 1) if size % n == 0 and n <= max(1, self.cfg.batch_size))
 
-    def _start(self, group: Sequence[Trial], seconds: float = 0.0, record: int = 0) -> None:
+    def _start(self, group: Sequence[Trial], record: int = 0) -> None:
         """Run these trainings at the same time, and wait for their ends.
 
-        seconds  stop each after so long
-        record   the step at which each ends, with a record of it, and watched
+        record  the step at which each ends, with a record of it, and watched
         """
         for leg in (0, 1):
             with contextlib.ExitStack() as stack:
                 children = [
-                    (each, stack.enter_context(self._child(each, leg, seconds, record)))
+                    (each, stack.enter_context(self._child(each, leg, record)))
                     for each in group
                     if leg == 0 or (each.killed and last_step(each.folder))
                 ]
@@ -469,28 +489,33 @@ class Proof:
                         running[0].wait(0.2)
                     self._tick(group)
                 for each, child in children:
+                    if leg == 0 and each.killed and child.returncode == status.DONE:
+                        self.left_out.append(f"a resume: the run on {each} ended before it was killed")
+                        each.killed = 0
                     each.code, each.took_s = child.returncode, each.took_s + time.monotonic() - began
             for each, _ in children:
                 each.text = each.folder.with_suffix(f".log{leg}").read_text(errors="replace")
                 each.__dict__.pop("lines", None)
 
-    def _child(self, each: Trial, leg: int, seconds: float, record: int) -> Any:
+    def _child(self, each: Trial, leg: int, record: int) -> Any:
+        processes = each.after if leg else each.processes
         order: dict[str, Any] = {
             "notes": str(each.folder.with_suffix(".json")),
             "double": each.kind == "double",
             "dropout": each.kind == "virtual",
             "nudged": each.kind == "nudged",
             "evaluate": self.evaluate and not record,
-            "seconds": seconds,
+            "seconds": each.limit_s,
             "kill_at": 0 if leg else each.killed,
             "last": 0 if each.killed and not leg else record,
             "watch": record > 0,
         }
-        settings = self._settings(each) | ({"record": record, "compile": "off", "cuda_graph": False} if record else {})
+        settings = self._settings(each) | cards.sharing(self.cards, processes, self.cfg.ddp.backend)
+        settings |= {"record": record, "compile": "off", "cuda_graph": False} if record else {}
         env = {"OMP_NUM_THREADS": "1"} | os.environ | {launch.RESTART: json.dumps({"settings": settings})}
         if "PYTHONHASHSEED" not in os.environ:
             env |= {"PYTHONHASHSEED": str(each.seed)}
-        command = [*python(each.after if leg else each.processes), trial.__file__, json.dumps(order), *self.words]
+        command = [*python(processes), trial.__file__, json.dumps(order), *self.words]
         return started(command, env, each.folder.with_suffix(f".log{leg}"))
 
     def _tick(self, group: Sequence[Trial]) -> None:
@@ -508,24 +533,53 @@ class Proof:
         self.say(ROW.format(name, how, f"{each.last['loss']:.6g}", each.last["digest"]))
 
     def _look(self, each: Trial, first: Trial) -> None:
-        """Set the finding, if a run shows one."""
+        """Set the finding, if a run shows one; else note whether it agrees with the first."""
         if self.finding:
+            return
+        how = {"virtual": "", "double": " in float64"}.get(each.kind, " without virtual workers")
+        if each.ended_by:
+            self.not_known.append(f"on {each}{how}: {each.ended_by}")
             return
         if each.error and each.kind == "double":
             return
         if each.error:
-            how = "" if each.kind == "virtual" else " without virtual workers"
             what = f"on {each}{how} the training ends with an error: {each.error}"
             self.finding = Finding(what, cause=_cause_of(each.error))
             return
+        if lacking := _lacking(first, each):
+            self.not_known.append(f"on {each}{how}: {lacking}")
+            return
         if each.kind != "virtual" and not _same_cut(first, each):
             return
-        self._show(each, ", again" if _same_cut(first, each) and not each.killed else "")
+        self._show(each, ", again" if self._is_again(first, each) else "")
         if each.killed and not each.resumed_at:
             self.left_out.append("a resume: no checkpoint was written before the kill")
-        if found := _apart(first, each):
+        found = _apart(first, each)
+        if found is None:
+            self.agreed.append(each)
+            self.agreed_at_the_end += [each] if first.code == status.DONE else []
+            return
+        if not self._is_again(first, each) and not any(self._is_again(first, one) for one in self.agreed):
+            again = self._new(first.kind, first.processes)  # does it differ by the cut, or from one start to the next?
+            self._start([again])
+            self._look(again, first)
+        if not self.finding:
             step, what = found
             self.finding = self._explained(first, each, step, what)
+
+    def _look_at_the_end(self, first: Trial) -> None:
+        """Compare those that have agreed up to its last step with a run that has the final state."""
+        for each in self.agreed:
+            if self.finding or each is first:
+                continue
+            if found := _apart(first, each):
+                self.finding = self._explained(first, each, *found)
+            else:
+                self.agreed_at_the_end.append(each)
+
+    def _is_again(self, first: Trial, each: Trial) -> bool:
+        """Return whether it is the first run once more, on the same cut and without an interruption."""
+        return _same_cut(first, each) and not each.killed
 
     def _explained(self, one: Trial, other: Trial, step: int, what: str) -> Finding:
         """Repeat two runs with a record of the step at which they part, and name the first tensor that differs."""
@@ -572,7 +626,9 @@ class Proof:
     # ---- without virtual workers ----
 
     def _of(self, kind: str) -> list[Trial]:
-        return [each for each in self.trials if each.kind == kind and each.lines and not each.error]
+        """Return the runs of a kind that have come to their end."""
+        runs = [each for each in self.trials if each.kind == kind and each.lines]
+        return [each for each in runs if not (each.error or each.ended_by or _lacking(self.trials[0], each))]
 
     def _why_no_plain(self) -> str:
         """Why equal numbers are not promised without virtual workers, known once one such run is there."""
@@ -613,13 +669,18 @@ class Proof:
             self.say(PLAIN_ROW.format(name.replace(" processes", "").replace(" process", ""), *cells, *doubles))
 
     def _judge_plain(self) -> None:
-        """Set the finding where a difference without virtual workers is more than rounding."""
+        """Set the finding where a difference without virtual workers is more than rounding; else note the other cuts
+        that were within it."""
+        self.within_rounding = []
         if why := self._why_no_plain():
             self.left_out.append(f"other cuts without virtual workers: {why}")
             return
         if why := self._no_float64():
             self.left_out.append(f"float64: {why}")
         plain, nudged = self._gaps("plain"), next(iter(self._of("nudged")), None)
+        if plain and not nudged and not self._gaps("double") and self._needs_yardstick():
+            what = "what weights changed in the last place make is not known, and rounding is measured by it"
+            self.left_out.append(f"other cuts without virtual workers in float32: {what}")
         if nudged and plain:
             one = self._of("plain")[0]
             moved = _gap(one, nudged, CONTINUOUS)
@@ -640,6 +701,7 @@ class Proof:
                     what = f"{name} differ by {size:.1e}, and rounding explains {limit:.0e}"
                     self.finding = self._explained(first, each, step, what + f" (from step {step} on)" * (step > 0))
                     return
+        self.within_rounding = [each for each, *_ in gaps or (self._gaps("double") if self._in_float64() else [])]
 
     # ---- the end ----
 
@@ -661,42 +723,61 @@ class Proof:
             self.left_out.append("an evaluation: the task has no validation data")
         if not self.cfg.num_workers:
             self.left_out.append("loader processes (num_workers=0)")
-        where = "another kind of machine" + (", GPUs" if notes["device"] == "cpu" else "")
-        self.left_out.append(f"more than {amount(self.counts[-1], 'process')}, several machines, {where}, later steps")
+        on_gpu = notes["device"] != "cpu"
+        if gpus := cards.not_covered(self.cards, on_gpu, self.counts[-1], self.cfg.device):
+            self.left_out.append(gpus)
+        most = amount(self.counts[-1], "process")
+        self.left_out.append(f"more than {most}, several machines, another kind of machine, later steps")
+
+    @property
+    def verdict(self) -> str:
+        """Whether the promise holds. It is about other cuts: without one that was tried, nothing is known."""
+        if self.finding:
+            return BROKEN
+        others = [each for each in self.agreed if {each.processes, each.after or each.processes} != {1}]
+        return HOLDS if (others or self.within_rounding) and not self.not_known else UNKNOWN
 
     def _verdict(self) -> list[str]:
         lines = [""]
-        if self.finding is None:
-            first = self.trials[0] if self._of("virtual") else self._of("plain")[0]
-            same = [each for each in self._of(first.kind) if each.kind == "virtual" or _same_cut(first, each)]
-            lines.append("The promise holds.")
-            if len(same) > 1:
-                points = sum(event == "train" for event, _ in first.lines)
-                scored = ", in the evaluation" if any(event == "eval" for event, _ in first.lines) else ""
-                where = f"at {amount(points, 'step')}{scored}, and in the whole final state"
-                lines.append(f"  the same bits in {len(same)} runs: {where}")
-            lines += self._rounding()
-        else:
-            found = self.finding
+        if self.verdict == HOLDS:
+            lines += ["The promise holds.", *self._same_bits(), *self._rounding()]
+        elif self.verdict == UNKNOWN:
+            why = self.not_known or ["no run on another cut has ended and could be compared; --seconds gives more time"]
+            lines += [f"Not known whether the promise holds: {text}" for text in why]
+            lines += [*self._same_bits(), *self._rounding()]
+        elif found := self.finding:
             lines.append(f"The promise does not hold: {found.what}")
             rows = {"first": found.where, "likely": found.cause}
             lines += [f"  {name:<7} {text}" for name, text in rows.items() if text]
             lines += [f"  seen    {text}" for text in found.seen]
         return [*lines, "Not checked:", *(f"  - {text}" for text in self.left_out)]
 
+    def _same_bits(self) -> list[str]:
+        """Return a line on the runs that have agreed in all bits."""
+        if not self.agreed:
+            return []
+        lines = self.trials[0].lines or self.agreed[0].lines
+        where = [f"at {amount(sum(event == 'train' for event, _ in lines), 'step')}"]
+        ended, total = len(self.agreed_at_the_end) + 1, len(self.agreed) + 1
+        if self.agreed_at_the_end:
+            scored = any(event == "eval" for event, _ in self.agreed_at_the_end[0].lines)
+            where += ["in the evaluation"] if scored else []
+            where.append("and in the whole final state" + (f" of {ended} of them" if ended < total else ""))
+        return [f"  the same bits in {amount(total, 'run')}: {', '.join(where)}"]
+
     def _rounding(self) -> list[str]:
         """Return a line on what was found without virtual workers."""
         plain, double = self._gaps("plain"), self._gaps("double")
-        if self._why_no_plain() or not (plain or double):
+        names = {str(each) for each in self.within_rounding}
+        plain, double = ([gap for gap in gaps if str(gap[0]) in names] for gaps in (plain, double))
+        if not names:
             return []
-        cuts = len({str(each) for each, *_ in (*plain, *double)})
+        cuts = len(names)
         text = f"  without virtual workers the same on {amount(cuts, 'other cut')} up to rounding: "
         if plain:
             text += f"to {max(numbers for _, numbers, _ in plain):.0e}"
         if nudged := next(iter(self._of("nudged")), None):
             moved, _ = _gap(self._of("plain")[0], nudged, CONTINUOUS)
-            if GROWTH * moved > CLEAR and not self._in_float64():
-                return []
             text += f", where weights changed in the last place make {moved:.0e}"
         if double:
             text += f"{', ' * bool(plain)}to {max(numbers for _, numbers, _ in double):.0e} in float64"
@@ -720,9 +801,10 @@ class Proof:
             gaps["plain"]["weights changed in the last place"] = {"numbers": numbers, "weights": weights}
         found = vars(self.finding) if self.finding else None
         return {
-            "holds": not code, "exit_code": code, "steps": self.steps, "global_batch": self.global_batch,
+            "holds": {HOLDS: True, BROKEN: False, UNKNOWN: None}[self.verdict], "verdict": self.verdict,
+            "exit_code": code, "steps": self.steps, "global_batch": self.global_batch,
             "virtual_workers": self.workers, "finding": found, "runs": runs, "differences": gaps,
-            "not_checked": self.left_out,
+            "not_known": self.not_known, "not_checked": self.left_out,
         }  # fmt: skip
 
 
@@ -754,6 +836,12 @@ def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return 0, f"in the final state alone: {min(wrong)}{more}"
     return None
+
+
+def _lacking(one: Trial, other: Trial) -> str:
+    """Return what the log of a run lacks of the lines of another, empty where it has them all."""
+    steps = sorted(step for _, step in one.lines.keys() - other.lines.keys())
+    return f"its log lacks {amount(len(steps), 'line')}, the first of step {steps[0]}" if steps else ""
 
 
 def _shown(value: Any) -> str:

@@ -127,9 +127,11 @@ class Found(NamedTuple):
         """The first difference that rounding does not explain."""
         return next((each for each in self.differences if not each.rounding), None)
 
-    @property
-    def sentence(self) -> str | None:
-        """Name the first difference, or the first beyond rounding where the passes differ; None: equal in bits."""
+    def sentence(self, settings: str = "") -> str | None:
+        """Name the first difference, or the first beyond rounding where the passes differ; None: equal in bits.
+
+        settings  words on settings that differ, whose effect is no rounding however small it is; or empty
+        """
         if not self.differences:
             return None
         first, beyond = self.differences[0], self.beyond
@@ -140,6 +142,8 @@ class Found(NamedTuple):
             return f"{first}{before}"
         most = max(self.differences, key=lambda each: (each.relative == each.relative, each.relative))
         then = f"first beyond rounding: {beyond}" if beyond else "nothing is beyond rounding"
+        if settings and not beyond:
+            then = f"nothing is larger than rounding, but {settings}"
         then += f"; most: {most}" if not beyond and most != first else ""
         return f"{first}{before}; {then}"
 
@@ -147,7 +151,7 @@ class Found(NamedTuple):
 def first_difference(a: Record, b: Record) -> str | None:
     """Return a sentence on what differs first, None where all that both have is equal in bits. Raises LockstepError if
     the records are of other steps."""
-    return compare(a, b).sentence
+    return compare(a, b).sentence()
 
 
 def compare(a: Record, b: Record) -> Found:
@@ -162,6 +166,7 @@ def compare(a: Record, b: Record) -> Found:
     rows_a, rows_b = _rows(a, same), _rows(b, same)
     rounding = max(_rounding(a), _rounding(b))
     modules = a.about.get("modules", {})
+    same_rate = a.about["lr"] == b.about["lr"]
     largest = max([_norm(a, rows) for (kind, _), rows in rows_a.items() if kind == "gradient"], default=0.0)
     found, compared, unmatched, equal, before = list[Difference](), 0, 0, 0, 0.0
     for kind, name in _ordered(a, b):
@@ -190,6 +195,7 @@ def compare(a: Record, b: Record) -> Found:
         limit = max(rounding, JUMP * before)
         by_rounding = not why and kind != "batch" and seen <= limit
         by_rounding |= kind == "weight" and not same_cut and not why and not any(not each.rounding for each in found)
+        by_rounding &= kind != "weight" or same_rate
         found.append(Difference(kind, name, module, relative, samples, of, why, bool(by_rounding)))
         before = max(before, seen) if by_rounding and kind == "forward" else before
     return Found(same_cut, tuple(found), compared, equal, unmatched)

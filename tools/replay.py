@@ -12,8 +12,9 @@ device=cpu). Compared are each line of the log (the digest of the weights, all n
 all of its state. So a stretch ends with the state that the next one begins with, and all of them prove the whole run.
 
 Said first is what differs anyway: config, data, code, machine. With `virtual_workers` any number of processes takes the
-same steps; without it only the run's own does. Exit code 0: the same bits; 1: other numbers. The verdict tells whether
-rounding explains them, where machine, versions or code are others: they must be at most ten times as far off as the
+same steps; without it only the run's own does. Exit code 0: the same bits; 1: other numbers; 7: not known, because
+neither a digest of the weights nor a checkpoint of the last step could be compared. The verdict tells whether rounding
+explains other numbers, where machine, versions or code are others: they must be at most ten times as far off as the
 same steps are here with a learning rate that is larger by a rounding error (a part in 2^20, with TF32 or mixed
 precision in 2^8).
 """
@@ -56,6 +57,8 @@ from engine.files.archive import Saved
 from engine.files.atomic import write_json
 from engine.files.checkpoints import LOCK, Checkpoints
 from engine.run import SQUARE_ROOT
+from tools import cards
+from tools.arguments import NOT_KNOWN
 from tools.evaluate import SAME_STATE, TRUST, of_run
 from tools.running import Trained, alone, guarded, train_in
 
@@ -104,13 +107,13 @@ def main(argv: list[str]) -> int:
             print(json.dumps(result))
         for path in filter(None, (asked.out, Path(result["run"]) / RESULT if asked.write else None)):
             write_json(path, result)
-        return int(result["verdict"] != SAME)
+        return {SAME: 0, UNKNOWN: NOT_KNOWN}.get(result["verdict"], 1)
 
     return guarded([asked.run, *rest], work, partial(of_run, asked.trust))
 
 
 RESULT = "replay.json"
-SAME, ROUNDING, DIFFERS = "same bits", "rounding", "differs"
+SAME, UNKNOWN, ROUNDING, DIFFERS = "same bits", "not known", "rounding", "differs"
 
 
 # ---- what the run has left ------------------------------------------------------------------------------------------
@@ -157,6 +160,8 @@ class Recorded:
     at   step -> the checkpoint's file and SHA-256
     """
 
+    came_to: Any  # the last step that status.json has
+
     def __init__(self, folder: Path, cfg: Any, task: Any):
         self.folder, self.cfg = folder, cfg
         self.free = {*checkpoint.FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
@@ -168,8 +173,18 @@ class Recorded:
         steps = [e.step if e.sha256 else archive.read(folder / e.file)["progress"]["step"] for e in entries]
         self.at = {step: (folder / entry.file, entry.sha256) for step, entry in zip(steps, entries, strict=True)}
         self.steps = sorted({*self.at, *(step for step, _ in self.log)})
+        self.came_to = _read_json(folder / "status.json").get("step")
         if not self.steps:
             raise LockstepError("the run has neither a log nor a checkpoint", str(folder), "give another one")
+
+    @property
+    def lost(self) -> int:
+        """How many steps at its end the run has taken, as status.json says, and has no record of."""
+        return max(0, self.came_to - self.steps[-1]) if isinstance(self.came_to, int) else 0
+
+    def has_bits(self, step: int) -> bool:
+        """Return whether the run has recorded the bits of its weights at this step: a checkpoint, or a digest."""
+        return step in self.at or "digest" in self.log.get((step, "train"), {})
 
     def checkpoint(self, step: int) -> Saved:
         """Return what the checkpoint of this step holds, without its tensors."""
@@ -445,7 +460,7 @@ class Taker:
             raise LockstepError("interrupted", exit_code=128 + self.number)
         if done.code:
             what = f"{stretch} could not be taken: {done.problem}"
-            code = done.code if done.code in (2, 3, 4, 5, 6) else 1
+            code = done.code if done.code in (2, 3, 4, 5, 6) else NOT_KNOWN
             raise LockstepError(what, str(stretch.begin.path or "from the seed"), "correct that", exit_code=code)
         return folder
 
@@ -468,6 +483,8 @@ class Taker:
         if known.path and not any(word.startswith(("amp=", "--amp")) for word in self.rest):
             fixed |= {"amp": known.precision, "memory_format": known.memory_format}
         fixed |= {key: known.environment[key] for key in ("compile",) if known.environment.get(key)}
+        backend = config.flatten(config.to_dict(cfg))["ddp.backend"]
+        fixed |= cards.sharing(cards.visible(cfg), self.processes(stretch), backend)
         threads = known.environment.get("threads") or self.run.environment.get("threads")
         return fixed | ({"threads": int(threads)} if threads else {})
 
@@ -505,6 +522,7 @@ class Compared:
     first    the first of them that is not
     largest  relative difference of a logged number, where it is, and the same of all weights at the end
     missing  lines of the run's log that should be there
+    proven   the last step at which the bits of the weights were compared, by a digest or a checkpoint
     """
 
     points: int = 0
@@ -517,6 +535,7 @@ class Compared:
     state: bool | None = None  # whether all state at the end is the same; None: there is no checkpoint
     digest: str = ""  # of the second run's weights at the end
     left_out: str = ""
+    proven: int = 0
 
     def add(self, step: int, what: str, differences: list[dict[str, Any]]) -> None:
         self.points += 1
@@ -553,13 +572,10 @@ def compare(
             if before["run"] != before["replay"]:
                 names = [name for name in names if name in OF_ITS_STEP]
         found.add(step, event, [_difference(name, one[name], two[name]) for name in names if one[name] != two[name]])
-        found.digests += "digest" in one
+        if "digest" in one and "digest" in two:
+            found.digests, found.proven = found.digests + 1, max(found.proven, step)
         found.digest = two.get("digest", found.digest)
-    if checkpoints[0] and not checkpoints[1]:
-        found.add(
-            to, checkpoints[0].name, [{"name": "the replay ended before", "run": "", "replay": "", "relative": None}]
-        )
-    elif all(checkpoints):
+    if all(checkpoints):
         one, two = (archive.read(path) for path in checkpoints if path)
         leave_out = (
             {"progress/best", "progress/stale", "progress/evaluation_due"}
@@ -571,6 +587,7 @@ def compare(
         found.left_out = ", ".join(sorted(leave_out))
         differences = _of_states(one, two, leave_out)
         found.state, found.digest, found.digests = not differences, two["digest"], found.digests + 1
+        found.proven = to
         found.add(to, checkpoints[0].name if checkpoints[0] else "", differences)
     return found
 
@@ -638,9 +655,12 @@ def _replay(cfg: Any, asked: argparse.Namespace, rest: list[str]) -> dict[str, A
     taken = _take_all(run, asked, rest, anyway, stretches)
     points, equal = (sum(each[name] for each in taken) for name in ("points", "equal"))
     verdicts = {each["verdict"] for each in taken} | ({DIFFERS} if anyway.first else set())
-    verdict = next(each for each in (DIFFERS, ROUNDING, SAME) if each in verdicts)
+    verdict = next(each for each in (DIFFERS, ROUNDING, UNKNOWN, SAME) if each in verdicts)
     first = anyway.first or next((each["first_difference"] for each in taken if each["first_difference"]), None)
     chain = all(one.to == two.start and one.end for one, two in itertools.pairwise(stretches))
+    if verdict == SAME and run.lost and asked.step is None and asked.to is None:
+        verdict = UNKNOWN
+        print(f"status.json has step {run.came_to}: of the last {amount(run.lost, 'step')} the run has no record")
     whole = chain and verdict == SAME and stretches[0].begin.path is None and to == run.steps[-1]
     if len(taken) > 1:
         print(f"steps {begin} to {to}: {_in_words(verdict, equal, points)}")
@@ -659,6 +679,8 @@ def _number(counts: list[int]) -> str:
 
 
 def _in_words(verdict: str, equal: int, points: int) -> str:
+    if verdict == UNKNOWN:
+        return f"{verdict}: the same numbers at {equal} of {amount(points, 'point')}"
     points_of = f"the same bits at {equal} of {points} points"
     return points_of if verdict == SAME else f"{verdict}: {points_of}"
 
@@ -687,9 +709,11 @@ def _chosen(run: Recorded, asked: argparse.Namespace) -> list[Stretch]:
     if not 0 <= after < to <= last:
         what = f"step {asked.step}" if asked.step is not None else f"steps {after} to {to}"
         raise LockstepError(what, "command line", f"the run has recorded steps 0 to {last}")
-    end = next(step for step in run.steps if step >= to)
+    later = [step for step in run.steps if step >= to]
+    end = next((step for step in later if run.has_bits(step)), later[0])
     if end != to:
-        print(f"Step {to} has no line in the log: it is proven by the next that has, of step {end}")
+        lacks = "digest of the weights" if to in run.steps else "line in the log"
+        print(f"Step {to} has no {lacks}: it is proven by the next that has, of step {end}")
     stretches = run.stretches(after, end, to if end != to else 0)
     if asked.stretch:
         parts = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", asked.stretch)
@@ -785,7 +809,9 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
     folder = taker.take(stretch)
     found = compare(stretch, taker.run.log, log_of(folder)[0], _states(stretch, folder))
     yardstick, verdict, explains = None, SAME, [*anyway.explains]
-    if found.equal < found.points or not found.points:
+    if found.equal == found.points and found.proven < stretch.to:
+        verdict = UNKNOWN
+    elif found.equal < found.points:
         if moved := _moved(stretch, folder):
             explains.append(moved)
         yardstick = _yardstick(taker, stretch, folder) if explains and found.points else None
@@ -832,6 +858,9 @@ def _line(
     stretch: Stretch, found: Compared, verdict: str, yardstick: Compared | None, explains: list[str], noted: str
 ) -> str:
     parts = [f"{stretch}: {_in_words(verdict, found.equal, found.points)}"]
+    if verdict == UNKNOWN:
+        last = f"the last are of step {found.proven}" if found.proven else "there are none"
+        parts.append(f"at step {stretch.to} no bits of the weights could be compared (digests, checkpoints): {last}")
     if found.state:
         parts.append(f"one of them all state of {_name(stretch.end) if stretch.end else ''}")
     if noted:

@@ -117,11 +117,13 @@ def train_in(
     processes: int = 1,
     kill_at: int = 0,
     tell: Callable[[int], object] = lambda step: None,
+    env: Mapping[str, str] | None = None,
 ) -> Trained:
     """Run train.py with these arguments in `processes` processes, with `save_dir=folder`, and wait for its end.
 
     kill_at  once the log has this step, send SIGKILL to the launcher and to rank 0; 0: never
     tell     called with the last step in the log, a few times a second
+    env      in addition to the environment, such as the GPUs that it may use
 
     A process computes in one thread, because the number of threads changes the last digits, unless OMP_NUM_THREADS is
     set.
@@ -137,7 +139,7 @@ def train_in(
             os.killpg(child.pid, signal.SIGKILL)
 
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return run_script([script, *words, f"save_dir={folder}"], processes, look, threads)
+    return run_script([script, *words, f"save_dir={folder}"], processes, look, threads | dict(env or {}))
 
 
 def run_script(

@@ -11,11 +11,13 @@ A fold is a function of the data and --fold-seed; no person (animal, video) is c
 about --val-share validate. A training is train.py with these settings, in a folder of its own under --out; the
 checkpoint that is best in validation is scored on the test, once. The same command again continues where it was killed;
 what is done is not done again. Settings of the training come before --compare, whose words are the configs: one each,
-or several settings in quotes. On a CPU a process computes in one thread, unless OMP_NUM_THREADS is set.
+or several settings in quotes. On a CPU a process computes in one thread, unless OMP_NUM_THREADS is set. Where several
+GPUs are visible, trainings run at once, each on its own.
 
 It writes study.json, study.csv, runs.csv and study.tex into --out, study.pdf and study.png with matplotlib, and
 `python tools/report.py FOLDER` makes a page of it. What each number is: docs/study.md. Another task than har and video
-needs `test_dataset` and `split_keys`, see engine/contract.py.
+needs `test_dataset` and `split_keys`, see engine/contract.py. Exit code 0: each training is tested; 1: one has failed;
+7: the result of a test is gone, and the numbers are without it.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ from engine.errors import LockstepError, amount
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
 from formats.folds import folds, part_to_validate
-from tools import evaluate
-from tools.arguments import whole_number
+from tools import cards, evaluate
+from tools.arguments import NOT_KNOWN, whole_number
 from tools.evaluate import TEST, aligned, names_of
 from tools.running import Trained, alone, guarded, last_step, run_script, train_in
 from tools.study_numbers import of_study
@@ -81,7 +83,8 @@ def main(argv: list[str]) -> int:
     add("--fold-seed", type=whole_number(0), default=0, help="of the choice of the folds (0)")
     add("--out", type=Path, metavar="FOLDER", help="the study's folder (default: checkpoints/study_TASK)")
     add("--processes", type=whole_number(1), default=1, metavar="N", help="of each training (1)")
-    add("--jobs", type=whole_number(1), default=1, metavar="J", help="trainings at once (1)")
+    what = "trainings at once (as many as have GPUs of their own; 1 without GPUs)"
+    add("--jobs", type=whole_number(1), metavar="J", help=what)
     add("--dry-run", action="store_true", help="print folds and trainings, and stop")
     add("--json", action="store_true", help="print study.json on stdout")
     asked, words = parser.parse_known_args(argv)
@@ -114,6 +117,9 @@ def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> in
         (first, problem), *_ = failed
         what = f"{amount(len(failed), 'training')} of {len(study.trainings)} failed, {first}: {problem}"
         raise LockstepError(what, str(study.folder), "correct that; the same command continues", exit_code=1)
+    if lacking := found["trainings"] - found["tested"]:
+        what = f"{amount(lacking, 'test')} of {found['trainings']} cannot be read: they are not in these numbers"
+        raise LockstepError(what, str(study.folder), "the same command tests again", exit_code=NOT_KNOWN)
     return status.set_exit_code(status.DONE)
 
 
@@ -154,6 +160,9 @@ class Study:
         with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
             given = [self._settings(each, Path(scratch)) for each in self.trainings]
             self._try_sides(given[0])
+        self.cards = cards.visible(cfg)
+        self.jobs = asked.jobs or min(cards.jobs_for(self.cards, asked.processes), len(self.trainings))
+        self.free = [*range(self.jobs)]  # the numbers of the jobs that no training has
         self.stop, self.number = threading.Event(), int(signal.SIGINT)
         self.steps: dict[str, int] = {}
         self.failed: list[tuple[str, str]] = []
@@ -270,6 +279,7 @@ class Study:
         plan, trainings = self.plan, len(self.trainings)
         parts = [described(plan)] + [amount(len(self.configs), "config")] * (len(self.configs) > 1)
         found = [f"{Path(plan['task']).name}: {', '.join(parts)}: {amount(trainings, 'training')}, in {self.folder}"]
+        found += self._about_cards()
         if plan["folds"]:
             of = dict(zip(self.names, self.counts, strict=True))
             rows = [["fold", "samples", "to test on", "to validate on"]]
@@ -278,6 +288,16 @@ class Study:
                 rows.append([str(n), samples, _some(cut["test"]), _some(cut["val"])])
             found += aligned(rows)
         return found
+
+    def _about_cards(self) -> list[str]:
+        """Return a line on the GPUs that the trainings use; none where they use no more than usual."""
+        processes = self.asked.processes
+        on = cards.place(0, self.jobs, self.cards, processes)
+        if cards.shares(len(on), processes):
+            return [f"of each training {cards.shared_by(len(on), processes)}"]
+        if not on or self.jobs == 1:
+            return []
+        return [f"{self.jobs} trainings at once on {amount(self.cards, 'GPU')}, {amount(len(on), 'GPU')} each"]
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
@@ -309,13 +329,13 @@ class Study:
 
     def run(self) -> list[tuple[str, str]]:
         """Run what is left of the trainings; return (name, problem) of those that failed."""
-        left = [each for each in self.trainings if result(self.folder, each) is None]
+        left = [each for each in self.trainings if result(self.plan, self.folder, each) is None]
         done = len(self.trainings) - len(left)
         if done:
             print(f"{done} of {len(self.trainings)} are done", flush=True)
         before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         bar = tqdm(total=len(self.trainings), initial=done, unit="run", leave=False, dynamic_ncols=True, disable=None)
-        pool = ThreadPoolExecutor(self.asked.jobs, thread_name_prefix="study")
+        pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="study")
         try:
             waiting = {pool.submit(self._take, each) for each in left}
             while waiting:
@@ -342,10 +362,24 @@ class Study:
         """Train, and test once; return the line to print. Once one has failed no other begins: it would fail alike."""
         if self.failed:
             return ""
+        job = self.free.pop()  # there are as many as threads
+        try:
+            return self._take_as(job, each)
+        finally:
+            self.free.append(job)
+
+    def _take_as(self, job: int, each: Training) -> str:
+        """Train and test on the GPUs of this job, if there are any."""
+        on = cards.place(job, self.jobs, self.cards, self.asked.processes)
+        env = cards.showing(on)
+        backend = self.of_each[each.config].ddp.backend
+        more = [f"{k}={v}" for k, v in cards.sharing(len(on), self.asked.processes, backend).items()]
         folder, began = self.folder / each.name, time.monotonic()
         words = self._settings(each, self.folder)
         if _state(folder) != "done":
-            ended = self._watched(each, lambda tell: train_in(folder, words, self.asked.processes, tell=tell))
+            ended = self._watched(
+                each, lambda tell: train_in(folder, [*words, *more], self.asked.processes, 0, tell, env)
+            )
             if ended.code:
                 return self._failed(each, ended.problem)
         test = [
@@ -356,8 +390,9 @@ class Study:
             "--json",
             *(["--by", self.kind] if self.names else []),
         ]
-        ended = self._watched(each, lambda tell: run_script(test, self.asked.processes, lambda child: tell()))
-        found = result(self.folder, each)
+        test += more
+        ended = self._watched(each, lambda tell: run_script(test, self.asked.processes, lambda child: tell(), env))
+        found = result(self.plan, self.folder, each)
         if ended.code or found is None:
             return self._failed(each, f"the test: {ended.problem}")
         self.steps.pop(each.name, None)
@@ -436,12 +471,13 @@ def _state(folder: Path) -> str:
     return ""
 
 
-def result(folder: Path, each: Training) -> dict[str, Any] | None:
-    """Return what the test of a training has given, None if there is none yet."""
+def result(plan: dict[str, Any], folder: Path, each: Training) -> dict[str, Any] | None:
+    """Return what the test of a training has given, None if there is none yet, or one of other people."""
     with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
         found = json.loads((folder / each.name / TEST).read_bytes())
         found["metrics"][found["monitor"]]
-        return dict(found)
+        of_others = each.fold >= 0 and {*found["sources"]} != {*plan["folds"][each.fold]["test"]}
+        return None if of_others else dict(found)
     return None
 
 
@@ -463,7 +499,7 @@ def _write_text(path: Path, text: str) -> None:
 
 def results(plan: dict[str, Any], folder: Path, task: type[Task]) -> dict[str, Any]:
     """Return the numbers of a study, of the trainings that have been tested: what study.json holds."""
-    taken = [(each, result(folder, each)) for each in _trainings(plan)]
+    taken = [(each, result(plan, folder, each)) for each in _trainings(plan)]
     runs = [each.of(found) for each, found in taken if found is not None]
     about = {"task": plan["task"], "monitor": str(task.monitor), "higher_is_better": bool(task.higher_is_better)}
     about |= {"what": described(plan), "by": plan["by"], "seeds": plan["seeds"], "folds": plan["folds"]}

@@ -30,11 +30,13 @@ def shown_metrics(found: dict[str, Any], most: int = 5) -> list[str]:
     return [*dict.fromkeys([*first, *names])][:most]
 
 
-def plus_minus(value: dict[str, Any] | None, sign: str = "±", digits: int = 3) -> str:
+def plus_minus(value: dict[str, Any] | None, of: int = 0) -> str:
+    """Return mean and sd; and of how many values, where they are fewer than `of`: the others are no numbers."""
     if not value or not math.isfinite(value["mean"]):
         return "–"
-    spread = f" {sign} {value['sd']:.{digits}f}" if math.isfinite(value["sd"]) else ""
-    return f"{value['mean']:.{digits}f}{spread}"
+    fewer = f" ({value['n']} of {of})" if value["n"] < of else ""
+    spread = f" ± {value['sd']:.3f}" if math.isfinite(value["sd"]) else ""
+    return f"{value['mean']:.3f}{spread}{fewer}"
 
 
 def summary(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
@@ -44,14 +46,19 @@ def summary(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     number = max((value["n"] for each in found["configs"] for value in each["metrics"].values()), default=0)
     cut = amount(number, "fold" if found["folds"] else "seed")
     alone = bool(people) and bool(found["folds"]) and all(len(each["test"]) == 1 for each in found["folds"])
-    for title, key in ((f"mean ± sd of {people} {found['by']}", "over_sources"), (f"mean ± sd of {cut}", "metrics")):
+    for title, key, of in (
+        (f"mean ± sd of {people} {found['by']}", "over_sources", people),
+        (f"mean ± sd of {cut}", "metrics", number),
+    ):
         if alone and key == "metrics":  # the same numbers
             continue
         if any(each[key] for each in found["configs"]):
-            rows = [[each["name"], *(plus_minus(each[key].get(name)) for name in metrics)] for each in found["configs"]]
+            cells = [[plus_minus(each[key].get(name), of) for name in metrics] for each in found["configs"]]
+            rows = [[each["name"], *row] for each, row in zip(found["configs"], cells, strict=True)]
             tables.append((title, [["", *metrics], *rows]))
     if len(found["seeds"]) > 1 and found["folds"]:
-        rows = [[each["name"], *(plus_minus(each["seeds"].get(n)) for n in metrics)] for each in found["configs"]]
+        of = len(found["seeds"])
+        rows = [[each["name"], *(plus_minus(each["seeds"].get(n), of) for n in metrics)] for each in found["configs"]]
         tables.append(
             (f"mean ± sd of {amount(len(found['seeds']), 'seed')}, each the mean of its folds", [["", *metrics], *rows])
         )
@@ -260,6 +267,8 @@ def escaped(text: str) -> str:
 def latex(found: dict[str, Any]) -> str:
     """Return the tables for a paper (\\usepackage{booktabs})."""
     said = [f"% {escaped(found['task'])}: {escaped(found['what'])}; \\usepackage{{booktabs}}"]
+    if found["tested"] < found["trainings"]:
+        said.append(f"% NOT COMPLETE: {found['tested']} of {found['trainings']} trainings are tested")
     for title, rows in all_tables(found):
         said += ["", rf"% {escaped(title)}", rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}", r"\toprule"]
         body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]

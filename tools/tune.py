@@ -13,7 +13,8 @@ Options, before the arguments of a training:
   --json          the result and all measurements as JSON, instead of tables
 
 Every setting is tried in new processes; running out of memory is a result. A larger batch is another training: adapt
-the learning rate. With global_batch=N, the fastest way to cut that batch is searched for.
+the learning rate. With global_batch=N, the fastest way to cut that batch is searched for. Where fewer GPUs than
+processes are visible, processes share them by gloo, and the result has ddp.backend=gloo.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import yaml
 from engine import config, precision
 from engine.errors import LockstepError, amount
 from engine.speed.cores import available, contention_warning
+from tools import cards
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded
 
@@ -57,6 +59,8 @@ class Tuning:
         self.cores = available()
         self.threads = int(os.environ.get("OMP_NUM_THREADS", max(1, self.cores // options.processes)))
         self.rows: list[Row] = []
+        self.cards = cards.visible(cfg)
+        self.shared = cards.sharing(self.cards, options.processes, cfg.ddp.backend)
 
     def say(self, text: str = "") -> None:
         if not self.options.json:
@@ -64,6 +68,7 @@ class Tuning:
 
     def tried(self, settings: dict[str, Any], seconds: float) -> Row | None:
         """Measure one combination; returns None if memory runs out."""
+        settings = settings | self.shared
         try:
             found = probe(self.words, settings, self.options.processes, seconds, self.threads)
         except OutOfMemory:
@@ -96,6 +101,8 @@ class Tuning:
 
     def find_batch(self) -> tuple[Row, str]:
         """Return (the measurement of the fastest batch, a line about the largest)."""
+        if self.shared:
+            self.say(f"{cards.shared_by(self.cards, self.options.processes)}: a GPU for each is faster\n")
         self.say(HEADER)
         timed: list[Row] = []
         slower, largest, limit = 0, 0, "there are no more samples, or no larger one was asked for"
