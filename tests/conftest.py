@@ -303,7 +303,6 @@ def _rank(pid: int) -> int | None:
 def pytest_addoption(parser):
     parser.addoption("--real", action="store_true", help="start every process anew, none as a fork of a warm parent")
 
-
     parser.addoption("--cpu-times", metavar="FILE", help="append the CPU seconds of each test and of its processes")
 
 
@@ -332,7 +331,7 @@ def pytest_runtest_protocol(item):
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of this process and of all below it: a process that has ended counts in the one that waited for it."""
+    """CPU seconds of this process and of all below it. One that has ended counts in the one that waited for it."""
     ticks = 0
     for pid in (os.getpid(), *_descendants()):
         with suppress(OSError):  # it has ended meanwhile
