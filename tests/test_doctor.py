@@ -348,7 +348,7 @@ def test_a_check_that_breaks_is_no_success(launch):
     program = (
         "import sys; from tools import doctor; doctor.busy = lambda share: 1 / 0; sys.exit(doctor.main(sys.argv[1:]))"
     )
-    done = launch.python("-c", program, TOY, **CPU)
+    done = launch.python("-c", program, TOY)
     assert done.code == 7 and "could not be checked: ZeroDivisionError" in only(lines_of(done, "unknown")), done.err
     assert re.search(r"^0 failures, \d warnings?, 1 check not made$", done.out, re.M)
 
