@@ -225,16 +225,16 @@ def test_a_graph_for_each_shape_of_a_training_is_allowed(compiled):
     """Of a network of blocks that the compiler must take one by one, because the host reads something between them."""
 
     class Block(nn.Module):
-        def __init__(self):
+        def __init__(self, width):
             super().__init__()
-            self.inner = nn.Linear(2, 2)
+            self.inner = nn.Linear(width, width + 1)
 
         def forward(self, x):
             y = self.inner(x)
             torch._dynamo.graph_break()
             return y * 2
 
-    model = nn.Sequential(*(Block() for _ in range(6)))
+    model = nn.Sequential(*(Block(2 + n) for n in range(6)))
     form, calls = compiled(model)
     for size in (6, 6, 5, 4, 3):
         calls.clear()
