@@ -26,7 +26,7 @@ def tensors_in(value):
 
 def storage_of(tensor):
     """The memory of a tensor of the CPU, or of one of `fake_gpu.py`."""
-    return getattr(tensor, "inner", tensor).untyped_storage()
+    return vars(tensor).get("inner", tensor).untyped_storage()  # of others, `inner` is a method
 
 
 def address(tensor):
