@@ -228,10 +228,10 @@ def test_a_contestant_answers_each_order(gpu, tmp_path):
     measures = "training", "plain loop", "kernels"
     orders.write_text("".join(f'{{"measure": "{name}", "seconds": 0.01}}\n' for name in measures))
     said = gpu("--part", "contestant", str(orders), "3", *words, "device=cuda", script="benchmarks/gpu_check.py").out
-    ready, *answers = said.partition("READY\n")[2].split("TURN ")
-    training, loop, counts = (json.loads(answer.splitlines()[0]) for answer in answers)
-    assert not ready and 0 < training["least"] <= training["rate"] and loop["rate"] > 0
-    assert counts["kernels"] == counts["launches"] > 100
+    answers = re.findall("^TURN (.*)$", said.partition("READY\n")[2], re.MULTILINE)
+    training, loop, counts = map(json.loads, answers)
+    assert 0 < training["least"] <= training["rate"] <= training["most"]
+    assert loop["rate"] > 0 and min(counts.values()) > 100
 
 
 @pytest.mark.parametrize("checked", ["true", "false"])
