@@ -358,6 +358,7 @@ ROBOT = "env.demonstrations=8 env.size=16 eval.n_episodes=0 policy.chunk_size=5"
 
 
 def test_robot_measures_its_statistics_without_them():
+    pytest.importorskip("pyarrow")
     task, train = made("robot", *ROBOT)
     name = train.sources[0]
     assert {*train.sources.tolist()} == {*map(str, {*train.told["episode_index"][train.rows].tolist()})}

@@ -12,6 +12,7 @@ LINES = lerobot_lines.lines()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A working folder with their datasets, weights and runs."""
+    pytest.importorskip("pyarrow")
     folder = tmp_path_factory.mktemp("lines")
     lerobot_lines.load_lerobot()
     with lerobot_lines.world(folder):

@@ -49,6 +49,7 @@ def indexed(folder, *words):
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
     """{kind: (folder, number of samples)}"""
+    pytest.importorskip("pyarrow")
     made = {}
     for kind in ("tar", "jsonl", "parquet"):
         folder = tmp_path_factory.mktemp(kind)
