@@ -543,8 +543,9 @@ class Proof:
         if each.error and each.kind == "double":
             return
         if each.error:
+            self._start_again(first, each)
             what = f"on {each}{how} the training ends with an error: {each.error}"
-            self.finding = Finding(what, cause=_cause_of(each.error))
+            self.finding = self.finding or Finding(what, cause=_cause_of(each.error))
             return
         if lacking := _lacking(first, each):
             self.not_known.append(f"on {each}{how}: {lacking}")
@@ -559,13 +560,19 @@ class Proof:
             self.agreed.append(each)
             self.agreed_at_the_end += [each] if first.code == status.DONE else []
             return
-        if not self._is_again(first, each) and not any(self._is_again(first, one) for one in self.agreed):
-            again = self._new(first.kind, first.processes)  # does it differ by the cut, or from one start to the next?
-            self._start([again])
-            self._look(again, first)
+        self._start_again(first, each)
         if not self.finding:
             step, what = found
             self.finding = self._explained(first, each, step, what)
+
+    def _start_again(self, first: Trial, each: Trial) -> None:
+        """Before a run that shows something is explained, set the finding where the first is another when it is started
+        once more: then the cut is not the cause."""
+        if self._is_again(first, each) or any(self._is_again(first, one) for one in self.agreed):
+            return
+        again = self._new(first.kind, first.processes)
+        self._start([again])
+        self._look(again, first)
 
     def _look_at_the_end(self, first: Trial) -> None:
         """Compare those that have agreed up to its last step with a run that has the final state."""
