@@ -2,12 +2,13 @@
 
     python compiled_stand_in.py FACTOR SIZE CALLS train.py's words
 
-FACTOR  of the gradient of the first parameter, in the last rank; 1: a right compiler
+FACTOR  of the gradient of the first parameter, in the last rank; 1: a right compiler; inf: its backward pass raises
 SIZE    of the batches that get it; 0: all
 CALLS   folder for a file of each rank: the sizes of the batches of its calls of compiled graphs, as JSON
 """
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        assert FACTOR != math.inf, "expected size 96==96, stride 5==1 at dim=1"  # as Inductor's code does
         return grad * FACTOR
 
 

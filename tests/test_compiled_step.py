@@ -77,6 +77,16 @@ def test_a_wrong_step_is_dropped_and_leaves_nothing(trained, way):
     assert 1 <= len(calls) <= 2, "the passes of the comparison"
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_compiled_step_that_raises_is_dropped(trained, processes):
+    """Code of torch 2.11 did so on a GPU, of a layout that it had not expected."""
+    out, found, _ = trained("raises", *toy(), factor=math.inf, processes=processes)
+    _, expected, _ = trained("off", *toy(), processes=processes, compiled=False)
+    (line,) = re.findall(r"warning: compile=default makes a wrong step.*", out)
+    assert "from step 1 on" in line and "its code raises AssertionError: expected size 96==96, stride" in line
+    assert equal(found, expected)
+
+
 def test_a_right_step_is_compiled_and_nothing_else(trained):
     """Of five steps of twelve samples, one of one, and two more; a pass of each size is compared. The 23 samples that
     are scored, and those of the checks, are not."""

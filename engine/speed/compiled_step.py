@@ -21,7 +21,7 @@ from engine import contract
 from engine.checks import check
 from engine.comm.dtensor import local
 from engine.data.batches import map_tensors
-from engine.errors import console
+from engine.errors import console, headline
 from engine.phases import phase
 from engine.run import Due, Run
 from engine.seeds import kept_generators
@@ -112,8 +112,11 @@ class CompiledStep:
         except torch.OutOfMemoryError:  # norms and activations that the compiler fuses take memory of their own
             console.warning("compile: a pass kernel by kernel has no room, so the compiled one is not compared with it")
             return ""
-        with self.model.used():
-            compiled = self._computed(batch, micro)
+        try:
+            with self.model.used():
+                compiled = self._computed(batch, micro)
+        except Exception as error:  # of the compiler or its code: the bare pass has none
+            return f"its code raises {type(error).__name__}: {headline(error)}"
         return disagreement(names, bare, compiled, NEAR[self.run.precision.name])
 
     def _computed(self, batch: Any, micro: Any) -> Pass:
