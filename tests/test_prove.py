@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TOY
+from conftest import ROOT, TOY, wait_until
 from planted import ALONE, MEASURED, REFUSED, TASK, WORDS, said, words
 from torch import nn
 
@@ -173,6 +173,7 @@ def test_a_run_that_is_ended_from_outside_shows_nothing(proved, monkeypatch, num
     def started(command, env, log):
         with running.started(command, env, log) as child:
             if any("nproc_per_node=2" in word for word in command):
+                wait_until(lambda: os.getpgid(child.pid) == child.pid)  # a fork makes its group by itself
                 os.killpg(child.pid, number)
             yield child
 
