@@ -356,12 +356,15 @@ def pace_in_ddp(seconds: str, *words: str) -> Facts:
 
 
 def plain_loop(run: Any, batch: Any, graph: bool | None = None) -> Callable[[], Any]:
-    """Return a step without an engine: the network and the loss of a run, one batch that lies on the device, torch's
-    own fused AdamW; as a `graph` or kernel by kernel, without a choice as the run's own step."""
+    """Return a step without an engine: the network and the loss of a run, compiled as the run's is, one batch that lies
+    on the device, torch's own fused AdamW; as a `graph` or kernel by kernel, without a choice as the run's own step."""
     from engine.speed.graph import unsupported_reason
 
     if graph is None:
         graph = run.cfg.cuda_graph and not unsupported_reason(run)
+    net = run.model
+    if run.plan.compile != "off":
+        net = torch.compile(net, mode=run.plan.compile, dynamic=False)
     trained = [p for p in run.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True, capturable=graph)
     scaler = torch.amp.GradScaler(run.world.device.type, enabled=run.precision.name == "fp16")
@@ -369,7 +372,7 @@ def plain_loop(run: Any, batch: Any, graph: bool | None = None) -> Callable[[], 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with run.precision.autocast():
-            loss = run.task.loss(run.model, batch)
+            loss = run.task.loss(net, batch)
         scaler.scale(loss.total / loss.weight).backward()
         scaler.step(optimizer)
         scaler.update()

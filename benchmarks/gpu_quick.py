@@ -40,6 +40,7 @@ class Ratio(NamedTuple):
 
 
 WINDOW_S, PLAIN_S, TURN_S = 2.0, 1.0, 20.0  # of a training, of a plain loop; after the third a turn has failed
+COMPILE_S = 40.0  # more for a plain loop that is compiled in its turn
 
 PLAIN_LOOPS = {
     "perceptron": ("plain loop", "plain graph"),
@@ -201,7 +202,8 @@ def turns_of(names: list[str], tiny: bool) -> list[Turn]:
         turns.append(Turn(name, "training", window_s, turn_s))
         for measure in PLAIN_LOOPS.get(name, ()):
             if not (tiny and measure == "plain graph"):
-                turns.append(Turn(name, measure, plain_s, turn_s))
+                compile_s = COMPILE_S if "compile" in name else 0.0
+                turns.append(Turn(name, measure, plain_s, turn_s + compile_s))
     return turns
 
 
