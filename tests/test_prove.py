@@ -42,7 +42,9 @@ def proved(forks, capfd):
 
     def prove_it(*words):
         code = prove.main(["--json", *words])
-        found = json.loads(capfd.readouterr().out)
+        printed = capfd.readouterr()
+        assert printed.out, printed.err
+        found = json.loads(printed.out)
         holds, verdict = {0: (True, "holds"), 1: (False, "does not hold"), 7: (None, "not known")}[code]
         assert (found["exit_code"], found["holds"], found["verdict"]) == (code, holds, verdict)
         assert (found["finding"] is None) is (code != 1)
@@ -173,7 +175,7 @@ def test_a_run_that_is_ended_from_outside_shows_nothing(proved, monkeypatch, num
     def started(command, env, log):
         with running.started(command, env, log) as child:
             if any("nproc_per_node=2" in word for word in command):
-                wait_until(lambda: os.getpgid(child.pid) == child.pid)  # a fork makes its group by itself
+                wait_until(lambda: os.getpgid(child.pid) == child.pid)  # a fork enters its session after its start
                 os.killpg(child.pid, number)
             yield child
 
