@@ -158,3 +158,12 @@ def unsharded(model: Any) -> dict[str, Any]:
         for each in group.fsdp_params
         if hasattr(each, "_unsharded_param") and each.sharded_param.requires_grad
     }
+
+
+def reduce_gradients(unit: Any) -> None:
+    """(all ranks) Add up over the ranks the gradients that a unit of FSDP2 has kept whole, after a backward pass, as it
+    does within one; the stream that computes waits for them. Sends nothing if none of its weights is trained."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group.post_backward()
+        group._training_state = type(group._training_state).IDLE  # as after a backward pass
+        group.finalize_backward()
