@@ -55,6 +55,7 @@ class UnitCalls:
     kept     by name: the units whose gradients are kept whole until the end of this pass
     counts   the forward pass is under way; in the backward pass checkpointed blocks run again
     syncs    gradients are added up in this pass
+    alone    a forward pass without a backward pass is under way: of an evaluation, or to weigh terms
     """
 
     def __init__(self, world: World, model: nn.Module, timeout_s: float):
@@ -65,12 +66,14 @@ class UnitCalls:
         self.weights = _own_weights(self.units)
         self.calls: Counter[str] = Counter()
         self.kept: list[str] = []
-        self.counts, self.syncs = False, True
+        self.counts, self.syncs, self.alone = False, True, False
         for name, unit in self.units.items():
             unit.set_custom_all_gather(Collective("all_gather", ALL_GATHER, f"gathers {_called(name)}", self.order))
             unit.set_custom_reduce_scatter(self.collective("reduce_scatter", REDUCE_SCATTER, name))
             if name:
-                unit.register_forward_pre_hook(partial(self._count, name))
+                unit.register_forward_pre_hook(partial(self._count, name), prepend=True)  # before FSDP2's own
+        model.register_forward_pre_hook(self._begin_alone, prepend=True)
+        model.register_forward_hook(self._end_alone)
 
     def collective(self, phase_name: str, call: Any, unit: str) -> Collective:
         """Return one for the gradients of a unit."""
@@ -90,7 +93,7 @@ class UnitCalls:
         self.model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
         self._keep("")
         self.order.begin("training")
-        self.counts = True
+        self.counts, self.alone = True, False
 
     def end_forward(self) -> None:
         """(all ranks) Raises LockstepError if a unit has not run: its weights would get zeros for a gradient, which
@@ -111,12 +114,22 @@ class UnitCalls:
         self.order.end()
 
     def _count(self, name: str, *_: Any) -> None:
-        if not self.counts:
-            return
-        self.order.add(f"calls {name}")
-        self.calls[name] += 1
-        if self.calls[name] == 2:
-            self._keep(name)
+        if self.counts or self.alone:
+            self.order.add(f"calls {name}")
+        if self.counts:
+            self.calls[name] += 1
+            if self.calls[name] == 2:
+                self._keep(name)
+
+    def _begin_alone(self, model: nn.Module, *_: Any) -> None:
+        if self.alone or not self.order.kind:
+            self.order.begin("forward in training mode" if model.training else "forward in evaluation mode")
+            self.alone = True
+
+    def _end_alone(self, *_: Any) -> None:
+        if self.alone:
+            self.order.end()
+            self.alone = False
 
     def _keep(self, name: str) -> None:
         self.kept.append(name)

