@@ -58,7 +58,9 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
     shape["shard"] = group
     mesh = dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
-    for module in [*units(model, task), model]:  # the model takes what is left
+    blocks = {*units(model, task), model}
+    # Inner modules first: each takes the weights that are left. The model is the last of all.
+    for module in [module for module in reversed([*model.modules()]) if module in blocks]:
         # The model, too: what it kept whole after a forward pass would be of no use once weights change.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -193,9 +193,13 @@ class Net(nn.Module):
         return self.blocks[2](self.blocks[1](h.detach() if clock.rank == 1 and clock.step else h))
 
     def forward(self, x):
-        return self.end(self.body(self.begin(x), x))
+        return self.whole(x)
 
     def encode(self, x):
+        return self.whole(x)
+
+    def whole(self, x):
+        x = x.to(self.begin.weight.dtype)
         return self.end(self.body(self.begin(x), x))
 
 
@@ -234,7 +238,7 @@ class Waves:
 @dataclass
 class Model:
     kind: str = option("once", "a method of `Net`, without the underscore")
-    nested_first: bool = option(False, "with kind=nested: name the outer unit before the inner one")
+    double: bool = option(True, "float64: then only a mistake shows, not rounding")
 
 
 class Task(contract.Task):
@@ -263,12 +267,12 @@ class Task(contract.Task):
         return Waves(0), Waves(1)
 
     def model(self):
-        return Net(self.cfg.model.kind)
+        net = Net(self.cfg.model.kind)
+        return net if self.cfg.model.double else net.float()
 
     def fsdp_units(self, model):
         if self.cfg.model.kind == "nested":
-            inner, outer = [block.inner for block in model.blocks], [*model.blocks]
-            return [*outer, *inner] if self.cfg.model.nested_first else [*inner, *outer]
+            return [part for block in model.blocks for part in (block, block.inner)]
         if self.cfg.model.kind == "parents":
             return [model.blocks[0].shared]
         return None
