@@ -1,5 +1,6 @@
-"""Models that call a block twice, not at all, or in another order: with each strategy the gradient of a plain loop, with
-virtual workers the same bits, or a refusal by name. In one launch for each strategy and number of processes."""
+"""Models that call a block twice, not at all, or in another order: with each strategy the gradient of a plain loop,
+with virtual workers the same bits, or a refusal by name. There is one launch for each strategy and number of processes.
+"""
 
 import json
 import re
@@ -27,8 +28,17 @@ KINDS = (
     "method"
 ).split()
 
-DDP_LACKS = {"reentrant"}
-"""DDP itself raises: a parameter is marked ready twice."""
+SOME = {
+    "ddp 2": "twice depth rare".split(),
+    "fsdp 2": "listed twice siamese views raw stopped reentrant turned depth rare nested parents method".split(),
+    "fsdp 3": "twice rare".split(),
+    "hsdp 2x1": "twice views depth".split(),
+    "hsdp 2x2": "recomputed depth".split(),
+}
+"""The kinds that a cut takes without virtual workers, where it does not take all."""
+
+SOME_OF_WORKERS = {"ddp 2": "twice rare".split(), "fsdp 3": "twice albert depth nested parents".split()}
+"""The same with virtual workers."""
 
 WORKERS = {
     "once": [(4, 6)],
@@ -57,6 +67,7 @@ REFUSED = {
     "drops_by_rank": "rank 1 calls blocks.0 where rank 0 calls blocks.1",
     "drops_on_one_rank": "rank 1 ends its forward pass where rank 0 calls blocks.2",
     "counts_by_rank": "rank 1 calls blocks.0 where rank 0 ends its forward pass",
+    "backwards": "the gradients of blocks.2 were added up 2 times in a pass (virtual_workers)",
 }
 
 
@@ -64,33 +75,37 @@ def plain_rows(cut):
     """{name: words} of runs without virtual workers, of two passes a step."""
     processes, strategy = CUTS[cut]
     cut_words = [*strategy, f"batch_size={repeated.SAMPLES // processes // 2}"]
-    unused = ["ddp.find_unused_parameters=true"] if cut == "ddp 2" else []
-    kinds = [kind for kind in KINDS if "ddp" not in cut or kind not in DDP_LACKS]
-    return {kind: [f"model.kind={kind}", *cut_words, *(unused if kind == "rare" else [])] for kind in kinds}
+    return {kind: [f"model.kind={kind}", *cut_words, *unused(cut, kind)] for kind in SOME.get(cut, KINDS)}
+
+
+def unused(cut, kind):
+    return ["ddp.find_unused_parameters=true"] if cut == "ddp 2" and kind == "rare" else []
 
 
 def worker_rows(cut):
     rows = {}
-    for kind, sizes in WORKERS.items() if "hsdp" not in cut else ():
-        if cut == "ddp 2" and kind in DDP_LACKS:
-            continue
-        for workers, batch in sizes:
-            words = [f"virtual_workers={workers}", f"batch_size={batch}", *CUTS[cut][1]]
-            unused = ["ddp.find_unused_parameters=true"] if cut == "ddp 2" and kind == "rare" else []
-            rows[f"{kind} {workers}"] = [f"model.kind={kind}", *words, *unused]
+    for kind in SOME_OF_WORKERS.get(cut, KINDS) if "hsdp" not in cut else ():
+        for workers, batch in WORKERS[kind]:
+            words = [f"virtual_workers={workers}", f"batch_size={batch}", *CUTS[cut][1], *unused(cut, kind)]
+            rows[f"{kind} {workers}"] = [f"model.kind={kind}", *words]
     return rows
 
 
 def refused_rows(cut):
-    if "ddp" in cut:
-        return {}
+    kinds = {
+        "fsdp 1": ["drops_later"],
+        "fsdp 2": REFUSED,
+        "fsdp 3": ["drops", "drops_by_rank"],
+        "hsdp 2x1": ["drops_later", "drops_by_rank", "counts_by_rank"],
+        "hsdp 2x2": ["drops_on_one_rank"],
+    }
     processes, strategy = CUTS[cut]
-    kinds = [kind for kind in REFUSED if processes > 1 or "rank" not in kind]
     rows = {}
-    for kind in kinds:
+    for kind in kinds.get(cut, ()):
         words = [f"model.kind={kind}", *strategy]
-        rows[kind] = [*words, f"batch_size={repeated.SAMPLES // processes}"]
-        if "fsdp" in cut:
+        if kind != "backwards":  # without virtual workers it is a sum of two gradients
+            rows[kind] = [*words, f"batch_size={repeated.SAMPLES // processes}"]
+        if kind in ("drops_by_rank", "backwards") and "fsdp" in cut:
             rows[f"{kind} 5"] = [*words, "virtual_workers=5", "batch_size=5"]
     return rows
 
@@ -174,10 +189,10 @@ def test_a_unit_that_is_left_out_is_refused_by_all_ranks(taken, cut):
 
 @pytest.mark.slow
 def test_a_unit_is_added_up_once_in_each_pass_that_is_due(taken):
-    """Three blocks and what is left of the model, four steps of four passes."""
+    """Three blocks and what is left of the model; a step has four passes."""
     folder, outcomes = taken
     for every, sums in ((1, 4), (2, 2), (0, 1)):
-        assert {each["reduced"] for each in outcomes["fsdp 2"][f"every {every}"]} == {4 * 4 * sums}, every
+        assert {each["reduced"] for each in outcomes["fsdp 2"][f"every {every}"]} == {4 * sums * repeated.STEPS}, every
         assert_as_the_plain_loop(folder / "fsdp 2" / f"every {every}", "twice")
 
 
@@ -197,21 +212,19 @@ def test_weights_sent_as_bf16_have_the_same_bits_on_any_number_of_processes(take
 
 ENDED = {
     "drops_by_rank_later": "calls blocks.0, and other ranks do not|calls blocks.1, and rank 1 does not",
+    "drops_by_rank_later virtual_workers=5": "calls blocks.0, and other ranks do not|calls blocks.1, and rank 1 does not",
     "stops_by_rank": "rank 1 .*, and other ranks do not|rank 0 .*, and rank 1 does not",
     "penalty": "a backward pass needs a weight that FSDP2 has cut again",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 5])
-@pytest.mark.parametrize("kind", ENDED)
-def test_ranks_that_part_later_are_ended_by_name(launch, tmp_path, kind, workers):
-    words = [TASK, f"model.kind={kind}", "ddp.strategy=fsdp", "ddp.timeout_s=12", f"save_dir={tmp_path}"]
-    words += [f"virtual_workers={workers}", "batch_size=5"] if workers else ["batch_size=12"]
-    done = launch.torchrun(2, "train.py", *words)
-    lines = [line for line in done.errors if any(text in line for text in ("does not", "do not", "cut again"))]
-    assert done.code and lines, done.err[-3000:]
-    assert any(re.search(ENDED[kind], line) for line in lines), lines
+@pytest.mark.parametrize("case", ENDED)
+def test_ranks_that_part_later_are_ended_by_name(launch, tmp_path, case):
+    kind, *workers = case.split()
+    words = [TASK, f"model.kind={kind}", "ddp.strategy=fsdp", "ddp.timeout_s=12", f"save_dir={tmp_path}", *workers]
+    done = launch.torchrun(2, "train.py", *words, "batch_size=" + ("5" if workers else "12"))
+    assert done.code and any(re.search(ENDED[case], line) for line in done.errors), done.err[-3000:]
 
 
 def test_a_unit_that_runs_twice_or_as_often_as_the_step_says(tmp_path):
