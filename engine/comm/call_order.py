@@ -76,6 +76,7 @@ class CallOrder:
         first = self.kind not in self.agreed
         patience_s = self.timeout_s if first else min(PATIENCE_S, self.timeout_s / 4)
         self._put(f"{self.prefix}.{place}.rank{self.world.rank}", event)
+        answer: str | None
         if self.world.main:
             keys = [f"{self.prefix}.{place}.rank{rank}" for rank in range(self.world.size)]
             answer = _difference(self._wait_for(keys, patience_s))
@@ -84,6 +85,9 @@ class CallOrder:
             answer = self._wait_for([f"{self.prefix}.{place}.answer"], 1.5 * patience_s)[0]
         if answer is None:
             answer = f"rank {self.world.rank} {event}, and other ranks do not"
+        before = self.agreed.get(self.kind, [])[place : place + 1]
+        if answer and before and before != [event]:
+            answer += f"; the pass before {before[0]} there"
         if answer:
             raise LockstepError(answer, "ddp.strategy", TODO, everywhere=first)
 
