@@ -207,3 +207,13 @@ def _fill_gradient(sharded: Any) -> None:
         return
     if whole.grad is None and sharded.unsharded_accumulated_grad is None:
         whole.grad = torch.zeros_like(whole)
+
+
+def reduce_gradients(unit: Any) -> None:
+    """(all ranks) Add up over the ranks the gradients that a unit of FSDP2 has kept whole, after a backward pass, as it
+    does within one; the stream that computes waits for them. Sends nothing if none of its weights is trained."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None:  # a unit without weights of its own has none
+        group.post_backward()
+        group._training_state = type(group._training_state).IDLE  # as after a backward pass
+        group.finalize_backward()

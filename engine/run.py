@@ -141,9 +141,9 @@ class Run:
         world, model, cfg, workers = self.world, self.model, self.cfg.ddp, self.plan.workers
         self.workers: Plain
         if self.plan.sharded and workers:
-            self.workers = ShardedWorkers(workers, world, model)
+            self.workers = ShardedWorkers(workers, world, model, cfg.timeout_s)
         elif self.plan.sharded:
-            self.workers = Sharded(world, model, cfg.buffers, cfg.reduce_every)
+            self.workers = Sharded(world, model, cfg.buffers, cfg.reduce_every, cfg.timeout_s)
         elif workers:
             self.workers = VirtualWorkers(workers, world, model, cfg.find_unused_parameters)
         else:
@@ -187,6 +187,7 @@ class Run:
         contract.under_way = self, micro
         try:
             yield
+            self.workers.end_pass()
         finally:
             contract.under_way = None
 
@@ -196,6 +197,7 @@ class Run:
         Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also compares the names of the
         sums.
         """
+        self.workers.end_forward()
         meter, here = self.meter, self.world.device
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):

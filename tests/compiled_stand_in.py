@@ -32,7 +32,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        assert FACTOR != math.inf, "expected size 96==96, stride 5==1 at dim=1"  # as Inductor's code does
+        assert math.inf != FACTOR, "expected size 96==96, stride 5==1 at dim=1"  # as Inductor's code does
         return grad * FACTOR
 
 

@@ -87,3 +87,19 @@ def test_agents_meet_at_torchs_barrier():
 
     private.meet_other_agents(Agent(), most_s=3)
     assert Agent.waited == [3] and "_exit_barrier_timeout" in SimpleElasticAgent._exit_barrier.__code__.co_names
+
+
+def test_gradients_that_fsdp2_has_kept_whole_are_added_up_after_the_backward_pass():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        for module in (net[0], net):
+            torch.distributed.fsdp.fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        net.set_requires_gradient_sync(False)
+        net(torch.ones(1, 2)).sum().backward()
+        assert net[1].weight.grad is None and private.unsharded(net)["1.bias"].grad == 1
+        net.set_requires_gradient_sync(True)
+        private.reduce_gradients(net)
+        assert net[1].bias.grad.to_local() == 1 and net[0].bias.grad is None
+    finally:
+        torch.distributed.destroy_process_group()

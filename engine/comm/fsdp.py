@@ -21,14 +21,12 @@ from engine.comm import digests
 from engine.comm.dtensor import held, local
 from engine.comm.plain import Plain
 from engine.comm.tree import Node, fold, push
-from engine.comm.virtual import ALL_GATHER, Dealt
+from engine.comm.unit_calls import Collective, UnitCalls
+from engine.comm.virtual import Dealt
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.phases import phase
 
 LISTS = (nn.ModuleList, nn.Sequential)
-
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 NEEDED = (
     "set_all_reduce_hook",
@@ -69,32 +67,17 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
     shape["shard"] = group
     mesh = dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
-    for module in [*units(model, task), model]:  # the model takes what is left
+    blocks = {*units(model, task), model}
+    # Inner modules first: each takes the weights that are left. The model is the last of all.
+    for module in [module for module in reversed([*model.modules()]) if module in blocks]:
         # The model, too: what it kept whole after a forward pass would be of no use once weights change.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
         private.reduce_unused(sharded)  # else a rank would send fewer gradients
-        sharded.set_custom_all_gather(Collective("all_gather", ALL_GATHER))
-        sharded.set_custom_reduce_scatter(Collective("reduce_scatter", REDUCE_SCATTER))
     for method in task.forward_methods:
         register_fsdp_forward_method(model, method)
     return model
-
-
-class Collective:
-    """One of FSDP2's collectives, during which a rank is seen to wait: that shows who hangs, and who is slow."""
-
-    def __init__(self, name: str, call: Any):
-        self.name, self.call = name, call
-
-    @staticmethod
-    def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-        with phase.during(self.name, waits=True):
-            return self.call(output_tensor, input_tensor, **options)
 
 
 def group_size(cfg: Any, processes: int) -> int:
@@ -114,7 +97,8 @@ def units(model: nn.Module, task: Any, strict: bool = True) -> list[nn.Module]:
         for each in names:
             if isinstance(each, LISTS) and not any(each in unit.modules() for unit in found):
                 found += [block for block in each if [*block.children()] and not isinstance(block, LISTS)]
-        return [unit for unit in found if [*unit.parameters()] and not _shared(unit, owners)]
+        found = [unit for unit in found if [*unit.parameters()] and not _shared(unit, owners)]
+        return [*dict.fromkeys(found)]  # a list may hold a block several times
     for unit in found if strict else ():
         if unit not in names or (tied := _shared(unit, owners)):
             what = "a module that is no part of the model"
@@ -138,24 +122,38 @@ class _OverShards:
     world: World
     model: Any
     check: bool
-    unused: dict[str, Any] | None = None  # names of parameters that no pass of this step has used yet
+    calls: UnitCalls
+    watched: set[str]  # names of parameters with a hook that takes them out of `unused`
+    unused: set[str]  # names of parameters that no pass of this step has used yet; empty if not to be checked
+
+    def follow_units(self, timeout_s: float) -> None:
+        self.calls = UnitCalls(self.world, self.model, timeout_s)
+        self.watched, self.unused = set(), set()
 
     def begin_step(self) -> None:
         """Look which parameters get a gradient: FSDP2 makes zeros of those that get none, and AdamW would move them."""
         super().begin_step()  # type: ignore[misc]
         whole = private.unsharded(self.model) if self.check else {}
-        if whole and self.unused is None:
-            self.unused = {}
-            for name, p in whole.items():
-                p.register_post_accumulate_grad_hook(lambda _, name=name: self.unused.pop(name, None))
-        self.unused = whole if self.unused is not None else None
+        for name in whole.keys() - self.watched:
+            whole[name].register_post_accumulate_grad_hook(lambda _, name=name: self.unused.discard(name))
+        self.watched |= whole.keys()
+        self.unused = {*whole}
+
+    def end_forward(self) -> None:
+        self.calls.end_forward()
+
+    def end_pass(self) -> None:
+        self.calls.end_pass()
 
     def grad_norm(self, grads: list[Tensor]) -> Tensor:
         if self.unused:
             todo = "use every parameter in every step, or ddp.strategy=ddp with ddp.find_unused_parameters=true"
-            what = f"some parameters got no gradient: {', '.join([*self.unused][:3])}"
+            what = f"some parameters got no gradient: {', '.join(self._in_order(self.unused)[:3])}"
             raise LockstepError(what, f"rank {self.world.rank}", todo)
         return super().grad_norm(grads)  # type: ignore[misc]
+
+    def _in_order(self, names: set[str]) -> list[str]:
+        return [name for name, _ in self.model.named_parameters() if name in names]
 
     def sum_over_shards(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=next(self.model.parameters()).device_mesh.get_group("shard"))
@@ -179,16 +177,17 @@ class _OverShards:
 class Sharded(_OverShards, Plain):
     """Each process is its own worker. Gradients are added up after each `every`-th pass of a step, and its last."""
 
-    def __init__(self, world: World, model: nn.Module, mode: str, every: int):
+    def __init__(self, world: World, model: nn.Module, mode: str, every: int, timeout_s: float):
         super().__init__(world, model, mode)
         self.every, self.passes = every, 0
+        self.follow_units(timeout_s)
 
     def begin_pass(self, micro: Any) -> None:
         self.passes += 1
         due = micro.closes_step or (self.every and self.passes % self.every == 0)
         self.passes = 0 if micro.closes_step else self.passes
-        self.model.set_requires_gradient_sync(bool(due))
         self.model.set_requires_all_reduce(micro.closes_step)  # between the copies of hsdp
+        self.calls.begin_pass(bool(due))
 
     def grad_norm(self, grads: list[Tensor]) -> Tensor:
         norm = super().grad_norm([local(grad) for grad in grads])
@@ -202,17 +201,28 @@ class ShardedWorkers(_OverShards, Dealt):
 
     in_rounds = True
 
-    def __init__(self, workers: int, world: World, model: nn.Module):
+    def __init__(self, workers: int, world: World, model: nn.Module, timeout_s: float):
         super().__init__(workers, world, model)
-        units: list[Any] = [module for module in model.modules() if hasattr(module, "set_all_reduce_hook")]
-        for unit in units:
-            tree = Tree(workers)
-            unit.set_custom_reduce_scatter(tree)
-            unit.set_all_reduce_hook(tree.add)
+        self.follow_units(timeout_s)
+        self.trees = {name: Tree(workers, name, self.calls) for name in self.calls.units}
+        for name, unit in self.calls.units.items():
+            unit.set_custom_reduce_scatter(self.trees[name])
+            unit.set_all_reduce_hook(self.trees[name].add)
 
     def begin_pass(self, micro: Any) -> None:
         super().begin_pass(micro)
-        self.model.set_requires_gradient_sync(micro.closes_worker)
+        self.calls.begin_pass(micro.closes_worker)
+        for tree in self.trees.values():
+            tree.sums = 0
+
+    def end_pass(self) -> None:
+        """(all ranks) Raises LockstepError unless each unit has given the tree one sum for each worker of the round."""
+        super().end_pass()
+        for name, tree in self.trees.items() if self.calls.syncs else ():
+            if self.calls.trains(name) and tree.sums != 1:
+                what = f"the gradients of {name or 'the model'} were added up {tree.sums} times in a pass"
+                todo = "take one gradient of the loss in each pass, or use ddp.strategy=ddp"
+                raise LockstepError(what, "virtual_workers", todo, everywhere=True)
 
 
 class Tree(Collective):
@@ -221,11 +231,14 @@ class Tree(Collective):
     The backend's own adds in an order of its own. This one sends as many bytes, by all_to_all, and adds nothing: a rank
     receives every rank's gradient of its own rows. A round of workers, one on each rank, are neighbours, so at most
     log2(workers) + 1 sums wait, of this rank's rows only.
+
+    seen  workers that have been added
+    sums  received in the pass under way
     """
 
-    def __init__(self, workers: int):
-        super().__init__("reduce_scatter", dist.all_to_all_single)
-        self.workers, self.seen = workers, 0
+    def __init__(self, workers: int, unit: str, calls: UnitCalls):
+        super().__init__("reduce_scatter", dist.all_to_all_single, calls.reduces(unit), calls.order)
+        self.workers, self.seen, self.sums = workers, 0, 0
         self.leaves: list[Tensor] = []
         self.nodes: list[Node] = []
 
@@ -237,6 +250,7 @@ class Tree(Collective):
     def add(self, output: Tensor) -> None:
         """Called after the reduce-scatter; in a world of one, which has none, in its place. On a GPU in another stream
         than that which the memory was taken in, and will be given to again."""
+        self.sums += 1
         for tensor in (*self.leaves, output) if output.is_cuda else ():
             tensor.record_stream(torch.cuda.current_stream())
         for leaf in (self.leaves or [output.clone()])[: self.workers - self.seen]:  # what is beyond has no samples

@@ -37,6 +37,12 @@ class Plain:
 
     def begin_pass(self, micro: Any) -> None: ...
 
+    def end_forward(self) -> None:
+        """(all ranks) Called between the forward and the backward pass."""
+
+    def end_pass(self) -> None:
+        """(all ranks) Called after the backward pass."""
+
     def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
         return numbers
 
