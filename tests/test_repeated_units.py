@@ -4,11 +4,13 @@ with virtual workers the same bits, or a refusal by name. There is one launch fo
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, launching, succeed
 
+from engine.comm import fsdp
 from tests.tasks import repeated
 
 RANKS, TASK = (str(ROOT / "tests" / place) for place in ("ranks/repeated.py", "tasks/repeated.py"))
@@ -227,6 +229,11 @@ def test_ranks_that_part_later_are_ended_by_name(launch, tmp_path, case):
     words = [TASK, f"model.kind={kind}", "ddp.strategy=fsdp", "ddp.timeout_s=12", f"save_dir={tmp_path}", *workers]
     done = launch.torchrun(2, "train.py", *words, "batch_size=" + ("5" if workers else "12"))
     assert done.code and any(re.search(ENDED[case], line) for line in done.errors), done.err[-3000:]
+
+
+def test_a_block_that_a_list_holds_three_times_is_one_unit():
+    net = repeated.Net("listed")
+    assert fsdp.units(net, SimpleNamespace(fsdp_units=lambda model: None)) == [net.blocks[0]]
 
 
 def test_a_unit_that_runs_twice_or_as_often_as_the_step_says(tmp_path):
