@@ -161,8 +161,9 @@ def unsharded(model: Any) -> dict[str, Any]:
 
 
 def reduce_gradients(unit: Any) -> None:
-    """(all ranks) Add up over the ranks the gradients that a unit of FSDP2 has kept whole, after a backward pass, as it
-    does within one; the stream that computes waits for them. Sends nothing if none of its weights is trained."""
+    """(all ranks) Add up over the ranks the gradients that a unit of FSDP2 has kept whole, after a
+    backward pass, as it does within one; the stream that computes waits for them. Sends nothing if
+    none of its weights is trained."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         group.post_backward()
         group._training_state = type(group._training_state).IDLE  # as after a backward pass
