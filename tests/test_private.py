@@ -90,11 +90,13 @@ def test_agents_meet_at_torchs_barrier():
 
 
 def test_gradients_that_fsdp2_has_kept_whole_are_added_up_after_the_backward_pass():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
         for module in (net[0], net):
-            torch.distributed.fsdp.fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+            torch.distributed.fsdp.fully_shard(module, mesh=mesh)
         net.set_requires_gradient_sync(False)
         net(torch.ones(1, 2)).sum().backward()
         assert net[1].weight.grad is None and private.unsharded(net)["1.bias"].grad == 1

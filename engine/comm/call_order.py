@@ -1,7 +1,9 @@
-"""The order of the collectives in a pass, where each call of a module is one: the same on all ranks.
+"""The order of the collectives in a pass, where each call of a module is one: the same on all
+ranks.
 
-A rank that leaves out a module would be in another collective than the others. They would wait for each other without
-end; or, where both collectives have one size, each would take the rows of another module for those of its own.
+A rank that leaves out a module would be in another collective than the others. They would wait for
+each other without end; or, where both collectives have one size, each would take the rows of
+another module for those of its own.
 """
 
 from __future__ import annotations
@@ -16,28 +18,32 @@ from engine.errors import LockstepError
 from engine.phases import phase
 
 PATIENCE_S = 30.0
-"""Seconds that a rank waits for the others' consent to another order, at most; fewer where `ddp.timeout_s` is small."""
+"""Seconds that a rank waits for the others' consent to another order, at most; fewer where
+`ddp.timeout_s` is small."""
 
 END = "ends the pass"
 
 _numbers = itertools.count()
-"""Of the orders that this process has made, as many as all others: each has its own keys in the store."""
+"""Of the orders that this process has made, as many as all others: each has its own keys in the
+store."""
 
 TODO = (
-    "call every block in every pass, in the same order on all ranks (to drop one, multiply its output by 0), or use "
-    "ddp.strategy=ddp"
+    "call every block in every pass, in the same order on all ranks "
+    "(to drop one, multiply its output by 0), or use ddp.strategy=ddp"
 )
 
 
 class CallOrder:
-    """The events of the pass under way. They are compared on this rank with those of the pass before, which costs
-    nothing; where they differ, and in the first pass, all ranks compare theirs through the store before they go on.
+    """The events of the pass under way. They are compared on this rank with those of the pass
+    before, which costs nothing; where they differ, and in the first pass, all ranks compare theirs
+    through the store before they go on.
 
     agreed  by kind of pass: the events of the last one
     kind    of the pass under way; empty between passes
     events  of the pass under way, so far
     passes  begun, the same number on all ranks
-    asks    the events of this pass differ from the agreed ones: each one is compared with those of the other ranks
+    asks    the events of this pass differ from the agreed ones: each one is compared with those of
+            the other ranks
     """
 
     def __init__(self, world: World, timeout_s: float):
@@ -55,7 +61,8 @@ class CallOrder:
         self.asks = kind not in self.agreed
 
     def add(self, event: str) -> None:
-        """Note what this rank is about to do, such as `calls blocks.1`. Raises LockstepError if other ranks do not."""
+        """Note what this rank is about to do, such as `calls blocks.1`. Raises LockstepError if
+        other ranks do not."""
         if not self.kind or self.world.size == 1:
             return
         place = len(self.events)
@@ -71,8 +78,9 @@ class CallOrder:
         self.agreed[self.kind], self.kind = self.events, ""
 
     def _compare(self, place: int, event: str) -> None:
-        """Rank 0 reads the event of every rank at this place, and answers all of them with a text: empty if they are
-        the same. The keys of a place are used again in the next pass, so the store does not grow."""
+        """Rank 0 reads the event of every rank at this place, and answers all of them with a text:
+        empty if they are the same. The keys of a place are used again in the next pass, so the
+        store does not grow."""
         first = self.kind not in self.agreed
         patience_s = self.timeout_s if first else min(PATIENCE_S, self.timeout_s / 4)
         self._put(f"{self.prefix}.{place}.rank{self.world.rank}", event)
@@ -95,7 +103,8 @@ class CallOrder:
         meeting.notes.set(key, json.dumps([self.passes, text]))
 
     def _wait_for(self, keys: list[str], patience_s: float) -> list[str | None]:
-        """Return the texts of this pass; None for those that have not come in time, or are of a later pass."""
+        """Return the texts of this pass; None for those that have not come in time, or are of a
+        later pass."""
         deadline = time.monotonic() + patience_s
         while True:
             over = time.monotonic() > deadline

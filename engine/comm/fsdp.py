@@ -124,7 +124,7 @@ class _OverShards:
     check: bool
     calls: UnitCalls
     watched: set[str]  # names of parameters with a hook that takes them out of `unused`
-    unused: set[str]  # names of parameters that no pass of this step has used yet; empty if not to be checked
+    unused: set[str]  # names of parameters that no pass of this step has used; if it is checked
 
     def follow_units(self, timeout_s: float) -> None:
         self.calls = UnitCalls(self.world, self.model, timeout_s)
@@ -135,7 +135,9 @@ class _OverShards:
         super().begin_step()  # type: ignore[misc]
         whole = private.unsharded(self.model) if self.check else {}
         for name in whole.keys() - self.watched:
-            whole[name].register_post_accumulate_grad_hook(lambda _, name=name: self.unused.discard(name))
+            whole[name].register_post_accumulate_grad_hook(
+                lambda _, name=name: self.unused.discard(name),
+            )
         self.watched |= whole.keys()
         self.unused = {*whole}
 
@@ -216,11 +218,13 @@ class ShardedWorkers(_OverShards, Dealt):
             tree.sums = 0
 
     def end_pass(self) -> None:
-        """(all ranks) Raises LockstepError unless each unit has given the tree one sum for each worker of the round."""
+        """(all ranks) Raises LockstepError unless each unit has given its tree one sum for each
+        worker of the round."""
         super().end_pass()
         for name, tree in self.trees.items() if self.calls.syncs else ():
             if self.calls.trains(name) and tree.sums != 1:
-                what = f"the gradients of {name or 'the model'} were added up {tree.sums} times in a pass"
+                unit = name or "the model"
+                what = f"the gradients of {unit} were added up {tree.sums} times in a pass"
                 todo = "take one gradient of the loss in each pass, or use ddp.strategy=ddp"
                 raise LockstepError(what, "virtual_workers", todo, everywhere=True)
 

@@ -1,4 +1,5 @@
-"""The calls of FSDP2's units in a pass: how many there are, in which order, and when gradients are added up."""
+"""The calls of FSDP2's units in a pass: how many there are, in which order, and when gradients are
+added up."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class Collective:
-    """One of FSDP2's collectives of a unit, during which a rank is seen to wait: that shows who hangs, and who is slow.
+    """One of FSDP2's collectives of a unit, during which a rank is seen to wait: that shows who
+    hangs, and who is slow.
 
     name   a phase
     event  for `CallOrder`
@@ -43,35 +45,39 @@ class Collective:
 class UnitCalls:
     """Add up a unit's gradients once in a pass, however often the unit runs in it.
 
-    FSDP2 adds them up after the backward pass of each call. But autograd gives a weight its gradient once, after that
-    of the last call; until then FSDP2 sends zeros. So the gradients of a unit that runs twice or more are kept whole,
-    and added up after the backward pass: they have the same bits as without FSDP2. The memory for them is taken
-    anyway, because autograd holds the gradients of all calls but the last. The model is always added up there: its
-    inputs have no gradient, so FSDP2 would do it no earlier.
+    FSDP2 adds them up after the backward pass of each call. But autograd gives a weight its
+    gradient once, after that of the last call; until then FSDP2 sends zeros. So the gradients of a
+    unit that runs twice or more are kept whole, and added up after the backward pass: they have the
+    same bits as without FSDP2. The memory for them is taken anyway, because autograd holds the
+    gradients of all calls but the last. The model is always added up there: its inputs have no
+    gradient, so FSDP2 would do it no earlier.
 
-    units    by name: the modules that FSDP2 makes whole; the model itself, with the name "", is the last
+    units    by name: the modules that FSDP2 makes whole; the model itself, with the name "", is the
+             last
     weights  by name: those of a unit, without those of units inside
     calls    by name: how often a unit ran in the forward pass under way
     kept     by name: the units whose gradients are kept whole until the end of this pass
     counts   the forward pass is under way; in the backward pass checkpointed blocks run again
     syncs    gradients are added up in this pass
-    alone    a forward pass without a backward pass is under way: of an evaluation, or to weigh terms
+    alone    a forward pass without a backward pass is under way: of an evaluation, or to weigh
+             terms
     """
 
     def __init__(self, world: World, model: nn.Module, timeout_s: float):
         self.world, self.model = world, model
         self.order = CallOrder(world, timeout_s)
-        named = [(name, unit) for name, unit in model.named_modules() if hasattr(unit, "set_all_reduce_hook")]
-        self.units: dict[str, Any] = dict(reversed(named))  # inner ones first
+        named: dict[str, Any] = dict(reversed([*model.named_modules()]))  # inner ones first
+        self.units = {name: unit for name, unit in named.items() if _is_unit(unit)}
         self.weights = _own_weights(self.units)
         self.calls: Counter[str] = Counter()
         self.kept: list[str] = []
         self.counts, self.syncs, self.alone = False, True, False
         for name, unit in self.units.items():
-            unit.set_custom_all_gather(Collective("all_gather", ALL_GATHER, f"gathers {_called(name)}", self.order))
+            gathers = f"gathers {_called(name)}"
+            unit.set_custom_all_gather(Collective("all_gather", ALL_GATHER, gathers, self.order))
             unit.set_custom_reduce_scatter(self.collective("reduce_scatter", REDUCE_SCATTER, name))
-            if name:
-                unit.register_forward_pre_hook(partial(self._count, name), prepend=True)  # before FSDP2's own
+            if name:  # before FSDP2's own hook, which gathers
+                unit.register_forward_pre_hook(partial(self._count, name), prepend=True)
         model.register_forward_pre_hook(self._begin_alone, prepend=True)
         model.register_forward_hook(self._end_alone)
 
@@ -96,15 +102,16 @@ class UnitCalls:
         self.counts, self.alone = True, False
 
     def end_forward(self) -> None:
-        """(all ranks) Raises LockstepError if a unit has not run: its weights would get zeros for a gradient, which
-        momentum and weight decay make a step of."""
+        """(all ranks) Raises LockstepError if a unit has not run: its weights would get zeros for a
+        gradient, which momentum and weight decay make a step of."""
         if not self.counts:
             return
         self.counts = False
         self.order.add("ends its forward pass")
         for name in self.units:
             if name and not self.calls[name] and self.trains(name):
-                raise LockstepError(f"{name} was not called in a pass", f"rank {self.world.rank}", TODO)
+                what = f"{name} was not called in a pass"
+                raise LockstepError(what, f"rank {self.world.rank}", TODO)
 
     def end_pass(self) -> None:
         """(all ranks) Add up, over the ranks, the gradients that were kept whole."""
@@ -123,7 +130,7 @@ class UnitCalls:
 
     def _begin_alone(self, model: nn.Module, *_: Any) -> None:
         if self.alone or not self.order.kind:
-            self.order.begin("forward in training mode" if model.training else "forward in evaluation mode")
+            self.order.begin("alone, training" if model.training else "alone, evaluation")
             self.alone = True
 
     def _end_alone(self, *_: Any) -> None:
@@ -134,6 +141,10 @@ class UnitCalls:
     def _keep(self, name: str) -> None:
         self.kept.append(name)
         self.units[name].set_requires_gradient_sync(False, recurse=False)
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return hasattr(module, "set_all_reduce_hook")
 
 
 def _called(unit: str) -> str:

@@ -108,7 +108,8 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
         todo = "call `net(...)`, or name the method in the task's `forward_methods`, or use ddp.strategy=ddp"
     elif "out of bounds for storage of size 0" in str(error):
         what, code = "a backward pass needs a weight that FSDP2 has cut again", status.USAGE
-        todo = "take no gradient of a gradient, and one backward pass of each forward pass, or use ddp.strategy=ddp"
+        todo = "take no gradient of a gradient, and one backward pass of each forward pass, "
+        todo += "or use ddp.strategy=ddp"
     elif isinstance(error, SystemExit):
         what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
     else:

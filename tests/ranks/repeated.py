@@ -1,6 +1,7 @@
-"""Run under torchrun (or plain): several trainings in one process group, each from its own argv. A run that all ranks
-refuse together is not the end. Rank 0 writes a line of JSON for each run into a file: the digest of the weights, what
-the ranks refused, and how often each collective of FSDP2 was entered in training.
+"""Run under torchrun (or plain): several trainings in one process group, each from its own argv. A
+run that all ranks refuse together is not the end. Rank 0 writes a line of JSON for each run into a
+file: the digest of the weights, what the ranks refused, and how often each collective of FSDP2 was
+entered in training.
 
     torchrun ... repeated.py FILE '[["tests/tasks/repeated.py", "model.kind=twice", ...], ...]'
 """

@@ -1,4 +1,5 @@
-"""A regression whose model calls its blocks as `model.kind` says: twice, not at all, in another order, ...
+"""A regression whose model calls its blocks as `model.kind` says: twice, not at all, in another
+order, ...
 
 The whole dataset is one global batch, so a plain loop over it is the truth for every cut.
 """
