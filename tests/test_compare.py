@@ -403,8 +403,8 @@ def test_other_settings_without_a_step_in_common_are_not_known(place, say, tmp_p
     [
         (["optim.lr=0.0100001"], "; the learning rate is 0.01 in A, 0.0100001 in B"),
         (
-            ["optim.weight_decay=0.0100001"],
-            "nothing is larger than rounding, but optim.weight_decay is 0.01 in A, 0.0100001",
+            ["optim.weight_decay=0.0101"],
+            "nothing is larger than rounding, but optim.weight_decay is 0.01 in A, 0.0101",
         ),
     ],
 )
