@@ -16,6 +16,7 @@ from test_the_idea import TERMS
 
 import tasks
 from engine import config, plan
+from engine.comm import fsdp
 from engine.comm.virtual import Dealt
 from engine.comm.world import World
 from engine.contract import LockstepError
@@ -220,6 +221,17 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_written(launch, tm
         for name, value in load(whole)["model"].items():
             near = 1e-3 if "muon" in word else 1e-5  # it computes in bf16
             torch.testing.assert_close(load(ours)["model"][name], value, rtol=1e-3, atol=near, msg=f"{word} {name}")
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("gloo", True), ("cpu:gloo,cuda:nccl", False), ("nccl", False)])
+def test_shards_on_gpus_need_nccl(monkeypatch, backend, refused):
+    """Two processes that shared a GPU by gloo ended in a segmentation fault. A later refusal stands for the rest."""
+    cfg = config.parse([SHARDED, "ddp.strategy=fsdp", "ddp.gather_dtype=bf16"], tasks.load).cfg
+    task = tasks.load(SHARDED)(cfg)
+    monkeypatch.setattr(fsdp.dist, "get_backend", lambda: backend)
+    words = "shards on GPUs through gloo" if refused else "ddp.gather_dtype=bf16 without autocast"
+    with pytest.raises(LockstepError, match=words):
+        fsdp.shard(task.model(), cfg, World(0, 0, 2, torch.device("cuda")), task, "fp32")
 
 
 TOLD = {

@@ -48,7 +48,10 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     group = group_size(cfg, world.size)
     types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     scalar = next((name for name, p in model.named_parameters() if not p.ndim), "")
+    through_gloo = world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend()
     for wrong, what, todo in (
+        # A segmentation fault of two processes on one H200 (torch 2.11).
+        (through_gloo, "shards on GPUs through gloo", "give each process a GPU and use NCCL, or ddp.strategy=ddp"),
         (task.num_trials, "trials call the model on each rank by itself", "make none, or use ddp.strategy=ddp"),
         (half and precision != "bf16", "ddp.gather_dtype=bf16 without autocast", "add amp=bf16"),
         (len(types) > 1, f"weights of several types, {' and '.join(sorted(types))}", "give all of them one type"),
