@@ -365,6 +365,7 @@ def in_mlflow(store):
     return run.data, run.info.status, steps, pictures
 
 
+@pytest.mark.slow
 def test_mlflow_has_a_run_that_was_killed_and_resumed_once(launch, tmp_path, monkeypatch):
     """Steps that are taken again after a kill are not logged again: MLflow would show both."""
     pytest.importorskip("mlflow", reason="mlflow is not installed")

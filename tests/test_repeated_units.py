@@ -259,6 +259,7 @@ def test_a_block_that_a_list_holds_three_times_is_one_unit():
     assert fsdp.units(net, SimpleNamespace(fsdp_units=lambda model: None)) == [net.blocks[0]]
 
 
+@pytest.mark.slow
 def test_a_unit_that_runs_twice_or_as_often_as_the_step_says(tmp_path):
     """The rows of the tables above that show most, in the quick tests."""
     rows = {

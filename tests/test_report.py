@@ -123,6 +123,7 @@ def plain_loop(run):
     return data, logits.argmax(1).numpy(), losses, len(NAMES)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_scikit_learn_and_of_the_log(page, runs):
     from sklearn import metrics
 
