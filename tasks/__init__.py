@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from engine.contract import LockstepError, Task
@@ -28,13 +29,22 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a file at each start. Python finds bytecode by size and second of the last change,
+    so an edit within a second of a start could be ignored."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 def _from_path(path: Path) -> ModuleType:
     """Import a file once, under its own name in sys.modules, so that pickle finds its classes."""
     name = f"tasks_from_path_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if (folder := str(path.parent)) not in sys.path:
         sys.path.append(folder)  # it may import its neighbours; last, so that none hides a module of the project
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
+        spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module

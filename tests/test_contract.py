@@ -1,7 +1,9 @@
 """What a task may ask for beyond sums: several terms, the whole global batch, values of each sample, no validation."""
 
 import json
+import os
 import re
+import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -314,3 +316,15 @@ def test_what_needs_validation_data_is_said(launch, tmp_path, body, words, said)
     (tmp_path / "own.py").write_text(ALONE + "\n" + body)
     done = launch.python("train.py", str(tmp_path / "own.py"), *words, f"save_dir={tmp_path / 'run'}")
     assert done.code == 2 and said in done.errors[0] and not (tmp_path / "run").exists()
+
+
+def test_an_edit_within_a_second_of_a_start_is_seen(tmp_path, monkeypatch):
+    """Also where Python writes bytecode, which it finds by size and second of the last change."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "own.py"
+    for version in ("one", "two"):
+        path.write_text(f"from tests.tasks import toy\nclass Task(toy.Task):\n    version = {version!r}\n")
+        os.utime(path, (1e9, 1e9))
+        task = tasks.load(str(path))
+        assert task.version == version
+        del sys.modules[task.__module__]
