@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gc
 import os
 import re
 import shutil
@@ -314,6 +315,13 @@ def pytest_configure(config):
 
 always_real = False
 _stack = ExitStack()
+
+
+def pytest_collection_finish():
+    """Leave what is collected by now out of each garbage collection. Each of some hundred tests collects, and looked
+    through the objects of 4,700 tests and of all imported modules, in half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
