@@ -81,7 +81,7 @@ def torchvision(tmp_path_factory):
         yield module
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "mc3_18")) for name in KINDS])
 def test_the_outputs_are_those_of_torchvisions_own_class(torchvision, cache, tmp_path, name):
     """Its weights, saved by its class and read by the task, key by key; of gray clips that stand in three channels."""
     torch.manual_seed(1)
@@ -320,6 +320,7 @@ def found_line(task):
     return re.search(r"(\d+) of (\d+) found", task.summary()).groups()
 
 
+@pytest.mark.slow
 def test_what_is_there_is_found_and_what_is_damaged_or_changed_is_made_anew(cache, tmp_path):
     task, first, _ = made(*CACHED)
     assert found_line(task) == ("0", "33")

@@ -127,6 +127,7 @@ def test_buffers_made_one_after_each_step_resume_as_they_were(runs, way):
     assert straight["progress"] == stopped["progress"]
 
 
+@pytest.mark.slow
 def test_the_mean_of_buffers_is_one_processs(runs):
     """Where they are means themselves; rank 0's are not."""
     gaps = {way: (runs[way]["model"]["centre.mean"] - runs["one_mean"]["model"]["centre.mean"]).abs().max()

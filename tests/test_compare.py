@@ -184,6 +184,7 @@ def flipped(source, target, name="layers.0.weight", index=(3, 5), bit=12):
     return target
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_named_in_a_checkpoint_and_in_the_run_that_began_with_it(place, say):
     right = place.folder / "a" / "step_5.pt"
     wrong = flipped(right, place.folder / "wrong.pt")

@@ -231,6 +231,7 @@ def test_a_forward_of_its_own_comes_back(compiled):
     assert model.forward is own
 
 
+@pytest.mark.slow
 def test_a_graph_for_each_shape_of_a_training_is_allowed(compiled):
     """Of a network of blocks that the compiler must take one by one, because the host reads something between them."""
 

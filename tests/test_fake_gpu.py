@@ -76,7 +76,9 @@ def exact(folder):
     return [*map(str, words), "log_every=100", "optim.grad_clip=1"]
 
 
-@pytest.mark.parametrize("cache", [pytest.param("none", marks=pytest.mark.slow), "host", "device"])
+@pytest.mark.parametrize(
+    "cache", [pytest.param("none", marks=pytest.mark.slow), pytest.param("host", marks=pytest.mark.slow), "device"]
+)
 def test_the_bits_of_the_cpu(gpu, of_the_cpu, tmp_path, cache):
     """Of weights, average and moments: killed, and resumed; with copies that are read before they have arrived, or
     tensors of the host among the others, it would fail or end in other numbers."""

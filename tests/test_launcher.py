@@ -644,7 +644,9 @@ def test_two_launches_at_once(home: Home) -> None:
     assert len({(home.out / name).read_text() for name in ("one", "two")}) == 2
 
 
-@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "sent", ["SIGTERM", *(pytest.param(each, marks=pytest.mark.slow) for each in ("SIGINT", "SIGHUP", "SIGUSR1"))]
+)
 def test_signals_reach_the_workers(home: Home, sent: str) -> None:
     """SIGINT is ignored at the start, as a shell does to what it starts with `&`."""
     home.train(WAIT_FOR_A_SIGNAL)

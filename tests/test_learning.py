@@ -12,6 +12,7 @@ def best(folder, name):
     return values, records
 
 
+@pytest.mark.slow
 def test_toy_halves_its_loss(launch, tmp_path):
     succeed(launch.python("train.py", TOY, "epochs=15", f"save_dir={tmp_path}"))
     values, _ = best(tmp_path, "loss")

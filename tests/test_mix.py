@@ -504,6 +504,7 @@ def words_of(folder, save_dir, *more):
     return ["robot", *mix, *TINY, "log_every=1", "seed=3", *more, f"save_dir={save_dir}"]
 
 
+@pytest.mark.slow
 def test_a_union_takes_the_steps_of_one_set_of_the_same_frames(launch, made, tmp_path):
     """Without weights, to the last bit; that set's numbers are measured, too."""
     folder, episodes = made

@@ -272,6 +272,7 @@ def test_a_step_is_proven_by_the_next_that_has_bits(run, replay):
     assert "Step 8 has no digest of the weights: it is proven by the next that has, of step 12" in err
 
 
+@pytest.mark.slow
 def test_a_run_whose_end_is_not_recorded_is_not_proven_whole(run, replay):
     """The last lines of its log are gone, and its last checkpoint."""
     entries = json.loads((run / "manifest.json").read_text())["checkpoints"]

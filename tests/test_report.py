@@ -391,6 +391,7 @@ def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path
     assert found.text.count("Nothing has been evaluated.") == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_a_report_is_said_before_anything_is_written(launch, runs, tmp_path):
     task = tmp_path / "own"
     shutil.copytree(runs[2], task)

@@ -150,6 +150,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 def test_odd_folders_are_listed_and_nothing_of_them_is_obeyed(listed, tmp_path):
     for name, files in ODD.items():
         (tmp_path / name).mkdir()
