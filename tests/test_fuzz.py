@@ -81,6 +81,7 @@ def read_config(*argv: str) -> None:
         config.parse(list(argv), tasks.load)
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.lists(words, max_size=6))
 def test_any_command_line(argv):
