@@ -233,8 +233,11 @@ class Buffer:
             for first, _, target in self.pieces
             for begin in range(0, len(target), PART)
         ]
-        for _ in map(np.copyto, *zip(*parts, strict=True)) if not threads else threads.map(_copy, parts):
-            pass
+        if threads:
+            list(threads.map(_copy, parts))  # waits for all of them, and raises the first error
+        else:
+            for part in parts:
+                _copy(part)
         self.clear()
 
 
