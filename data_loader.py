@@ -1,9 +1,11 @@
-"""A dataset becomes this rank's batches: the order, the shard, the position, the copy to the device.
+"""A dataset becomes this rank's batches: the order, the shard, the position, the copy to the
+device.
 
-The order of an epoch is a pure function of (seed, epoch). It is cut into global batches, one per optimizer step, and
-each global batch into `[rank::world]` shards and those into micro-batches: whatever the cut, a step sees the same
-samples. An evaluation's batches go to the ranks in turn, each whole.
-The position in the data is one integer, the samples of this epoch that all ranks together have consumed.
+The order of an epoch is a pure function of (seed, epoch). It is cut into global batches, one per
+optimizer step, and each global batch into `[rank::world]` shards and those into micro-batches:
+whatever the cut, a step sees the same samples. An evaluation's batches go to the ranks in turn,
+each whole. The position in the data is one integer, the samples of this epoch that all ranks
+together have consumed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from engine.plan import Plan
 from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
 
 STRETCH = 8192
-"""Samples whose place in the order, seed and so on are computed at once: little memory, and few operations a step."""
+"""Samples whose place in the order, seed and so on are computed at once: little memory, and few
+operations a step."""
 
 
 class MicroBatch(NamedTuple):
@@ -54,7 +57,8 @@ class MicroBatch(NamedTuple):
     samples      of the step, over all ranks; 0 if all of its samples are excluded
     worker       the virtual worker that takes this pass; the rank, without virtual_workers
     opens_worker, closes_worker  this is that worker's first, its last pass of the step
-    empty        padding, of weight 0: this rank has no sample left for the pass, but DDP needs every rank in it
+    empty        padding, of weight 0: this rank has no sample left for the pass, but DDP needs
+                 every rank in it
     mean_weight  of the samples of the step, over all ranks, where the dataset has `weights`
     seeds        of these samples, where the dataset takes them
     """
@@ -75,29 +79,42 @@ class MicroBatch(NamedTuple):
 class TrainSampler(DistributedSampler[Any]):
     """torch's DistributedSampler as a batch sampler that never pads and knows its position.
 
-    Torch's own appends the first samples again until the shards are equal; here shards may differ by one sample, and
-    the sums of a step make that exact.
+    Torch's own appends the first samples again until the shards are equal; here shards may differ
+    by one sample, and the sums of a step make that exact.
     """
 
-    def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: Any = None, exclude: Sequence[str] = ()):
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Plan,
+        rank: int,
+        seed: int,
+        labels: Any = None,
+        exclude: Sequence[str] = (),
+    ):
         super().__init__(dataset, num_replicas=plan.processes, rank=rank, shuffle=True, seed=seed)
         self.plan = plan
         self.weights = per_sample(dataset, "weights")
         self.seeded = Fetcher(dataset).seeded
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
         # (N,) bool: left out of their steps. Without any it takes no memory.
-        self.excluded = ~kept(dataset, exclude) if exclude else np.broadcast_to(np.False_, len(dataset))
+        self.excluded = (
+            ~kept(dataset, exclude) if exclude else np.broadcast_to(np.False_, len(dataset))
+        )
         self.excludes = bool(exclude)
         self.workers = plan.workers or plan.processes
-        self.mine = dealt(self.workers, rank, plan.processes, plan.sharded)  # the workers that this process runs
-        self.passes_of_a_step = plan.passes * len(self.mine)  # of this process; an epoch's last step may have fewer
-        self.position = 0  # where the next iteration starts: samples of the epoch, counted over all ranks
+        # the workers that this process runs
+        self.mine = dealt(self.workers, rank, plan.processes, plan.sharded)
+        # of this process; an epoch's last step may have fewer
+        self.passes_of_a_step = plan.passes * len(self.mine)
+        # where the next iteration starts: samples of the epoch, counted over all ranks
+        self.position = 0
         self.drawn: tuple[int, Any] | None = None  # an epoch and its order
         self.stretch = max(1, STRETCH // plan.global_batch) * plan.global_batch
 
     def order(self) -> Any:
-        """(N,) indices: the epoch's global order, the same on every rank; or the dataset's own as a sequence that is
-        never listed, whose slices are such arrays."""
+        """(N,) indices: the epoch's global order, the same on every rank; or the dataset's own as a
+        sequence that is never listed, whose slices are such arrays."""
         if self.drawn is None or self.drawn[0] != self.epoch:
             rng = np.random.default_rng((self.seed, self.epoch))
             labels, count = self.labels, self.plan.num_samples
@@ -109,23 +126,27 @@ class TrainSampler(DistributedSampler[Any]):
         return self.drawn[1]
 
     def stretch_at(self, place: int) -> range:
-        """Return the places around this one, those of whole steps, whose numbers are computed at once: for all places
-        of an epoch they would take 32 bytes a sample."""
+        """Return the places around this one, those of whole steps, whose numbers are computed at
+        once: for all places of an epoch they would take 32 bytes a sample."""
         first = self.position + (place - self.position) // self.stretch * self.stretch
         return range(max(0, first), min(first + self.stretch, self.plan.num_samples))
 
     def arranged(self, where: range) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) indices in the order of the steps to come, and (n,) the place that each has in `order`, of a stretch:
-        the same, but the excluded samples of a step are at its end."""
+        """(n,) indices in the order of the steps to come, and (n,) the place that each has in
+        `order`, of a stretch: the same, but the excluded samples of a step are at its end."""
         order, places = self.order()[where.start : where.stop], np.arange(where.start, where.stop)
         if self.excludes:
-            step, dropped = (places - self.position) // self.plan.global_batch, places >= self.plan.epoch_samples
+            step, dropped = (
+                (places - self.position) // self.plan.global_batch,
+                places >= self.plan.epoch_samples,
+            )
             by_step = np.lexsort((self.excluded[order], step, dropped))
             return order[by_step], places[by_step]
         return order, places
 
     def kept_places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (place as arranged, index, place in `order`) of the samples that are not excluded."""
+        """Yield (place as arranged, index, place in `order`) of the samples that are not
+        excluded."""
         start = 0
         while start < self.plan.num_samples:
             where = self.stretch_at(start)
@@ -144,22 +165,33 @@ class TrainSampler(DistributedSampler[Any]):
             consumed = min(start + plan.global_batch, end)
             stop = consumed
             if self.excludes:
-                stop -= int(self.excluded[order[start - where.start : consumed - where.start]].sum())
+                stop -= int(
+                    self.excluded[order[start - where.start : consumed - where.start]].sum()
+                )
             largest = max(1, -(-(stop - start) // workers))  # the first worker's share
             passes = range(0, largest, plan.micro_batch)
             if self.weights is not None:
                 of_step = self.weights[order[start - where.start : stop - where.start]]
                 mean_weight = float(np.mean(of_step, dtype=np.float64)) if stop > start else 1.0
             for worker, done in itertools.product(self.mine, passes):
-                first = start + min(worker, workers - 1) + done * workers  # beyond the last one: its samples again
+                # beyond the last one: its samples again
+                first = start + min(worker, workers - 1) + done * workers
                 positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
                 if first < stop:
                     here = slice(first - where.start, positions.stop - where.start, workers)
                     indices, at = order[here].tolist(), places[here]
                 else:  # torch needs a sample: the step's first, or where it has none the epoch's
                     own = start - where.start
-                    found = (start, int(order[own]), int(places[own])) if stop > start else next(self.kept_places())
-                    positions, indices, at = slice(found[0], found[0] + 1), [found[1]], np.array([found[2]])
+                    found = (
+                        (start, int(order[own]), int(places[own]))
+                        if stop > start
+                        else next(self.kept_places())
+                    )
+                    positions, indices, at = (
+                        slice(found[0], found[0] + 1),
+                        [found[1]],
+                        np.array([found[2]]),
+                    )
                 yield MicroBatch(
                     indices=indices,
                     positions=positions,
@@ -192,12 +224,13 @@ class TrainSampler(DistributedSampler[Any]):
 def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """(N,) indices in which every class comes equally often (to within one) in random order.
 
-    A class is dealt like a deck of cards that is reshuffled when it is empty: no sample repeats before all others of
-    its class have come.
+    A class is dealt like a deck of cards that is reshuffled when it is empty: no sample repeats
+    before all others of its class have come.
     """
     num_samples = len(labels)
     classes = np.unique(labels)
-    draws = rng.permutation(np.resize(rng.permutation(classes), num_samples))  # (N,) the class of each place
+    # (N,) the class of each place
+    draws = rng.permutation(np.resize(rng.permutation(classes), num_samples))
     order = np.empty(num_samples, dtype=np.int64)
     for c in classes:
         places, members = np.flatnonzero(draws == c), np.flatnonzero(labels == c)
@@ -207,8 +240,9 @@ def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class EvalSampler(Sampler[Request]):
-    """Yield every `size`-th batch: no padding, nothing twice; a rank may get none. Which samples are in a batch does
-    not depend on the number of ranks, because batch composition changes a network's rounding."""
+    """Yield every `size`-th batch: no padding, nothing twice; a rank may get none. Which samples
+    are in a batch does not depend on the number of ranks, because batch composition changes a
+    network's rounding."""
 
     def __init__(self, dataset: Any, world: World, batch_size: int):
         self.fetcher, self.batch_size, self.num_samples = Fetcher(dataset), batch_size, len(dataset)
@@ -216,21 +250,24 @@ class EvalSampler(Sampler[Request]):
 
     def __iter__(self) -> Iterator[Request]:
         for first in self.starts:
-            yield self.fetcher.request([*range(first, min(first + self.batch_size, self.num_samples))])
+            yield self.fetcher.request(
+                [*range(first, min(first + self.batch_size, self.num_samples))]
+            )
 
     def __len__(self) -> int:
         return len(self.starts)
 
 
 AT_ONCE = {"cpu": 256 << 10, "cuda": 16 << 20}
-"""Bytes of held data that are gathered and prepared at once: on a GPU each small kernel then serves many passes; on a
-CPU no more than stays in its cache."""
+"""Bytes of held data that are gathered and prepared at once: on a GPU each small kernel then serves
+many passes; on a CPU no more than stays in its cache."""
 
 
 class _Loader:
     """Fetches what a sampler asks for.
 
-    loader  torch's, with its processes; None: this process fetches, which is right where a batch is one gather away
+    loader  torch's, with its processes; None: this process fetches, which is right where a batch is
+            one gather away
     held    the dataset, if its data lie on the device
     """
 
@@ -241,7 +278,8 @@ class _Loader:
         self.held: CachedDataset | None = dataset if here else None
 
     def _fetched(self) -> Iterator[tuple[Any, Batch]]:
-        """Return the sampler's requests, each with its batch on the device, or with None for data that are held."""
+        """Return the sampler's requests, each with its batch on the device, or with None for data
+        that are held."""
         if self.held is not None:
             return ((request, None) for request in self.sampler)
         return fetched(self.source, self.sampler, self.loader, self.device)
@@ -251,7 +289,8 @@ class TrainLoader(_Loader):
     """Iterate over the steps of an epoch, from the position that `set_epoch` gave.
 
     prepare   the task's, if it has one
-    together  several passes of held data are prepared at once, which gives the same bits: see `check_prepare`
+    together  several passes of held data are prepared at once, which gives the same bits: see
+              `check_prepare`
     """
 
     def __init__(
@@ -268,7 +307,8 @@ class TrainLoader(_Loader):
         self.given = range(0), torch.empty(0)  # the numbers of a stretch
 
     def set_epoch(self, epoch: int, consumed: int = 0) -> None:
-        """Start the next iteration in this epoch, after `consumed` samples, counted over all ranks."""
+        """Start the next iteration in this epoch, after `consumed` samples, counted over all
+        ranks."""
         self.sampler.set_epoch(epoch)
         self.sampler.position = consumed
 
@@ -277,14 +317,16 @@ class TrainLoader(_Loader):
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
     def __iter__(self) -> Iterator[Iterator[tuple[Batch, MicroBatch]]]:
-        """Yield the passes of each step that is left of the epoch: (batch on the device, MicroBatch)."""
+        """Yield the passes of each step that is left of the epoch: (batch on the device,
+        MicroBatch)."""
         passes = self.passes()
         for _ in range(len(self)):
             phase("data loading")
             yield _step(passes)
 
     def passes(self) -> Iterator[tuple[Batch, MicroBatch]]:
-        """Yield the passes of all steps. Several of held data are prepared at once, and cut apart."""
+        """Yield the passes of all steps. Several of held data are prepared at once, and cut
+        apart."""
         pairs, at_once = self._fetched(), 1
         self.given = range(0), torch.empty(0)
         if self.held is not None and type(self.held.columns) is dict and self.together:
@@ -297,19 +339,27 @@ class TrainLoader(_Loader):
             batch, end = self._prepared(micros, some[0][1], numbers), 0
             for micro in micros:
                 begin, end = end, end + len(micro.indices)
-                yield batch if len(micros) == 1 else map_tensors(batch, partial(_piece, slice(begin, end))), micro
+                yield (
+                    batch
+                    if len(micros) == 1
+                    else map_tensors(batch, partial(_piece, slice(begin, end))),
+                    micro,
+                )
                 if not micro.closes_step:
                     phase("data loading")
 
     def _prepared(self, micros: list[MicroBatch], batch: Batch, numbers: Tensor) -> Batch:
-        """Return the batch of some passes as the task's `loss` gets it; held data are gathered here.
+        """Return the batch of some passes as the task's `loss` gets it; held data are gathered
+        here.
 
         numbers  (3, B) index, position and seed of its samples
         """
         given = BatchInfo(*numbers.unbind())
         if micros[0].mean_weight is not None:
             full = partial(torch.full, dtype=torch.float64, device=self.device)
-            given.mean_weight = torch.cat([full((len(micro.indices),), micro.mean_weight) for micro in micros])
+            given.mean_weight = torch.cat(
+                [full((len(micro.indices),), micro.mean_weight) for micro in micros]
+            )
         batch = batch if self.held is None else self.held.rows(given.index)
         batch = attach(batch, given)
         if self.prepare is None:
@@ -318,74 +368,106 @@ class TrainLoader(_Loader):
         return self.prepare(batch)
 
     def _numbers(self, positions: slice) -> Tensor:
-        """(3, B) index, position and seed of a pass. They are computed by stretches, because per pass they would take
-        fifty operations."""
+        """(3, B) index, position and seed of a pass. They are computed by stretches, because per
+        pass they would take fifty operations."""
         if positions.start not in self.given[0]:
             where = self.sampler.stretch_at(positions.start)
             self.given = where, self._computed(*self.sampler.arranged(where))
         where, numbers = self.given
-        return numbers[:, positions.start - where.start : positions.stop - where.start : positions.step]
+        return numbers[
+            :, positions.start - where.start : positions.stop - where.start : positions.step
+        ]
 
     def _computed(self, order: np.ndarray, places: np.ndarray) -> Tensor:
-        index, position = (to_device(torch.from_numpy(each), self.device) for each in (order, places))
+        index, position = (
+            to_device(torch.from_numpy(each), self.device) for each in (order, places)
+        )
         return torch.stack([index, position, sample_seeds(self.seed, self.sampler.epoch, position)])
 
     def example(self, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the epoch, at most a pass or `least` of them, as a batch for trials: the
-        same on all ranks. This process fetches them."""
+        """Return samples `begin` to `end` of the epoch, at most a pass or `least` of them, as a
+        batch for trials: the same on all ranks. This process fetches them."""
         plan = self.sampler.plan
         end = min(end, max(least, plan.micro_batch))
         with phase.during("data loading"):
             return self._prepared(*self._unprepared(slice(begin, end)))
 
     def _unprepared(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
-        """Return the arguments of `_prepared` for these samples of the epoch's order, without the excluded ones."""
+        """Return the arguments of `_prepared` for these samples of the epoch's order, without the
+        excluded ones."""
         sampler = self.sampler
         kept_ones = itertools.islice(sampler.kept_places(), positions.start, positions.stop)
-        order, places = np.array([each[1:] for each in kept_ones], dtype=np.int64).reshape(-1, 2).T.copy()
+        order, places = (
+            np.array([each[1:] for each in kept_ones], dtype=np.int64).reshape(-1, 2).T.copy()
+        )
         seeds = sampler.seeds_at(places) if sampler.seeded else None
         micro = next(iter(sampler))._replace(indices=order.tolist(), seeds=seeds)
         batch = to_device(self.source.get(micro), self.device) if self.held is None else None
         return [micro], batch, self._computed(order, places)
 
     def check_prepare(self, random_samples: str) -> None:
-        """Prepare four samples twice. Raises LockstepError where the second time gives different bits, or moves a
-        generator that `prepare` does not seed.
+        """Prepare four samples twice. Raises LockstepError where the second time gives different
+        bits, or moves a generator that `prepare` does not seed.
 
-        Held data are prepared one by one, too: if that gives the same bits, passes may be prepared together. Not with
-        virtual workers, whose bits would depend on how many a process runs.
+        Held data are prepared one by one, too: if that gives the same bits, passes may be prepared
+        together. Not with virtual workers, whose bits would depend on how many a process runs.
         """
         plan = self.sampler.plan
         samples = min(4, plan.num_samples, plan.micro_batch if self.held is None else 4)
 
         def prepared(begin: int, end: int) -> tuple[dict[str, Any], list[str]]:
-            """Return the leaves of the prepared batch, and the generators that `prepare` has moved."""
+            """Return the leaves of the prepared batch, and the generators that `prepare` has
+            moved."""
             unprepared = self._unprepared(slice(begin, end))
             before = positions(self.device)
-            leaves = {name: leaf for name, leaf in tree_leaves(self._prepared(*unprepared)) if leaf is not None}
-            return leaves, [name for name, place in positions(self.device).items() if place != before[name]]
+            leaves = {
+                name: leaf
+                for name, leaf in tree_leaves(self._prepared(*unprepared))
+                if leaf is not None
+            }
+            return leaves, [
+                name for name, place in positions(self.device).items() if place != before[name]
+            ]
 
         with kept_generators(self.device):
             (whole, _), (again, moved) = prepared(0, samples), prepared(0, samples)
             changed = [name for name, leaf in whole.items() if not _same(leaf, again.get(name))]
             if changed or moved:
-                what = f"{changed[0]!r} of the same samples changes between two calls" if changed else ""
+                what = (
+                    f"{changed[0]!r} of the same samples changes between two calls"
+                    if changed
+                    else ""
+                )
                 what = what or f"it draws from {moved[0]}'s generator"
-                todo = "draw from batch['lockstep'].seed, not from a generator; random_samples=warn trains all the same"
+                todo = (
+                    "draw from batch['lockstep'].seed, not from a generator; "
+                    "random_samples=warn trains all the same"
+                )
                 stop_or_warn(LockstepError(what, "the task's `prepare`", todo), random_samples)
-            with contextlib.suppress(Exception):  # of a single sample; it shows by itself if it is one of training
+            # of a single sample; it shows by itself if it is one of training
+            with contextlib.suppress(Exception):
                 if self.held is not None and not plan.workers:
                     ones = [prepared(n, n + 1)[0] for n in range(samples)]
-                    self.together = all(same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole)
+                    self.together = all(
+                        same_bits(torch.cat([one[key] for one in ones]), whole[key])
+                        for key in whole
+                    )
 
     def not_finite(self, micro: MicroBatch) -> dict[int, str]:
-        """Fetch each sample of a pass again; return {index: where it is not finite, such as `NaN in x`}."""
+        """Fetch each sample of a pass again; return {index: where it is not finite, such as `NaN in
+        x`}."""
         found = {}
         with fetching:
             for index, seed in zip(micro.indices, micro.seeds or micro.indices, strict=True):
                 for name, leaf in tree_leaves(self.source.get(Request([index], [seed]))):
-                    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
-                        found[index] = f"{'NaN' if leaf.isnan().any() else 'inf'} in {name or 'its value'}"
+                    if (
+                        isinstance(leaf, Tensor)
+                        and leaf.is_floating_point()
+                        and not leaf.isfinite().all()
+                    ):
+                        found[index] = (
+                            f"{'NaN' if leaf.isnan().any() else 'inf'} in {name or 'its value'}"
+                        )
         return found
 
 
@@ -398,7 +480,8 @@ def _step(passes: Iterator[tuple[Batch, MicroBatch]]) -> Iterator[tuple[Batch, M
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare tensors bit by bit; floats on a GPU, where the order of a sum may change, up to rounding."""
+    """Compare tensors bit by bit; floats on a GPU, where the order of a sum may change, up to
+    rounding."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b)
     if a.device.type == "cpu" or a.shape != b.shape or not a.is_floating_point():
@@ -407,9 +490,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _piece(rows: slice, values: Tensor) -> Tensor:
-    """Return some rows; copied if they are not aligned as a batch of their own, because kernels depend on that."""
+    """Return some rows; copied if they are not aligned as a batch of their own, because kernels
+    depend on that."""
     piece = values[rows]
-    return piece if rows.start * values.stride(0) * values.element_size() % 512 == 0 else piece.clone()
+    return (
+        piece if rows.start * values.stride(0) * values.element_size() % 512 == 0 else piece.clone()
+    )
 
 
 class EvalLoader(_Loader):
@@ -421,7 +507,8 @@ class EvalLoader(_Loader):
             if indices[-1] >= last:
                 first, last = indices[0], indices[0] + max(STRETCH, len(indices))
                 index = torch.arange(first, last, device=self.device)
-                seeds = sample_seeds(0, 0, index)  # of the samples alone: every evaluation draws the same
+                # of the samples alone: every evaluation draws the same
+                seeds = sample_seeds(0, 0, index)
             here = slice(indices[0] - first, indices[-1] + 1 - first)
             given = BatchInfo(index[here], index[here], seeds[here])
             yield attach(batch if self.held is None else self.held.rows(given.index), given)
@@ -430,8 +517,8 @@ class EvalLoader(_Loader):
         return len(self.sampler)
 
     def example(self, end: int, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the split's first batch, for trials: the same on all ranks. This process
-        fetches them."""
+        """Return samples `begin` to `end` of the split's first batch, for trials: the same on all
+        ranks. This process fetches them."""
         end = min(end, self.sampler.batch_size, self.sampler.num_samples)
         request = self.source.request([*range(begin, end)])
         index = to_device(torch.tensor(request.indices), self.device)
@@ -440,10 +527,11 @@ class EvalLoader(_Loader):
 
 
 def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Return the datasets to train on and to score; the second is None without validation data. Raises LockstepError
-    where they give no sample by its number.
+    """Return the datasets to train on and to score; the second is None without validation data.
+    Raises LockstepError where they give no sample by its number.
 
-    split     empty for the task's two; else what to score: val, train, test, or all of the data; any: val or train
+    split     empty for the task's two; else what to score: val, train, test, or all of the data;
+              any: val or train
     metadata  the task's, from the checkpoint whose model is scored
     """
     console.info("Loading data...\n")
@@ -458,7 +546,9 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
     elif not split and (tested := test_set(task, train_set, val_set)) is not None:
         task.set_aside = set_aside(train_set, tested, task.cfg.random_samples)
     if val_set is None and split == "val":
-        raise LockstepError("the task has no validation data", "split val", "score others: --split train, or all")
+        raise LockstepError(
+            "the task has no validation data", "split val", "score others: --split train, or all"
+        )
     if split == "train" or (split == "any" and val_set is None):
         val_set = train_set
     if val_set is not None and split != "any":
@@ -469,8 +559,8 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
 
 
 def set_aside(train_set: Any, tested: Any, random_samples: str) -> dict[str, Any]:
-    """Return what a checkpoint holds of the test set: the number of its samples, of each source if it has any, and a
-    digest of both sets, which an evaluation compares."""
+    """Return what a checkpoint holds of the test set: the number of its samples, of each source if
+    it has any, and a digest of both sets, which an evaluation compares."""
     sources = per_sample(tested, "sources")
     return {
         "samples": len(tested),
@@ -495,22 +585,29 @@ def create_data_loaders(
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
     if cfg.sampler == "balanced" and labels is None:
         what = f"sampler=balanced, but the data of task {cfg.task} have no labels"
-        raise LockstepError(what, "sampler", "give the dataset an attribute `labels` (N,), or use sampler=shuffle")
+        raise LockstepError(
+            what, "sampler", "give the dataset an attribute `labels` (N,), or use sampler=shuffle"
+        )
     if cfg.sampler == "balanced" and getattr(train_set, "epoch_order", None):
         raise LockstepError(
-            "sampler=balanced, but the data have an order of their own", "sampler", "use sampler=shuffle"
+            "sampler=balanced, but the data have an order of their own",
+            "sampler",
+            "use sampler=shuffle",
         )
     if val_set is None and cfg.patience:
         what = f"patience={cfg.patience} without validation data"
         raise LockstepError(what, "patience", "drop it: nothing is evaluated")
     if val_set is not None and not len(val_set):
-        raise LockstepError("the validation set is empty", "dataset", "check the data and the split")
+        raise LockstepError(
+            "the validation set is empty", "dataset", "check the data and the split"
+        )
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels, cfg.exclude)
     sets, samplers = [train_set], list[Any]([sampler])
     if val_set is not None:  # without gradients activations take less than half the memory
         sets.append(val_set)
         samplers.append(EvalSampler(val_set, world, cfg.eval_batch_size or 2 * cfg.batch_size))
-    # Loader processes mean slow samples, and shards mean many: a cache would fetch them all before the first step.
+    # Loader processes mean slow samples, and shards mean many: a cache would fetch them all before
+    # the first step.
     slow = bool(cfg.num_workers) or hasattr(train_set, "digest")
     wanted = "none" if cfg.cache == "auto" and slow else cfg.cache
     held = cache_datasets(wanted, sets, world.device, processes_sharing)
@@ -518,14 +615,22 @@ def create_data_loaders(
     if held is not None:
         sets = [*held]
     elif cfg.num_workers:
-        loaders = [in_processes(Fetcher(data), batches, cfg) for data, batches in zip(sets, samplers, strict=True)]
-    console.info(f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})")
+        loaders = [
+            in_processes(Fetcher(data), batches, cfg)
+            for data, batches in zip(sets, samplers, strict=True)
+        ]
+    console.info(
+        f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})"
+    )
     prepare = task.prepare if task and type(task).prepare is not Task.prepare else None
     train_loader = TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0], prepare)
     if prepare:
         train_loader.check_prepare(cfg.random_samples)
     if val_set is None:
-        console.info("No validation data: nothing is evaluated, and the last checkpoint is the one that counts\n")
+        console.info(
+            "No validation data: nothing is evaluated, and the last checkpoint is the one that "
+            "counts\n"
+        )
         return Loaders(train_loader, None)
     val_loader = EvalLoader(sets[1], samplers[1], world, loaders[1])
     val_batches = -(-len(val_set) // samplers[1].batch_size)

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Train a task with native torch.distributed, in one process or as one of many. Read it from top to bottom.
+"""Train a task with native torch.distributed, in one process or as one of many. Read it from top to
+bottom.
 
     python train.py                                          real smartwatch data, one process
     python train.py video --epochs 5 --batch-size 16         another task, everyday flags
     torchrun --standalone --nproc_per_node=2 train.py har    two processes, the same steps
 
-The same global batch, however it is cut into processes and passes, takes the same step. Three rules keep that promise:
-a task returns sums, never means; sums are added up over passes and ranks, then divided once; the order of the data is a
-function of (seed, epoch) alone. `train_ddp.py` is the same training with DDP as its subject.
+The same global batch, however it is cut into processes and passes, takes the same step. Three rules
+keep that promise: a task returns sums, never means; sums are added up over passes and ranks, then
+divided once; the order of the data is a function of (seed, epoch) alone. `train_ddp.py` is the same
+training with DDP as its subject.
 """
 
 from __future__ import annotations
@@ -44,51 +46,66 @@ from engine.survive.signals import StopRequest
 
 
 def setup_distributed(cfg: Any, always: bool = False) -> World:
-    """Join the process group. torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; without them this is a world of one."""
+    """Join the process group. torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; without them this is a
+    world of one."""
     env = launch.environment()  # the three, checked; (0, 0, 1) for a plain `python train.py`
     device = launch.pick_device(cfg, env)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before any other CUDA call, or every rank opens a context on GPU 0
+        # before any other CUDA call, or every rank opens a context on GPU 0
+        torch.cuda.set_device(device)
     speed.bind_cores(cfg, env, device)
-    backend = launch.pick_backend(cfg, env, device, always)  # nccl for tensors on GPUs, gloo for the others
+    # nccl for tensors on GPUs, gloo for the others
+    backend = launch.pick_backend(cfg, env, device, always)
     with launch.explained(env):
         dist.init_process_group(
             backend,
             store=launch.rendezvous(env, cfg, backend),
             rank=env.rank,
             world_size=env.size,
-            timeout=timedelta(seconds=cfg.ddp.timeout_s + 15),  # a backstop: the watchdog notices first
+            # a backstop: the watchdog notices first
+            timeout=timedelta(seconds=cfg.ddp.timeout_s + 15),
             device_id=device if "nccl" in backend and env.size > 1 else None,
         )
     return World(env.rank, env.local_rank, env.size, device)
 
 
-def build(args: config.Args, world: World, stop: Any = None, strict: bool = False, split: str = "") -> Run:
-    """(all ranks) Prepare everything for the first step; write nothing. With `split`, prepare to score that split."""
+def build(
+    args: config.Args, world: World, stop: Any = None, strict: bool = False, split: str = ""
+) -> Run:
+    """(all ranks) Prepare everything for the first step; write nothing. With `split`, prepare to
+    score that split."""
     speed.set_backends(args.cfg)
     cfg, saved = checkpoint.find(args.cfg, world)
     with survive.sync_errors(world):  # if one rank fails in here, all stop with its message
         task = tasks.load(cfg.task)(cfg)
         task.resuming = saved.path is not None
         train_set, val_set = load_datasets(task, split, saved.metadata)
-        plan = make_plan(cfg, world, len(train_set))  # global batch, accumulation, steps, learning rate
-        loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)  # DistributedSamplers that never pad
+        # global batch, accumulation, steps, learning rate
+        plan = make_plan(cfg, world, len(train_set))
+        # DistributedSamplers that never pad
+        loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
         saved = checkpoint.check_same_run(saved, args, task, plan, data, split)
-    plan = speed.resolve(cfg, world, plan)  # compiled or not, how many threads: the same on all ranks
+    # compiled or not, how many threads: the same on all ranks
+    plan = speed.resolve(cfg, world, plan)
     amp = precision.resolve(cfg, world, saved.precision, strict)  # bf16, fp16 or off
     console.info("Creating model...")
     with survive.sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
-        model = built(task).to("cpu" if plan.sharded else world.device)  # FSDP2 moves a unit at a time
-        plan = speed.set_memory_format(cfg, task, model, loaders.train, plan, amp, saved.memory_format)
-    model = fsdp.shard(model, cfg, world, task, amp.name)  # with ddp.strategy=fsdp: rows of each weight, else as it is
+        # FSDP2 moves a unit at a time
+        model = built(task).to("cpu" if plan.sharded else world.device)
+        plan = speed.set_memory_format(
+            cfg, task, model, loaders.train, plan, amp, saved.memory_format
+        )
+    # with ddp.strategy=fsdp: rows of each weight, else as it is
+    model = fsdp.shard(model, cfg, world, task, amp.name)
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
             optimizer=optim.make_optimizer(model, cfg.optim, world, task, exact=plan.workers > 0),
             ema=optim.make_ema(model, cfg.optim),
-            scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
+            # bf16 needs none
+            scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),
             loaders=loaders, stop=stop or StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
         checkpoint.restore(run, saved)  # or the weights of init_from
@@ -100,7 +117,8 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
 
 
 def wrap_ddp(run: Run, always: bool) -> nn.Module:
-    """Return `net`, which the loss calls; `model` stays the bare module, for evaluation and checkpoints."""
+    """Return `net`, which the loss calls; `model` stays the bare module, for evaluation and
+    checkpoints."""
     cfg, world, model = run.cfg.ddp, run.world, run.model
     if run.plan.devices:
         return DataParallel(precision.Autocast(model, run.precision), list(run.plan.devices))
@@ -116,18 +134,21 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             gradient_as_bucket_view=cfg.gradient_as_bucket_view,
             find_unused_parameters=cfg.find_unused_parameters,
             static_graph=cfg.static_graph,
-            **ddp.NO_BUFFER_SYNC,  # a broadcast per forward; buffers are averaged before they are used instead
+            # a broadcast per forward; buffers are averaged before they are used instead
+            **ddp.NO_BUFFER_SYNC,
         )
     return ddp.add_comm_hook(net, cfg.comm_hook, run.workers)
 
 
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
-    take_step = speed.recorded(run, train_step)  # perhaps compiled; with cuda_graph=true a step is one launch
+    # perhaps compiled; with cuda_graph=true a step is one launch
+    take_step = speed.recorded(run, train_step)
     if run.progress.evaluation_due:  # it was stopped just before
         evaluate(run)
     while not (run.finished or run.stopped):
-        run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)  # resumes within an epoch
+        # resumes within an epoch
+        run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
         for passes in run.steps():
             due = take_step(run, passes)
             if due.outcomes:  # a step was skipped, or a rank was asked to stop
@@ -147,11 +168,13 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
-    """(all ranks) One optimizer step on this rank's share of a global batch, in one pass or several (accumulation).
+    """(all ranks) One optimizer step on this rank's share of a global batch, in one pass or several
+    (accumulation).
 
-    The loss of a step is total / weight, two sums over all samples of the global batch, whichever rank held them. DDP
-    averages gradients over ranks, so each pass is scaled by size / global_batch: they arrive as those of
-    total / global_batch, at the size of a mean, which fp16 needs. `divisor` makes them those of total / weight.
+    The loss of a step is total / weight, two sums over all samples of the global batch, whichever
+    rank held them. DDP averages gradients over ranks, so each pass is scaled by size /
+    global_batch: they arrive as those of total / global_batch, at the size of a mean, which fp16
+    needs. `divisor` makes them those of total / weight.
     """
     world, net, plan = run.world, run.net, run.plan
     in_ddp = isinstance(net, DistributedDataParallel)
@@ -160,12 +183,17 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
     for batch, micro in passes:
         # Around the forward pass, too: there DDP decides whether the backward pass sums gradients.
         no_sync = net.no_sync() if in_ddp and not micro.closes_step else nullcontext()
-        with run.forward(micro), no_sync:  # random numbers that depend on the samples, not on the rank
-            with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
+        # random numbers that depend on the samples, not on the rank
+        with run.forward(micro), no_sync:
+            with torch.autocast(
+                world.device.type, run.precision.dtype, enabled=run.precision.enabled
+            ):
                 loss = run.task.loss(net, batch)
-            totals += run.loss_vector(loss, micro)  # (votes, total, weight, *sums), float64; zeros if empty
+            # (votes, total, weight, *sums), float64; zeros if empty
+            totals += run.loss_vector(loss, micro)
             if micro.closes_step:
-                summed = dist.all_reduce(totals, async_op=True)  # runs during the backward pass, as DDP's own do
+                # runs during the backward pass, as DDP's own do
+                summed = dist.all_reduce(totals, async_op=True)
             scale = 0.0 if micro.empty else plan.loss_scale
             phase("backward", waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
@@ -175,14 +203,19 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
     phase("optimizer step")
     totals = run.workers.reduce_rows(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
-    grad_norm, skipped = optim.step(run.optimizer, run.scaler, run.workers, run.lr, divisor, run.cfg.optim.grad_clip)
-    return run.end_step(totals, grad_norm, skipped, micro.consumed)  # buffers, average of weights, totals, progress
+    grad_norm, skipped = optim.step(
+        run.optimizer, run.scaler, run.workers, run.lr, divisor, run.cfg.optim.grad_clip
+    )
+    # buffers, average of weights, totals, progress
+    return run.end_step(totals, grad_norm, skipped, micro.consumed)
 
 
 def evaluate(run: Run, save_due: bool = False) -> None:
-    """(all ranks) Score every sample of the split once, and save. The bare module runs, so ranks may have more or fewer
-    batches, or none: nothing is padded, only sums are exchanged, and every rank returns with the same metrics."""
-    state = checkpoint.capture(run)  # now: a failure or a stop in the evaluation must not lose the training so far
+    """(all ranks) Score every sample of the split once, and save. The bare module runs, so ranks
+    may have more or fewer batches, or none: nothing is padded, only sums are exchanged, and every
+    rank returns with the same metrics."""
+    # now: a failure or a stop in the evaluation must not lose the training so far
+    state = checkpoint.capture(run)
     with survive.keep(run, state):
         scored = evaluate_split(run, run.record.log.progress(run, run.loaders.val, "Validation"))
         if scored is None:  # asked to stop
@@ -190,7 +223,9 @@ def evaluate(run: Run, save_due: bool = False) -> None:
             return
         run.record.metrics, sums = scored
         run.record.log.evaluation(run, run.record.metrics, sums)
-    better = run.progress.note_score(run.record.metrics[run.task.monitor], run.task.higher_is_better)
+    better = run.progress.note_score(
+        run.record.metrics[run.task.monitor], run.task.higher_is_better
+    )
     state["progress"] = asdict(run.progress)  # everything else is unchanged by an evaluation
     if better or save_due or run.finished:
         save(run, state, best=better)
@@ -200,29 +235,36 @@ def evaluate(run: Run, save_due: bool = False) -> None:
 def save(run: Run, state: dict[str, Any], best: bool = False) -> None:
     """(all ranks) On rank 0 write `state`, in a thread, while training continues."""
     if run.world.main:
-        run.record.checkpoints.write(state, best)  # torch.save; it counts once it is whole on the disk
+        # torch.save; it counts once it is whole on the disk
+        run.record.checkpoints.write(state, best)
 
 
 @survive.guarded  # any exception: one line, the first cause on any rank, an exit code
 def main(argv: list[str], strict: bool = False) -> int:
-    """Resolve defaults < task < YAML < command line, and train. `strict` refuses where it would adapt."""
+    """Resolve defaults < task < YAML < command line, and train. `strict` refuses where it would
+    adapt."""
     args = command.read(argv, tasks)
     command.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
-    world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing
+    # also without torchrun: in a world of one collectives cost nothing
+    world = setup_distributed(args.cfg, strict)
     describe.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)
-    with survive.Watchdog(world, stop, args.cfg.ddp.timeout_s):  # a heartbeat per rank shows who failed and who hangs
+    # a heartbeat per rank shows who failed and who hangs
+    with survive.Watchdog(world, stop, args.cfg.ddp.timeout_s):
         describe.check_trackers(args.cfg, world)
         run = build(args, world, stop, strict)
         if args.dry_run or not already_complete(run):
             describe.training(run, strict)  # the plan
             preflight.check_sums(run)  # the loss of a batch is the sum over its samples
             if not args.dry_run:
-                with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
+                # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
+                with open_log(run, args.profile):
                     train(run)
         stopped = run.stopped
     del run  # DDP's hooks must be gone before their process group is destroyed
-    launch.leave()  # (all ranks) wait for all, destroy the group; only after success, because it could hang otherwise
+    # (all ranks) wait for all, destroy the group; only after success, because it could hang
+    # otherwise
+    launch.leave()
     return survive.STOPPED if stopped else 0  # 75: the same command resumes it
 
 

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Compare what is no plain sum on 1, 2 and 3 processes: a metric over a whole split, and two losses' gradients.
+"""Compare what is no plain sum on 1, 2 and 3 processes: a metric over a whole split, and two
+losses' gradients.
 
-python benchmarks/beyond_sums.py               two minutes on the CPU; pip install -e '.[bench]' scikit-learn
+python benchmarks/beyond_sums.py               two minutes on the CPU; pip install -e '.[bench]'
+scikit-learn
 
-AUC of 197 samples in batches of 16; the norm of the gradient of 24 samples for 5 * mean over masked entries + mean over
-samples, and for InfoNCE over all pairs. Model, data and global batch are the same for all, in float64. The others do it
-as their documentation shows; whatever is not installed is left out and named.
+AUC of 197 samples in batches of 16; the norm of the gradient of 24 samples for 5 * mean over masked
+entries + mean over samples, and for InfoNCE over all pairs. Model, data and global batch are the
+same for all, in float64. The others do it as their documentation shows; whatever is not installed
+is left out and named.
 """
 
 from __future__ import annotations
@@ -67,10 +70,15 @@ def views(net: Any, batch: Any) -> Any:
 
 
 def norm(net: nn.Module) -> float:
-    return float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None])))
+    return float(
+        torch.linalg.vector_norm(
+            torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None])
+        )
+    )
 
 
-# ---- the usual ways --------------------------------------------------------------------------------------------------
+# ---- the usual ways
+# --------------------------------------------------------------------------------------------------
 
 
 class Tutorial:
@@ -88,7 +96,9 @@ class Tutorial:
         from sklearn.metrics import roc_auc_score
 
         with torch.no_grad():
-            found = [(self.net.module(batch["x"])[:, 1], batch["y"]) for batch in self.loader(data, size)]
+            found = [
+                (self.net.module(batch["x"])[:, 1], batch["y"]) for batch in self.loader(data, size)
+            ]
         score, y = (torch.cat(each) for each in zip(*found, strict=True))
         mean = torch.tensor(roc_auc_score(y, score))
         torch.distributed.all_reduce(mean)
@@ -121,7 +131,9 @@ class Accelerate:
         loader, found = self.accelerator.prepare(DataLoader(data, size)), []
         with torch.no_grad():
             for batch in loader:
-                found.append(self.accelerator.gather_for_metrics((self.net(batch["x"])[:, 1], batch["y"])))
+                found.append(
+                    self.accelerator.gather_for_metrics((self.net(batch["x"])[:, 1], batch["y"]))
+                )
         score, y = (torch.cat(each) for each in zip(*found, strict=True))
         return float(roc_auc_score(y, score))
 
@@ -168,7 +180,9 @@ class Lightning:
                     return two_means(self.net(batch["x"]), batch)
                 here, there = views(self.net, batch)
                 everyone = self.all_gather(there, sync_grads=True).reshape(-1, here.shape[1])
-                return F.cross_entropy(here @ everyone.T, self.global_rank * len(here) + torch.arange(len(here)))
+                return F.cross_entropy(
+                    here @ everyone.T, self.global_rank * len(here) + torch.arange(len(here))
+                )
 
             def on_before_optimizer_step(self, optimizer: Any) -> None:
                 self.value = norm(self.net)
@@ -178,15 +192,24 @@ class Lightning:
 
         ddp = "ddp" if int(os.environ["WORLD_SIZE"]) > 1 else "auto"
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ddp, max_steps=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=int(os.environ["WORLD_SIZE"]),
+            strategy=ddp,
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         module, loader = Module(), DataLoader(data, size)
-        trainer.validate(module, loader, verbose=False) if subject == "auc" else trainer.fit(module, loader)
+        trainer.validate(module, loader, verbose=False) if subject == "auc" else trainer.fit(
+            module, loader
+        )
         return float(module.value)
 
 
-# ---- Lockstep --------------------------------------------------------------------------------------------------------
+# ---- Lockstep
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -212,7 +235,9 @@ class Task(contract.Task):
             return super().loss(net, batch)
         here, there = views(net, batch)
         everyone, rows = gather_batch(there)
-        return Loss(F.cross_entropy(here @ everyone.T, rows, reduction="sum"), torch.tensor(len(here)))
+        return Loss(
+            F.cross_entropy(here @ everyone.T, rows, reduction="sum"), torch.tensor(len(here))
+        )
 
     def losses(self, net: nn.Module, batch: Any) -> dict[str, Loss]:
         out, mask = net(batch["x"]), batch["mask"]
@@ -235,7 +260,8 @@ class Task(contract.Task):
         return {"loss": 0.0, "auc": roc_auc_score(sums.collected["y"], sums.collected["score"])}
 
 
-# ---- side by side ----------------------------------------------------------------------------------------------------
+# ---- side by side
+# --------------------------------------------------------------------------------------------------
 
 OTHERS: dict[str, tuple[Any, str]] = {
     "plain DDP": (Tutorial, "torch"),
@@ -250,14 +276,25 @@ def numbers(name: str) -> None:
     size, found = 24 // int(os.environ["WORLD_SIZE"]), []
     for subject in SUBJECTS:
         contestant = OTHERS[name][0]()
-        known = contestant.auc(Rows(197), 16) if subject == "auc" else contestant.gradient(subject, Rows(24), size)
+        known = (
+            contestant.auc(Rows(197), 16)
+            if subject == "auc"
+            else contestant.gradient(subject, Rows(24), size)
+        )
         found.append(known)
     if os.environ["RANK"] == "0":
         print(f"RESULT {json.dumps(found)}", flush=True)
 
 
 def started(processes: int, *words: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        *words,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
     return done.stdout if done.returncode == 0 else done.stdout + done.stderr
@@ -274,11 +311,28 @@ def of_lockstep(processes: int) -> list[float]:
     found: dict[str, float] = {}
     for subject in SUBJECTS[1:]:
         with tempfile.TemporaryDirectory() as folder:
-            words = [__file__, f"own.subject={subject}", "steps=1", f"batch_size={24 // processes}", "device=cpu"]
-            words += ["eval_batch_size=16", "optim.lr=1e-12", "amp=off", "log_every=1", f"save_dir={folder}/run"]
+            words = [
+                __file__,
+                f"own.subject={subject}",
+                "steps=1",
+                f"batch_size={24 // processes}",
+                "device=cpu",
+            ]
+            words += [
+                "eval_batch_size=16",
+                "optim.lr=1e-12",
+                "amp=off",
+                "log_every=1",
+                f"save_dir={folder}/run",
+            ]
             started(processes, "train.py", *words)
-            lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
-        train, scored = (next(line for line in lines if line["event"] == event) for event in ("train", "eval"))
+            lines = [
+                json.loads(line)
+                for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()
+            ]
+        train, scored = (
+            next(line for line in lines if line["event"] == event) for event in ("train", "eval")
+        )
         found |= {"auc": scored["auc"], subject: train["grad_norm"]}
     return [found[subject] for subject in SUBJECTS]
 
@@ -295,15 +349,27 @@ def main() -> int:
         if find_spec(package):
             rows[name] = [of_others(name, count) for count in COUNTS]
         else:
-            print(f"{name} is not installed, and left out (pip install -e '.[bench]')", file=sys.stderr)
+            print(
+                f"{name} is not installed, and left out (pip install -e '.[bench]')",
+                file=sys.stderr,
+            )
     rows["Lockstep"] = [of_lockstep(count) for count in COUNTS]
-    print("| | | " + " | ".join(f"{count} process{'es' if count > 1 else ''}" for count in COUNTS) + " |")
+    print(
+        "| | | "
+        + " | ".join(f"{count} process{'es' if count > 1 else ''}" for count in COUNTS)
+        + " |"
+    )
     print("|---|---|" + "---|" * len(COUNTS))
     for number, subject in enumerate(SUBJECTS):
         for name, found in rows.items():
             print(f"| {subject} | {name} | {' | '.join(f'{each[number]:.9f}' for each in found)} |")
-    code = {name: lines_of(kind) for name, (kind, _) in OTHERS.items() if name in rows} | {"Lockstep": lines_of(Task)}
-    print("\nLines of code of each one's class: " + ", ".join(f"{name} {count}" for name, count in code.items()))
+    code = {name: lines_of(kind) for name, (kind, _) in OTHERS.items() if name in rows} | {
+        "Lockstep": lines_of(Task)
+    }
+    print(
+        "\nLines of code of each one's class: "
+        + ", ".join(f"{name} {count}" for name, count in code.items())
+    )
     return 0
 
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Hold the prediction of tools/benchmark.py for ddp, fsdp and hsdp against two hosts with a slow cable.
+"""Hold the prediction of tools/benchmark.py for ddp, fsdp and hsdp against two hosts with a slow
+cable.
 
 python benchmarks/cable.py                              100, 400 and 1600 Mbit/s
 python benchmarks/cable.py --rates 200 --rounds 5
 
-The hosts are Linux namespaces (tests/hosts.py: root or user namespaces, iproute2), two processes on each; `tc` rations
-the cable, and adds no latency. A step of a perceptron is taken by torch's own DDP and `fully_shard`. What it computes,
-and what `fully_shard` copies, is measured by the same four processes side by side, each for itself, because they share
-this machine's cores; the link inside a host by sums within it; the bytes by the kernel's counters. Prints markdown.
+The hosts are Linux namespaces (tests/hosts.py: root or user namespaces, iproute2), two processes on
+each; `tc` rations the cable, and adds no latency. A step of a perceptron is taken by torch's own
+DDP and `fully_shard`. What it computes, and what `fully_shard` copies, is measured by the same four
+processes side by side, each for itself, because they share this machine's cores; the link inside a
+host by sums within it; the bytes by the kernel's counters. Prints markdown.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def network(strategy: str, machines: int) -> nn.Module:
     copies = {"fsdp": 1, "hsdp": machines, "apart": ranks}[strategy]
     mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("copy", "shard"))
     for module in (*model.blocks, model):  # as engine/comm/fsdp.py does
-        fully_shard(module, mesh=mesh if strategy == "hsdp" else mesh["shard"], reshard_after_forward=True)
+        fully_shard(
+            module, mesh=mesh if strategy == "hsdp" else mesh["shard"], reshard_after_forward=True
+        )
     return model
 
 
@@ -84,7 +88,8 @@ def work(out: str, rounds: int, steps: int) -> None:
     sums = {1 << power: 1e3 * time_inside(own, 1 << power) for power in range(10, 25, 2)}
     nets = {name: network(name, machines) for name in ("alone", "apart", *STRATEGIES)}
     x, model = torch.randn(BATCH, WIDTH), Perceptron()
-    times: dict[str, list[list[float]]] = {name: [] for name in nets}  # (forward, backward) of a step, in seconds
+    # (forward, backward) of a step, in seconds
+    times: dict[str, list[list[float]]] = {name: [] for name in nets}
     crossing: dict[str, list[float]] = {name: [] for name in nets}
     for _ in range(rounds + 1):  # the first one connects
         for name, net in nets.items():
@@ -103,7 +108,10 @@ def work(out: str, rounds: int, steps: int) -> None:
     if rank == 0:
         found = {"times": {name: rows[1:] for name, rows in times.items()}, "sums": sums}
         found["crossing"] = {name: statistics.median(rows[1:]) for name, rows in crossing.items()}
-        sizes = [sum(p.nbytes for p in module.parameters()) / 1e6 for module in (model.head, *model.blocks)]
+        sizes = [
+            sum(p.nbytes for p in module.parameters()) / 1e6
+            for module in (model.head, *model.blocks)
+        ]
         Path(out).write_text(json.dumps(found | {"units_mb": [(size, size) for size in sizes]}))
     dist.barrier()
 
@@ -120,12 +128,18 @@ def time_inside(group: Any, count: int) -> float:
 def measured(mbit: int, rounds: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, two_hosts(rate=f"{mbit}mbit") as hosts:
         out = Path(folder) / "found.json"
-        meet = ["--nnodes=2", "--nproc_per_node=2", f"--master_addr={hosts[0].address}", "--master_port=29500"]
+        meet = [
+            "--nnodes=2",
+            "--nproc_per_node=2",
+            f"--master_addr={hosts[0].address}",
+            "--master_port=29500",
+        ]
         settings = ["env", f"GLOO_SOCKET_IFNAME={CABLE}", "OMP_NUM_THREADS=1", sys.executable]
         words = [__file__, "--work", str(out), "--rounds", str(rounds), "--steps", str(steps)]
         agent = [*settings, str(ROOT / "engine" / "survive" / "agent.py"), *meet]
         runs = [
-            subprocess.Popen([*host.enter, *agent, f"--node_rank={node}", *words]) for node, host in enumerate(hosts)
+            subprocess.Popen([*host.enter, *agent, f"--node_rank={node}", *words])
+            for node, host in enumerate(hosts)
         ]
         codes = [run.wait() for run in runs]
         assert codes == [0, 0], codes
@@ -153,7 +167,9 @@ def rows(mbit: int, found: dict[str, Any]) -> list[str]:
                 "device": "cpu",
             }
         )
-        said = predicted([alone], 4, scaling.Link(LATENCY_S, mbit * 1e6 / 8), machines=2, inside=inside)
+        said = predicted(
+            [alone], 4, scaling.Link(LATENCY_S, mbit * 1e6 / 8), machines=2, inside=inside
+        )
         row = next(row for row in said["strategies"] if row["strategy"] == name)
         each = [1e3 * sum(pair) for pair in found["times"][name]]
         lines.append(
@@ -166,7 +182,9 @@ def rows(mbit: int, found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", default="100,400,1600")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
@@ -175,8 +193,14 @@ def main() -> None:
     if options.work:
         return work(options.work, options.rounds, options.steps)
     cores = len(os.sched_getaffinity(0))
-    print(f"{platform.machine()}, {cores} cores, torch {torch.__version__}: four processes on two hosts\n")
-    print("| Mbit/s | strategy | cable MB, predicted | counted | compute ms | step ms, predicted | measured | ratio |")
+    print(
+        f"{platform.machine()}, {cores} cores, torch {torch.__version__}: four processes on two "
+        "hosts\n"
+    )
+    print(
+        "| Mbit/s | strategy | cable MB, predicted | counted | compute ms | step ms, predicted | "
+        "measured | ratio |"
+    )
     print("|---:|---|---:|---:|---:|---:|---:|---:|")
     for mbit in map(int, options.rates.split(",")):
         print(*rows(mbit, measured(mbit, options.rounds, options.steps)), sep="\n", flush=True)

@@ -1,12 +1,13 @@
-"""One training of one contestant: the same model on the same arrays, by Lockstep, by others, and at the limit.
+"""One training of one contestant: the same model on the same arrays, by Lockstep, by others, and at
+the limit.
 
 Started by `run.py`, plainly or by torchrun, as
 
     contest.py CONTESTANT '{"words": [...], "batch_size": 64, "epochs": 2, ...}' RESULT.json
 
-Every contestant trains with cross-entropy (the task's own loss where there is another), AdamW at a constant learning
-rate, and calls `clock.step()` after each optimizer step; rank 0 writes the clock's result. Otherwise a contestant does
-exactly what its own documentation shows.
+Every contestant trains with cross-entropy (the task's own loss where there is another), AdamW at a
+constant learning rate, and calls `clock.step()` after each optimizer step; rank 0 writes the
+clock's result. Otherwise a contestant does exactly what its own documentation shows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 def seconds_since_start() -> float:
     """Return the seconds since the kernel started this process, so that imports count."""
-    started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    started = float(
+        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    ) / os.sysconf("SC_CLK_TCK")
     return float(Path("/proc/uptime").read_text().split()[0]) - started
 
 
@@ -71,7 +74,9 @@ class Clock:
             "steps": step1 - step0,
             "step_ms": 1e3 * (wall1 - wall0) / (step1 - step0),
             "cpu_step_ms": 1e3 * (cpu1 - cpu0) / (step1 - step0),
-            "parts_ms": {name: 1e3 * seconds / (step1 - step0) for name, seconds in self.parts.items()},
+            "parts_ms": {
+                name: 1e3 * seconds / (step1 - step0) for name, seconds in self.parts.items()
+            },
         }
 
 
@@ -95,11 +100,17 @@ class Work:
         self.lr, self.weight_decay = about["lr"], 0.01
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.gpu = torch.cuda.is_available() and not about.get("cpu")
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.gpu else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            if self.gpu
+            else torch.device("cpu")
+        )
         self.cfg = config.parse(about["words"], tasks.load).cfg
         self.task = tasks.load(self.cfg.task)(self.cfg)
         self.train_set, self.val_set = self.task.datasets()
-        assert len(self.train_set) == about["samples"], f"{len(self.train_set)} samples: run.py counts steps by them"
+        assert len(self.train_set) == about["samples"], (
+            f"{len(self.train_set)} samples: run.py counts steps by them"
+        )
 
     def arrays(self) -> dict[str, Any]:
         """Return the training set in memory, by name."""
@@ -141,7 +152,9 @@ class Work:
 
         if hasattr(self.task, "classes"):
             logits = net(batch["x"])
-            return F.cross_entropy(logits.float(), batch["y"], weight=self.task.weights(logits.float()))
+            return F.cross_entropy(
+                logits.float(), batch["y"], weight=self.task.weights(logits.float())
+            )
         loss = self.task.loss(net, _given(batch))
         return loss.total / loss.weight
 
@@ -173,7 +186,8 @@ def _given(batch: dict[str, Any]) -> dict[str, Any]:
     return batch | {"lockstep": BatchInfo(seed, seed, seed, batch.get("mean_weight"))}
 
 
-# ---- the contestants ------------------------------------------------------------------------------------------------
+# ---- the contestants
+# ------------------------------------------------------------------------------------------------
 
 
 def built(about: dict[str, Any]) -> Any:
@@ -181,12 +195,15 @@ def built(about: dict[str, Any]) -> Any:
     import torch
 
     module, kind, sizes = about["model"]
-    sizes = {name: torch.tensor(size) if isinstance(size, list) else size for name, size in sizes.items()}
+    sizes = {
+        name: torch.tensor(size) if isinstance(size, list) else size for name, size in sizes.items()
+    }
     return getattr(import_module(module), kind)(**sizes)
 
 
 def start(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Import torch and put the model on its device, without training: no first step can come sooner."""
+    """Import torch and put the model on its device, without training: no first step can come
+    sooner."""
     import torch
 
     built(about).to("cuda" if torch.cuda.is_available() and not about.get("cpu") else "cpu")
@@ -195,7 +212,8 @@ def start(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Lockstep's own script, with its default metrics, TensorBoard, progress bar and checkpoints."""
+    """Lockstep's own script, with its default metrics, TensorBoard, progress bar and
+    checkpoints."""
     import train
     import train_ddp
     from engine.phases import phase
@@ -218,8 +236,17 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     train.train_step, train.evaluate = timed, last
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
     door = train_ddp if "RANK" in os.environ else train
-    words = [*about["words"], f"save_dir={about['folder']}/run", f"batch_size={about['batch_size']}"]
-    words += [f"epochs={about['epochs']}", f"lr={about['lr']}", "weight_decay=0.01", "schedule.kind=constant"]
+    words = [
+        *about["words"],
+        f"save_dir={about['folder']}/run",
+        f"batch_size={about['batch_size']}",
+    ]
+    words += [
+        f"epochs={about['epochs']}",
+        f"lr={about['lr']}",
+        "weight_decay=0.01",
+        "schedule.kind=constant",
+    ]
     words += ["warmup_epochs=0", "grad_clip=0", "eval_every=1000000000", *about.get("lockstep", [])]
     words += ["device=cpu"] if about.get("cpu") else []
     code = door.main(words)
@@ -230,8 +257,8 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
 def _epochs(
     work: Work, clock: Clock, net: Any, loader: Any, sampler: Any = None, shown: bool = True
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (progress bar, batch) for the three whose documentation writes the loop out: epochs, mode, bar and clock.
-    Each handles a batch as its documentation does."""
+    """Yield (progress bar, batch) for the three whose documentation writes the loop out: epochs,
+    mode, bar and clock. Each handles a batch as its documentation does."""
     from tqdm import tqdm
 
     for epoch in range(work.epochs):
@@ -246,7 +273,8 @@ def _epochs(
 
 
 def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """The loop of PyTorch's own tutorials, which read each step's loss; DistributedSampler and DDP as there."""
+    """The loop of PyTorch's own tutorials, which read each step's loss; DistributedSampler and DDP
+    as there."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler
@@ -256,7 +284,9 @@ def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
         torch.distributed.init_process_group("nccl" if work.gpu else "gloo")
     samples, model = work.samples(), work.model().to(work.device)
     sampler: Any = DistributedSampler(samples) if work.size > 1 else None
-    loader = DataLoader(samples, batch_size=work.batch_size, shuffle=sampler is None, sampler=sampler)
+    loader = DataLoader(
+        samples, batch_size=work.batch_size, shuffle=sampler is None, sampler=sampler
+    )
     net = DistributedDataParallel(model) if work.size > 1 else model
     optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay)
     for bar, batch in _epochs(work, clock, net, loader, sampler):
@@ -296,13 +326,18 @@ def fabric(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     work = Work(about)
-    fabric = Fabric(accelerator="gpu" if work.gpu else "cpu", devices=work.size,
-                    strategy="ddp" if work.size > 1 else "auto")  # fmt: skip
+    fabric = Fabric(
+        accelerator="gpu" if work.gpu else "cpu",
+        devices=work.size,
+        strategy="ddp" if work.size > 1 else "auto",
+    )
     fabric.launch()
     model = work.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
     net, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True))
+    loader = fabric.setup_dataloaders(
+        DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
+    )
     for _, batch in _epochs(work, clock, net, loader, shown=fabric.global_rank == 0):
         optimizer.zero_grad()
         loss = work.loss(net, batch)
@@ -339,21 +374,28 @@ def lightning(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
             clock.step()
 
         def on_train_epoch_end(self) -> None:
-            # Called before it saves. The last checkpoint is not timed, as Lockstep's is not and the others have none;
-            # those of earlier epochs are, for both, because the training continues after them.
+            # Called before it saves. The last checkpoint is not timed, as Lockstep's is not and the
+            # others have none; those of earlier epochs are, for both, because the training
+            # continues after them.
             if self.current_epoch + 1 == work.epochs:
                 clock.mark()
 
     module = Module()
     loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
-    trainer = L.Trainer(max_epochs=work.epochs, accelerator="gpu" if work.gpu else "cpu", devices=work.size,
-                        strategy="ddp" if work.size > 1 else "auto", default_root_dir=about["folder"])  # fmt: skip
+    trainer = L.Trainer(
+        max_epochs=work.epochs,
+        accelerator="gpu" if work.gpu else "cpu",
+        devices=work.size,
+        strategy="ddp" if work.size > 1 else "auto",
+        default_root_dir=about["folder"],
+    )
     trainer.fit(module, loader)
     return _end(work, module.net.to(work.device))
 
 
 def ignite(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """pytorch-ignite: an engine, its helpers for distributed runs, a progress bar and a running average."""
+    """pytorch-ignite: an engine, its helpers for distributed runs, a progress bar and a running
+    average."""
     import ignite.distributed as idist
     import torch
     from ignite.contrib.handlers import ProgressBar
@@ -364,8 +406,12 @@ def ignite(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     if work.size > 1:
         idist.initialize("nccl" if work.gpu else "gloo")
     model = idist.auto_model(work.model().to(work.device))
-    optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay))
-    loader = idist.auto_dataloader(work.samples(), batch_size=work.batch_size * work.size, shuffle=True)
+    optimizer = idist.auto_optim(
+        torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
+    )
+    loader = idist.auto_dataloader(
+        work.samples(), batch_size=work.batch_size * work.size, shuffle=True
+    )
 
     def step(engine: Any, batch: Any) -> float:
         model.train()
@@ -387,8 +433,9 @@ def ignite(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """LeRobot's own ACT through `lerobot-train` with its defaults and its own reader, on the folder of the same
-    demonstrations. Finding the folder means reading it first as the others do, which delays the first step."""
+    """LeRobot's own ACT through `lerobot-train` with its defaults and its own reader, on the folder
+    of the same demonstrations. Finding the folder means reading it first as the others do, which
+    delays the first step."""
     sys.path.insert(0, str(ROOT / "tests" / "peer"))
     import torchvision_shim
 
@@ -398,17 +445,37 @@ def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
     policy, demos = work.cfg.policy, work.task.demos
     steps = work.epochs * -(-len(work.train_set) // (work.batch_size * work.size))
-    episodes = sorted({int(e) for e in work.train_set.told["episode_index"][work.train_set.rows].tolist()})
-    same = ("dim_model", "n_heads", "dim_feedforward", "n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers",
-            "latent_dim", "chunk_size", "dropout", "use_vae")  # fmt: skip
+    episodes = sorted(
+        {int(e) for e in work.train_set.told["episode_index"][work.train_set.rows].tolist()}
+    )
+    same = (
+        "dim_model",
+        "n_heads",
+        "dim_feedforward",
+        "n_encoder_layers",
+        "n_decoder_layers",
+        "n_vae_encoder_layers",
+        "latent_dim",
+        "chunk_size",
+        "dropout",
+        "use_vae",
+    )
     sys.argv = [
-        "lerobot-train", "--dataset.repo_id=local/demonstrations", f"--dataset.root={demos.root}",
-        f"--dataset.episodes={episodes}", f"--output_dir={about['folder']}/lerobot", f"--batch_size={work.batch_size}",
-        f"--steps={steps}", "--policy.type=act", "--policy.push_to_hub=false", f"--policy.device={work.device.type}",
-        "--policy.pretrained_backbone_weights=null", f"--policy.n_action_steps={policy.chunk_size}",
+        "lerobot-train",
+        "--dataset.repo_id=local/demonstrations",
+        f"--dataset.root={demos.root}",
+        f"--dataset.episodes={episodes}",
+        f"--output_dir={about['folder']}/lerobot",
+        f"--batch_size={work.batch_size}",
+        f"--steps={steps}",
+        "--policy.type=act",
+        "--policy.push_to_hub=false",
+        f"--policy.device={work.device.type}",
+        "--policy.pretrained_backbone_weights=null",
+        f"--policy.n_action_steps={policy.chunk_size}",
         *(f"--policy.optimizer_{name}={work.lr}" for name in ("lr", "lr_backbone")),
         *(f"--policy.{name}={str(getattr(policy, name)).lower()}" for name in same),
-    ]  # fmt: skip
+    ]
     update = lerobot_train.update_policy
 
     def timed(*words: Any, **more: Any) -> Any:
@@ -439,13 +506,19 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     model = work.model().to(work.device)
     if "channels_last" in how:
         memory.set_memory_format(model, "channels_last")
-    net: Any = DistributedDataParallel(model, gradient_as_bucket_view=True) if work.size > 1 else model
-    optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay, fused=True)
+    net: Any = (
+        DistributedDataParallel(model, gradient_as_bucket_view=True) if work.size > 1 else model
+    )
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=work.lr, weight_decay=work.weight_decay, fused=True
+    )
     held = work.arrays()
     count = len(work.train_set)
     generator = torch.Generator().manual_seed(work.rank)
     order = torch.randperm(count, generator=generator).split(work.batch_size)
-    batches = [{name: values[part].to(work.device) for name, values in held.items()} for part in order]
+    batches = [
+        {name: values[part].to(work.device) for name, values in held.items()} for part in order
+    ]
     autocast = torch.autocast(work.device.type, torch.bfloat16, enabled="bf16" in how)
     loss_of = torch.compile(work.loss) if "compile" in how else work.loss
     net.train()
@@ -485,13 +558,25 @@ def main() -> None:
     clock = Clock(about["warmup"])
     metrics = globals()[name](about, clock)
     if os.environ.get("RANK", "0") == "0":
-        shown = {key: metrics[key] for key in ("loss", "accuracy", "action_l1", "note", "weights") if key in metrics}
+        shown = {
+            key: metrics[key]
+            for key in ("loss", "accuracy", "action_l1", "note", "weights")
+            if key in metrics
+        }
         # ru_maxrss would start from the parent process's.
-        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+        status = dict(
+            line.split(":")
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if "VmHWM" in line
+        )
         peak = float(status["VmHWM"].split()[0]) / 1e3
         import torch
 
-        gpu = {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 1e6} if torch.cuda.is_initialized() else {}
+        gpu = (
+            {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 1e6}
+            if torch.cuda.is_initialized()
+            else {}
+        )
         Path(result).write_text(json.dumps(clock.result() | shown | {"peak_mb": peak} | gpu))
 
 

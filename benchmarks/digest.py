@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Measure what the digest of the weights in the log costs: CPU time of a digest ÷ that of the steps before it.
+"""Measure what the digest of the weights in the log costs: CPU time of a digest ÷ that of the steps
+before it.
 
-python benchmarks/digest.py                                     the shipped tasks; the perceptron is the worst case
+python benchmarks/digest.py
+    the shipped tasks; the perceptron is the worst case
 python benchmarks/digest.py robot policy.type=act --rounds 20       any training
 
-A round takes the steps from one digest to the next (`digest_every`), and then the digest; medians and quartiles.
+A round takes the steps from one digest to the next (`digest_every`), and then the digest; medians
+and quartiles.
 """
 
 from __future__ import annotations
@@ -32,10 +35,15 @@ SHIPPED = [["har", "--mode", "flatten"], ["har"], ["video"], ["robot"]]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     asked, words = parser.parse_known_args(argv)
-    print("| training | numbers | ms of a digest | ms of a step | every | digest ÷ steps (quartiles) |")
+    print(
+        "| training | numbers | ms of a digest | ms of a step | every | digest ÷ steps "
+        "(quartiles) |"
+    )
     print("|---|---:|---:|---:|---:|---:|")
     for each in [words] if words else SHIPPED:
         code = guarded(each, partial(of_training, " ".join(each), asked.rounds))

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
 """Check what only a GPU can show, by real runs of the scripts: one command, one GPU, some minutes.
 
-python benchmarks/gpu_check.py                     all checks; writes benchmarks/results/gpu_<name of the GPU>_check.*
-python benchmarks/gpu_check.py --only same         a part of them: same, around or speed; at most four --minutes
-python benchmarks/gpu_check.py --only speed --minutes 9      all ways to run, each with the time that it needs
+python benchmarks/gpu_check.py                     all checks; writes benchmarks/results/gpu_<name
+                                                   of the GPU>_check.*
+python benchmarks/gpu_check.py --only same         a part of them: same, around or speed; at most
+                                                   four --minutes
+python benchmarks/gpu_check.py --only speed --minutes 9
+    all ways to run, each with the time that it needs
 python benchmarks/gpu_check.py --quick             nearly all of them, in four minutes on 16 cores
 python benchmarks/gpu_check.py --only amp,syncs    some of them; writes nothing without --out NAME
-python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: tests the checks themselves, nothing else
+python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: tests the checks themselves,
+                                                   nothing else
 
-Exit code 0: no check failed; 1: one did; 2: there is no GPU. No check outlasts its time limit, and no part its own:
-what there is no time to begin is left out.
+Exit code 0: no check failed; 1: one did; 2: there is no GPU. No check outlasts its time limit, and
+no part its own: what there is no time to begin is left out.
 """
 
 from __future__ import annotations
@@ -40,10 +44,12 @@ from gpu_quick import TURN_S, WAYS, Contest, Turn, side_by_side, speeds_table, t
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S, PART_MINUTES = 120, 4.0
-LIMITS_S = {"compiled": 300, "graph": 80, "speed": 355, "loader": 100}  # the last three fit into nine minutes
+# the last three fit into nine minutes
+LIMITS_S = {"compiled": 300, "graph": 80, "speed": 355, "loader": 100}
 CACHED = ["cache=none", "cache=device"]
 FEW = ("60", "12", "5", "32")  # clips, for `clips`
-LEAST_S, RUN_S = 30, 90  # what must be left to begin a check or a run; the most of a run whose speed is measured
+# what must be left to begin a check or a run; the most of a run whose speed is measured
+LEAST_S, RUN_S = 30, 90
 
 STARVED = """
 import torch
@@ -54,9 +60,10 @@ class Task(toy.Task):  # a GPU with room for 16 samples of 64 MB, and not for 32
         if torch.cuda.is_available() and cfg.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / torch.cuda.mem_get_info()[1])
     def loss(self, net, batch):
-        # In pieces: of a single block of 1 GB the first workspace of cuBLAS would take a part, and keep it from the
-        # next step.
-        blocks = [torch.empty(2**26, dtype=torch.uint8, device=batch["x"].device) for _ in batch["x"]]
+        # In pieces: of a single block of 1 GB the first workspace of cuBLAS would take a part, and
+        # keep it from the next step.
+        device = batch["x"].device
+        blocks = [torch.empty(2**26, dtype=torch.uint8, device=device) for _ in batch["x"]]
         if batch["x"].device.type == "cpu" and len(batch["x"]) > 16:
             raise torch.OutOfMemoryError("no GPU")
         return super().loss(net, batch)
@@ -79,8 +86,8 @@ from tests.tasks import toy
 class Net(toy.Net):
     def __init__(self, width):
         super().__init__(8, 0.0)
-        wide = nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)
-        self.layers = nn.Sequential(*wide, nn.Linear(width, 4))
+        hidden = nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Tanh(), *hidden, nn.Linear(width, 4))
 class Task(toy.Task):
     def model(self):
         return Net(self.cfg.model.width)
@@ -103,22 +110,37 @@ class Lab:
         self.quick = quick
         self.on = ["device=cpu" if tiny else "device=cuda"]
         self.har = ["har", "log_every=5", *self.on, *["dataset.stride=512", "model.width=8"] * tiny]
-        # On one CPU thread it changes nothing, and imports torch's compiler: more than all the rest of a short run.
+        # On one CPU thread it changes nothing, and imports torch's compiler: more than all the rest
+        # of a short run.
         self.deterministic = [] if tiny else ["deterministic=true"]
         # Long enough for a signal to arrive in the middle.
         steps, every = (40, 15) if tiny else (450, 50)
         self.exact = [*self.har, "amp=off", *self.deterministic, f"steps={steps}"]
         self.exact += [f"eval_every={every}", f"save_every={every}"]
         # In float64 only an error shows, not rounding.
-        self.toy = [str(ROOT / "tests/tasks/toy.py"), "model.double=true", "amp=off", "global_batch=12", "log_every=4"]
+        self.toy = [
+            str(ROOT / "tests/tasks/toy.py"),
+            "model.double=true",
+            "amp=off",
+            "global_batch=12",
+            "log_every=4",
+        ]
 
     def start(self, name: str, command: list[str], **more: str) -> subprocess.Popen[bytes]:
-        # TMPDIR is also the mark that `end` looks for. The logs say which CUDA graphs were recorded, or left out.
+        # TMPDIR is also the mark that `end` looks for. The logs say which CUDA graphs were
+        # recorded, or left out.
         env = os.environ | {"TMPDIR": str(self.root), "TORCH_LOGS": "perf_hints,cudagraphs"} | more
         env |= {"OMP_NUM_THREADS": "1"} if self.tiny else {}
-        how: dict[str, Any] = {"cwd": self.folder, "env": env, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        how: dict[str, Any] = {
+            "cwd": self.folder,
+            "env": env,
+            "stdin": subprocess.DEVNULL,
+            "start_new_session": True,
+        }
         with open(self.folder / f"{name}.log", "ab") as log:
-            return subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, **how)
+            return subprocess.Popen(
+                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, **how
+            )
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -130,12 +152,18 @@ class Lab:
             ended = "out of time"
         lines = [line.strip() for line in self.said(name).splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"error: |\w+(\.\w+)*Error: ", line)]
-        require(ended == f"exit code {expected}", f"{name}: {ended}: {' / '.join(errors[-2:] or lines[-2:])}")
+        require(
+            ended == f"exit code {expected}",
+            f"{name}: {ended}: {' / '.join(errors[-2:] or lines[-2:])}",
+        )
 
     def train(self, commands: dict[str, list[str]]) -> dict[str, Path]:
-        """Run the commands in parallel, because no times are measured; returns their folders. A command whose folder
-        exists resumes there."""
-        started = {n: self.start(n, [*command, f"save_dir={self.folder / n}"]) for n, command in commands.items()}
+        """Run the commands in parallel, because no times are measured; returns their folders. A
+        command whose folder exists resumes there."""
+        started = {
+            n: self.start(n, [*command, f"save_dir={self.folder / n}"])
+            for n, command in commands.items()
+        }
         for name, process in started.items():
             self.finish(name, process)
         return {name: self.folder / name for name in commands}
@@ -157,7 +185,8 @@ class Lab:
 
     @contextlib.contextmanager
     def alone(self, failed: list[str]) -> Iterator[None]:
-        """Give a run a time limit of its own, and note that it failed, instead of failing for those to come."""
+        """Give a run a time limit of its own, and note that it failed, instead of failing for those
+        to come."""
         end, self.until = self.until, min(self.until, time.monotonic() + RUN_S)
         try:
             yield
@@ -173,7 +202,8 @@ class Lab:
         return str(path)
 
     def end(self) -> None:
-        """Kill all, found by their TMPDIR, because under torchrun every rank has a process group of its own."""
+        """Kill all, found by their TMPDIR, because under torchrun every rank has a process group of
+        its own."""
         for _ in range(100):  # not forever, because a driver may hold a process
             left = False
             for process in Path("/proc").glob("[0-9]*"):
@@ -210,8 +240,8 @@ def compare(lab: Lab, facts: Facts, commands: dict[str, list[str]], most: float 
 
 
 def weigh(facts: Facts, runs: dict[str, Path], most: float = 0.0) -> None:
-    """Require that the final weights of each run differ from the first one's by at most `most`, relative to the largest
-    number of each tensor."""
+    """Require that the final weights of each run differ from the first one's by at most `most`,
+    relative to the largest number of each tensor."""
     (first, run), *others = runs.items()
     right = load(run)
     for name, other in others:
@@ -221,18 +251,30 @@ def weigh(facts: Facts, runs: dict[str, Path], most: float = 0.0) -> None:
         apart = max(shares) if all(map(math.isfinite, shares)) else math.inf
         facts[f"{name} and {first}"] = f"{apart:.1e} apart" if apart else "the same bits"
         require(apart <= most, f"the weights of {name} and {first} may be {most:g} apart")
-        require(state["progress"]["step"] == right["progress"]["step"], f"{name} took another number of steps")
+        require(
+            state["progress"]["step"] == right["progress"]["step"],
+            f"{name} took another number of steps",
+        )
 
 
-# ---- the checks -----------------------------------------------------------------------------------------------------
+# ---- the checks
+# --------------------------------------------------------------------------------------------------
 
 
 def nccl(lab: Lab, facts: Facts) -> None:
     """train_ddp.py in a group of one, beside plain train.py"""
     # Clipped by a norm over DDP's buckets, which are not aligned: CUDA adds in another order there.
     clipped = [*lab.har, "amp=off", *lab.deterministic, "steps=10", "optim.grad_clip=1"]
-    for name, words, most in (("", [*lab.exact, "optim.grad_clip=0"], 0.0), ("clipped, ", clipped, 1e-5)):
-        compare(lab, facts, {f"{name}no group": plain(*words), f"{name}group of one": ddp(1, *words)}, most)
+    for name, words, most in (
+        ("", [*lab.exact, "optim.grad_clip=0"], 0.0),
+        ("clipped, ", clipped, 1e-5),
+    ):
+        compare(
+            lab,
+            facts,
+            {f"{name}no group": plain(*words), f"{name}group of one": ddp(1, *words)},
+            most,
+        )
 
 
 def amp(lab: Lab, facts: Facts) -> None:
@@ -241,18 +283,32 @@ def amp(lab: Lab, facts: Facts) -> None:
     runs = lab.train({kind: plain(*words, f"amp={kind}") for kind in ("off", "bf16", "fp16")})
     for name, run in runs.items():
         losses, state = logged(run, "loss"), load(run)
-        facts[name] = f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {sum(logged(run, 'skipped_steps')):g} steps skipped"
+        facts[name] = (
+            f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {sum(logged(run, 'skipped_steps')):g} "
+            "steps skipped"
+        )
         require(state["precision"] == name, f"{name}: trained in {state['precision']}")
         require(losses[-1] < losses[0], f"{name}: the loss does not fall")
-        require(all(bool(w.isfinite().all()) for w in state["model"].values()), f"{name}: weights are not finite")
+        require(
+            all(bool(w.isfinite().all()) for w in state["model"].values()),
+            f"{name}: weights are not finite",
+        )
     facts["scale of fp16"] = load(runs["fp16"])["scaler"].get("scale")
     require(facts["scale of fp16"] is not None, "the fp16 checkpoint holds no scaler")
 
 
 def compiled(lab: Lab, facts: Facts) -> None:
     """torch.compile: losses near to the eager run's"""
-    # One shape in training and one in evaluation, and few matrices: each is compiled, and tuned, by itself.
-    words = [*lab.har, "model.mode=flatten", "model.depth=1", "amp=off", "drop_last=true", "eval_batch_size=1024"]
+    # One shape in training and one in evaluation, and few matrices: each is compiled, and tuned, by
+    # itself.
+    words = [
+        *lab.har,
+        "model.mode=flatten",
+        "model.depth=1",
+        "amp=off",
+        "drop_last=true",
+        "eval_batch_size=1024",
+    ]
     words += ["global_batch=64", f"steps={20 if lab.tiny else 80}"]
     modes = ("off", "default", "reduce-overhead")
     if not lab.quick:
@@ -263,14 +319,19 @@ def compiled(lab: Lab, facts: Facts) -> None:
         mode = "max-autotune-no-cudagraphs"  # the others are refused there
         twice = plain(*words, f"compile={mode}", "gradient_accumulation_steps=2")
         commands[f"{mode}, two passes a step"] = twice
-    started = {name: lab.start(name, [*words, f"save_dir={lab.folder / name}"]) for name, words in commands.items()}
+    started = {
+        name: lab.start(name, [*words, f"save_dir={lab.folder / name}"])
+        for name, words in commands.items()
+    }
     failed = []
     for name, process in started.items():
         try:  # each for itself: a mode that this torch cannot do says nothing about the others
             lab.finish(name, process)
             loss, eager = (logged(lab.folder / run, "loss")[-1] for run in (name, "off"))
             said = lab.said(name)
-            recorded, left_out = (len(re.findall(kind, said)) for kind in (r"\bRecording f", "skipping cudag"))
+            recorded, left_out = (
+                len(re.findall(kind, said)) for kind in (r"\bRecording f", "skipping cudag")
+            )
             facts[name] = f"loss {loss:.5f}, {recorded} CUDA graphs, {left_out} left out"
             require(name == "off" or "compiled (" in said, f"{name}: not compiled")
             require(abs(loss - eager) < 0.01 * eager, f"{name}: loss {loss:.5f}, not {eager:.5f}")
@@ -311,16 +372,22 @@ def cut(lab: Lab, facts: Facts) -> None:
     """the same global batch in 1, 2 and 4 passes"""
     har = [*lab.har, "amp=off", *lab.deterministic, "global_batch=64", "steps=10"]
     kinds = {"float64": ([*lab.toy, *lab.on, "steps=14"], 1e-9), "float32": (har, 1e-3)}
-    cuts = {(n, kind): f"{n} in {kind}" for kind in kinds for n in ((1, 2) if lab.tiny else (1, 2, 4))}
+    cuts = {
+        (n, kind): f"{n} in {kind}" for kind in kinds for n in ((1, 2) if lab.tiny else (1, 2, 4))
+    }
     runs = lab.train(
-        {name: plain(*kinds[kind][0], f"gradient_accumulation_steps={n}") for (n, kind), name in cuts.items()}
+        {
+            name: plain(*kinds[kind][0], f"gradient_accumulation_steps={n}")
+            for (n, kind), name in cuts.items()
+        }
     )
     for kind, (_, most) in kinds.items():
         weigh(facts, {name: runs[name] for (_, of), name in cuts.items() if of == kind}, most)
 
 
 def data_parallel(lab: Lab, facts: Facts) -> None:
-    """--multi-gpu dp on one GPU, which torch gives the whole batch: only two GPUs show how it splits one"""
+    """--multi-gpu dp on one GPU, which torch gives the whole batch: only two GPUs show how it
+    splits one"""
     words = [*lab.exact, "--multi-gpu", "dp", "--gpu-ids", "0"]
     compare(lab, facts, {"plain": plain(*lab.exact), "DataParallel": plain(*words)})
     require(lab.tiny or "one GPU of DataParallel" in lab.said("DataParallel"), "it was not used")
@@ -331,7 +398,9 @@ def devices(lab: Lab, facts: Facts) -> None:
     words, cpu = [*lab.toy, "schedule.horizon=16"], ["device=cpu"]
     ways = {"GPU": (lab.on, lab.on), "GPU then CPU": (lab.on, cpu), "CPU then GPU": (cpu, lab.on)}
     lab.train({name: plain(*words, *on[0], "steps=8") for name, on in ways.items()})
-    compare(lab, facts, {name: plain(*words, *on[1], "steps=16") for name, on in ways.items()}, 1e-9)
+    compare(
+        lab, facts, {name: plain(*words, *on[1], "steps=16") for name, on in ways.items()}, 1e-9
+    )
     for name in ways:
         require("step 8," in lab.said(name), f"{name}: it did not resume from step 8")
 
@@ -343,11 +412,21 @@ def gloo(lab: Lab, facts: Facts) -> None:
 
 
 def virtual(lab: Lab, facts: Facts) -> None:
-    """virtual workers: one process beside two gloo processes on one GPU, with dropout, to the last bit"""
-    har = [*lab.har, "model.mode=conv", "model.dropout=0.3", "virtual_workers=4", "global_batch=64", "steps=10"]
+    """virtual workers: one process beside two gloo processes on one GPU, with dropout, to the last
+    bit"""
+    har = [
+        *lab.har,
+        "model.mode=conv",
+        "model.dropout=0.3",
+        "virtual_workers=4",
+        "global_batch=64",
+        "steps=10",
+    ]
     amps = ("off",) if lab.tiny else ("off", "bf16", "fp16")
     ways = {f"one, {amp}": plain(*har, f"amp={amp}") for amp in amps}
-    runs = lab.train(ways | {f"two, {amp}": ddp(2, *har, f"amp={amp}", "ddp.backend=gloo") for amp in amps})
+    runs = lab.train(
+        ways | {f"two, {amp}": ddp(2, *har, f"amp={amp}", "ddp.backend=gloo") for amp in amps}
+    )
     for amp in amps:
         weigh(facts, {name: runs[name] for name in (f"one, {amp}", f"two, {amp}")})
 
@@ -356,7 +435,11 @@ def stop(lab: Lab, facts: Facts) -> None:
     """SIGTERM in the middle and the same command again, beside an uninterrupted run"""
     command, folder = plain(*lab.exact), lab.folder / "stopped"
     process = lab.start("stopped", [*command, f"save_dir={folder}"])
-    while "step 5/" not in lab.said("stopped") and process.poll() is None and time.monotonic() < lab.until:
+    while (
+        "step 5/" not in lab.said("stopped")
+        and process.poll() is None
+        and time.monotonic() < lab.until
+    ):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     lab.finish("stopped", process, expected=75)
@@ -367,25 +450,46 @@ def stop(lab: Lab, facts: Facts) -> None:
 def cache(lab: Lab, facts: Facts) -> None:
     """data on the device, of which many passes are prepared at once, beside data on the host"""
     small = [*lab.exact, "batch_size=8"]  # so that on a CPU there are many, too
-    compare(lab, facts, {kind: plain(*small, f"cache={kind}") for kind in ("none", "host", "device")})
+    compare(
+        lab, facts, {kind: plain(*small, f"cache={kind}") for kind in ("none", "host", "device")}
+    )
     require("of data held" in lab.said("device"), "no data were held")
 
 
 def waiting(lab: Lab) -> dict[str, list[str]]:
-    """Return what `syncs` looks at: a part and what it is about, and its words. Epochs of more steps than it takes."""
-    video = ["video", f"dataset.root={lab.folder / 'few'}", "dataset.frames=5", "model.width=4", "batch_size=2"]
+    """Return what `syncs` looks at: a part and what it is about, and its words. Epochs of more
+    steps than it takes."""
+    video = [
+        "video",
+        f"dataset.root={lab.folder / 'few'}",
+        "dataset.frames=5",
+        "model.width=4",
+        "batch_size=2",
+    ]
     har = [*lab.har, "batch_size=16", "optim.ema_decay=0.9", "gradient_accumulation_steps=2"]
     kinds = {"steps har bf16": [*har, "amp=bf16"], "steps_in_ddp har fp16": [*har, "amp=fp16"]}
     for cached in ("num_workers=2",) if lab.tiny else (*CACHED, "num_workers=2"):
         kinds[f"steps video {cached}"] = [*video, *lab.on, "amp=bf16", cached]
-    kinds["steps robot"] = ["robot", "env.demonstrations=12", "batch_size=16", "optim.ema_decay=0.9", *lab.on]
-    norms = [str(ROOT / "tests/tasks/buffers.py"), "dataset.samples=600", "batch_size=12", "optim.ema_decay=0.9"]
+    kinds["steps robot"] = [
+        "robot",
+        "env.demonstrations=12",
+        "batch_size=16",
+        "optim.ema_decay=0.9",
+        *lab.on,
+    ]
+    norms = [
+        str(ROOT / "tests/tasks/buffers.py"),
+        "dataset.samples=600",
+        "batch_size=12",
+        "optim.ema_decay=0.9",
+    ]
     plain_too = {} if lab.tiny else {"steps norms": [*norms, *lab.on]}
     return kinds | plain_too | {"steps_in_ddp norms": [*norms, *lab.on]}
 
 
 def syncs(lab: Lab, facts: Facts) -> None:
-    """calls between log points, and in batches of an evaluation, that wait for the device, but for those meant to"""
+    """calls between log points, and in batches of an evaluation, that wait for the device, but for
+    those meant to"""
     lab.part("clips few", str(lab.folder / "few"), *FEW)
     for kind, (places, taken, seen) in lab.parts(waiting(lab)).items():
         facts[kind] = f"{len(places)} in {taken} steps"
@@ -394,9 +498,21 @@ def syncs(lab: Lab, facts: Facts) -> None:
 
 
 def sanitized(lab: Lab, facts: Facts) -> None:
-    """no stream reads what another may still write: torch's own CUDA sanitizer, in the loader's thread, too"""
-    words = [*lab.har, "amp=bf16", "optim.ema_decay=0.9", "steps=40", "eval_every=20", "save_every=15", "batch_size=16"]
-    calls = {f"sanitized_steps {kind}": [*words, kind, f"save_dir={lab.folder / kind}"] for kind in CACHED}
+    """no stream reads what another may still write: torch's own CUDA sanitizer, in the loader's
+    thread, too"""
+    words = [
+        *lab.har,
+        "amp=bf16",
+        "optim.ema_decay=0.9",
+        "steps=40",
+        "eval_every=20",
+        "save_every=15",
+        "batch_size=16",
+    ]
+    calls = {
+        f"sanitized_steps {kind}": [*words, kind, f"save_dir={lab.folder / kind}"]
+        for kind in CACHED
+    }
     for name, seen in lab.parts(calls).items():
         facts[name] = f"no race in {seen} kernels"
         require(seen > 0 or lab.tiny, f"{name}: no kernel was seen")
@@ -404,22 +520,30 @@ def sanitized(lab: Lab, facts: Facts) -> None:
         name = "planted"
         lab.finish(
             name,
-            lab.start(name, [__file__, "--part", "race", *words, "cache=none", f"save_dir={lab.folder / name}"]),
+            lab.start(
+                name,
+                [__file__, "--part", "race", *words, "cache=none", f"save_dir={lab.folder / name}"],
+            ),
             1,
         )
-        require("CSAN detected a possible data race" in lab.said(name), "the race made on purpose was not seen")
+        require(
+            "CSAN detected a possible data race" in lab.said(name),
+            "the race made on purpose was not seen",
+        )
         facts["one made on purpose"] = "seen"
 
 
 def beside_nccl(lab: Lab, facts: Facts) -> None:
-    """gloo beside NCCL: objects wait for no GPU; a request is answered with the record of what NCCL did"""
+    """gloo beside NCCL: objects wait for no GPU; a request is answered with the record of what NCCL
+    did"""
     facts |= lab.part("words", str(lab.folder), *lab.on)
     require(facts["the GPU was busy"] or lab.tiny, "an object waited for the GPU")
     require(facts["bytes of NCCL's record"] > 0 or lab.tiny, "torch wrote no record of NCCL")
 
 
 def shrink(lab: Lab, facts: Facts) -> None:
-    """memory runs out on the device: oom=shrink goes on with a smaller batch, as if it had begun with that"""
+    """memory runs out on the device: oom=shrink goes on with a smaller batch, as if it had begun
+    with that"""
     words = [lab.task("starved", STARVED), *lab.on, *lab.toy[1:3], "global_batch=32", "steps=4"]
     commands = {
         "half a batch": plain(*words, "batch_size=16"),
@@ -431,7 +555,9 @@ def shrink(lab: Lab, facts: Facts) -> None:
 
 def device_assert(lab: Lab, facts: Facts) -> None:
     """a device-side assert in a group of one: one line and an exit code, and nothing hangs"""
-    process = lab.start("asserts", ddp(1, lab.task("asserts", ASSERTS), *lab.on, "steps=99", "ddp.timeout_s=30"))
+    process = lab.start(
+        "asserts", ddp(1, lab.task("asserts", ASSERTS), *lab.on, "steps=99", "ddp.timeout_s=30")
+    )
     lab.finish("asserts", process, expected=1)
     said = [line for line in lab.said("asserts").splitlines() if line.startswith("error: ")]
     facts["it says"] = said[0].replace(f"{lab.folder}/", "")[:200] if said else ""
@@ -439,36 +565,60 @@ def device_assert(lab: Lab, facts: Facts) -> None:
 
 
 def stall(lab: Lab, facts: Facts) -> None:
-    """what a checkpoint keeps a training from: the first and the second one, with room on the device and without"""
+    """what a checkpoint keeps a training from: the first and the second one, with room on the
+    device and without"""
     few = lab.part("clips few", str(lab.folder / "few"), *FEW)
-    video = ["video", f"dataset.root={few}", "dataset.frames=5", "batch_size=8", f"model.width={4 if lab.tiny else 40}"]
-    wide = [lab.task("wide", WIDE), "dataset.samples=600", f"model.width={64 if lab.tiny else 10000}"]
+    video = [
+        "video",
+        f"dataset.root={few}",
+        "dataset.frames=5",
+        "batch_size=8",
+        f"model.width={4 if lab.tiny else 40}",
+    ]
+    wide = [
+        lab.task("wide", WIDE),
+        "dataset.samples=600",
+        f"model.width={64 if lab.tiny else 10000}",
+    ]
     for name, words in (("video", video), ("200 million parameters", wide)):
         step, *stalls, size = lab.part(f"captures {name}", *words, "optim.ema_decay=0.9", *lab.on)
-        beside, instead = (f"{first:.2f} ms, then {second:.2f} ms" for first, second in (stalls[:2], stalls[2:]))
-        facts[name] = f"{step:.2f} ms a step; a copy of {size:.1f} MB {beside}; without room {instead}"
+        beside, instead = (
+            f"{first:.2f} ms, then {second:.2f} ms" for first, second in (stalls[:2], stalls[2:])
+        )
+        facts[name] = (
+            f"{step:.2f} ms a step; a copy of {size:.1f} MB {beside}; without room {instead}"
+        )
 
 
 def many_clips(lab: Lab) -> tuple[str, str, list[str]]:
-    """Return the frames and the size of many clips, made once for all checks, and the arguments of a training."""
-    # Not below 32 pixels: in bf16, oneDNN corrupts memory on maps of one pixel where it emulates the instructions.
+    """Return the frames and the size of many clips, made once for all checks, and the arguments of
+    a training."""
+    # Not below 32 pixels: in bf16, oneDNN corrupts memory on maps of one pixel where it emulates
+    # the instructions.
     trials, times, frames, size = ("60", "2", "5", "32") if lab.tiny else ("240", "21", "17", "256")
     if lab.quick and not lab.tiny:
         times = "8"  # each process reads all of them to the device before its first step
     folder = lab.root / "many"
     if not folder.exists():
         lab.part("clips many", str(folder), trials, "40", frames, size, times)
-    return frames, size, ["video", f"dataset.root={folder}", f"dataset.frames={frames}", f"dataset.size={size}"]
+    return (
+        frames,
+        size,
+        ["video", f"dataset.root={folder}", f"dataset.frames={frames}", f"dataset.size={size}"],
+    )
 
 
 def speed(lab: Lab, facts: Facts) -> None:
-    """samples a second of each way to run, one at a time, beside a plain loop and what the device could do"""
+    """samples a second of each way to run, one at a time, beside a plain loop and what the device
+    could do"""
     width = "4" if lab.tiny else "40"
     frames, size, many = many_clips(lab)
     flop_s, byte_s, flop, traffic, fewest = lab.part("ceiling", frames, size, width, *lab.on)
     facts["bf16 matrix multiplication"] = f"{flop_s / 1e12:.4g} TFLOP/s"
     facts["a copy in memory"] = f"{byte_s / 1e12:.4g} TB/s"
-    facts["a clip forward and backward"] = f"{flop / 1e9:.4g} GFLOP, {traffic / 1e6:.4g} MB in and out of its kernels"
+    facts["a clip forward and backward"] = (
+        f"{flop / 1e9:.4g} GFLOP, {traffic / 1e6:.4g} MB in and out of its kernels"
+    )
     facts["a clip forward and backward"] += f", {fewest / 1e6:.4g} at the fewest"
     for name, words in ways(lab, [*many, f"model.width={width}"]).items():
         if lab.until - time.monotonic() < LEAST_S:
@@ -479,32 +629,45 @@ def speed(lab: Lab, facts: Facts) -> None:
             part = "pace_in_ddp" if "in DDP" in name else "pace"
             found = lab.part(f"{part} {name}", "0.1" if lab.tiny else "3", *words)
             rate, limit = found["rate"], found["limit"]
-            facts[name] = f"{rate:.0f}/s, {found['ms']:.3f} ms a step of {found['kernels']:.0f} kernels in "
-            facts[name] += (
-                f"{found['launches']:.0f} launches, {found['memory']:.0f} MB, waits {100 * found['waits']:.0f} %"
+            facts[name] = (
+                f"{rate:.0f}/s, {found['ms']:.3f} ms a step of {found['kernels']:.0f} kernels in "
             )
-            facts[name] += f", {100 * rate / limit:.0f} % of a plain loop's {limit:.0f}/s" if limit else ""
-            if name.startswith("video"):  # compiled, its kernels read and write less than those that were counted
+            facts[name] += (
+                f"{found['launches']:.0f} launches, {found['memory']:.0f} MB, waits "
+                f"{100 * found['waits']:.0f} %"
+            )
+            facts[name] += (
+                f", {100 * rate / limit:.0f} % of a plain loop's {limit:.0f}/s" if limit else ""
+            )
+            # compiled, its kernels read and write less than those that were counted
+            if name.startswith("video"):
                 shares = {
                     "of the FLOP/s": flop / flop_s,
                     "of the TB/s, if it moved the fewest bytes": fewest / byte_s,
                 }
                 shares |= {} if "compile" in name else {"of the TB/s": traffic / byte_s}
-                facts[name] += "".join(f", {100 * rate * share:.1f} % {what}" for what, share in shares.items())
+                facts[name] += "".join(
+                    f", {100 * rate * share:.1f} % {what}" for what, share in shares.items()
+                )
         facts |= {f"{name} failed": words for words in failed}
     wrong = [words for name, words in facts.items() if name.endswith(" failed")]
     require(not wrong, "; ".join(wrong))
 
 
 def ways(lab: Lab, video: list[str]) -> dict[str, list[str]]:
-    """Return the arguments of each way to run whose speed is measured, by name: graphs and the compiler come first,
-    because there may be no time for all."""
+    """Return the arguments of each way to run whose speed is measured, by name: graphs and the
+    compiler come first, because there may be no time for all."""
     held, fetched = "cache=device", "cache=none"
     rare = ["eval_every=100000", "save_every=100000", "log_every=50", "drop_last=true", *lab.on]
     video = [*video, "dataset.val_share=0.1", *rare, *["batch_size=8"] * lab.tiny]
     har = ["har", *rare, f"dataset.stride={512 if lab.tiny else 8}", "amp=bf16"]
     flat, conv = [*har, "model.mode=flatten"], [*har, "model.mode=conv"]
-    one, last, graph, default = "batch_size=64", "memory_format=channels_last", "cuda_graph=true", "compile=default"
+    one, last, graph, default = (
+        "batch_size=64",
+        "memory_format=channels_last",
+        "cuda_graph=true",
+        "compile=default",
+    )
     halves = ["batch_size=32", "global_batch=64"]
     robot = ["robot", "eval.n_episodes=0", "env.demonstrations=60", "amp=bf16", *rare]
     act = ["policy.type=act", "policy.chunk_size=20", "batch_size=8"]
@@ -550,13 +713,21 @@ def graph(lab: Lab, facts: Facts) -> None:
     ):  # not the same bits: a graph's learning rate is a float32
         words, one = plain(*exact, f"model.mode={mode}"), f"{mode}, one launch"
         compare(lab, facts, {mode: words, one: [*words, "cuda_graph=true"]}, 1e-4)
-        require(lab.tiny or "a step is one launch" in lab.said(one), f"{one}: {said_of_graphs(lab, one)}")
-    places, _, seen = lab.part("steps one launch", *lab.har, "amp=bf16", "drop_last=true", "cuda_graph=true")
+        require(
+            lab.tiny or "a step is one launch" in lab.said(one),
+            f"{one}: {said_of_graphs(lab, one)}",
+        )
+    places, _, seen = lab.part(
+        "steps one launch", *lab.har, "amp=bf16", "drop_last=true", "cuda_graph=true"
+    )
     require(seen and not places, f"it waits for the GPU: {', '.join(sorted(set(places)))}")
 
 
 def said_of_graphs(lab: Lab, name: str) -> str:
-    return "; ".join(line for line in lab.said(name).splitlines() if line.startswith("cuda_graph")) or "nothing said"
+    return (
+        "; ".join(line for line in lab.said(name).splitlines() if line.startswith("cuda_graph"))
+        or "nothing said"
+    )
 
 
 def profiled(lab: Lab, facts: Facts) -> None:
@@ -564,32 +735,67 @@ def profiled(lab: Lab, facts: Facts) -> None:
     words = [*lab.har, "--profile", f"steps={60 if lab.tiny else 120}", "eval_every=1000"]
     run = lab.train({"profiled": plain(*words)})["profiled"]
     require((run / "trace.json").exists(), "there is no trace")
-    facts["the trace has kernels of the GPU"] = '"cat": "kernel"' in (run / "trace.json").read_text()
-    require(lab.tiny or facts["the trace has kernels of the GPU"], "the trace has no kernel of the GPU")
+    facts["the trace has kernels of the GPU"] = (
+        '"cat": "kernel"' in (run / "trace.json").read_text()
+    )
+    require(
+        lab.tiny or facts["the trace has kernels of the GPU"], "the trace has no kernel of the GPU"
+    )
 
 
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
     "same": (nccl, amp, cut, cache, virtual, syncs, sanitized, devices, gloo),
-    "around": (stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled, compiled_bf16),
+    "around": (
+        stop,
+        data_parallel,
+        profiled,
+        beside_nccl,
+        shrink,
+        device_assert,
+        stall,
+        compiled,
+        compiled_bf16,
+    ),
     "speed": (graph, speed, loader),
 }
-"""The parts: the same numbers, and nobody waits; what is around a training, and the compiler; samples a second."""
+"""The parts: the same numbers, and nobody waits; what is around a training, and the compiler;
+samples a second."""
 LEFT_OUT: dict[str, Any] = {"state": "left out", "seconds": 0.0, "facts": {}}
 CHECKS = {check.__name__: check for group in GROUPS.values() for check in group}
-NOT_REHEARSED = ("compiled", "compiled_bf16", "data_parallel")  # minutes of a C++ compiler; nothing without a GPU
+# minutes of a C++ compiler; nothing without a GPU
+NOT_REHEARSED = ("compiled", "compiled_bf16", "data_parallel")
 
 
-# ---- all in a few minutes -------------------------------------------------------------------------------------------
+# ---- all in a few minutes
+# -------------------------------------------------------------------------------------------
 
-QUICK_MINUTES, SPARE_S = 4.0, 4.0  # the whole time; of it, what ends processes and writes the results
+# the whole time; of it, what ends processes and writes the results
+QUICK_MINUTES, SPARE_S = 4.0, 4.0
 SHARES = {"checks": 0.5, "ready": 0.7}
-"""The shares of the whole time after which no check runs any more, and the speeds begin with those that are ready."""
+"""The shares of the whole time after which no check runs any more, and the speeds begin with those
+that are ready."""
 
-SECONDS = {"nccl": 63, "sanitized": 50, "syncs": 44, "amp": 42, "virtual": 42, "cache": 36, "graph": 34, "cut": 30}
-SECONDS |= {"stop": 28, "profiled": 19, "data_parallel": 15, "devices": 14, "gloo": 13, "beside_nccl": 12}
+SECONDS = {
+    "nccl": 63,
+    "sanitized": 50,
+    "syncs": 44,
+    "amp": 42,
+    "virtual": 42,
+    "cache": 36,
+    "graph": 34,
+    "cut": 30,
+}
+SECONDS |= {
+    "stop": 28,
+    "profiled": 19,
+    "data_parallel": 15,
+    "devices": 14,
+    "gloo": 13,
+    "beside_nccl": 12,
+}
 SECONDS |= {"device_assert": 9, "shrink": 4}
-"""Of a check beside seven others on 16 cores and an H200 (`results/gpu_h200_checks.md`). The longest begin first, and
-before them those that are not in this table."""
+"""Of a check beside seven others on 16 cores and an H200 (`results/gpu_h200_checks.md`). The
+longest begin first, and before them those that are not in this table."""
 
 ALONE = "stall"  # it measures times
 
@@ -606,7 +812,8 @@ def quick_ways(lab: Lab) -> dict[str, list[str]]:
 
 
 class Results:
-    """What has been found so far; written to two files after each addition, if there is a folder for them.
+    """What has been found so far; written to two files after each addition, if there is a folder
+    for them.
 
     checks    {name: state, seconds and facts}
     speeds    {way to run: {measurement: facts}}
@@ -654,15 +861,20 @@ class Results:
             whole |= {"speeds": self.speeds}
         if self.left_out:
             whole |= {"left out": self.left_out}
-        for name, text in ((f"{self.out}.md", self.text()), (f"{self.out}.json", json.dumps(whole, indent=1) + "\n")):
+        for name, text in (
+            (f"{self.out}.md", self.text()),
+            (f"{self.out}.json", json.dumps(whole, indent=1) + "\n"),
+        ):
             part = self.folder / f".{name}.part"
             part.write_text(text)
             part.replace(self.folder / name)  # a run that is killed leaves a whole file
 
 
-def quick(root: Path, tiny: bool, names: list[str], results: Results, began: float, end: float) -> None:
-    """Run the checks side by side, then the speeds one at a time, then the check that measures times by itself; all is
-    over at time.monotonic() `end`."""
+def quick(
+    root: Path, tiny: bool, names: list[str], results: Results, began: float, end: float
+) -> None:
+    """Run the checks side by side, then the speeds one at a time, then the check that measures
+    times by itself; all is over at time.monotonic() `end`."""
     end -= SPARE_S
     checks_end = began + SHARES["checks"] * (end - began)
     ready_end = began + SHARES["ready"] * (end - began)
@@ -674,15 +886,22 @@ def quick(root: Path, tiny: bool, names: list[str], results: Results, began: flo
 
     def check(name: str) -> Any:
         left_s = checks_end - time.monotonic()
-        return LEFT_OUT if left_s < min(LEAST_S, SECONDS.get(name, LEAST_S)) else examine(labs[name], name, checks_end)
+        return (
+            LEFT_OUT
+            if left_s < min(LEAST_S, SECONDS.get(name, LEAST_S))
+            else examine(labs[name], name, checks_end)
+        )
 
     def start_contestants(checks_left: int) -> None:
-        """Start those that the compiler keeps busy as soon as their data are there, the others near the checks' end."""
+        """Start those that the compiler keeps busy as soon as their data are there, the others near
+        the checks' end."""
         for name, words in ways_to_run.items():
             if name not in contest.processes and ("compile" in name or checks_left <= workers // 2):
                 contest.start(name, words)
 
-    beside = sorted((name for name in names if name != ALONE), key=lambda name: -SECONDS.get(name, math.inf))
+    beside = sorted(
+        (name for name in names if name != ALONE), key=lambda name: -SECONDS.get(name, math.inf)
+    )
     jobs: dict[str, Callable[[], Any]] = {"speed": functools.partial(quick_ways, labs["speed"])}
     jobs |= {name: functools.partial(check, name) for name in beside}
     try:
@@ -690,7 +909,9 @@ def quick(root: Path, tiny: bool, names: list[str], results: Results, began: flo
             if name != "speed":
                 results.note_check(name, result)
             elif isinstance(result, Exception):
-                results.note_check(name, {"state": "failed", "seconds": 0.0, "facts": {"failed": str(result)}})
+                results.note_check(
+                    name, {"state": "failed", "seconds": 0.0, "facts": {"failed": str(result)}}
+                )
             else:
                 ways_to_run |= result
         if time.monotonic() < ready_end:
@@ -733,25 +954,37 @@ def new_lab(root: Path, tiny: bool) -> Lab:
     return Lab(root, tiny, quick=True)
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
+# ---- the report
+# --------------------------------------------------------------------------------------------------
 
 
 def table(argv: list[str], where: Facts, checks: dict[str, Any]) -> str:
-    title = "# What was seen on a GPU" if where["device"] != "the CPU" else "# A rehearsal, without a GPU"
+    title = (
+        "# What was seen on a GPU"
+        if where["device"] != "the CPU"
+        else "# A rehearsal, without a GPU"
+    )
     lines = [title, "", f"`{' '.join(['python benchmarks/gpu_check.py', *argv])}`", ""]
     lines += ["; ".join(f"{name} {value}" for name, value in where.items()), ""]
     lines += ["| check | | s | found |", "|---|---|---:|---|"]
     for name, check in checks.items():
-        found = "; ".join(f"{key}: {value}" for key, value in check["facts"].items()).replace("|", "\\|")
-        lines.append(f"| `{name}`: {CHECKS[name].__doc__} | {check['state']} | {check['seconds']:.0f} | {found} |")
+        found = "; ".join(f"{key}: {value}" for key, value in check["facts"].items()).replace(
+            "|", "\\|"
+        )
+        lines.append(
+            f"| `{name}`: {CHECKS[name].__doc__} | {check['state']} | {check['seconds']:.0f} | "
+            f"{found} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def examine(lab: Lab, name: str, end: float) -> dict[str, Any]:
-    """Return the state, the seconds and the facts of a check, which is over at time.monotonic() `end` at the latest."""
+    """Return the state, the seconds and the facts of a check, which is over at time.monotonic()
+    `end` at the latest."""
     facts: Facts = {}
     began = time.monotonic()
-    lab.until = min(end, began + LIMITS_S.get(name, LIMIT_S) * (5 if lab.tiny else 1))  # CPUs are shared with others
+    # CPUs are shared with others
+    lab.until = min(end, began + LIMITS_S.get(name, LIMIT_S) * (5 if lab.tiny else 1))
     lab.folder = lab.root / name
     lab.folder.mkdir()
     try:
@@ -766,8 +999,10 @@ def examine(lab: Lab, name: str, end: float) -> dict[str, Any]:
 
 
 def started_at() -> float:
-    """Return the time.monotonic() at which this process was started: the import of torch takes seconds."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot, proc(5)
+    """Return the time.monotonic() at which this process was started: the import of torch takes
+    seconds."""
+    # since boot, proc(5)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - min(max(age_s, 0.0), 60.0)  # containers may count from another start
 
@@ -777,10 +1012,16 @@ def main(argv: list[str], began: float | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parts = f"{' or '.join(GROUPS)} ({PART_MINUTES:g} minutes each)"
     parser.add_argument("--only", default="", help=f"{parts}, or some of {','.join(CHECKS)}")
-    parser.add_argument("--quick", action="store_true", help=f"nearly all in {QUICK_MINUTES:g} minutes, on 16 cores")
-    parser.add_argument("--minutes", type=float, help="the most that it may take; later checks are cut short")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"nearly all in {QUICK_MINUTES:g} minutes, on 16 cores"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="the most that it may take; later checks are cut short"
+    )
     parser.add_argument("--out", default="", help="name of the two files")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where they go, instead of benchmarks/results")
+    parser.add_argument(
+        "--folder", type=Path, default=RESULTS, help="where they go, instead of benchmarks/results"
+    )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; writes nothing")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -791,9 +1032,18 @@ def main(argv: list[str], began: float | None = None) -> int:
     if unknown := set(names) - CHECKS.keys():
         parser.error(f"no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     if args.rehearse:
-        print("A rehearsal on the CPU: nothing of it says anything about a GPU, and nothing is written.\n", flush=True)
+        print(
+            (
+                "A rehearsal on the CPU: nothing of it says anything about a GPU, and nothing is "
+                "written.\n"
+            ),
+            flush=True,
+        )
     elif not torch.cuda.is_available():
-        print("torch sees no GPU here, and all of this is about one (--rehearse: on the CPU)", file=sys.stderr)
+        print(
+            "torch sees no GPU here, and all of this is about one (--rehearse: on the CPU)",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as folder:
         lab = Lab(Path(folder), args.rehearse)
@@ -803,11 +1053,20 @@ def main(argv: list[str], began: float | None = None) -> int:
             if args.rehearse:
                 results.out = ""
             elif not args.out and (args.quick or group or not args.only):
-                hardware = re.sub(r"\W+", "_", results.where["device"].lower().replace("nvidia", "")).strip("_")
+                hardware = re.sub(
+                    r"\W+", "_", results.where["device"].lower().replace("nvidia", "")
+                ).strip("_")
                 results.out = f"gpu_{hardware}_{'quick' if args.quick else group or 'check'}"
             if args.quick:
                 usual = QUICK_MINUTES * (5 if args.rehearse else 1)  # CPUs are shared with others
-                quick(Path(folder), args.rehearse, names, results, began, began + 60 * (args.minutes or usual))
+                quick(
+                    Path(folder),
+                    args.rehearse,
+                    names,
+                    results,
+                    began,
+                    began + 60 * (args.minutes or usual),
+                )
             else:
                 minutes = args.minutes or (PART_MINUTES if group and not lab.tiny else math.inf)
                 one_by_one(lab, names, results, time.monotonic() + 60 * minutes)
@@ -821,7 +1080,9 @@ def chosen(only: str, quick: bool, rehearse: bool) -> list[str]:
     """Return the names of the checks to run: those of a part, those that are named, or all."""
     if only and only not in GROUPS:
         return only.split(",")
-    names = [check.__name__ for part, group in GROUPS.items() if only in ("", part) for check in group]
+    names = [
+        check.__name__ for part, group in GROUPS.items() if only in ("", part) for check in group
+    ]
     if quick:  # whose speeds are those of the contest
         names = [name for name in names if name not in ("speed", "loader")]
     return [name for name in names if not (rehearse and name in NOT_REHEARSED)]
@@ -850,5 +1111,6 @@ def run_part(name: str, words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running commands are ended, too
+    # so that running commands are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main(sys.argv[1:], started_at()))

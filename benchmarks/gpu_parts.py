@@ -1,5 +1,5 @@
-"""What `gpu_check.py` runs in processes of their own: each measures or looks at one thing, on the GPU or, to rehearse,
-on the CPU, and returns it."""
+"""What `gpu_check.py` runs in processes of their own: each measures or looks at one thing, on the
+GPU or, to rehearse, on the CPU, and returns it."""
 
 from __future__ import annotations
 
@@ -43,32 +43,49 @@ def require(so: bool, words: str) -> None:
 def about(on: str) -> Facts:
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    out = [subprocess.run(c, capture_output=True, text=True).stdout if shutil.which(c[0]) else "" for c in (git, smi)]
+    out = [
+        subprocess.run(c, capture_output=True, text=True).stdout if shutil.which(c[0]) else ""
+        for c in (git, smi)
+    ]
     commit, driver = (text.strip() or "unknown" for text in out)
-    found = {"commit": commit, "date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
+    found = {
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+    }
     found |= {"torch": torch.__version__, "cores": str(os.cpu_count())}
     if on == "device=cpu":
         return found | {"device": "the CPU"}
-    gpu, nccl_version = torch.cuda.get_device_properties(0), ".".join(map(str, torch.cuda.nccl.version()))
+    gpu, nccl_version = (
+        torch.cuda.get_device_properties(0),
+        ".".join(map(str, torch.cuda.nccl.version())),
+    )
     found |= {"device": gpu.name, "memory": f"{gpu.total_memory / 2**30:.0f} GiB", "driver": driver}
-    return found | {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(), "NCCL": nccl_version}
+    return found | {
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": nccl_version,
+    }
 
 
 def clips(folder: str, *sizes: str) -> str:
-    """Make clips: trials, videos, frames, size, and how many times each trial is in the table, if not once."""
+    """Make clips: trials, videos, frames, size, and how many times each trial is in the table, if
+    not once."""
     from formats.synthetic_clips import Recipe, ensure
 
     trials, videos, frames, size, times = (*map(int, sizes), 1)[:5]
     table = ensure(folder, Recipe(trials, videos, frames, size)) / "trials.csv"
     names, *rows = table.read_text().splitlines()
-    table.write_text("\n".join([names, *rows * times, ""]))  # long epochs without more pixels on the disk
+    # long epochs without more pixels on the disk
+    table.write_text("\n".join([names, *rows * times, ""]))
     return folder
 
 
 def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
-    """Take steps, and then score batches, in which torch reports calls that wait for the device; returns (our lines
-    that made them, the number of steps, whether one made on purpose was seen). The mode is `warn`, because `error`
-    would end at the first. The first ones are left out: they copy class weights, and read the optimizer's counters."""
+    """Take steps, and then score batches, in which torch reports calls that wait for the device;
+    returns (our lines that made them, the number of steps, whether one made on purpose was seen).
+    The mode is `warn`, because `error` would end at the first. The first ones are left out: they
+    copy class weights, and read the optimizer's counters."""
     from engine.metrics import Gathered
     from engine.phases import Phases
     from tools.probe import endless
@@ -91,8 +108,16 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
 
     def note(message: Any, *_: Any) -> None:
         if words_of_torch in str(message):
-            stack = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(str(ROOT))]
-            ours = [f"{f.filename}:{f.lineno} {f.line}" for f in stack if "site-packages" not in f.filename]
+            stack = [
+                frame
+                for frame in traceback.extract_stack()[:-1]
+                if frame.filename.startswith(str(ROOT))
+            ]
+            ours = [
+                f"{f.filename}:{f.lineno} {f.line}"
+                for f in stack
+                if "site-packages" not in f.filename
+            ]
             places.append(ours[-1].removeprefix(f"{ROOT}/") if ours else "in a thread of torch's")
 
     @contextlib.contextmanager
@@ -116,7 +141,9 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
     found = list(places)
     warnings.showwarning = note  # type: ignore[assignment]
     mode("warn")
-    torch.ones(1, device=run.world.device).item() if on_gpu else warnings.warn(words_of_torch, stacklevel=1)
+    torch.ones(1, device=run.world.device).item() if on_gpu else warnings.warn(
+        words_of_torch, stacklevel=1
+    )
     mode("default")
     return found, 6, len(places) == len(found) + 1
 
@@ -125,10 +152,13 @@ def steps_in_ddp(*words: str) -> tuple[list[str], int, bool]:
     return steps(*words, strict=True)
 
 
-def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, float, float, float]:
-    """Return (FLOP/s of a large bf16 matrix multiplication, bytes/s of a large copy, read and written, each the best of
-    ten rounds; FLOP of the video model for a clip, bytes that the kernels of its step in mixed precision read and
-    write, and the fewest: all in bf16, each norm one kernel each way, activations a part of others)."""
+def ceiling(
+    frames: str, size: str, width: str, on: str
+) -> tuple[float, float, float, float, float]:
+    """Return (FLOP/s of a large bf16 matrix multiplication, bytes/s of a large copy, read and
+    written, each the best of ten rounds; FLOP of the video model for a clip, bytes that the kernels
+    of its step in mixed precision read and write, and the fewest: all in bf16, each norm one kernel
+    each way, activations a part of others)."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -139,7 +169,9 @@ def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, 
             super().__init__()
             self.bytes, self.parts_of_others = 0, ("empty", *parts_of_others)
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             given, found = list(args), func(*args, **(kwargs or {}))
             for each in [*given, found]:
                 given += each if isinstance(each, (list, tuple)) else [each]
@@ -162,11 +194,18 @@ def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, 
     n = 8192 if on_gpu else 128
     a, b = torch.randn(2, n, n, device=device).bfloat16()
     source, target = torch.zeros(2, 2**30 if on_gpu else 2**20, dtype=torch.uint8, device=device)
-    flop_s, byte_s = 2 * n**3 / best_s(lambda: a @ b), 2 * source.nbytes / best_s(lambda: target.copy_(source))
+    flop_s, byte_s = (
+        2 * n**3 / best_s(lambda: a @ b),
+        2 * source.nbytes / best_s(lambda: target.copy_(source)),
+    )
     clips_ = 8 if on_gpu else 1
     model = CNN3d(5, int(width)).to(device)
     clip = torch.zeros(clips_, int(frames), int(size), int(size), dtype=torch.uint8, device=device)
-    with FlopCounterMode(display=False) as counter, Traffic() as traffic, torch.autocast(device, torch.bfloat16):
+    with (
+        FlopCounterMode(display=False) as counter,
+        Traffic() as traffic,
+        torch.autocast(device, torch.bfloat16),
+    ):
         loss = model(clip).sum()
     with FlopCounterMode(display=False) as after, traffic:
         loss.backward()
@@ -178,7 +217,8 @@ def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, 
 
 
 def words(folder: str, on: str) -> Facts:
-    """Tell objects in a group of one while the GPU is busy, and ask torch for the record of NCCL."""
+    """Tell objects in a group of one while the GPU is busy, and ask torch for the record of
+    NCCL."""
     import torch.distributed as dist
 
     from engine.comm import network, scratch
@@ -189,7 +229,12 @@ def words(folder: str, on: str) -> Facts:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     device = {"device_id": torch.device("cuda:0")} if on_gpu else {}
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
-    number, told = torch.ones(8192 if on_gpu else 8, 8192 if on_gpu else 8, device="cuda" if on_gpu else "cpu"), [None]
+    number, told = (
+        torch.ones(
+            8192 if on_gpu else 8, 8192 if on_gpu else 8, device="cuda" if on_gpu else "cpu"
+        ),
+        [None],
+    )
     dist.all_reduce(number)
     for _ in range(60):  # a second or two of a GPU
         product = number @ number
@@ -228,8 +273,8 @@ def wait(on_gpu: bool) -> float:
 
 
 def captures(*words: str) -> tuple[float, ...]:
-    """Return (ms of a step; ms that a copy for a checkpoint keeps the training's stream: the first and the second with
-    room on the device, then the first and the second without; MB of a copy)."""
+    """Return (ms of a step; ms that a copy for a checkpoint keeps the training's stream: the first
+    and the second with room on the device, then the first and the second without; MB of a copy)."""
     from engine import checkpoint
     from engine.files import snapshot
     from tools.probe import endless
@@ -248,7 +293,8 @@ def captures(*words: str) -> tuple[float, ...]:
         began = wait(on_gpu)
         state = checkpoint.capture(run)
         if on_gpu:
-            torch.cuda.current_stream().synchronize()  # not the device: a thread's copies go on beside the training
+            # not the device: a thread's copies go on beside the training
+            torch.cuda.current_stream().synchronize()
         times.append(1e3 * (time.perf_counter() - began))
         state = snapshot.on_host(state)
         next(taken)
@@ -260,17 +306,26 @@ def captures(*words: str) -> tuple[float, ...]:
 
 
 def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
-    """Return what a training's steps take: samples/s, ms, MB, the share in which data are waited for; kernels and
-    launches of a step; and samples/s of a `plain_loop` of the same network, where it can be taken."""
+    """Return what a training's steps take: samples/s, ms, MB, the share in which data are waited
+    for; kernels and launches of a step; and samples/s of a `plain_loop` of the same network, where
+    it can be taken."""
     from tools.probe import endless, measure
 
     run = built(words, strict)
     found = measure(run, float(seconds))
     phases, step_ms = found["phases_ms"], found["step_ms"]
-    facts = {"rate": found["samples_per_s"], "ms": step_ms, "memory": found["memory_mb"], "limit": 0.0}
-    facts["waits"] = sum(phases.get(name, 0.0) for name in ("data loading", "host to device")) / step_ms
+    facts = {
+        "rate": found["samples_per_s"],
+        "ms": step_ms,
+        "memory": found["memory_mb"],
+        "limit": 0.0,
+    }
+    facts["waits"] = (
+        sum(phases.get(name, 0.0) for name in ("data loading", "host to device")) / step_ms
+    )
     facts |= counts(run, endless(run))
-    with contextlib.suppress(RuntimeError):  # where it cannot be recorded as a graph, the training's own speed counts
+    # where it cannot be recorded as a graph, the training's own speed counts
+    with contextlib.suppress(RuntimeError):
         facts["limit"] = (
             0.0 if run.plan.workers else limit(run, float(seconds) / 2)
         )  # whose hooks would take its gradients
@@ -280,21 +335,26 @@ def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
 def counts(run: Any, taken: Iterator[Any]) -> Facts:
     """Return the kernels and the launches of a step, the mean of four."""
     on_gpu = run.world.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    activities = [
+        torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    ]
     next(taken)
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(4):
             next(taken)
         wait(on_gpu)
-    events = [each for each in profile.events() or () if not getattr(each, "is_user_annotation", False)]
+    events = [
+        each for each in profile.events() or () if not getattr(each, "is_user_annotation", False)
+    ]
     of_gpu = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
     launches = [each for each in events if re.match(r"cu(da)?(Launch|GraphLaunch)", each.name)]
     return {"kernels": len(of_gpu) / 4, "launches": len(launches) / 4}
 
 
 def contestant(orders: str, warm_up_steps: str, *words: str, strict: bool = False) -> None:
-    """Take part in a contest: take steps until all is warm, print READY, then answer each order with a line TURN. An
-    order is a line of the pipe `orders`, {"measure": a key of TURNS, "seconds": of its window}; its end ends this."""
+    """Take part in a contest: take steps until all is warm, print READY, then answer each order
+    with a line TURN. An order is a line of the pipe `orders`, {"measure": a key of TURNS,
+    "seconds": of its window}; its end ends this."""
     from tools.probe import endless
 
     run = built(words, strict)
@@ -318,8 +378,8 @@ def contestant_in_ddp(orders: str, warm_up_steps: str, *words: str) -> None:
 
 
 def training_turn(run: Any, taken: Iterator[Any], seconds: float) -> Facts:
-    """Return samples/s and ms a step of a training, each the median of four blocks of a window, the slowest and the
-    fastest block's samples/s, and the most MB that it has reserved."""
+    """Return samples/s and ms a step of a training, each the median of four blocks of a window, the
+    slowest and the fastest block's samples/s, and the most MB that it has reserved."""
     from tools.probe import BLOCKS, peak_memory_mb, timed
 
     timed(run, taken, 4)  # the clocks of a device that has idled rise
@@ -356,8 +416,9 @@ def pace_in_ddp(seconds: str, *words: str) -> Facts:
 
 
 def plain_loop(run: Any, batch: Any, graph: bool | None = None) -> Callable[[], Any]:
-    """Return a step without an engine: the network and the loss of a run, compiled as the run's is, one batch that lies
-    on the device, torch's own fused AdamW; as a `graph` or kernel by kernel, without a choice as the run's own step."""
+    """Return a step without an engine: the network and the loss of a run, compiled as the run's is,
+    one batch that lies on the device, torch's own fused AdamW; as a `graph` or kernel by kernel,
+    without a choice as the run's own step."""
     from engine.speed.graph import unsupported_reason
 
     if graph is None:
@@ -411,7 +472,10 @@ def feeds(seconds: str, *words: str) -> tuple[float, float]:
         if first == 0:
             began = wait(on_gpu)
         elif first < 0:
-            size, count = size + sum(each.nbytes for each in tensors(pair[0])), count + len(pair[1].indices)
+            size, count = (
+                size + sum(each.nbytes for each in tensors(pair[0])),
+                count + len(pair[1].indices),
+            )
     took = wait(on_gpu) - began
     return size / took, count / took
 
@@ -419,9 +483,10 @@ def feeds(seconds: str, *words: str) -> tuple[float, float]:
 def keep_generators() -> None:
     """Keep the generators that hold batches until the process ends.
 
-    A generator that is dropped early, as the loader's after the last step, frees its batch while GeneratorExit is on
-    its way. Torch's hook for a freed tensor then imports a module, which fails, and clears the exception. This is the
-    likely cause of a segmentation fault on an H200 (Python 3.12) between the last evaluation and the end.
+    A generator that is dropped early, as the loader's after the last step, frees its batch while
+    GeneratorExit is on its way. Torch's hook for a freed tensor then imports a module, which fails,
+    and clears the exception. This is the likely cause of a segmentation fault on an H200 (Python
+    3.12) between the last evaluation and the end.
     """
     import data_loader
     from engine.data import ahead
@@ -441,8 +506,9 @@ def keep_generators() -> None:
 
 
 def sanitized_steps(*words: str) -> int:
-    """Train under torch's CUDA sanitizer, which sees a thread only where it is entered, and for which all threads must
-    launch one after the other; returns the number of kernels that it has seen."""
+    """Train under torch's CUDA sanitizer, which sees a thread only where it is entered, and for
+    which all threads must launch one after the other; returns the number of kernels that it has
+    seen."""
     import train
 
     handler = None
@@ -466,7 +532,9 @@ def sanitized_steps(*words: str) -> int:
             return errors
 
         def run_sanitized(thread: threading.Thread) -> None:
-            mode = _sanitizer.CUDASanitizerDispatchMode.__new__(_sanitizer.CUDASanitizerDispatchMode)
+            mode = _sanitizer.CUDASanitizerDispatchMode.__new__(
+                _sanitizer.CUDASanitizerDispatchMode
+            )
             mode.event_handler = handler
             with mode:
                 run(thread)
@@ -485,8 +553,8 @@ def race(*words: str) -> int:
 
 
 SANITIZED = ("sanitized_steps", "race")
-"""The parts under the CUDA sanitizer, which is called for each tensor that is freed, and fails when it is called while
-the interpreter ends or an exception is on its way."""
+"""The parts under the CUDA sanitizer, which is called for each tensor that is freed, and fails when
+it is called while the interpreter ends or an exception is on its way."""
 
 PARTS: dict[str, Callable[..., Any]] = {
     part.__name__: part

@@ -1,5 +1,5 @@
-"""The machinery of `gpu_check.py --quick`: work side by side in threads, and a contest of trainings that are all alive,
-of which one runs at a time."""
+"""The machinery of `gpu_check.py --quick`: work side by side in threads, and a contest of trainings
+that are all alive, of which one runs at a time."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ class Turn(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """Two measurements to compare, each (way, measure), and the least ratio that is wanted, if there is one."""
+    """Two measurements to compare, each (way, measure), and the least ratio that is wanted, if
+    there is one."""
 
     above: tuple[str, str]
     below: tuple[str, str]
     bar: float | None = None
 
 
-WINDOW_S, PLAIN_S, TURN_S = 2.0, 1.0, 20.0  # of a training, of a plain loop; after the third a turn has failed
+# of a training, of a plain loop; after the third a turn has failed
+WINDOW_S, PLAIN_S, TURN_S = 2.0, 1.0, 20.0
 COMPILE_S = 40.0  # more for a plain loop that is compiled in its turn
 
 PLAIN_LOOPS = {
@@ -69,7 +71,8 @@ WAYS = (
     "perceptron kernel by kernel",
     "1D CNN kernel by kernel",
 )
-"""The ways to run whose speed is measured, the most important first: time is short for the last ones."""
+"""The ways to run whose speed is measured, the most important first: time is short for the last
+ones."""
 
 RATIOS = [
     Ratio(("perceptron", "training"), ("perceptron", "plain loop")),
@@ -85,14 +88,19 @@ RATIOS = [
     Ratio(("video, compile", "training"), ("video", "training")),
     Ratio(("ACT", "training"), ("ACT", "plain loop")),
     Ratio(("vision-language policy", "training"), ("vision-language policy", "plain loop")),
-    Ratio(("perceptron of two virtual workers", "training"), ("perceptron in two passes", "training"), 0.9),
+    Ratio(
+        ("perceptron of two virtual workers", "training"),
+        ("perceptron in two passes", "training"),
+        0.9,
+    ),
     Ratio(("perceptron in DDP", "training"), ("perceptron", "training"), 0.95),
 ]
 
 
 class Contest:
-    """Trainings in processes of their own. Each warms up and then waits for its turns, so that a turn costs its window
-    and not the start of a process, and all are measured within the same minute.
+    """Trainings in processes of their own. Each warms up and then waits for its turns, so that a
+    turn costs its window and not the start of a process, and all are measured within the same
+    minute.
 
     lab            a `Lab` for them alone
     warm_up_steps  that each takes before it is ready
@@ -107,13 +115,16 @@ class Contest:
     def start(self, way: str, words: list[str]) -> None:
         path = self.lab.folder / f"orders of {way}"
         os.mkfifo(path)
-        # Opened for both directions it waits for no reader. It is closed when this process ends, however that is, and
-        # then the contestant ends, too.
+        # Opened for both directions it waits for no reader. It is closed when this process ends,
+        # however that is, and then the contestant ends, too.
         self.pipes[way] = os.open(path, os.O_RDWR)
-        self.processes[way] = self.lab.begin(self._log(way), str(path), str(self.warm_up_steps), *words)
+        self.processes[way] = self.lab.begin(
+            self._log(way), str(path), str(self.warm_up_steps), *words
+        )
 
     def wait_ready(self, until: float) -> set[str]:
-        """Return who is ready: all that have not failed, or those that are at time.monotonic() `until`."""
+        """Return who is ready: all that have not failed, or those that are at time.monotonic()
+        `until`."""
         while True:
             ready = {way for way in self.processes if self.is_ready(way)}
             starting = [way for way in self.processes.keys() - ready if not self.has_ended(way)]
@@ -168,7 +179,8 @@ class Contest:
         return re.findall("^TURN (.*)\n", self.lab.said(self._log(way)), re.MULTILINE)
 
     def _require_alive(self, way: str, in_time: bool) -> None:
-        """Raise Failed, with the end of its log, for a contestant that has ended or is out of time."""
+        """Raise Failed, with the end of its log, for a contestant that has ended or is out of
+        time."""
         if not in_time or self.has_ended(way):
             self.lab.until = time.monotonic()
             self.lab.finish(self._log(way), self.processes[way])
@@ -178,8 +190,9 @@ class Contest:
 def side_by_side(
     jobs: dict[str, Callable[[], Any]], workers: int, meanwhile: Callable[[int], None]
 ) -> Iterator[tuple[str, Any]]:
-    """Run jobs in threads, so many at a time, in this order; yield the name and the result of each as it ends, or its
-    exception. At least once a second `meanwhile` is called with the number of jobs that are left."""
+    """Run jobs in threads, so many at a time, in this order; yield the name and the result of each
+    as it ends, or its exception. At least once a second `meanwhile` is called with the number of
+    jobs that are left."""
     pool = ThreadPoolExecutor(workers)
     try:
         names: dict[Future[Any], str] = {pool.submit(job): name for name, job in jobs.items()}
@@ -207,9 +220,11 @@ def turns_of(names: list[str], tiny: bool) -> list[Turn]:
     return turns
 
 
-def take_turns(contest: Contest, turns: list[Turn], end: float, note: Callable[[Turn, Facts], None]) -> list[Turn]:
-    """Take turns, each time the first one whose contestant is ready; return those for which there was no time before
-    time.monotonic() `end`. A turn that fails is noted with its reason."""
+def take_turns(
+    contest: Contest, turns: list[Turn], end: float, note: Callable[[Turn, Facts], None]
+) -> list[Turn]:
+    """Take turns, each time the first one whose contestant is ready; return those for which there
+    was no time before time.monotonic() `end`. A turn that fails is noted with its reason."""
     turns = [*turns]
     while turns and time.monotonic() + min(turn.seconds for turn in turns) < end:
         turn = next((turn for turn in turns if contest.can_be_taken(turn)), None)
@@ -225,8 +240,11 @@ def take_turns(contest: Contest, turns: list[Turn], end: float, note: Callable[[
 
 
 def speeds_table(speeds: dict[str, dict[str, Facts]]) -> list[str]:
-    """Return the lines of a table of {way: {measure: facts}}, and of one of the ratios that could be taken."""
-    lines = ["| way to run | samples/s (least .. most block) | ms a step | kernels | launches | MB |"]
+    """Return the lines of a table of {way: {measure: facts}}, and of one of the ratios that could
+    be taken."""
+    lines = [
+        "| way to run | samples/s (least .. most block) | ms a step | kernels | launches | MB |"
+    ]
     lines[0] += " plain loop, samples/s | plain loop as a graph |"
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for way, measures in speeds.items():
@@ -238,10 +256,14 @@ def speeds_table(speeds: dict[str, dict[str, Facts]]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| ratio of samples/s | | bar |", "|---|---:|---:|"]
     for above, below, bar in RATIOS:
-        rates = [speeds.get(way, {}).get(measure, {}).get("rate", 0.0) for way, measure in (above, below)]
+        rates = [
+            speeds.get(way, {}).get(measure, {}).get("rate", 0.0) for way, measure in (above, below)
+        ]
         if min(rates) > 0:
             names = " ÷ ".join(_label(*each) for each in (above, below))
-            lines.append(f"| {names} | {rates[0] / rates[1]:.2f} | {'' if bar is None else f'{bar:g}'} |")
+            lines.append(
+                f"| {names} | {rates[0] / rates[1]:.2f} | {'' if bar is None else f'{bar:g}'} |"
+            )
     return lines
 
 

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""What an action prefix in training is worth to a robot whose predictions are late: success, and jumps between chunks.
+"""What an action prefix in training is worth to a robot whose predictions are late: success, and
+jumps between chunks.
 
-python train.py robot save_dir=runs/without                        a quarter of an hour on one core, as runs/with
+python train.py robot save_dir=runs/without
+    a quarter of an hour on one core, as runs/with
 python tools/save_pretrained.py runs/without
-python train.py robot policy.path=runs/without policy.rtc_max_delay=4 steps=300 lr=5e-4 save_dir=runs/tuned
+python train.py robot policy.path=runs/without policy.rtc_max_delay=4 steps=300 lr=5e-4
+    save_dir=runs/tuned
 python train.py robot policy.rtc_max_delay=4 save_dir=runs/with
-python benchmarks/late_actions.py runs/without runs/tuned runs/with > benchmarks/results/late_actions.md
+python benchmarks/late_actions.py runs/without runs/tuned runs/with >
+    benchmarks/results/late_actions.md
 
-In trials on the coloured discs a prediction takes some steps, in which the last chunk is executed on. A jump is the
-distance from the last action of the old chunk to the first of the new one, beside that between two actions of one
-chunk, in percent of the table's side.
+In trials on the coloured discs a prediction takes some steps, in which the last chunk is executed
+on. A jump is the distance from the last action of the old chunk to the first of the new one, beside
+that between two actions of one chunk, in percent of the table's side.
 """
 
 from __future__ import annotations
@@ -64,14 +68,20 @@ def measured(args: config.Args, trials: int, delays: list[int]) -> list[tuple[fl
         total, every = 0.0, []
         for first in range(0, trials, 10):
             Watched.taken = []
-            total += float(task.trials(loaded.model, range(first, min(first + 10, trials)), lambda: False)["successes"])
+            total += float(
+                task.trials(loaded.model, range(first, min(first + 10, trials)), lambda: False)[
+                    "successes"
+                ]
+            )
             every.append(jumps(Watched.taken, steps_of(task.cfg.policy), delay))
         found.append((total / trials, *np.mean(every, 0).tolist()))
     return found
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="runs of the robot task on discs")
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--delays", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="STEPS")
@@ -90,7 +100,9 @@ def main(argv: list[str]) -> int:
         if code:
             return code
         table[Path(run).name] = rows
-    print("| delay, steps | " + " | ".join(f"{name}: success | jump, inside" for name in table) + " |")
+    print(
+        "| delay, steps | " + " | ".join(f"{name}: success | jump, inside" for name in table) + " |"
+    )
     print("|---|" + "---|---|" * len(table))
     for n, delay in enumerate(asked.delays):
         cells = [

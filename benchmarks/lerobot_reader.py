@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Compare CPU time per sample of action windows with LeRobotDataset's, if `lerobot` can be imported; interleaved.
+"""Compare CPU time per sample of action windows with LeRobotDataset's, if `lerobot` can be
+imported; interleaved.
 
-python benchmarks/lerobot_reader.py            a recorded dataset of 40 episodes, 16 numbers of state and of action
-python benchmarks/lerobot_reader.py FOLDER     a dataset of your own; LeRobot 0.4 reads version 3.0 only
+python benchmarks/lerobot_reader.py            a recorded dataset of 40 episodes, 16 numbers of
+                                               state and of action
+python benchmarks/lerobot_reader.py FOLDER     a dataset of your own; LeRobot 0.4 reads version 3.0
+                                               only
 
-Prints a markdown table, with the machine and the versions above it. Numbers only, no pictures. Our batch is one gather
-per feature; LeRobotDataset gives samples, which torch collates (counted).
+Prints a markdown table, with the machine and the versions above it. Numbers only, no pictures. Our
+batch is one gather per feature; LeRobotDataset gives samples, which torch collates (counted).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -38,7 +42,8 @@ SETTINGS = {
 
 
 def lerobot_dataset() -> Any:
-    """Return LeRobotDataset or None. A GPU torchvision beside a CPU torch lacks operators, but none that it calls."""
+    """Return LeRobotDataset or None. A GPU torchvision beside a CPU torch lacks operators, but none
+    that it calls."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "peer"))
     try:
@@ -54,7 +59,9 @@ def record(folder: Path) -> Path:
     with Recorder(folder, 30, features) as recorder:
         for _ in range(40):
             length = int(rng.integers(200, 400))
-            recorder.add_episode({name: rng.normal(size=(length, 16)) for name in features}, "reach")
+            recorder.add_episode(
+                {name: rng.normal(size=(length, 16)) for name in features}, "reach"
+            )
     return folder
 
 
@@ -62,6 +69,10 @@ def cpu_ms(act: Callable[[], Any]) -> float:
     start = time.process_time()
     act()
     return (time.process_time() - start) * 1e3 / BATCH
+
+
+def collated(dataset: Any, indices: list[int]) -> Any:
+    return torch.utils.data.default_collate([dataset[index] for index in indices])
 
 
 def main() -> None:
@@ -76,7 +87,10 @@ def main() -> None:
         print(f"{platform.processor() or platform.machine()}, 1 thread, {versions}")
         print(f"{len(demos.episodes)} episodes, {len(demos.columns['index'])} frames")
         print(f"batches of {BATCH}, {ROUNDS} rounds\n")
-        print("| windows | ours, ms CPU per sample | ours, one at a time | LeRobotDataset | ratio (of the rounds) |")
+        print(
+            "| windows | ours, ms CPU per sample | ours, one at a time | LeRobotDataset | ratio "
+            "(of the rounds) |"
+        )
         print("|---|---|---|---|---|")
         rng = np.random.default_rng(0)
         for name, deltas in SETTINGS.items():
@@ -89,7 +103,7 @@ def main() -> None:
                 mine.append(cpu_ms(lambda: chunks.__getitems__(indices)))  # noqa: B023
                 alone.append(cpu_ms(lambda: [chunks.__getitems__([i]) for i in indices]))  # noqa: B023
                 if peer is not None:
-                    other.append(cpu_ms(lambda: torch.utils.data.default_collate([peer[i] for i in indices])))  # noqa: B023
+                    other.append(cpu_ms(functools.partial(collated, peer, indices)))
             row = f"| {name} | {statistics.median(mine):.4f} | {statistics.median(alone):.3f} | "
             if other:
                 ratios = [b / a for a, b in zip(mine, other, strict=True)]

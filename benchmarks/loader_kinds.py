@@ -1,7 +1,9 @@
-"""The loaders that `loaders.py` compares, each used as its own documentation shows. One object is one rank's loader.
+"""The loaders that `loaders.py` compares, each used as its own documentation shows. One object is
+one rank's loader.
 
-A sample is a number and some bytes; a batch is a list of samples, so that no collation is measured but each loader's
-own way from a shard to a sample. All shuffle; where a loader has a setting for how far, it is `reach` samples.
+A sample is a number and some bytes; a batch is a list of samples, so that no collation is measured
+but each loader's own way from a shard to a sample. All shuffle; where a loader has a setting for
+how far, it is `reach` samples.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Sample = tuple[int, bytes]
 
 
 class Data(NamedTuple):
-    """Samples and how they are cut: `count` of `size` bytes, `per_shard` in a shard, the last of which has the rest."""
+    """Samples and how they are cut: `count` of `size` bytes, `per_shard` in a shard, the last of
+    which has the rest."""
 
     folder: Path
     count: int
@@ -43,11 +46,16 @@ class Data(NamedTuple):
     per_shard: int
 
     def shards(self) -> list[range]:
-        return [range(at, min(at + self.per_shard, self.count)) for at in range(0, self.count, self.per_shard)]
+        return [
+            range(at, min(at + self.per_shard, self.count))
+            for at in range(0, self.count, self.per_shard)
+        ]
 
     @property
     def tars(self) -> list[str]:
-        return [str(self.folder / "tar" / f"{number:05}.tar") for number in range(len(self.shards()))]
+        return [
+            str(self.folder / "tar" / f"{number:05}.tar") for number in range(len(self.shards()))
+        ]
 
     def payload(self, number: int) -> bytes:
         """Return a sample's bytes: its number, again and again."""
@@ -122,8 +130,12 @@ class Lockstep(Kind):
         self.samples = shards.Shards(data.folder / "tar", self.sample, options=options)
         world = World(place.rank, place.rank, place.processes, torch.device("cpu"))
         share = place.global_batch // (self.workers or place.processes)
-        cfg = Config(batch_size=share, global_batch=place.global_batch, virtual_workers=self.workers)
-        self.sampler = TrainSampler(self.samples, make_plan(cfg, world, data.count), place.rank, SEED)
+        cfg = Config(
+            batch_size=share, global_batch=place.global_batch, virtual_workers=self.workers
+        )
+        self.sampler = TrainSampler(
+            self.samples, make_plan(cfg, world, data.count), place.rank, SEED
+        )
         self.epoch, self.consumed = -1, 0
 
     @staticmethod
@@ -160,23 +172,32 @@ class LockstepFewLanes(Lockstep):
 
 
 class LockstepVirtual(Lockstep):
-    name, workers, timed = "Lockstep, virtual_workers=4", 4, False  # one process computes nothing else then
+    # one process computes nothing else then
+    name, workers, timed = "Lockstep, virtual_workers=4", 4, False
 
 
 class WebDataset(Kind):
     name, needs, package = "webdataset", "webdataset", "webdataset==1.0.2"
-    says = "no state; a rank takes whole shards, and for several nodes resampling without an end is recommended"
+    says = (
+        "no state; a rank takes whole shards, and for several nodes resampling without an end "
+        "is recommended"
+    )
 
     def __init__(self, data: Data, place: Place, reach: int):
         wds = import_module("webdataset")
-        shards = {"shardshuffle": len(data.tars), "detshuffle": True, "seed": SEED}  # the order, of the shards
-        samples = wds.WebDataset(data.tars, nodesplitter=wds.split_by_node, **shards).shuffle(reach, seed=SEED)
+        # the order, of the shards
+        shards = {"shardshuffle": len(data.tars), "detshuffle": True, "seed": SEED}
+        samples = wds.WebDataset(data.tars, nodesplitter=wds.split_by_node, **shards).shuffle(
+            reach, seed=SEED
+        )
         samples = samples.map(lambda sample: (int(sample["__key__"]), sample["bin"]))
         self.loader = self.loading(samples, place.batch)
 
     @staticmethod
     def loading(samples: Any, batch: int) -> Any:
-        return import_module("webdataset").WebLoader(samples, batch_size=batch, num_workers=0, collate_fn=list)
+        return import_module("webdataset").WebLoader(
+            samples, batch_size=batch, num_workers=0, collate_fn=list
+        )
 
     def __iter__(self) -> Iterator[list[Sample]]:
         return iter(self.loader)
@@ -189,7 +210,10 @@ class WebDataset(Kind):
 
 
 class WebDatasetStateful(WebDataset):
-    name, needs = "webdataset in torchdata's StatefulDataLoader", "webdataset torchdata.stateful_dataloader"
+    name, needs = (
+        "webdataset in torchdata's StatefulDataLoader",
+        "webdataset torchdata.stateful_dataloader",
+    )
     package = "webdataset==1.0.2 torchdata==0.11.0"
     says = "a dataset without a state is skipped through from its beginning; no state across ranks"
 
@@ -206,7 +230,8 @@ class WebDatasetStateful(WebDataset):
 
 
 class TarByOffset:
-    """A map-style dataset: any sample of any tar, by one `pread`. The offsets are read once, before the measurement."""
+    """A map-style dataset: any sample of any tar, by one `pread`. The offsets are read once, before
+    the measurement."""
 
     offsets: ClassVar[dict[str, tuple[list[int], list[int]]]] = {}
 
@@ -216,7 +241,10 @@ class TarByOffset:
             for path in data.tars:
                 with tarfile.open(path) as tar:
                     members = tar.getmembers()
-                self.offsets[path] = [int(m.name[:8]) for m in members], [m.offset_data for m in members]
+                self.offsets[path] = (
+                    [int(m.name[:8]) for m in members],
+                    [m.offset_data for m in members],
+                )
         self.tars, self.files = data.tars, {}
         self.ends = [*accumulate(len(self.offsets[path][0]) for path in data.tars)]
 
@@ -228,19 +256,29 @@ class TarByOffset:
         numbers, offsets = self.offsets[path := self.tars[shard]]
         if path not in self.files:
             self.files[path] = os.open(path, os.O_RDONLY)
-        return numbers[(at := index - self.ends[shard])], os.pread(self.files[path], self.size, offsets[at])
+        return numbers[(at := index - self.ends[shard])], os.pread(
+            self.files[path], self.size, offsets[at]
+        )
 
 
 class TorchData(Kind):
-    name, needs, package = "torchdata StatefulDataLoader", "torchdata.stateful_dataloader", "torchdata==0.11.0"
+    name, needs, package = (
+        "torchdata StatefulDataLoader",
+        "torchdata.stateful_dataloader",
+        "torchdata==0.11.0",
+    )
     says = "state is gathered and given back across loader processes, but not across ranks"
 
     def __init__(self, data: Data, place: Place, reach: int):
         torchdata = import_module("torchdata.stateful_dataloader")
         sampler = import_module("torchdata.stateful_dataloader.sampler").StatefulDistributedSampler
         samples = TarByOffset(data)
-        mine = sampler(samples, num_replicas=place.processes, rank=place.rank, shuffle=True, seed=SEED)
-        self.loader = torchdata.StatefulDataLoader(samples, place.batch, sampler=mine, collate_fn=list)
+        mine = sampler(
+            samples, num_replicas=place.processes, rank=place.rank, shuffle=True, seed=SEED
+        )
+        self.loader = torchdata.StatefulDataLoader(
+            samples, place.batch, sampler=mine, collate_fn=list
+        )
 
     def __iter__(self) -> Iterator[list[Sample]]:
         return iter(self.loader)
@@ -253,14 +291,29 @@ class TorchData(Kind):
 
 
 class Mosaic(Kind):
-    name, needs, package, form = "MosaicML streaming", "streaming", "mosaicml-streaming==0.13.0", "mds"
-    says = "a constant global batch that the ranks divide evenly; canonical and physical nodes divide each other"
+    name, needs, package, form = (
+        "MosaicML streaming",
+        "streaming",
+        "mosaicml-streaming==0.13.0",
+        "mds",
+    )
+    says = (
+        "a constant global batch that the ranks divide evenly; canonical and physical nodes "
+        "divide each other"
+    )
 
     def __init__(self, data: Data, place: Place, reach: int):
         streaming = import_module("streaming")
-        how = {"batch_size": place.batch, "shuffle": True, "shuffle_seed": SEED, "shuffle_block_size": reach}
+        how = {
+            "batch_size": place.batch,
+            "shuffle": True,
+            "shuffle_seed": SEED,
+            "shuffle_block_size": reach,
+        }
         samples = streaming.StreamingDataset(local=str(data.folder / "mds"), **how)
-        self.loader = streaming.StreamingDataLoader(samples, batch_size=place.batch, collate_fn=self.batch)
+        self.loader = streaming.StreamingDataLoader(
+            samples, batch_size=place.batch, collate_fn=self.batch
+        )
 
     @staticmethod
     def batch(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -279,10 +332,14 @@ class Mosaic(Kind):
 
     @staticmethod
     def write(data: Data) -> None:
-        streaming, extra = import_module("streaming"), 64  # bytes of a sample beside its own: a header, a place
+        # bytes of a sample beside its own: a header, a place
+        streaming, extra = import_module("streaming"), 64
         for number, numbers in enumerate(data.shards()):
             out = str(data.folder / "mds" / f"{number:05}")
-            about = {"columns": {"number": "int", "bin": "bytes"}, "size_limit": (data.size + extra) * len(numbers) * 2}
+            about = {
+                "columns": {"number": "int", "bin": "bytes"},
+                "size_limit": (data.size + extra) * len(numbers) * 2,
+            }
             with streaming.MDSWriter(out=out, **about) as writer:
                 for sample in numbers:
                     writer.write({"number": sample, "bin": data.payload(sample)})
@@ -295,15 +352,21 @@ class Mosaic(Kind):
 
 class LitData(Kind):
     name, needs, package, form = "litdata", "litdata", "litdata==0.2.76", "lit"
-    says = "the same seed and shuffle; ranks in lockstep; a constant global batch for the same curve"
+    says = (
+        "the same seed and shuffle; ranks in lockstep; a constant global batch for the same curve"
+    )
     drop_last: ClassVar[bool | None] = None  # its default: True for several ranks
     fast: ClassVar[str] = "0"  # how chunks from a store are read, and not those of a local folder
 
     def __init__(self, data: Data, place: Place, reach: int):
         os.environ["LITDATA_POSIX_FAST"] = self.fast
         litdata = import_module("litdata")
-        samples = litdata.StreamingDataset(str(data.folder / "lit"), shuffle=True, seed=SEED, drop_last=self.drop_last)
-        self.loader = litdata.StreamingDataLoader(samples, batch_size=place.batch, num_workers=0, collate_fn=list)
+        samples = litdata.StreamingDataset(
+            str(data.folder / "lit"), shuffle=True, seed=SEED, drop_last=self.drop_last
+        )
+        self.loader = litdata.StreamingDataLoader(
+            samples, batch_size=place.batch, num_workers=0, collate_fn=list
+        )
 
     def __iter__(self) -> Iterator[list[Sample]]:
         for batch in self.loader:
@@ -321,7 +384,11 @@ class LitData(Kind):
             for number in data.shards()[shard]:
                 yield {"number": number, "bin": data.payload(number)}
 
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        with (
+            open(os.devnull, "w") as nothing,
+            contextlib.redirect_stdout(nothing),
+            contextlib.redirect_stderr(nothing),
+        ):
             import_module("litdata").optimize(
                 fn=samples,
                 inputs=[*range(len(data.shards()))],
@@ -349,7 +416,13 @@ def installed(kind: type[Kind]) -> bool:
 def ready(kind: type[Kind]) -> None:
     """Import a loader, and silence what its libraries say of themselves."""
     warnings.filterwarnings("ignore")
-    os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "LITDATA_DISABLE_VERSION_CHECK": "1"})
+    os.environ.update(
+        {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "LITDATA_DISABLE_VERSION_CHECK": "1",
+        }
+    )
     if kind is Mosaic:
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "peer"))
         import_module("torchvision_shim").load()
@@ -373,8 +446,12 @@ KINDS: list[type[Kind]] = [
 ]
 
 INSTALL = (
-    "python -m pip install --target SITE --no-deps webdataset==1.0.2 torchdata==0.11.0 mosaicml-streaming==0.13.0 "
-    "litdata==0.2.76 braceexpand lightning-utilities boto3 botocore s3transfer jmespath python-dateutil six urllib3 "
-    "obstore tifffile 'transformers<5' 'huggingface_hub<1' 'tokenizers<0.23' safetensors regex brotli python-snappy "
-    "cramjam zstd catalogue requests xxhash filelock torchvision==0.28.0  # then PYTHONPATH=SITE; no other torch"
+    "python -m pip install --target SITE --no-deps webdataset==1.0.2 torchdata==0.11.0 "
+    "mosaicml-streaming==0.13.0 "
+    "litdata==0.2.76 braceexpand lightning-utilities boto3 botocore s3transfer jmespath "
+    "python-dateutil six urllib3 "
+    "obstore tifffile 'transformers<5' 'huggingface_hub<1' 'tokenizers<0.23' safetensors regex "
+    "brotli python-snappy "
+    "cramjam zstd catalogue requests xxhash filelock torchvision==0.28.0  # then "
+    "PYTHONPATH=SITE; no other torch"
 )

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Compare loaders of shards: what a stop in mid-epoch costs on other numbers of processes, and CPU time per sample.
+"""Compare loaders of shards: what a stop in mid-epoch costs on other numbers of processes, and CPU
+time per sample.
 
-    python benchmarks/loaders.py                      both tables, with whichever of the loaders can be imported
+    python benchmarks/loaders.py                      both tables, with whichever of the loaders can
+                                                      be imported
     python benchmarks/loaders.py resume --only lockstep
     python benchmarks/loaders.py speed --rounds 3
-    python benchmarks/loaders.py --install            the line that installs the others, into a folder of their own
+    python benchmarks/loaders.py --install            the line that installs the others, into a
+                                                      folder of their own
 
-Prints markdown, with the machine and the versions above it. Every loader reads the same samples, cut into the same
-shards: tar, or its own format. In `resume` each rank is a process with a process group; all are killed in mid-epoch
-once each has given its state, and other processes go on from these states, a rank that has none from rank 0's.
+Prints markdown, with the machine and the versions above it. Every loader reads the same samples,
+cut into the same shards: tar, or its own format. In `resume` each rank is a process with a process
+group; all are killed in mid-epoch once each has given its state, and other processes go on from
+these states, a rank that has none from rank 0's.
 """
 
 from __future__ import annotations
@@ -49,10 +53,12 @@ PATIENCE_S = 300.0
 """After so long a rank that has not come to its end counts as one that hangs."""
 
 SHARDS = {"resume": (2015, 512, 20), "speed": (8000, 4096, 500)}
-"""Samples, their bytes, and how many are in a shard. 2015 is a multiple of neither 2, 3, 4 nor 20."""
+"""Samples, their bytes, and how many are in a shard. 2015 is a multiple of neither 2, 3, 4 nor
+20."""
 
 REACH = {"resume": 240, "speed": 1000}
-"""How far a loader shuffles, in samples, where that can be set: as far as Lockstep with 12 lanes."""
+"""How far a loader shuffles, in samples, where that can be set: as far as Lockstep with 12
+lanes."""
 
 CASES = [(4, 3, 12, 60), (4, 2, 12, 60), (2, 3, 12, 60), (4, 3, 16, 47)]
 """Processes before and after, global batch, steps before the stop."""
@@ -66,11 +72,13 @@ INDICES = (".json", ".offsets")
 """What the names of files end in that are no shards."""
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------
+# ---- ranks
+# --------------------------------------------------------------------------------------------------
 
 
 class Part(NamedTuple):
-    """What one rank has done: the numbers of its samples by batch, the shards it has opened, its pickled state."""
+    """What one rank has done: the numbers of its samples by batch, the shards it has opened, its
+    pickled state."""
 
     batches: list[list[int]]
     opened: set[str]
@@ -85,7 +93,8 @@ class Run(NamedTuple):
 
     @property
     def steps(self) -> list[list[int]]:
-        """The samples of each step, over all ranks, sorted: two cuts of a step put them in another order."""
+        """The samples of each step, over all ranks, sorted: two cuts of a step put them in another
+        order."""
         by_step = itertools.zip_longest(*(part.batches for part in self.parts), fillvalue=())
         return [sorted(itertools.chain(*step)) for step in by_step]
 
@@ -98,7 +107,15 @@ class Run(NamedTuple):
         return set().union(*(part.opened for part in self.parts))
 
 
-def rank(kind: type[Kind], data: Data, place: Place, reach: int, store: str, steps: int | None, state: bytes) -> Part:
+def rank(
+    kind: type[Kind],
+    data: Data,
+    place: Place,
+    reach: int,
+    store: str,
+    steps: int | None,
+    state: bytes,
+) -> Part:
     """Take so many steps, or all that there are, from the begin of an epoch or from a state."""
     opened: set[str] = set()
     shards = str(data.folder / kind.form) + os.sep
@@ -111,14 +128,18 @@ def rank(kind: type[Kind], data: Data, place: Place, reach: int, store: str, ste
     names = {"RANK": place.rank, "WORLD_SIZE": place.processes}
     names |= {f"LOCAL_{name}": value for name, value in names.items()}
     os.environ.update({name: str(value) for name, value in names.items()})
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=place.rank, world_size=place.processes)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{store}", rank=place.rank, world_size=place.processes
+    )
     loader = kind(data, place, reach)
     sys.addaudithook(note)
     if state:
         loader.load(pickle.loads(state))
     batches = []
     for batch in itertools.islice(loader, steps):
-        assert all(content == data.payload(number) for number, content in batch), "a sample has another's bytes"
+        assert all(content == data.payload(number) for number, content in batch), (
+            "a sample has another's bytes"
+        )
         batches.append([number for number, _ in batch])
     return Part(batches, opened, pickle.dumps(loader.state()))
 
@@ -133,7 +154,8 @@ def ranks(
     states: list[bytes] | None = None,
 ) -> Run:
     """Run so many processes until each has come to its end, and kill them."""
-    mp = multiprocessing.get_context("fork")  # the worker has imported the loader, and started no thread
+    # the worker has imported the loader, and started no thread
+    mp = multiprocessing.get_context("fork")
 
     def work(number: int, say: Any, store: str) -> None:
         end_with_parent()
@@ -146,7 +168,10 @@ def ranks(
 
     with tempfile.TemporaryDirectory() as scratch:
         pipes = [mp.Pipe(duplex=False) for _ in range(processes)]
-        children = [mp.Process(target=work, args=(n, pipes[n][1], f"{scratch}/store")) for n in range(processes)]
+        children = [
+            mp.Process(target=work, args=(n, pipes[n][1], f"{scratch}/store"))
+            for n in range(processes)
+        ]
         try:
             for child, (_, say) in zip(children, pipes, strict=True):
                 child.start()
@@ -169,7 +194,8 @@ def heard(pipe: Any, child: Any) -> Part | str:
         return "died"
 
 
-# ---- what is counted ------------------------------------------------------------------------------------------------
+# ---- what is counted
+# ------------------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
@@ -190,7 +216,8 @@ class Found(NamedTuple):
 
 
 def counted(count: int, straight: Run, before: Run, after: Run, sizes: dict[str, int]) -> Found:
-    """Compare a run in two parts with the one that was not stopped. `sizes`: bytes of each shard."""
+    """Compare a run in two parts with the one that was not stopped. `sizes`: bytes of each
+    shard."""
     seen = Counter(before.samples + after.samples)
     rest = straight.steps[len(before.steps) :]
     pairs = [*itertools.zip_longest(rest, after.steps)]
@@ -205,27 +232,45 @@ def counted(count: int, straight: Run, before: Run, after: Run, sizes: dict[str,
 
 def shard_sizes(kind: type[Kind], data: Data) -> dict[str, int]:
     folder = data.folder / kind.form
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(INDICES)]
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(INDICES)
+    ]
     return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
 
 
-def resumed(kind: type[Kind], data: Data, before: int, after: int, batch: int, steps: int) -> Found | str:
-    """Return what a stop on `before` processes and a resume on `after` comes to, or why it comes to nothing."""
+def resumed(
+    kind: type[Kind], data: Data, before: int, after: int, batch: int, steps: int
+) -> Found | str:
+    """Return what a stop on `before` processes and a resume on `after` comes to, or why it comes to
+    nothing."""
     straight = ranks(kind, data, before, batch)
     first = ranks(kind, data, before, batch, steps=steps)
-    second = ranks(kind, data, after, batch, states=[part.state for part in first.parts]) if first.parts else first
+    second = (
+        ranks(kind, data, after, batch, states=[part.state for part in first.parts])
+        if first.parts
+        else first
+    )
     errors = [run.error for run in (straight, first, second) if run.error]
-    return errors[0] if errors else counted(data.count, straight, first, second, shard_sizes(kind, data))
+    return (
+        errors[0]
+        if errors
+        else counted(data.count, straight, first, second, shard_sizes(kind, data))
+    )
 
 
 def whole(kind: type[Kind], data: Data, processes: int) -> Found | str:
     """Return what an epoch is that is not stopped, against one on the first number of processes."""
-    first, other, none = ranks(kind, data, PROCESSES[0], BATCH), ranks(kind, data, processes, BATCH), Run([])
+    first, other, none = (
+        ranks(kind, data, PROCESSES[0], BATCH),
+        ranks(kind, data, processes, BATCH),
+        Run([]),
+    )
     return first.error or other.error or counted(data.count, first, none, other, {})
 
 
 def epoch_us(kind: type[Kind], data: Data) -> tuple[float, float]:
-    """Return microseconds of CPU time and of wall time per sample, of the second epoch of one process."""
+    """Return microseconds of CPU time and of wall time per sample, of the second epoch of one
+    process."""
     loader = kind(data, Place(0, 1, SPEED_BATCH), REACH["speed"])
     for _ in range(2):
         seen, began = 0, (time.process_time(), time.perf_counter())
@@ -237,21 +282,30 @@ def epoch_us(kind: type[Kind], data: Data) -> tuple[float, float]:
     return 1e6 * cpu / seen, 1e6 * wall / seen
 
 
-# ---- a process for each loader --------------------------------------------------------------------------------------
+# ---- a process for each loader
+# --------------------------------------------------------------------------------------
 
 
 def serve(kind: type[Kind]) -> None:
-    """Answer jobs from stdin, one JSON line each. A loader's libraries share a process with those of no other."""
+    """Answer jobs from stdin, one JSON line each. A loader's libraries share a process with those
+    of no other."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     loader_kinds.ready(kind)
-    jobs: dict[str, Callable[..., Any]] = {"write": kind.write, "speed": partial(in_a_fork, epoch_us, kind)}
+    jobs: dict[str, Callable[..., Any]] = {
+        "write": kind.write,
+        "speed": partial(in_a_fork, epoch_us, kind),
+    }
     jobs |= {"epoch": partial(whole, kind), "resume": partial(resumed, kind)}
     try:
         for line in sys.stdin:
             do, folder, shape, case = json.loads(line)
             answer = jobs[do](Data(Path(folder), *shape), *case)
-            print(json.dumps(answer._asdict() if isinstance(answer, Found) else answer), file=answers, flush=True)
+            print(
+                json.dumps(answer._asdict() if isinstance(answer, Found) else answer),
+                file=answers,
+                flush=True,
+            )
     finally:
         kind.clean()
 
@@ -275,7 +329,8 @@ class Worker:
     def __init__(self, kind: type[Kind], log: Path):
         self.kind, self.log = kind, log
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", kind.name]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}  # some leave files of their own there
+        # some leave files of their own there
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with open(log, "w") as words:
             self.child = subprocess.Popen(command, env=env, stderr=words, **pipes)
@@ -299,7 +354,8 @@ class Worker:
             self.child.kill()
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def share(part: int, whole: int) -> str:
@@ -311,10 +367,15 @@ def equal(batches: list[int]) -> str:
 
 
 def epoch_table(workers: list[Worker], folder: Path) -> Iterator[str]:
-    yield f"| loader | processes | lost | repeated | steps as on {PROCESSES[0]} | batches of the ranks |\n"
+    yield (
+        f"| loader | processes | lost | repeated | steps as on {PROCESSES[0]} | batches of the "
+        "ranks |\n"
+    )
     yield "|---|---:|---:|---:|---:|---|\n"
     data = Data(folder, *SHARDS["resume"])
-    for worker, processes in tqdm([*itertools.product(workers, PROCESSES)], "epochs", leave=False, disable=None):
+    for worker, processes in tqdm(
+        [*itertools.product(workers, PROCESSES)], "epochs", leave=False, disable=None
+    ):
         found = worker.ask(data, "epoch", processes)
         yield f"| {worker.kind.name} | {processes} | {cells(found)} |\n"
 
@@ -323,7 +384,9 @@ def resume_table(workers: list[Worker], folder: Path) -> Iterator[str]:
     yield "| loader | processes | global batch | lost | repeated | later steps as without the stop "
     yield "| batches of the ranks | bytes read again |\n|---|---|---:|---:|---:|---:|---|---:|\n"
     data = Data(folder, *SHARDS["resume"])
-    for worker, case in tqdm([*itertools.product(workers, CASES)], "resume", leave=False, disable=None):
+    for worker, case in tqdm(
+        [*itertools.product(workers, CASES)], "resume", leave=False, disable=None
+    ):
         total = sum(shard_sizes(worker.kind, data).values())
         before, after, batch, _ = case
         found = worker.ask(data, "resume", *case)
@@ -339,7 +402,10 @@ def cells(found: dict[str, Any] | str) -> str:
 
 
 def speed_table(workers: list[Worker], folder: Path, rounds: int) -> Iterator[str]:
-    data, workers = Data(folder, *SHARDS["speed"]), [worker for worker in workers if worker.kind.timed]
+    data, workers = (
+        Data(folder, *SHARDS["speed"]),
+        [worker for worker in workers if worker.kind.timed],
+    )
     times: dict[str, list[tuple[float, float]]] = {worker.kind.name: [] for worker in workers}
     for _ in tqdm(range(rounds), "speed", leave=False, disable=None):
         for worker in workers:
@@ -365,22 +431,36 @@ def chosen(only: list[str] | None) -> list[type[Kind]]:
     here = [kind for kind in kinds if loader_kinds.installed(kind)]
     for kind in kinds:
         if kind not in here:
-            print(f"{kind.name} is not measured: {kind.needs.partition('.')[0]} is not installed (--install says how)")
+            print(
+                f"{kind.name} is not measured: {kind.needs.partition('.')[0]} is not installed "
+                "(--install says how)"
+            )
     return here
 
 
 def about(kinds: list[type[Kind]]) -> str:
     packages = dict.fromkeys(itertools.chain(*(kind.package.split() for kind in kinds)))
-    versions = [f"{name} {importlib.metadata.version(name)}" for name, _, _ in (p.partition("==") for p in packages)]
-    return ", ".join([f"torch {torch.__version__}", *versions, f"{platform.machine()}, {os.cpu_count()} cores"])
+    versions = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name, _, _ in (p.partition("==") for p in packages)
+    ]
+    return ", ".join(
+        [f"torch {torch.__version__}", *versions, f"{platform.machine()}, {os.cpu_count()} cores"]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", nargs="?", choices=[*SHARDS])
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="loaders whose name has one of these words")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="loaders whose name has one of these words"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--install", action="store_true", help="print the line that installs the other loaders")
+    parser.add_argument(
+        "--install", action="store_true", help="print the line that installs the other loaders"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
@@ -403,7 +483,11 @@ def main() -> None:
                 written.add(worker.kind.form)
             count, size, per_shard = SHARDS[part]
             print(
-                f"{count:,} samples of {size} bytes, {per_shard} in a shard; shuffled as far as {REACH[part]} samples",
+                (
+                    f"{count:,} samples of {size} bytes, {per_shard} in a shard; shuffled as far "
+                    "as "
+                    f"{REACH[part]} samples"
+                ),
                 end="",
             )
             print(" where that can be set\n")

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Measure the CPU time of a step in bf16 and in fp32, interleaved, for each kind of network that is shipped.
+"""Measure the CPU time of a step in bf16 and in fp32, interleaved, for each kind of network that is
+shipped.
 
-python benchmarks/precision.py > benchmarks/results/precision_cpu.md      about three minutes, one thread
+python benchmarks/precision.py > benchmarks/results/precision_cpu.md
+    about three minutes, one thread
 python benchmarks/precision.py --only conv --seconds 0.1 --rounds 3       a try
 
-The two operations by which `amp=auto` and `memory_format=auto` choose are measured, too. Ratios are of CPU time within
-a round, so that other load changes little.
+The two operations by which `amp=auto` and `memory_format=auto` choose are measured, too. Ratios are
+of CPU time within a round, so that other load changes little.
 """
 
 from __future__ import annotations
@@ -38,10 +40,17 @@ NETWORKS = {
     "conv": ["har", "model.mode=conv"],
     "transformer": ["har", "model.mode=transformer"],
     "video": ["--config", "configs/video_small.yaml"],
-    "act": [*ROBOT, "batch_size=16", "policy.type=act", "policy.dim_model=128", "policy.dim_feedforward=256",
-            "policy.n_encoder_layers=2", "policy.chunk_size=20"],
+    "act": [
+        *ROBOT,
+        "batch_size=16",
+        "policy.type=act",
+        "policy.dim_model=128",
+        "policy.dim_feedforward=256",
+        "policy.n_encoder_layers=2",
+        "policy.chunk_size=20",
+    ],
     "vla": [*ROBOT, "batch_size=64"],
-}  # fmt: skip
+}
 
 ATTENTION = ((64, 4, 33, 16), (16, 8, 100, 32), (4, 8, 256, 64), (1, 8, 1024, 64))
 """Batch, heads, length, size of a head; the first is the transformer's."""
@@ -57,7 +66,8 @@ def cpu_s(work: Callable[[], Any]) -> float:
 
 
 def in_turns(ways: list[Callable[[], Any]], rounds: int, seconds: float) -> tuple[list[str], str]:
-    """Return (median CPU ms of each of two ways, the second's time / the first's as median and quartiles)."""
+    """Return (median CPU ms of each of two ways, the second's time / the first's as median and
+    quartiles)."""
     for way in ways * 3:
         way()
     count = max(1, round(seconds / cpu_s(ways[0])))
@@ -68,7 +78,9 @@ def in_turns(ways: list[Callable[[], Any]], rounds: int, seconds: float) -> tupl
             times[way].append(statistics.fmean(cpu_s(ways[way]) for _ in range(count)))
     ratios = [b / a for a, b in zip(*times, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return [f"{1e3 * statistics.median(values):.2f}" for values in times], f"{middle:.2f} | {low:.2f} .. {high:.2f}"
+    return [
+        f"{1e3 * statistics.median(values):.2f}" for values in times
+    ], f"{middle:.2f} | {low:.2f} .. {high:.2f}"
 
 
 def network(world: World, words: list[str], rounds: int, seconds: float) -> tuple[list[str], str]:
@@ -86,9 +98,13 @@ def attention(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Any]:
 
 
 def group_norm(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> Callable[[], Any]:
-    """Return a forward and backward pass over a feature map in contiguous or channels-last format."""
+    """Return a forward and backward pass over a feature map in contiguous or channels-last
+    format."""
     shape = (*shape[:2], 1, *shape[2:]) if len(shape) == 3 else shape
-    order = [torch.contiguous_format, torch.channels_last if len(shape) == 4 else torch.channels_last_3d][last]
+    order = [
+        torch.contiguous_format,
+        torch.channels_last if len(shape) == 4 else torch.channels_last_3d,
+    ][last]
     norm = torch.nn.GroupNorm(8, shape[1], dtype=dtype)
     x = torch.randn(shape).to(dtype).contiguous(memory_format=order).requires_grad_()
     gradient = torch.randn_like(x)
@@ -106,7 +122,10 @@ def main() -> int:
     world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
     chosen = precision.choose("auto", torch.device("cpu"))
     print(f"torch {torch.__version__}, one thread; amp=auto is {chosen.name} here: {chosen.note}")
-    print("\n| network, CPU ms a step | fp32 | bf16 | bf16 / fp32 | quartiles |\n|---|---:|---:|---:|---|")
+    print(
+        "\n| network, CPU ms a step | fp32 | bf16 | bf16 / fp32 | quartiles "
+        "|\n|---|---:|---:|---:|---|"
+    )
     for name, words in NETWORKS.items():
         if args.only in (None, name):
             try:
@@ -118,22 +137,28 @@ def main() -> int:
     if args.only not in (None, "operations"):
         return 0
     print(
-        "\n| operation, CPU ms forward and backward | fp32 | bf16 | bf16 / fp32 | quartiles |\n|---|---:|---:|---:|---|"
+        "\n| operation, CPU ms forward and backward | fp32 | bf16 | bf16 / fp32 | quartiles "
+        "|\n|---|---:|---:|---:|---|"
     )
     for shape in ATTENTION:
         ways = [attention(shape, dtype) for dtype in (torch.float32, torch.bfloat16)]
         ms, ratio = in_turns(ways, args.rounds, args.seconds / 3)
         print(f"| attention, {shape} | {' | '.join(ms)} | {ratio} |", flush=True)
     print(
-        "\n| operation, CPU ms forward and backward | usual order | channels-last | channels-last / usual | quartiles |"
+        "\n| operation, CPU ms forward and backward | usual order | channels-last | "
+        "channels-last / usual | quartiles |"
     )
     print("|---|---:|---:|---:|---|")
     for dtype in (torch.float32, torch.bfloat16):
         for shape in MAPS:
             ms, ratio = in_turns(
-                [group_norm(shape, dtype, last) for last in (False, True)], args.rounds, args.seconds / 3
+                [group_norm(shape, dtype, last) for last in (False, True)],
+                args.rounds,
+                args.seconds / 3,
             )
-            print(f"| GroupNorm, {str(dtype)[6:]}, {shape} | {' | '.join(ms)} | {ratio} |", flush=True)
+            print(
+                f"| GroupNorm, {str(dtype)[6:]}, {shape} | {' | '.join(ms)} | {ratio} |", flush=True
+            )
     return 0
 
 

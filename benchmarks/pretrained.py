@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Compare a small network from scratch with a linear head on frozen features: real mice, and made-up ones.
+"""Compare a small network from scratch with a linear head on frozen features: real mice, and
+made-up ones.
 
-python benchmarks/pretrained.py                                     some ten minutes of one core; downloads lupe-mice
+python benchmarks/pretrained.py
+    some ten minutes of one core; downloads lupe-mice
 python benchmarks/pretrained.py --weights mc3_18-a90a0ba3.pth       rows for published weights, too
 
-The package lupe-mice has ten videos of mice from below, 1 to 7 s each, of seven behaviours, most of them in one video
-alone. So nothing can be held out by video: of each one the first 60 % are trained on, and the end is scored. To know
-the video is to know the behaviour, and the rows "one frame" tell how far that goes: their clips hold one frame, again
-and again. The made-up clips, of other videos than those that are trained on, look alike but for how they move. All
-scores are those of the last epoch: nothing is chosen by them. The package states no licence: it is fetched, not kept.
+The package lupe-mice has ten videos of mice from below, 1 to 7 s each, of seven behaviours, most of
+them in one video alone. So nothing can be held out by video: of each one the first 60 % are trained
+on, and the end is scored. To know the video is to know the behaviour, and the rows "one frame" tell
+how far that goes: their clips hold one frame, again and again. The made-up clips, of other videos
+than those that are trained on, look alike but for how they move. All scores are those of the last
+epoch: nothing is chosen by them. The package states no licence: it is fetched, not kept.
 """
 
 from __future__ import annotations
@@ -31,8 +34,17 @@ from formats import videos
 from formats.clips import ClipsWriter
 from tools.running import train_in
 
-CLASSES = ("body groom", "genitalia groom", "lick hindpaw", "rearing", "still", "upright groom", "walking")
-FRAMES, EVERY, BOX = 16, 4, (0, 0, 340, 340)  # a clip's frames at 60 fps; from one to the next; without the time stamp
+CLASSES = (
+    "body groom",
+    "genitalia groom",
+    "lick hindpaw",
+    "rearing",
+    "still",
+    "upright groom",
+    "walking",
+)
+# a clip's frames at 60 fps; from one to the next; without the time stamp
+FRAMES, EVERY, BOX = 16, 4, (0, 0, 340, 340)
 
 
 def fetch(folder: Path) -> Path:
@@ -46,8 +58,8 @@ def fetch(folder: Path) -> Path:
 
 
 def pack(source: Path, folder: Path, size: int, still: bool = False) -> list[str]:
-    """Pack the clips of all videos, or two times the middle frame of each; return the names of the parts to validate
-    on. No frame is on both sides."""
+    """Pack the clips of all videos, or two times the middle frame of each; return the names of the
+    parts to validate on. No frame is on both sides."""
     ends = []
     with ClipsWriter(folder, CLASSES) as writer:
         for path in sorted(source.glob("*.mp4")):
@@ -84,15 +96,25 @@ def measured(folder: Path, words: list[str]) -> tuple[float, float, int]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = [each for each in log if each["event"] == "eval"][-1]
-    return last["macro_f1"], after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, last["step"]
+    return (
+        last["macro_f1"],
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        last["step"],
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backbone", default="mc3_18", help="mc3_18, r3d_18 or r2plus1d_18")
-    parser.add_argument("--weights", default="", help="its published weights, a local file: a row more")
+    parser.add_argument(
+        "--weights", default="", help="its published weights, a local file: a row more"
+    )
     parser.add_argument("--size", type=int, default=64, help="height and width of the clips")
-    parser.add_argument("--few", type=int, default=5, help="clips of each behaviour in the rows of few")
+    parser.add_argument(
+        "--few", type=int, default=5, help="clips of each behaviour in the rows of few"
+    )
     asked = parser.parse_args()
     frozen = [f"model.name={asked.backbone}", "model.features=cached"]
     ways = {
@@ -111,17 +133,26 @@ def main() -> None:
         pack(source, work / "still", asked.size, still=True)
         split = "dataset.val_videos=" + ",".join(ends)
         few = leave_out(work / "clips", asked.few)
-        made_up = f"dataset.trials=400 dataset.videos=40 dataset.frames={FRAMES} dataset.size=32".split()
+        made_up = (
+            f"dataset.trials=400 dataset.videos=40 dataset.frames={FRAMES} dataset.size=32".split()
+        )
         data = {
             "mice": [f"dataset.root={work / 'clips'}", f"dataset.frames={FRAMES}", split],
-            f"mice, {asked.few} clips each": [f"dataset.root={work / 'clips'}", f"dataset.frames={FRAMES}", split, few],
+            f"mice, {asked.few} clips each": [
+                f"dataset.root={work / 'clips'}",
+                f"dataset.frames={FRAMES}",
+                split,
+                few,
+            ],
             "mice, one frame": [f"dataset.root={work / 'still'}", "dataset.frames=2", split],
             "made up, 32 pixels": made_up,
         }
         print(f"{'data':<22} {'model':<32} {'macro F1':>8} {'CPU s':>7} {'steps':>6}")
         for n, (what, own) in enumerate(data.items()):
             for m, (name, words) in enumerate(ways.items()):
-                f1, seconds, steps = measured(work / f"run_{n}_{m}", ["video", "device=cpu", *own, *words])
+                f1, seconds, steps = measured(
+                    work / f"run_{n}_{m}", ["video", "device=cpu", *own, *words]
+                )
                 print(f"{what:<22} {name:<32} {f1:8.3f} {seconds:7.0f} {steps:6}", flush=True)
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Measure how long a batch of clips waits for the disk, with and without prefetching a batch ahead, interleaved.
+"""Measure how long a batch of clips waits for the disk, with and without prefetching a batch ahead,
+interleaved.
 
 python benchmarks/readahead.py [--clips 1200] [--rounds 5] [--work-ms 30] [--folder DIR]
 
-Writes a packed folder of clips of 17 x 256 x 256 (1.3 GB) into a temporary folder on the disk in question, and drops it
-from the page cache before each turn. Where that does nothing (a file system in memory, a host with a page cache of its
-own), the ratio is 1 and means nothing.
+Writes a packed folder of clips of 17 x 256 x 256 (1.3 GB) into a temporary folder on the disk in
+question, and drops it from the page cache before each turn. Where that does nothing (a file system
+in memory, a host with a page cache of its own), the ratio is 1 and means nothing.
 """
 
 from __future__ import annotations
@@ -95,11 +96,16 @@ def main() -> None:
     usual = Path(f"/sys/dev/block/{os.major(disk)}:{os.minor(disk)}/queue/read_ahead_kb")
     if usual.exists():
         print(f"the disk's own read-ahead: {usual.read_text().strip()} kB")
-    print(f"{args.clips} clips of {' x '.join(map(str, FRAME_SHAPE))} uint8 on the disk, batches of {BATCH}, "
-          f"{args.work_ms:g} ms of work after each; {args.rounds} rounds in turns\n")  # fmt: skip
+    print(
+        f"{args.clips} clips of {' x '.join(map(str, FRAME_SHAPE))} uint8 on the disk, batches "
+        f"of {BATCH}, "
+        f"{args.work_ms:g} ms of work after each; {args.rounds} rounds in turns\n"
+    )
     print("| read | ms waited for a batch: median | range |\n|---|---:|---:|")
     for name, values in times.items():
-        print(f"| {name} | {statistics.median(values):.1f} | {min(values):.1f} .. {max(values):.1f} |")
+        print(
+            f"| {name} | {statistics.median(values):.1f} | {min(values):.1f} .. {max(values):.1f} |"
+        )
     print(f"| ratio | {statistics.median(ratios):.1f} | {min(ratios):.1f} .. {max(ratios):.1f} |")
 
 

@@ -1,10 +1,15 @@
 #!/usr/bin/env python3
-"""Measure the cost of watching, saving and optim.zero, as ratios of interleaved repetitions in one run.
+"""Measure the cost of watching, saving and optim.zero, as ratios of interleaved repetitions in one
+run.
 
-torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch     a training with and without observers
-python benchmarks/reliability.py save                                        a background save beside a blocking one
-torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py zero      optim.zero beside the whole optimizer
-python benchmarks/reliability.py save --check                                exit code 1 if a bar is missed
+torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch
+    a training with and without observers
+python benchmarks/reliability.py save
+    a background save beside a blocking one
+torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py zero
+    optim.zero beside the whole optimizer
+python benchmarks/reliability.py save --check
+    exit code 1 if a bar is missed
 
 Prints markdown, with the machine and the versions above it.
 """
@@ -79,7 +84,8 @@ def quartiles(values: list[float], digits: int) -> str:
     return f"{middle:.{digits}f} | {low:.{digits}f} .. {high:.{digits}f}"
 
 
-# ---- watch ----------------------------------------------------------------------------------------------------------
+# ---- watch
+# --------------------------------------------------------------------------------------------------
 
 
 class Enough(Exception):
@@ -87,7 +93,8 @@ class Enough(Exception):
 
 
 class Ways:
-    """One training that takes its next steps bare, watched or observed, or is observed without training."""
+    """One training that takes its next steps bare, watched or observed, or is observed without
+    training."""
 
     def __init__(self, run: Run, steps: int):
         self.run, self.steps = run, steps
@@ -108,7 +115,8 @@ class Ways:
         (hooks or {}).update(kept)
 
     def watched(self) -> None:
-        """Take steps with marks, a search for a slow rank at each log point and, in `measure`, heartbeats."""
+        """Take steps with marks, a search for a slow rank at each log point and, in `measure`,
+        heartbeats."""
         run, run.meter = self.run, self.no_meter
         for due in itertools.islice(endless(run), self.steps):
             if due.log:
@@ -120,10 +128,12 @@ class Ways:
         self._train(Run.steps)
 
     def counted(self) -> None:
-        """Like `observed`, with steps that multiply matrices for a step's time and make one sum over the ranks, but
-        train nothing. CPU time beyond `computed_s` is the observers'."""
+        """Like `observed`, with steps that multiply matrices for a step's time and make one sum
+        over the ranks, but train nothing. CPU time beyond `computed_s` is the observers'."""
         self.computed_s, step, train.train_step = 0.0, train.train_step, self._stand_in
-        self._train(lambda run: run.record.log.progress(run, [None] * len(run.loaders.train), "Training"))
+        self._train(
+            lambda run: run.record.log.progress(run, [None] * len(run.loaders.train), "Training")
+        )
         train.train_step = step
 
     def _stand_in(self, run: Run, passes: Any) -> Due:
@@ -142,11 +152,19 @@ class Ways:
 
     def mark(self) -> None:
         """Make the marks of a step."""
-        for name in ("data loading", "forward", "backward", "gradient sync", "optimizer step", "all_reduce"):
+        for name in (
+            "data loading",
+            "forward",
+            "backward",
+            "gradient sync",
+            "optimizer step",
+            "all_reduce",
+        ):
             phase(name)
 
     def _train(self, epoch: Callable[[Run], Iterable[Any]]) -> None:
-        """Run the training and break it off, because it would end with an evaluation and a checkpoint."""
+        """Run the training and break it off, because it would end with an evaluation and a
+        checkpoint."""
         run, run.meter, left = self.run, self.meter, self.steps
 
         def limited() -> Iterator[Any]:
@@ -163,10 +181,14 @@ class Ways:
         del run.steps
 
     def measure(self, name: str, phase_s: float) -> tuple[float, float]:
-        """Return (seconds, CPU seconds) of a step. `phase_s` is the start after a heartbeat, varied so that heartbeats
-        are counted at their true rate over many measurements."""
+        """Return (seconds, CPU seconds) of a step. `phase_s` is the start after a heartbeat, varied
+        so that heartbeats are counted at their true rate over many measurements."""
         run = self.run
-        with contextlib.nullcontext() if name == "bare" else Watchdog(run.world, run.stop, run.cfg.ddp.timeout_s):
+        with (
+            contextlib.nullcontext()
+            if name == "bare"
+            else Watchdog(run.world, run.stop, run.cfg.ddp.timeout_s)
+        ):
             if name != "bare":
                 time.sleep(phase_s)
             began = time.process_time()
@@ -193,7 +215,8 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
                 took, worked = ways.measure(name, BEAT_S * number / rounds)
                 times[name].append(took)
                 busy[name].append(worked)
-                if name == "bare":  # CPU time, because other load lengthens a step and would hide the overhead
+                # CPU time, because other load lengthens a step and would hide the overhead
+                if name == "bare":
                     ways.step_s = worked
         run.record.log.close()
     mark = timeit.timeit(ways.mark, number=MARKS) / MARKS
@@ -208,28 +231,43 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
         return [a / b for a, b in zip(of[name], of["bare"], strict=True)]
 
     step, counted = (statistics.median(busy[name]) for name in ("bare", "counted"))
-    print(f"\n| {world.size} process(es), har conv, ms per step | median | quartiles |\n|---|---|---|")
+    print(
+        f"\n| {world.size} process(es), har conv, ms per step | median | quartiles |\n|---|---|---|"
+    )
     for name in names[:-1]:
         print(f"| {name} | {quartiles([1e3 * value for value in times[name]], 3)} |")
     for name, (what, of) in itertools.product(names[1:-1], {"": times, " CPU time,": busy}.items()):
-        print(f"| {name} / bare,{what} of {rounds} pairs of {steps} steps | {quartiles(ratios(of, name), 4)} |")
-    print(f"| counted directly: marks, {1e6 * mark:.1f} us a step | {mark / step:.5f} of a step | |")
+        print(
+            f"| {name} / bare,{what} of {rounds} pairs of {steps} steps | "
+            f"{quartiles(ratios(of, name), 4)} |"
+        )
+    print(
+        f"| counted directly: marks, {1e6 * mark:.1f} us a step | {mark / step:.5f} of a step | |"
+    )
     print(f"| counted directly: heartbeat thread, CPU time | {beats:.5f} of a core | |")
-    print(f"| counted directly: all that observes, {1e6 * counted:.0f} us of CPU time a step, of that of a bare one | "
-          f"{quartiles(ratios(busy, 'counted'), 4)} |")  # fmt: skip
+    print(
+        f"| counted directly: all that observes, {1e6 * counted:.0f} us of CPU time a step, of "
+        "that of a bare one | "
+        f"{quartiles(ratios(busy, 'counted'), 4)} |"
+    )
     low, middle, high = statistics.quantiles(ratios(times, "observed"), n=4)
     if high - low <= OVERHEAD:
         return [Bar("observed / bare - 1", middle - 1, OVERHEAD, at_most=True)]
-    print(f"\nThe pairs spread by {high - low:.2g}, which hides {OVERHEAD}: the direct count is held to it.")
+    print(
+        f"\nThe pairs spread by {high - low:.2g}, which hides {OVERHEAD}: the direct count is "
+        "held to it."
+    )
     share = statistics.median(ratios(busy, "counted"))
     return [Bar("all that observes / a bare step, CPU time", share, OVERHEAD, at_most=True)]
 
 
-# ---- save -----------------------------------------------------------------------------------------------------------
+# ---- save
+# --------------------------------------------------------------------------------------------------
 
 
 def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return seconds of steps, of blocking saves, of stalls for background saves, and of the steps after these."""
+    """Return seconds of steps, of blocking saves, of stalls for background saves, and of the steps
+    after these."""
     times: dict[str, list[float]] = {"step": [], "blocking": [], "stall": [], "after": []}
     training, checkpoints = endless(run), Checkpoints(folder)
     next(training)
@@ -240,9 +278,12 @@ def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[flo
     with contextlib.closing(CheckpointWriter(checkpoints, run.record.log, "")) as writer:
         for _ in range(rounds):
             times["blocking"].append(seconds(blocking))
-            times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))
+            times["step"].append(
+                statistics.median(seconds(lambda: next(training)) for _ in range(steps))
+            )
             times["stall"].append(seconds(lambda: writer.write(checkpoint.capture(run))))
-            times["after"].append(seconds(lambda: next(training)))  # a copy that is only deferred shows here
+            # a copy that is only deferred shows here
+            times["after"].append(seconds(lambda: next(training)))
             writer.wait()
     return times
 
@@ -250,7 +291,8 @@ def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[flo
 def save(world: World, rounds: int, steps: int) -> list[Bar]:
     """Measure how long a checkpoint stops the training, written in the background or blocking."""
     print(
-        "\n| parameters | file | step | blocking save | stall of a background save | stall / blocking | stall / step "
+        "\n| parameters | file | step | blocking save | stall of a background save | stall / "
+        "blocking | stall / step "
         "| step after it / step |\n|---|---|---|---|---|---|---|---|"
     )
     found = []
@@ -260,25 +302,48 @@ def save(world: World, rounds: int, steps: int) -> list[Bar]:
             times = saves(run, Path(folder), rounds, steps)
             size = max(path.stat().st_size for path in Path(folder).glob("*.pt"))
         count = sum(p.numel() for p in run.model.parameters())
-        ms = [f"{1e3 * statistics.median(times[name]):.1f} ms" for name in ("step", "blocking", "stall")]
+        ms = [
+            f"{1e3 * statistics.median(times[name]):.1f} ms"
+            for name in ("step", "blocking", "stall")
+        ]
         of_save, of_step, after = (
             statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
             for one, other in (("stall", "blocking"), ("stall", "step"), ("after", "step"))
         )
-        print(f"| {count:,} | {size / 1e6:.1f} MB | {' | '.join(ms)} | {of_save:.3f} | {of_step:.2f} | {after:.2f} |",
-              flush=True)  # fmt: skip
-        found.append(Bar(f"{count:,} parameters: stall / a step", of_step, STALL_OF_STEP, at_most=True))
-        found.append(Bar(f"{count:,} parameters: stall / a blocking save", of_save, STALL_OF_SAVE, at_most=True))
+        print(
+            (
+                f"| {count:,} | {size / 1e6:.1f} MB | {' | '.join(ms)} | {of_save:.3f} | "
+                f"{of_step:.2f} | {after:.2f} |"
+            ),
+            flush=True,
+        )
+        found.append(
+            Bar(f"{count:,} parameters: stall / a step", of_step, STALL_OF_STEP, at_most=True)
+        )
+        found.append(
+            Bar(
+                f"{count:,} parameters: stall / a blocking save",
+                of_save,
+                STALL_OF_SAVE,
+                at_most=True,
+            )
+        )
     return found
 
 
 def zero(world: World, rounds: int, steps: int) -> list[Bar]:
-    """Measure two interleaved trainings of a perceptron that differ in optim.zero only; there is no bar."""
+    """Measure two interleaved trainings of a perceptron that differ in optim.zero only; there is no
+    bar."""
     kinds = ("true", "false")
-    times: dict[str, dict[str, list[float]]] = {"ms a step": {}, "ms that a checkpoint stops the training": {}}
+    times: dict[str, dict[str, list[float]]] = {
+        "ms a step": {},
+        "ms that a checkpoint stops the training": {},
+    }
     runs, trainings = {}, {}
     for kind in kinds:
-        runs[kind] = prepared(world, "har", "model.width=1024", "model.mode=flatten", f"optim.zero={kind}")
+        runs[kind] = prepared(
+            world, "har", "model.width=1024", "model.mode=flatten", f"optim.zero={kind}"
+        )
         trainings[kind] = endless(runs[kind])
         next(trainings[kind])
         for values in times.values():
@@ -291,12 +356,17 @@ def zero(world: World, rounds: int, steps: int) -> list[Bar]:
             for values, took in zip(times.values(), parts_of, strict=True):
                 values[kind].append(took)
     sizes = {
-        kind: world.gather(sum(value.nbytes for state in run.optimizer.state.values() for value in state.values()))
+        kind: world.gather(
+            sum(value.nbytes for state in run.optimizer.state.values() for value in state.values())
+        )
         for kind, run in runs.items()
     }
     if world.main:
         parameters = sum(p.numel() for p in runs["true"].model.parameters())
-        print(f"\n| {world.size} processes, {parameters:,} parameters | optim.zero | without | ratio, quartiles |")
+        print(
+            f"\n| {world.size} processes, {parameters:,} parameters | optim.zero | without | "
+            "ratio, quartiles |"
+        )
         print("|---|---|---|---|")
         state = [" + ".join(f"{size / 1e6:.2f}" for size in sizes[kind]) for kind in kinds]
         print(f"| MB of optimizer state by rank | {' | '.join(state)} | |")
@@ -311,11 +381,16 @@ def zero(world: World, rounds: int, steps: int) -> list[Bar]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=DEFAULTS)
-    parser.add_argument("--rounds", type=int, default=0, help=f"0: {[DEFAULTS[name][0] for name in DEFAULTS]}")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help=f"0: {[DEFAULTS[name][0] for name in DEFAULTS]}"
+    )
     parser.add_argument("--steps", type=int, default=0, help="of one measurement in a round")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a bar is missed")
     args = parser.parse_args()
-    rounds, steps = (given or own for given, own in zip((args.rounds, args.steps), DEFAULTS[args.command], strict=True))
+    rounds, steps = (
+        given or own
+        for given, own in zip((args.rounds, args.steps), DEFAULTS[args.command], strict=True)
+    )
     torch.manual_seed(0)
     world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
     errors.set_up(world.main)

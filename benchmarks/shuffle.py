@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""What lanes and windows are worth as a shuffle: how far neighbours of a shard end up, and what it costs in macro F1.
+"""What lanes and windows are worth as a shuffle: how far neighbours of a shard end up, and what it
+costs in macro F1.
 
 python benchmarks/shuffle.py > benchmarks/results/shuffle.md      about ten minutes on one core
 python benchmarks/shuffle.py --seeds 1 --only "1 lane, window 1"  a try
-python benchmarks/shuffle.py --visit 100000000                    an epoch of so many samples: memory, time, each once
+python benchmarks/shuffle.py --visit 100000000
+    an epoch of so many samples: memory, time, each once
 
-The har task's training windows are laid out in the worst way, sorted by class, and cut into shards, so that a shard has
-one class or two. A run takes them in the order that formats/shards.py gives for it, and nothing else is changed.
+The har task's training windows are laid out in the worst way, sorted by class, and cut into shards,
+so that a shard has one class or two. A run takes them in the order that formats/shards.py gives for
+it, and nothing else is changed.
 """
 
 from __future__ import annotations
@@ -82,10 +85,14 @@ class Task(har.Task):
 
 
 def distances(lanes: int, window: int, samples: int) -> tuple[float, float]:
-    """Return the median distance in the epoch between two samples that lie side by side in a shard, and the mean number
-    of shards in a batch."""
+    """Return the median distance in the epoch between two samples that lie side by side in a shard,
+    and the mean number of shards in a batch."""
     counts = np.diff(np.linspace(0, samples, SHARDS + 1).astype(int))
-    order = Order(counts, 0, 0, lanes, window)[:] if lanes else np.random.default_rng(0).permutation(samples)
+    order = (
+        Order(counts, 0, 0, lanes, window)[:]
+        if lanes
+        else np.random.default_rng(0).permutation(samples)
+    )
     place, shard = np.argsort(order), np.repeat(np.arange(SHARDS), counts)
     same = shard[1:] == shard[:-1]
     batches = [len(set(shard[order[a : a + BATCH]])) for a in range(0, samples - BATCH, BATCH)]
@@ -108,19 +115,28 @@ def visit(samples: int) -> str:
     for start in range(0, len(order), 500_000):
         seen[order[start : start + 500_000]] = True
     return (
-        f"{len(order):,} samples in {samples // 10_000:,} shards: {held / 1e6:.1f} MB for the order of an epoch, "
+        f"{len(order):,} samples in {samples // 10_000:,} shards: {held / 1e6:.1f} MB for the "
+        "order of an epoch, "
         f"{1e6 * of_one:.2f} us of CPU time a sample by stretches of 8192; all positions in "
         f"{time.process_time() - began:.0f} s of CPU time: {seen.sum():,} different samples"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="the name of one row")
-    parser.add_argument("--words", nargs="*", default=[], help="more words for train.py, such as steps=20")
     parser.add_argument(
-        "--visit", type=int, default=0, metavar="N", help="visit an epoch of N samples, and train nothing"
+        "--words", nargs="*", default=[], help="more words for train.py, such as steps=20"
+    )
+    parser.add_argument(
+        "--visit",
+        type=int,
+        default=0,
+        metavar="N",
+        help="visit an epoch of N samples, and train nothing",
     )
     asked = parser.parse_args()
     if asked.visit:
@@ -133,16 +149,28 @@ def main() -> None:
         for name, (lanes, window) in WAYS.items():
             if asked.only and name != asked.only:
                 continue
-            os.environ["WAY"], scores = f"{lanes} {window} {SHARDS} {int('once' in name)}", list[float]()
+            os.environ["WAY"], scores = (
+                f"{lanes} {window} {SHARDS} {int('once' in name)}",
+                list[float](),
+            )
             for seed in range(asked.seeds):
-                words = [f"{scratch}/sorted_har.py", f"seed={seed}", "device=cpu", f"batch_size={BATCH}", *asked.words]
+                words = [
+                    f"{scratch}/sorted_har.py",
+                    f"seed={seed}",
+                    "device=cpu",
+                    f"batch_size={BATCH}",
+                    *asked.words,
+                ]
                 done = train_in(Path(scratch) / f"{len(name)}_{lanes}_{window}_{seed}", words)
                 if done.code:
                     sys.exit(f"error: {done.problem}")
                 scores.append(float(re.findall(r"best macro_f1 ([\d.]+)", done.text)[-1]))
             apart, mixed = distances(lanes, window, 2832)
             spread = f" ({min(scores):.3f} to {max(scores):.3f})" if len(scores) > 1 else ""
-            print(f"| {name} | {apart:.0f} | {mixed:.1f} | {statistics.mean(scores):.3f}{spread} |", flush=True)
+            print(
+                f"| {name} | {apart:.0f} | {mixed:.1f} | {statistics.mean(scores):.3f}{spread} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

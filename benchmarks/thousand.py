@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Measure what a run costs besides its computing, with up to 1,024 ranks on this machine against one real store.
+"""Measure what a run costs besides its computing, with up to 1,024 ranks on this machine against
+one real store.
 
 python benchmarks/thousand.py                     16, 64, 256 and 1,024 ranks: 10 MB of memory each
 python benchmarks/thousand.py --ranks 16 64       these
 
-A rank is a process, forked from this one, that trains nothing and does all the rest by the functions of a training:
-it meets the others in torch's TCPStore, joins gloo, compares facts, votes, sends heartbeats, hears of a stop, starts
-again, and ends when another is killed. Eight ranks count as a machine. Prints markdown.
+A rank is a process, forked from this one, that trains nothing and does all the rest by the
+functions of a training: it meets the others in torch's TCPStore, joins gloo, compares facts, votes,
+sends heartbeats, hears of a stop, starts again, and ends when another is killed. Eight ranks count
+as a machine. Prints markdown.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch's store asks the name server who each client is: one that does not answer must not be what is measured.
+# torch's store asks the name server who each client is: one that does not answer must not be what
+# is measured.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import numpy as np
@@ -55,7 +58,16 @@ BEATS = 8
 
 MB_OF_A_RANK = 10
 
-MESSAGES = {"set": 1, "check": 1, "wait": 1, "compare_set": 1, "get": 2, "multi_get": 2, "add": 1, "delete_key": 1}
+MESSAGES = {
+    "set": 1,
+    "check": 1,
+    "wait": 1,
+    "compare_set": 1,
+    "get": 2,
+    "multi_get": 2,
+    "add": 1,
+    "delete_key": 1,
+}
 """Messages to the store of each of its methods: those that return a text wait for its key first."""
 
 STAGES = ("met", "joined", "compared", "voted", "beats", "stop", "again", "ready")
@@ -64,7 +76,8 @@ SLOTS = [f"{stage}{what}" for stage in STAGES for what in ("", " messages")] + [
 
 
 class Board:
-    """Numbers that the ranks write and the main process reads: (ranks, slots) float64, zero while not there."""
+    """Numbers that the ranks write and the main process reads: (ranks, slots) float64, zero while
+    not there."""
 
     def __init__(self, ranks: int):
         self.memory = mmap.mmap(-1, 8 * ranks * len(SLOTS))
@@ -77,12 +90,16 @@ class Board:
         deadline = time.monotonic() + timeout_s
         while not self[slot].all():
             if time.monotonic() > deadline:
-                raise LockstepError(f"{(self[slot] == 0).sum()} ranks are not there: {slot}", "benchmarks/thousand.py")
+                raise LockstepError(
+                    f"{(self[slot] == 0).sum()} ranks are not there: {slot}",
+                    "benchmarks/thousand.py",
+                )
             time.sleep(0.02)
 
 
 def count_messages() -> Callable[[], int]:
-    """Count the messages that this process sends to the store; what gloo asks for itself is not counted."""
+    """Count the messages that this process sends to the store; what gloo asks for itself is not
+    counted."""
     sent = 0
 
     def counted(method: Any, messages: int) -> Any:
@@ -108,11 +125,23 @@ def private_mb() -> float:
 def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
     end_with_parent()
     local_size = min(size, OF_A_MACHINE)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % OF_A_MACHINE)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % OF_A_MACHINE),
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     launch.machine = notes.machine = lambda: f"machine {rank // OF_A_MACHINE}"
-    sent, cfg, stop = count_messages(), config.Config(ddp=config.DDP(timeout_s=600, init_timeout_s=600)), StopRequest()
+    sent, cfg, stop = (
+        count_messages(),
+        config.Config(ddp=config.DDP(timeout_s=600, init_timeout_s=600)),
+        StopRequest(),
+    )
     env = launch.environment()
 
     @contextlib.contextmanager
@@ -123,7 +152,9 @@ def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
         board[name][rank] = (time.monotonic() - began) / times
 
     def join(store: Any) -> World:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600)
+        )
         return World(rank, env.local_rank, size, torch.device("cpu"))
 
     try:
@@ -174,8 +205,8 @@ def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
 
 
 def measure(size: int, lost: int, out: Path) -> dict[str, float]:
-    """Start `size` ranks, kill the last `lost` of them once all have done everything, and return the numbers; what they
-    say goes to the file `out`."""
+    """Start `size` ranks, kill the last `lost` of them once all have done everything, and return
+    the numbers; what they say goes to the file `out`."""
     board, (wait, go) = Board(size), os.pipe()
     pids = []
     sys.stdout.flush()
@@ -189,7 +220,9 @@ def measure(size: int, lost: int, out: Path) -> dict[str, float]:
             rank_main(rank, size, lost, port, board)
         pids.append(pid)
     try:
-        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False)
+        store = dist.TCPStore(
+            "127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False
+        )
         os.write(go, f"{store.port:6d}".encode() * size)
         board.wait("voted")
         before = time.monotonic(), time.process_time()
@@ -236,15 +269,26 @@ def measure(size: int, lost: int, out: Path) -> dict[str, float]:
 
 
 def compared(sizes: list[int]) -> Iterator[str]:
-    """Yield the lines of the table. A whole machine is killed in a second start of the same ranks."""
+    """Yield the lines of the table. A whole machine is killed in a second start of the same
+    ranks."""
     columns = []
     with tempfile.TemporaryDirectory() as folder:
         for number, size in enumerate(tqdm(sizes, desc="Measuring", disable=None)):
             one = measure(size, 1, Path(folder, f"{number} rank"))
-            machine = measure(size, OF_A_MACHINE, Path(folder, f"{number} machine")) if size > OF_A_MACHINE else {}
+            machine = (
+                measure(size, OF_A_MACHINE, Path(folder, f"{number} machine"))
+                if size > OF_A_MACHINE
+                else {}
+            )
             last = [*one][-3:]
-            columns.append(one | {key.replace("a rank", "a machine"): machine.get(key, math.nan) for key in last})
-    yield f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+            columns.append(
+                one
+                | {key.replace("a rank", "a machine"): machine.get(key, math.nan) for key in last}
+            )
+    yield (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}"
+    )
     yield ""
     yield f"| ranks | {' | '.join(map(str, sizes))} |"
     yield "|---|" + "---|" * len(sizes)
@@ -261,7 +305,8 @@ def main(argv: list[str]) -> int:
         what = f"{max(sizes)} ranks take {max(sizes) * MB_OF_A_RANK} MB, and {free_mb:.0f} are free"
         raise LockstepError(what, "--ranks", "name fewer")
     os.environ["LOCKSTEP_SECRET"] = secrets.token_hex(16)
-    gc.collect(), gc.freeze()  # else each collection in a fork would copy the pages of all that is here
+    # else each collection in a fork would copy the pages of all that is here
+    gc.collect(), gc.freeze()
     for line in compared(sizes):
         print(line)
     return 0

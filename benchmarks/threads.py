@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Compare the number of threads that the rule chooses with one and with all, on a quiet and on a busy machine.
+"""Compare the number of threads that the rule chooses with one and with all, on a quiet and on a
+busy machine.
 
-python benchmarks/threads.py > benchmarks/results/threads.md      some eight minutes, with nothing else running
+python benchmarks/threads.py > benchmarks/results/threads.md
+    some eight minutes, with nothing else running
 python benchmarks/threads.py --only har --rounds 1 --seconds 0.2  a try
 
-The steps of each training are timed alone, beside one process that only counts, and beside four; the numbers of threads
-are interleaved, and ratios are taken within a round. All threads: the cores, divided among the processes. The last
-measurement is a whole training, from the launcher to the last checkpoint.
+The steps of each training are timed alone, beside one process that only counts, and beside four;
+the numbers of threads are interleaved, and ratios are taken within a round. All threads: the cores,
+divided among the processes. The last measurement is a whole training, from the launcher to the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -56,11 +59,13 @@ def busy(count: int) -> Iterator[None]:
             one.wait()
 
 
-# ---- in the processes that are measured ------------------------------------------------------------------------------
+# ---- in the processes that are measured
+# ------------------------------------------------------------------------------
 
 
 def measure(rounds: int, seconds: float, words: list[str]) -> None:
-    """(all ranks) Time the steps of one training; rank 0 prints (threads, loops beside, wall ms, CPU ms) of each."""
+    """(all ranks) Time the steps of one training; rank 0 prints (threads, loops beside, wall ms,
+    CPU ms) of each."""
     import reliability
     import torch
 
@@ -83,7 +88,10 @@ def measure(rounds: int, seconds: float, words: list[str]) -> None:
                     while not count or world.broadcast(time.perf_counter() - began < seconds):
                         next(steps)
                         count += 1
-                    wall, cpu = time.perf_counter() - began, sum(world.gather(time.process_time() - computed))
+                    wall, cpu = (
+                        time.perf_counter() - began,
+                        sum(world.gather(time.process_time() - computed)),
+                    )
                     found.append((threads, beside, 1e3 * wall / count, 1e3 * cpu / count))
     if world.main:
         print(MARK + json.dumps({"chosen": chosen, "found": found}), flush=True)
@@ -91,17 +99,33 @@ def measure(rounds: int, seconds: float, words: list[str]) -> None:
     launch.leave()
 
 
-# ---- from outside ----------------------------------------------------------------------------------------------------
+# ---- from outside
+# --------------------------------------------------------------------------------------------------
 
 
 def rows(name: str, processes: int, rounds: int, seconds: float) -> Iterator[str]:
-    launcher = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    env = os.environ | {"OMP_NUM_THREADS": str(max(1, available() // processes)), BY_RULE: "by_rule"}
-    command = [sys.executable, *launcher, __file__, "--measure", str(rounds), str(seconds), *TRAININGS[name]]
+    launcher = (
+        [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    )
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, available() // processes)),
+        BY_RULE: "by_rule",
+    }
+    command = [
+        sys.executable,
+        *launcher,
+        __file__,
+        "--measure",
+        str(rounds),
+        str(seconds),
+        *TRAININGS[name],
+    ]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not lines:
-        yield f"| {name} | {processes} | failed: {' '.join(done.stderr.strip().splitlines()[-1:])} |"
+        yield (
+            f"| {name} | {processes} | failed: {' '.join(done.stderr.strip().splitlines()[-1:])} |"
+        )
         return
     result = json.loads(lines[0].removeprefix(MARK))
     most = max(one[0] for one in result["found"])
@@ -118,18 +142,23 @@ def rows(name: str, processes: int, rounds: int, seconds: float) -> Iterator[str
         wall, cpu = (statistics.median(times(result["chosen"], column)) for column in (2, 3))
         alone = alone or wall
         yield (
-            f"| {name} | {processes} | {beside} | {result['chosen']} | {wall:.1f} | {wall / alone:.2f} | {cpu:.1f} "
+            f"| {name} | {processes} | {beside} | {result['chosen']} | {wall:.1f} | "
+            f"{wall / alone:.2f} | {cpu:.1f} "
             f"| {ratio(1, 2)} | {ratio(1, 3)} | {most} | {ratio(most, 2)} | {ratio(most, 3)} |"
         )
 
 
 def whole(beside: int) -> float:
     """Return the seconds of a training as `make train` starts it, beside so many loops."""
-    env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", BY_RULE)}
+    env = {
+        key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", BY_RULE)
+    }
     with busy(beside), tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         command = [str(ROOT / "train_multigpu.sh"), *WHOLE, f"save_dir={folder}/run"]
-        subprocess.run(command, env=env | {"PYTHON": sys.executable}, cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(
+            command, env=env | {"PYTHON": sys.executable}, cwd=ROOT, capture_output=True, check=True
+        )
         return time.perf_counter() - began
 
 
@@ -142,12 +171,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.5, help="of one measurement")
     args = parser.parse_args(argv)
-    print(f"# Threads on a quiet and on a busy machine\n\n`python benchmarks/threads.py {' '.join(argv)}`\n")
+    print(
+        "# Threads on a quiet and on a busy machine\n\n`python benchmarks/threads.py "
+        f"{' '.join(argv)}`\n"
+    )
     load = f"load {os.getloadavg()[0]:.1f} before"
     print(f"{platform.machine()}, {available()} cores, {load}; {args.rounds} rounds, medians.")
-    print("Ratios within a round, of time and of CPU time, to what the rule of engine/speed/cores.py takes.\n")
-    print("| training | processes | loops beside | threads by the rule | ms a step | of alone | CPU ms "
-          "| one thread: time | CPU time | all: threads | time | CPU time |")  # fmt: skip
+    print(
+        "Ratios within a round, of time and of CPU time, to what the rule of "
+        "engine/speed/cores.py takes.\n"
+    )
+    print(
+        "| training | processes | loops beside | threads by the rule | ms a step | of alone | "
+        "CPU ms "
+        "| one thread: time | CPU time | all: threads | time | CPU time |"
+    )
     print("|---|" + "---:|" * 11)
     for name in TRAININGS:
         for processes in (1, 2):

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Measure what `virtual_workers=8` costs a step: the same forward passes with it and without, interleaved.
+"""Measure what `virtual_workers=8` costs a step: the same forward passes with it and without,
+interleaved.
 
-python benchmarks/virtual_workers.py                                                      one process
+python benchmarks/virtual_workers.py
+    one process
 torchrun --standalone --nproc_per_node=2 benchmarks/virtual_workers.py --only video       two
 
 Ratios are of CPU time within a round, on the process that takes most.
@@ -41,13 +43,21 @@ def main() -> int:
     args = parser.parse_args()
     world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
     if world.main:
-        print(f"\n| {world.size} processes, CPU ms a step | off | {WORKERS} workers | ratio | quartiles |")
+        print(
+            f"\n| {world.size} processes, CPU ms a step | off | {WORKERS} workers | ratio | "
+            "quartiles |"
+        )
         print("|---|---:|---:|---:|---|")
     for name, samples in PASSES.items():
         if args.only not in (None, name):
             continue
-        words = [each for each in NETWORKS[name] if not each.startswith("batch_size=")] + [f"batch_size={samples}"]
-        dealt = [f"gradient_accumulation_steps={WORKERS // world.size}"], [f"virtual_workers={WORKERS}"]
+        words = [each for each in NETWORKS[name] if not each.startswith("batch_size=")] + [
+            f"batch_size={samples}"
+        ]
+        dealt = (
+            [f"gradient_accumulation_steps={WORKERS // world.size}"],
+            [f"virtual_workers={WORKERS}"],
+        )
         ways = [endless(reliability.prepared(world, *words, *more)) for more in dealt]
         times: list[list[float]] = [[], []]
         count = 1

@@ -2,8 +2,8 @@
 
 python dev/house.py
 
-A room is a file at the engine's root, or a folder of it. Imports for types count, too. A room stands above all that it
-imports; rooms that import each other, a ring, share a floor.
+A room is a file at the engine's root, or a folder of it. Imports for types count, too. A room
+stands above all that it imports; rooms that import each other, a ring, share a floor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import train
 here = pathlib.Path.cwd()
 
 def ours():
-    frames = [each for each in traceback.extract_stack() if pathlib.Path(each.filename).is_relative_to(here / "engine")
-        or each.filename == str(here / "train.py")]
+    engine, page = here / "engine", str(here / "train.py")
+    frames = [each for each in traceback.extract_stack()
+        if pathlib.Path(each.filename).is_relative_to(engine) or each.filename == page]
     return [f"{pathlib.Path(each.filename).stem}.{each.name}" for each in frames]
 
 handed, write, submit = [], torch.save, pools.ThreadPoolExecutor.submit
@@ -85,13 +86,18 @@ def rings_and_floors(arrows: set[tuple[str, str]]) -> tuple[list[set[str]], dict
     while any(not reached[b] <= reached[a] for a, b in arrows):
         for a, b in arrows:
             reached[a] |= reached[b]
-    together = {each: frozenset(other for other in reached[each] if each in reached[other]) for each in rooms}
+    together = {
+        each: frozenset(other for other in reached[each] if each in reached[other])
+        for each in rooms
+    }
 
     def floor(each: str) -> int:
         below = {b for a, b in arrows if a in together[each] and b not in together[each]}
         return 1 + max(map(floor, below), default=0)
 
-    return [{*ring} for ring in {*together.values()} if len(ring) > 1], {each: floor(each) for each in rooms}
+    return [{*ring} for ring in {*together.values()} if len(ring) > 1], {
+        each: floor(each) for each in rooms
+    }
 
 
 def attributes_of_run() -> set[str]:
@@ -99,35 +105,55 @@ def attributes_of_run() -> set[str]:
     tree = ast.parse((ENGINE / "run.py").read_text())
     run = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
     found = {
-        node.target.id for node in run.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        node.target.id
+        for node in run.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     for path in (*sources(), *ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")):
         parsed = ast.parse(path.read_text())
-        if path.stem != "run" and any(isinstance(node, ast.ClassDef) and node.name == "Run" for node in parsed.body):
+        if path.stem != "run" and any(
+            isinstance(node, ast.ClassDef) and node.name == "Run" for node in parsed.body
+        ):
             continue  # a class of its own by this name
         for node in ast.walk(run if path.stem == "run" else parsed):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+            ):
                 owner = "self" if path.stem == "run" else "run"
                 found |= {node.attr} if node.value.id == owner else set()
     return found
 
 
 def shared_state() -> list[str]:
-    """Return module-level names that change: rebound by `global` or from another file, and instances or empty
-    containers by a name in lower case."""
+    """Return module-level names that change: rebound by `global` or from another file, and
+    instances or empty containers by a name in lower case."""
     found = set()
     own = {
-        node.name for path in sources() for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+        node.name
+        for path in sources()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
     }
     for path in (*sources(), ROOT / "data_loader.py"):
         tree = ast.parse(path.read_text())
         found |= {
-            f"{path.stem}.{name}" for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
+            f"{path.stem}.{name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Global)
+            for name in node.names
         }
         for node in tree.body:
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            made = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in own
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
+            made = (
+                isinstance(value, ast.Call)
+                and isinstance(value.func, ast.Name)
+                and value.func.id in own
+            )
             empty = isinstance(value, ast.Dict | ast.List) and not ast.unparse(value).strip("[]{}")
             for target in targets:
                 if isinstance(target, ast.Name) and not target.id.isupper() and (made or empty):
@@ -142,36 +168,54 @@ def shared_state() -> list[str]:
             if any(each.stem == alias.name for each in sources())
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+            ):
                 found |= {f"{node.value.id}.{node.attr}"} if node.value.id in modules else set()
     return sorted(found)
 
 
 def variables() -> list[str]:
-    """Return the LOCKSTEP_ variables by which the project's own processes tell each other something."""
+    """Return the LOCKSTEP_ variables by which the project's own processes tell each other
+    something."""
     scripts = [*sources(), ROOT / "train.py", ROOT / "data_loader.py", ROOT / "train_multigpu.sh"]
-    return sorted({name for path in scripts for name in re.findall(r"\bLOCKSTEP_[A-Z_]+\b", path.read_text())})
+    return sorted(
+        {name for path in scripts for name in re.findall(r"\bLOCKSTEP_[A-Z_]+\b", path.read_text())}
+    )
 
 
 def contract() -> str:
     text = (ROOT / "pyproject.toml").read_text()
     levels = re.findall(r"^layers = \[\n(.*?)\n\]", text, re.DOTALL | re.MULTILINE)[0].splitlines()
-    forbidden = max(each.count('"') // 2 for each in re.findall(r"forbidden_modules = \[(.*?)\]", text, re.DOTALL))
+    forbidden = max(
+        each.count('"') // 2
+        for each in re.findall(r"forbidden_modules = \[(.*?)\]", text, re.DOTALL)
+    )
     return f"{len(levels)} levels, {forbidden} forbidden names"
 
 
 def printed(*command: str) -> str:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def main() -> int:
     files = imports()
     arrows = {(room(a), room(b)) for a, b in files if room(a) != room(b)}
     rings, floors = rings_and_floors(arrows)
-    within = [(a, b) for a, b in files if room(a) != room(b) and any({room(a), room(b)} <= ring for ring in rings)]
+    within = [
+        (a, b)
+        for a, b in files
+        if room(a) != room(b) and any({room(a), room(b)} <= ring for ring in rings)
+    ]
     page = (ROOT / "train.py").read_text()
     step = printed("dev/trace_step.py", "har", "batch_size=16", "amp=off").splitlines()[-1]
-    chain = next(line for line in printed("-c", SAVING).splitlines() if line.startswith("CHAIN")).split()[1:]
+    chain = next(
+        line for line in printed("-c", SAVING).splitlines() if line.startswith("CHAIN")
+    ).split()[1:]
     root = [path for path in ENGINE.glob("*.py") if path.stem != "__init__"]
     code = [path for path in sources() if path.stat().st_size]
     for name, value in (
@@ -179,7 +223,8 @@ def main() -> int:
         ("floors", f"{max(floors.values())}, {len(floors)} rooms, {len(arrows)} arrows"),
         (
             "rings",
-            f"{len(rings)}, {len(within)} imports in them" + "".join(f"\n{'':20}{sorted(ring)}" for ring in rings),
+            f"{len(rings)}, {len(within)} imports in them"
+            + "".join(f"\n{'':20}{sorted(ring)}" for ring in rings),
         ),
         ("Run", f"{len(attributes_of_run())} attributes"),
         ("a step of HAR", step),
@@ -188,11 +233,17 @@ def main() -> int:
         ("variables", f"{len(variables())}: {' '.join(variables())}"),
         ("import contract", contract()),
         ("tests", f"{lines((ROOT / 'tests').rglob('*.py')):,} lines"),
-        ("train.py", f"{len(page.splitlines())} lines, {len(re.findall(r'^ *(?:el)?if ', page, re.M))} ifs"),
+        (
+            "train.py",
+            f"{len(page.splitlines())} lines, {len(re.findall(r'^ *(?:el)?if ', page, re.M))} ifs",
+        ),
     ):
         print(f"{name:<20}{value}")
     for level in range(max(floors.values()), 0, -1):
-        print(f"  floor {level:<12}{' '.join(sorted(each for each in floors if floors[each] == level))}")
+        print(
+            "  floor "
+            f"{level:<12}{' '.join(sorted(each for each in floors if floors[each] == level))}"
+        )
     return 0
 
 

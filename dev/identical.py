@@ -1,12 +1,13 @@
-"""Prove that a change leaves every bit of a training as it was: record at the commit before, compare after it.
+"""Prove that a change leaves every bit of a training as it was: record at the commit before,
+compare after it.
 
 python dev/identical.py record FOLDER
 python dev/identical.py compare FOLDER
 
-Runs har, video and robot on 1, 2 and 3 processes, with and without virtual workers, with resume on another number, in
-fp32 and in what `amp=auto` takes here. Compared are the last checkpoint (weights, moments, averages, random states,
-progress) and each line of metrics.jsonl but for times. The processor must be the same on both sides: a recording is
-good for one machine.
+Runs har, video and robot on 1, 2 and 3 processes, with and without virtual workers, with resume on
+another number, in fp32 and in what `amp=auto` takes here. Compared are the last checkpoint
+(weights, moments, averages, random states, progress) and each line of metrics.jsonl but for times.
+The processor must be the same on both sides: a recording is good for one machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 HAR = ["har", "global_batch=48", "log_every=3", "optim.ema_decay=0.9", "model.dropout=0.1"]
-VIDEO = ["video", "dataset.size=16", "dataset.frames=5", "global_batch=12", "log_every=2", "eval_batch_size=64"]
+VIDEO = [
+    "video",
+    "dataset.size=16",
+    "dataset.frames=5",
+    "global_batch=12",
+    "log_every=2",
+    "eval_batch_size=64",
+]
 ROBOT = ["robot", "global_batch=24", "env.demonstrations=12", "eval.n_episodes=2", "eval_every=3"]
 
 RUNS: dict[str, tuple[int, list[str]]] = {
@@ -45,13 +53,18 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 """Name -> (processes under torchrun, 0 for none; words)."""
 
 RESUMED = {"har_1": 2, "har_3_ends_amid_a_batch": 0, "robot_1": 2}
-"""Runs that are stopped after half their steps and resumed on so many processes, under another name."""
+"""Runs that are stopped after half their steps and resumed on so many processes, under another
+name."""
 
 TIMES = {"time_s", "samples_per_s", "data_wait_share"}
 
 
 def train(processes: int, words: list[str], folder: Path) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        if processes
+        else []
+    )
     command = [sys.executable, *launch, "train.py", *words, f"save_dir={folder}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -64,7 +77,10 @@ def record(folder: Path) -> None:
         train(processes, words, folder / name)
         if name in RESUMED:
             state = load(folder / name)
-            half = [f"steps={state['progress']['step'] // 2}", f"schedule.horizon={state['horizon']}"]
+            half = [
+                f"steps={state['progress']['step'] // 2}",
+                f"schedule.horizon={state['horizon']}",
+            ]
             others = [word for word in words if not word.startswith("steps=")]
             train(processes, [*others, *half], folder / f"{name}_resumed")
             train(RESUMED[name], words, folder / f"{name}_resumed")
@@ -77,17 +93,26 @@ def load(run: Path) -> dict[str, Any]:
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
     """Return the places where two nested values are not the same, to the last bit."""
     if isinstance(before, dict) and isinstance(now, dict):
-        for key, value in before.items():  # a key that is new, such as a setting's, says nothing of the others
+        # a key that is new, such as a setting's, says nothing of the others
+        for key, value in before.items():
             if key in now:
                 yield from differences(value, now[key], f"{path}/{key}")
             else:
                 yield f"{path}/{key} is gone"
-    elif isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)) and len(before) == len(now):
+    elif (
+        isinstance(before, (list, tuple))
+        and isinstance(now, (list, tuple))
+        and len(before) == len(now)
+    ):
         for number, pair in enumerate(zip(before, now, strict=True)):
             yield from differences(*pair, f"{path}/{number}")
     elif isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
         if before.dtype != now.dtype or before.shape != now.shape or bits(before) != bits(now):
-            most = (before.double() - now.double()).abs().max().item() if before.shape == now.shape else "shapes"
+            most = (
+                (before.double() - now.double()).abs().max().item()
+                if before.shape == now.shape
+                else "shapes"
+            )
             yield f"{path}: {most}"
     elif before != now and not (before != before and now != now):
         yield f"{path}: {before} -> {now}"
@@ -114,9 +139,13 @@ def main(action: str, folder: Path) -> int:
         for state in states:
             for key in ("save_dir", "memory_format", "compile"):  # decided for it
                 state["config"].pop(key, None)
-            for key in ("memory_format", "format", "rng", "environment"):  # of one format of checkpoints only
+            # of one format of checkpoints only
+            for key in ("memory_format", "format", "rng", "environment"):
                 state.pop(key, None)
-        found = [*differences(*states), *differences(*(metrics(side / run.name) for side in (folder / "before", here)))]
+        found = [
+            *differences(*states),
+            *differences(*(metrics(side / run.name) for side in (folder / "before", here))),
+        ]
         print(f"{run.name:<32} {'the same bits' if not found else f'{len(found)} differences'}")
         for line in found[:8]:
             print(f"    {line}")

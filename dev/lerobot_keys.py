@@ -20,10 +20,13 @@ from tasks import _lerobot_keys  # noqa: E402
 PAGE = ROOT / "docs" / "robots.md"
 BEGIN, END = "<!-- keys: python dev/lerobot_keys.py -->\n", "<!-- end -->\n"
 SAME = (
-    "steps batch_size num_workers seed resume dataset.repo_id dataset.root dataset.revision dataset.episodes "
+    "steps batch_size num_workers seed resume dataset.repo_id dataset.root dataset.revision "
+    "dataset.episodes "
     "dataset.exclude_episodes dataset.use_imagenet_stats dataset.eval_split rename_map policy.type "
-    "policy.pretrained_path policy.pretrained_revision policy.push_to_hub policy.normalization_mapping "
-    "eval.n_episodes env.type wandb.enable wandb.project wandb.entity wandb.mode wandb.run_id wandb.notes"
+    "policy.pretrained_path policy.pretrained_revision policy.push_to_hub "
+    "policy.normalization_mapping "
+    "eval.n_episodes env.type wandb.enable wandb.project wandb.entity wandb.mode wandb.run_id "
+    "wandb.notes"
 ).split()
 """LeRobot's keys that are keys here under their own name, besides those of ACT's network."""
 
@@ -33,8 +36,15 @@ def table() -> str:
     known = config.flatten(config.to_dict(cfg))
     for name in SAME:
         assert any(key == name or key.startswith(f"{name}.") for key in known), name
-    rows = ["| LeRobot's key | here |", "|---|---|", f"| {', '.join(f'`{name}`' for name in SAME)} | the same |"]
-    rows.append("| `policy.` and the names of ACT's network and training | the same, with `policy.type=act` |")
+    rows = [
+        "| LeRobot's key | here |",
+        "|---|---|",
+        f"| {', '.join(f'`{name}`' for name in SAME)} | the same |",
+    ]
+    rows.append(
+        "| `policy.` and the names of ACT's network and training | the same, with "
+        "`policy.type=act` |"
+    )
     meanings: dict[str, list[str]] = {}  # {what a key does: the keys}
     for name, key in _lerobot_keys.ALIASES.items():
         meanings.setdefault(f"`{key}`", []).append(name)
@@ -42,7 +52,10 @@ def table() -> str:
         value = str(only).lower() if isinstance(only, bool) else only
         what = "sets nothing" if only is None else f"only `{value}`" if value != "" else "refused"
         meanings.setdefault(f"{what}: {why}", []).append(name)
-    rows += [f"| {', '.join(f'`{name}`' for name in names)} | {meaning} |" for meaning, names in meanings.items()]
+    rows += [
+        f"| {', '.join(f'`{name}`' for name in names)} | {meaning} |"
+        for meaning, names in meanings.items()
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -51,7 +64,10 @@ def main(argv: list[str]) -> int:
     now, _, after = rest.partition(END)
     if argv == ["--check"]:
         if now != table():
-            print("error: docs/robots.md has another table: python dev/lerobot_keys.py", file=sys.stderr)
+            print(
+                "error: docs/robots.md has another table: python dev/lerobot_keys.py",
+                file=sys.stderr,
+            )
         return int(now != table())
     PAGE.write_text(f"{before}{BEGIN}{table()}{END}{after}", encoding="utf-8")
     return 0

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The links from docs/ to lines of code: `[`words`](../file.py#L12)` means that line 12 of the file holds the words.
+"""The links from docs/ to lines of code: `[`words`](../file.py#L12)` means that line 12 of the file
+holds the words.
 
 python dev/links.py            lead each link to the nearest line that holds its words
 python dev/links.py --check    exit 1, with a line each, if one leads elsewhere
@@ -28,7 +29,11 @@ def main(argv: list[str]) -> int:
             nearest = min(found, key=lambda n: abs(n - number), default=None)
             if check or nearest is None:
                 wrong += 1
-                hint = f"python dev/links.py makes it {nearest}" if nearest else "no line of that file has these words"
+                hint = (
+                    f"python dev/links.py makes it {nearest}"
+                    if nearest
+                    else "no line of that file has these words"
+                )
                 print(f"error: {link[0]} ({page.name}): {hint}", file=sys.stderr)
             else:
                 text = text.replace(link[0], f"[`{words}`]({link[2]}#L{nearest})")

@@ -1,6 +1,8 @@
-"""Draw README's picture: the loss of one training on 1, 2 and 3 processes, the curves lying on each other.
+"""Draw README's picture: the loss of one training on 1, 2 and 3 processes, the curves lying on each
+other.
 
-python dev/plot_loss.py        writes docs/images/one_two_three.svg and prints how far they are apart
+python dev/plot_loss.py        writes docs/images/one_two_three.svg and prints how far they are
+apart
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 760, 250, 46, 34
 
 
 def losses(processes: int, folder: Path) -> list[float]:
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train.py"]
+    start = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        "train.py",
+    ]
     run = folder / str(processes)
     command = [sys.executable, *start, *WORDS, f"save_dir={run}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -39,7 +47,8 @@ def drawn(curves: dict[int, list[float]]) -> str:
         return f"{x:.1f},{12 + (HEIGHT - BOTTOM - 12) * (1 - loss / top):.1f}"
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" '
         'font-size="13" fill="#444"><rect width="100%" height="100%" fill="white"/>',
         f'<path d="M{LEFT},12 V{HEIGHT - BOTTOM} H{WIDTH - 12}" fill="none" stroke="#999"/>',
         f'<text x="{LEFT - 8}" y="20" text-anchor="end">{top:.1f}</text>',
@@ -49,7 +58,9 @@ def drawn(curves: dict[int, list[float]]) -> str:
     ]
     for row, (processes, (colour, width)) in enumerate(CURVES.items()):
         line = " ".join(point(step, loss) for step, loss in enumerate(curves[processes]))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+        )
         y, name = 34 + 22 * row, "1 process" if processes == 1 else f"{processes} processes"
         parts.append(f'<path d="M{WIDTH - 190},{y} h40" stroke="{colour}" stroke-width="{width}"/>')
         parts.append(f'<text x="{WIDTH - 140}" y="{y + 5}">{name}</text>')
@@ -62,7 +73,10 @@ def main() -> int:
     OUT.write_text(drawn(curves), encoding="utf-8")
     for processes in (2, 3):
         apart = max(abs(a - b) / abs(b) for a, b in zip(curves[processes], curves[1], strict=True))
-        print(f"{processes} processes: at most {apart:.1e} of the loss away from 1 process, in {len(curves[1])} steps")
+        print(
+            f"{processes} processes: at most {apart:.1e} of the loss away from 1 process, in "
+            f"{len(curves[1])} steps"
+        )
     return 0
 
 

@@ -2,7 +2,8 @@
 
 python dev/trace_step.py [TASK] [key=value ...]
 
-Counted is the second step of a training on one process, from the wait for its batch to the wait for the next one.
+Counted is the second step of a training on one process, from the wait for its batch to the wait for
+the next one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def main(words: list[str]) -> int:
     begun: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         sys.setprofile(profile)
-        train.main([*(words or ["har"]), "steps=3", "log_every=100", "threads=1", f"save_dir={folder}/run"])
+        train.main(
+            [*(words or ["har"]), "steps=3", "log_every=100", "threads=1", f"save_dir={folder}/run"]
+        )
         sys.setprofile(None)
     files = sorted({file for file, _ in calls})
     for file in files:

@@ -1,4 +1,5 @@
-"""The state of a run: find it, compare it with a config, restore it, capture it; `files` keeps it on disk."""
+"""The state of a run: find it, compare it with a config, restore it, capture it; `files` keeps it
+on disk."""
 
 from __future__ import annotations
 
@@ -35,18 +36,24 @@ FORMAT = 3
 """Format 2 also held the random state of each rank; now every pass is seeded."""
 
 FREE_KEYS = (
-    "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
-    "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cuda_graph cache oom "
-    "save_minutes digest_every record optim.zero schedule.horizon random_samples init_from check_resume check_sums "
+    "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps "
+    "device multi_gpu gpu_ids "
+    "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every "
+    "max_time_s "
+    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile "
+    "cuda_graph cache oom "
+    "save_minutes digest_every record optim.zero schedule.horizon random_samples init_from "
+    "check_resume check_sums "
     "ddp. wandb. mlflow."
 ).split()
-"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, with `Task.resumable_keys`. global_batch and
-schedule.horizon are compared by resolved value, the data by fingerprint."""
+"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, with
+`Task.resumable_keys`. global_batch and schedule.horizon are compared by resolved value, the data by
+fingerprint."""
 
 
 def find(cfg: Any, world: World) -> tuple[Any, Saved]:
-    """(all ranks) Return the config with the run's folder, and the checkpoint to resume, empty where there is none.
+    """(all ranks) Return the config with the run's folder, and the checkpoint to resume, empty
+    where there is none.
 
     A run that torchrun, or lack of memory, has restarted is resumed from the folder it had.
     """
@@ -55,7 +62,11 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
 
     def look() -> tuple[dict[str, str], Path | None, list[str]]:
         folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir
-        again = folder and (restarted or launch.restart().times) and find_checkpoint("auto", Path(folder))[0]
+        again = (
+            folder
+            and (restarted or launch.restart().times)
+            and find_checkpoint("auto", Path(folder))[0]
+        )
         asked = {"save_dir": folder, "resume": "auto" if again else cfg.resume}
         return asked, *run_folder.inspect_run_folder(config.changed(cfg, asked))
 
@@ -64,7 +75,10 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
         console.warning(warning)
     with sync_errors(world):
         if path and not path.exists():
-            what = f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})"
+            what = (
+                f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank "
+                f"{world.rank})"
+            )
             raise LockstepError(what, str(path), "give a save_dir that all machines share")
         mapped = cfg.ddp.strategy != "ddp"  # each rank reads its own rows
         saved = opened(archive.read(path, mapped), path) if path else Saved()
@@ -75,11 +89,26 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
     """Return the state in a checkpoint, with defaults for what an older version did not write."""
     if state["format"] not in (2, FORMAT):
         what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
-        todo = "update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it"
+        todo = (
+            "update Lockstep"
+            if state["format"] > FORMAT
+            else "resume with the version that wrote it"
+        )
         raise LockstepError(what, str(path), todo, exit_code=3)
-    newer = {"path", "metadata", "test", "memory_format", "environment", "left_out", "optimizer_name", "changes"}
+    newer = {
+        "path",
+        "metadata",
+        "test",
+        "memory_format",
+        "environment",
+        "left_out",
+        "optimizer_name",
+        "changes",
+    }
     if missing := {*Saved._fields} - newer - state.keys():
-        raise LockstepError(f"the checkpoint lacks {min(missing)}", str(path), "resume another one", exit_code=3)
+        raise LockstepError(
+            f"the checkpoint lacks {min(missing)}", str(path), "resume another one", exit_code=3
+        )
     order = state.get("memory_format") or state["config"].get("memory_format", "auto")
     held = {name: state[name] for name in Saved._fields if name in state}
     held |= {"path": path, "metadata": state.get("known"), "memory_format": order}
@@ -87,13 +116,19 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
 
 
 def capture(run: Run) -> dict[str, Any]:
-    """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
-    loads; return an empty dict on the other ranks. Training may continue while it is written, and on a GPU while it is
-    on its way to the host, see `files/snapshot.py`."""
+    """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which
+    `weights_only=True` loads; return an empty dict on the other ranks. Training may continue while
+    it is written, and on a GPU while it is on its way to the host, see `files/snapshot.py`."""
     check_buffers(run.world, run.workers.buffers)
     norms = run.workers.buffers(of_norms=True)
-    sync_buffers(run.world, norms, {name: run.ema.values[name] for name in norms} if run.ema else {})
-    optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
+    sync_buffers(
+        run.world, norms, {name: run.ema.values[name] for name in norms} if run.ema else {}
+    )
+    optimizer = (
+        run.optimizer.whole_state()
+        if isinstance(run.optimizer, Zero)
+        else run.optimizer.state_dict()
+    )
     main, device = run.world.main, run.world.device
     if not (main or run.plan.sharded):
         return {}
@@ -107,14 +142,19 @@ def capture(run: Run) -> dict[str, Any]:
     if not main:
         return {}
     scaler = scaler_with(run.scaler, to_host)
-    frozen = {name for name, p in run.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    frozen = {
+        name
+        for name, p in run.model.named_parameters(remove_duplicate=False)
+        if not p.requires_grad
+    }
 
     def finish(state: dict[str, Any]) -> None:
         """Add what is read of the copies."""
         state["digest"] = digests.as_text(sums) if sums is not None else ""
         state["scaler"] = scaler.state_dict()
         for name in frozen & model.keys() if ema else ():
-            if torch.equal(ema[f"module.{name}"], model[name]):  # the average of a frozen weight is that weight
+            # the average of a frozen weight is that weight
+            if torch.equal(ema[f"module.{name}"], model[name]):
                 ema[f"module.{name}"] = model[name]
 
     state = {
@@ -158,7 +198,8 @@ def _no_copy(value: Tensor) -> None:
 def _weights(
     state: dict[str, Any], left_out: Container[str], to_host: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Any]:
-    """Return a copy in which tied weights are one tensor, as in the model, so that the file holds it once."""
+    """Return a copy in which tied weights are one tensor, as in the model, so that the file holds
+    it once."""
     state = {name: value for name, value in state.items() if name not in left_out}
     once = {_identity(value): value for value in state.values()}
     copies = {key: _copy(value, to_host) for key, value in once.items()}
@@ -172,7 +213,8 @@ def _identity(value: Any) -> Any:
 
 
 def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
-    """Copy to the host of rank 0. Rows that other ranks hold come to each of them, one tensor at a time."""
+    """Copy to the host of rank 0. Rows that other ranks hold come to each of them, one tensor at a
+    time."""
     if isinstance(value, torch.Tensor):
         return to_host(whole(value.detach()))
     if isinstance(value, dict):
@@ -182,9 +224,12 @@ def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
     return value
 
 
-def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fingerprint: str, split: str = "") -> Saved:
-    """Refuse to resume under a config that would make it a different run, and name the differences. If a split is only
-    scored, compare its data and warn. Return `saved` with the changes that --force allows."""
+def check_same_run(
+    saved: Saved, args: config.Args, task: Task, plan: Plan, fingerprint: str, split: str = ""
+) -> Saved:
+    """Refuse to resume under a config that would make it a different run, and name the differences.
+    If a split is only scored, compare its data and warn. Return `saved` with the changes that
+    --force allows."""
     if saved.path is None:
         return saved
     if split == "test":
@@ -192,7 +237,8 @@ def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fing
     if split:
         if split in ("val", "any") and fingerprint != saved.data:
             console.warning(
-                f"the data, or their split, are not those of the checkpoint ({saved.data} -> {fingerprint}): "
+                f"the data, or their split, are not those of the checkpoint ({saved.data} -> "
+                f"{fingerprint}): "
                 "the scored data may overlap the training data\n"
             )
         return saved
@@ -200,30 +246,51 @@ def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fing
     named = args.force if isinstance(args.force, tuple) else ()
     refused = {key: text for key, text in differences.items() if key not in named}
     if refused and args.force is True:
-        console.warning(f"--force: this is not the run of {saved.path}: {'; '.join(refused.values())}")
+        console.warning(
+            f"--force: this is not the run of {saved.path}: {'; '.join(refused.values())}"
+        )
     elif refused:
-        hint = f" (global_batch={saved.global_batch} keeps it)" if saved.global_batch != plan.global_batch else ""
+        hint = (
+            f" (global_batch={saved.global_batch} keeps it)"
+            if saved.global_batch != plan.global_batch
+            else ""
+        )
         raise LockstepError(
             f"this is not the run of the checkpoint: {'; '.join(refused.values())}",
             str(saved.path),
-            f"change these back{hint}, start a new run with another save_dir, or insist with --force "
+            (
+                f"change these back{hint}, start a new run with another save_dir, or insist with "
+                "--force "
+            )
             + ",".join([*named, *refused]),
         )
     return saved._replace(changes=differences)
 
 
 def check_test(saved: Saved, fingerprint: str) -> None:
-    """Raise LockstepError unless these are the data that the checkpoint's training has set aside."""
+    """Raise LockstepError unless these are the data that the checkpoint's training has set
+    aside."""
     if saved.test.get("fingerprint") != fingerprint:
-        what = "these are not the data that its training set aside" if saved.test else "its training set none aside"
-        todo = "give the data and the split of its config" if saved.test else "train anew with a test set"
+        what = (
+            "these are not the data that its training set aside"
+            if saved.test
+            else "its training set none aside"
+        )
+        todo = (
+            "give the data and the split of its config"
+            if saved.test
+            else "train anew with a test set"
+        )
         raise LockstepError(f"no test of this checkpoint: {what}", str(saved.path), todo)
 
 
-def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: str) -> dict[str, str]:
+def _differences(
+    saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: str
+) -> dict[str, str]:
     """Return the differences between this run and the saved one: key -> text."""
     now = config.flatten(config.to_dict(cfg))
-    then = config.defaults(cfg) | config.flatten(saved.config)  # a key that did not exist then had its default
+    # a key that did not exist then had its default
+    then = config.defaults(cfg) | config.flatten(saved.config)
     if now["task"] != then["task"]:  # nothing else would be comparable
         return {"task": f"task: {then['task']} -> {now['task']}"}
     free = {*FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
@@ -233,9 +300,15 @@ def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: st
         for key in sorted(now.keys() | then.keys())
         if now.get(key) != then.get(key) and key not in free and not key.startswith(sections)
     }
-    moved = now["schedule.horizon"] != then.get("schedule.horizon")  # else it follows from epochs and steps
+    # else it follows from epochs and steps
+    moved = now["schedule.horizon"] != then.get("schedule.horizon")
     for key, name, old, new in (
-        ("schedule.horizon", "schedule.horizon", saved.horizon, plan.horizon if moved else saved.horizon),
+        (
+            "schedule.horizon",
+            "schedule.horizon",
+            saved.horizon,
+            plan.horizon if moved else saved.horizon,
+        ),
         ("global_batch", "global batch", saved.global_batch, plan.global_batch),
         ("data", "training samples", saved.num_samples, plan.num_samples),
         ("data", "data", saved.data, fingerprint),
@@ -246,7 +319,8 @@ def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: st
 
 
 def restore(run: Run, saved: Saved) -> None:
-    """(all ranks) Load a checkpoint into the run; without one, the weights of `init_from`, if it is given."""
+    """(all ranks) Load a checkpoint into the run; without one, the weights of `init_from`, if it is
+    given."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
         run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
@@ -262,7 +336,11 @@ def restore(run: Run, saved: Saved) -> None:
     _load_model(run.model, saved, saved.model)
     with _of_the_same_model(saved):
         if run.ema is not None and saved.ema is not None:
-            own = {f"module.{n}": value for n, value in run.model.state_dict().items() if n in run.record.left_out}
+            own = {
+                f"module.{n}": value
+                for n, value in run.model.state_dict().items()
+                if n in run.record.left_out
+            }
             run.ema.load_state_dict(own | saved.ema)
         if saved.optimizer:  # a published model has none
             make.load_state(run.optimizer, saved.optimizer, saved.changes)
@@ -271,11 +349,13 @@ def restore(run: Run, saved: Saved) -> None:
     run.progress = Progress(**saved.progress)
     phase.step = run.progress.step
     run.meter.load(saved.tally)
-    run.record.resumed = saved._replace(model={}, ema=None, optimizer={})  # or the file's tensors would stay in memory
+    # or the file's tensors would stay in memory
+    run.record.resumed = saved._replace(model={}, ema=None, optimizer={})
 
 
 def load_evaluated(model: nn.Module, saved: Saved) -> None:
-    """Load the weights that an evaluation uses, their average if the run keeps one, into a bare model."""
+    """Load the weights that an evaluation uses, their average if the run keeps one, into a bare
+    model."""
     if saved.left_out and (source := saved.config["init_from"]):
         weights.load_matching(model, weights.read(Path(source)), source)
     average = dict(saved.ema or saved.model)
@@ -287,22 +367,40 @@ def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:
     """Load a checkpoint's weights; those left out of it must be in the model already, unchanged."""
     own = {name: value for name, value in model.state_dict().items() if name in saved.left_out}
     now = digests.each(own.items())
-    if changed := next((name for name, digest in now.items() if digest != saved.left_out[name]), ""):
-        what = f"{changed}, which the checkpoint leaves to the task's `model`, is not the weight it was trained with"
-        raise LockstepError(what, str(saved.path), "give `model` the same weights again", exit_code=3)
+    if changed := next(
+        (name for name, digest in now.items() if digest != saved.left_out[name]), ""
+    ):
+        what = (
+            f"{changed}, which the checkpoint leaves to the task's `model`, is not the weight "
+            "it was trained with"
+        )
+        raise LockstepError(
+            what, str(saved.path), "give `model` the same weights again", exit_code=3
+        )
     with _of_the_same_model(saved):
         state = model.state_dict()
         fitted = weights.fitted(held, state)
-        model.load_state_dict(own | {name: like(value, state.get(name)) for name, value in fitted.items()})
+        model.load_state_dict(
+            own | {name: like(value, state.get(name)) for name, value in fitted.items()}
+        )
 
 
 def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
-    """Return the digests of weights that `Task.saved` leaves out. Raises LockstepError if one is trained."""
+    """Return the digests of weights that `Task.saved` leaves out. Raises LockstepError if one is
+    trained."""
     entries = model.state_dict(keep_vars=True)
-    kept = {id(value) for name, value in entries.items() if name not in left_out}  # a tied weight has two names
+    # a tied weight has two names
+    kept = {id(value) for name, value in entries.items() if name not in left_out}
     for name in left_out:
-        if isinstance(entries[name], nn.Parameter) and entries[name].requires_grad and id(entries[name]) not in kept:
-            what, todo = f"it leaves out {name}, which is trained", "save it, or freeze it (optim.freeze)"
+        if (
+            isinstance(entries[name], nn.Parameter)
+            and entries[name].requires_grad
+            and id(entries[name]) not in kept
+        ):
+            what, todo = (
+                f"it leaves out {name}, which is trained",
+                "save it, or freeze it (optim.freeze)",
+            )
             raise LockstepError(what, "the task's `saved`", todo)
     return digests.each((name, entries[name]) for name in left_out)
 

@@ -9,23 +9,33 @@ from typing import Any
 
 
 class LockstepError(Exception):
-    """An error that the user can fix; printed as `error: what (where): what to do`, never a traceback.
+    """An error that the user can fix; printed as `error: what (where): what to do`, never a
+    traceback.
 
     Exit codes: 2 usage, config or data; 3 checkpoint or log; 6 distributed.
 
     everywhere  every rank raises it: rank 0 alone prints it
     """
 
-    def __init__(self, what: str, where: str = "", todo: str = "", *, exit_code: int = 2, everywhere: bool = False):
+    def __init__(
+        self,
+        what: str,
+        where: str = "",
+        todo: str = "",
+        *,
+        exit_code: int = 2,
+        everywhere: bool = False,
+    ):
         super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
         self.exit_code = exit_code
         self.everywhere = everywhere
-        self.again: dict[str, int] = {}  # settings with which all ranks can start again by themselves
+        # settings with which all ranks can start again by themselves
+        self.again: dict[str, int] = {}
 
 
 def headline(error: BaseException) -> str:
-    """Return the first line of an error's text; of NCCL's errors also the reason, which stands below `Last error:`, or
-    beside `NCCL Last Error:` (torch's engine nccl2)."""
+    """Return the first line of an error's text; of NCCL's errors also the reason, which stands
+    below `Last error:`, or beside `NCCL Last Error:` (torch's engine nccl2)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[lines.index("Last error:") + 1 :] if "Last error:" in lines else []
     mark = "NCCL Last Error:"
@@ -40,7 +50,9 @@ def amount(number: int, noun: str) -> str:
 
 def few(items: Sequence[Any], most: int = 8) -> str:
     """Return the first ones, and how many more there are."""
-    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+    return ", ".join(map(str, items[:most])) + (
+        f" and {len(items) - most} more" if len(items) > most else ""
+    )
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

@@ -31,7 +31,8 @@ def log_metrics(run: Run) -> None:
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the metrics since the last log point, the same on every rank but for times, and clear the meter.
+    """Return the metrics since the last log point, the same on every rank but for times, and clear
+    the meter.
 
     seconds  since then, by phase
     """
@@ -52,11 +53,11 @@ def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
-    """(all ranks) Score every sample of the split once; return (metrics, sums), or None if the run is to stop before
-    that is done.
+    """(all ranks) Score every sample of the split once; return (metrics, sums), or None if the run
+    is to stop before that is done.
 
-    Batches are the same on any number of ranks, and so are the metrics, to the last bit where every process computes
-    alike.
+    Batches are the same on any number of ranks, and so are the metrics, to the last bit where every
+    process computes alike.
     """
     world, task = run.world, run.task
     scored, collected = Gathered("score"), Gathered("collect", task.collect_limit_mb)
@@ -67,7 +68,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
             if incomplete := run.workers.any(bool(run.stop.reason)):
                 break
             phase("validation")
-            seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
+            # by the batch
+            seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)
             empty = number >= len(run.loaders.val)
             with run.precision.autocast():
                 sums = check("score", task.score(model, batch))
@@ -98,8 +100,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
 
 
 def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield this rank's batches, and where every forward pass is a collective, samples to score in place of those that
-    other ranks have more; they do not count."""
+    """Yield this rank's batches, and where every forward pass is a collective, samples to score in
+    place of those that other ranks have more; they do not count."""
     yield from batches
     if run.plan.sharded:
         sampler = run.loaders.val.sampler
@@ -108,17 +110,26 @@ def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _num_trials(run: Run) -> int:
-    """Return the number of trials of this evaluation, which is one of a training if an evaluation is due."""
+    """Return the number of trials of this evaluation, which is one of a training if an evaluation
+    is due."""
     step, every = run.progress.step, run.task.trials_every
-    before = step - (run.cfg.eval_every or run.plan.steps_per_epoch)  # the step of the evaluation before
-    skip = every and run.progress.evaluation_due and not run.finished and step // every == before // every
+    # the step of the evaluation before
+    before = step - (run.cfg.eval_every or run.plan.steps_per_epoch)
+    skip = (
+        every
+        and run.progress.evaluation_due
+        and not run.finished
+        and step // every == before // every
+    )
     return 0 if skip else run.task.num_trials
 
 
 def _trials(run: Run, model: nn.Module, num_trials: int) -> Gathered:
     """Make this rank's share of the task's trials, or only some of them if the run is to stop."""
     tried, task = Gathered("trials"), run.task
-    for first in range(run.world.rank * TRIALS_AT_ONCE, num_trials, run.world.size * TRIALS_AT_ONCE):
+    for first in range(
+        run.world.rank * TRIALS_AT_ONCE, num_trials, run.world.size * TRIALS_AT_ONCE
+    ):
         which = range(first, min(first + TRIALS_AT_ONCE, num_trials))
         seed_generators(run.world.device, "trials", run.cfg.seed, first)
         with run.precision.autocast():
@@ -130,12 +141,14 @@ def _trials(run: Run, model: nn.Module, num_trials: int) -> Gathered:
 
 
 TRIALS_AT_ONCE = 10
-"""Trials of one call, the same on any number of ranks: the size of a batch changes rounding, which can flip a trial."""
+"""Trials of one call, the same on any number of ranks: the size of a batch changes rounding, which
+can flip a trial."""
 
 
 @torch.no_grad()
 def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
-    """(rank 0) Return the task's pictures of an evaluation: none where a forward pass needs all ranks."""
+    """(rank 0) Return the task's pictures of an evaluation: none where a forward pass needs all
+    ranks."""
     if run.plan.sharded:
         return {}
     with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:

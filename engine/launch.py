@@ -32,7 +32,10 @@ RESTART = "LOCKSTEP_RESTART"
 """Environment variable: JSON of a `Restart`."""
 
 ALIKE = "start the same command on all of them"
-REACH = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
+REACH = (
+    "check that all processes start and reach that address; ddp.init_timeout_s is how long "
+    "to wait for them"
+)
 
 _BEGAN = time.monotonic()
 
@@ -51,22 +54,28 @@ class Restart(NamedTuple):
 
 
 def restart() -> Restart:
-    return Restart(**{"settings": {}, "times": 0, "began": _BEGAN} | json.loads(os.environ.get(RESTART, "{}")))
+    return Restart(
+        **{"settings": {}, "times": 0, "began": _BEGAN} | json.loads(os.environ.get(RESTART, "{}"))
+    )
 
 
 def start_again(more: dict[str, Any]) -> None:
-    """Replace this process by a new one with the same pid, command and these settings: all memory is freed, and the
-    launcher notices nothing. Doesn't return; may be called from any thread."""
+    """Replace this process by a new one with the same pid, command and these settings: all memory
+    is freed, and the launcher notices nothing. Doesn't return; may be called from any thread."""
     now = restart()
-    os.environ[RESTART] = json.dumps({"settings": now.settings | more, "times": now.times + 1, "began": now.began})
-    for descriptor in Path("/proc/self/fd").glob("[0-9]*"):  # ports, locks, the driver's: some would stay open
+    os.environ[RESTART] = json.dumps(
+        {"settings": now.settings | more, "times": now.times + 1, "began": now.began}
+    )
+    # ports, locks, the driver's: some would stay open
+    for descriptor in Path("/proc/self/fd").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the descriptor that lists them
             os.set_inheritable(int(descriptor.name), int(descriptor.name) <= 2)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class Environment(NamedTuple):
-    """The settings that a launcher passes by environment; the defaults are those of a plain `python train.py`.
+    """The settings that a launcher passes by environment; the defaults are those of a plain `python
+    train.py`.
 
     local_size  processes on this machine; 0 where the launcher does not set it
     launched    whether there is a launcher
@@ -87,14 +96,24 @@ def environment() -> Environment:
     for missing, there in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if missing not in env:
             todo = f"start with torchrun, or `unset {there}` to train in one process"
-            raise LockstepError(f"{there}={env[there]} is set but {missing} is not", "environment", todo)
+            raise LockstepError(
+                f"{there}={env[there]} is set but {missing} is not", "environment", todo
+            )
     rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
     if not 0 <= rank < size:
-        raise LockstepError(f"RANK={rank} with WORLD_SIZE={size}", "environment", "RANK counts from 0")
-    if lacking := [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in env]:
+        raise LockstepError(
+            f"RANK={rank} with WORLD_SIZE={size}", "environment", "RANK counts from 0"
+        )
+    if lacking := [
+        name
+        for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if size > 1 and name not in env
+    ]:
         what = f"RANK and WORLD_SIZE are set but {' and '.join(lacking)} not"
         raise LockstepError(what, "environment", "start with torchrun, which sets them all")
-    return Environment(rank, _number("LOCAL_RANK", "0"), size, _number("LOCAL_WORLD_SIZE", "0"), True)
+    return Environment(
+        rank, _number("LOCAL_RANK", "0"), size, _number("LOCAL_WORLD_SIZE", "0"), True
+    )
 
 
 def _number(name: str, default: str) -> int:
@@ -102,7 +121,9 @@ def _number(name: str, default: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise LockstepError(f"{name}={text!r} is no whole number", "environment", f"unset {name}") from None
+        raise LockstepError(
+            f"{name}={text!r} is no whole number", "environment", f"unset {name}"
+        ) from None
 
 
 def is_local_rank0() -> bool:
@@ -111,19 +132,22 @@ def is_local_rank0() -> bool:
 
 
 def forgotten_launch() -> str:
-    """Return a warning if another launcher clearly wanted several processes but set no RANK; else an empty text."""
+    """Return a warning if another launcher clearly wanted several processes but set no RANK; else
+    an empty text."""
     env = os.environ
     if "RANK" in env:
         return ""
     if any(name.startswith("ACCELERATE_") for name in env):
         return (
-            "accelerate started this process without RANK (its --cpu mode starts one process only): training in ONE "
+            "accelerate started this process without RANK (its --cpu mode starts one process "
+            "only): training in ONE "
             "process; use `accelerate launch --multi_gpu --num_processes=N` or torchrun"
         )
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1:
             return (
-                f"{name}={env[name]} but RANK is not set: each task would train alone; start one task per node with "
+                f"{name}={env[name]} but RANK is not set: each task would train alone; start one "
+                "task per node with "
                 "`srun --ntasks-per-node=1 ./train_multigpu.sh`"
             )
     return ""
@@ -133,9 +157,14 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
     """Return the device of this process, by LOCAL_RANK under a launcher."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() and cfg.device != "cpu" else 0
     if cfg.device == "cuda" and not visible:
-        raise LockstepError("device=cuda, but no GPU is visible", "device", "drop it, or check nvidia-smi")
+        raise LockstepError(
+            "device=cuda, but no GPU is visible", "device", "drop it, or check nvidia-smi"
+        )
     if cfg.ddp.backend == "nccl" and not visible:
-        what, todo = "ddp.backend=nccl needs CUDA, and no GPU is visible", "leave it at auto: gloo is used on the CPU"
+        what, todo = (
+            "ddp.backend=nccl needs CUDA, and no GPU is visible",
+            "leave it at auto: gloo is used on the CPU",
+        )
         raise LockstepError(what, "ddp.backend", todo)
     if cfg.multi_gpu == "dp" and env.launched:
         what = "--multi-gpu dp is for one process, but torchrun started this one"
@@ -146,7 +175,8 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
     if not env.launched:  # under torchrun the user chose them
         check_gpu_ids(cfg.gpu_ids, visible)
         return torch.device("cuda", (cfg.gpu_ids or [0])[0])
-    own_gpu = visible == 1 and os.environ.get("SLURM_LOCALID") == str(env.local_rank)  # Slurm shows each task its own
+    # Slurm shows each task its own
+    own_gpu = visible == 1 and os.environ.get("SLURM_LOCALID") == str(env.local_rank)
     if env.local_rank >= visible and not own_gpu and cfg.ddp.backend != "gloo":
         what = f"LOCAL_RANK={env.local_rank}, but {amount(visible, 'GPU')} visible"
         todo = f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES"
@@ -156,16 +186,19 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
 
 def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
     if wrong := [gpu for gpu in gpu_ids if gpu >= visible]:
-        raise LockstepError(f"gpu_ids={wrong} asked, {visible} visible", "gpu_ids", f"choose from 0..{visible - 1}")
+        raise LockstepError(
+            f"gpu_ids={wrong} asked, {visible} visible", "gpu_ids", f"choose from 0..{visible - 1}"
+        )
 
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
-    """Return NCCL on GPUs, with gloo for tensors on the host; on CPUs gloo, with sums through shared memory if the
-    ranks are on one machine. A process without a launcher gets the last, which needs no network, unless it wraps its
-    model in DDP: with `always`, or on a GPU for virtual workers.
+    """Return NCCL on GPUs, with gloo for tensors on the host; on CPUs gloo, with sums through
+    shared memory if the ranks are on one machine. A process without a launcher gets the last, which
+    needs no network, unless it wraps its model in DDP: with `always`, or on a GPU for virtual
+    workers.
 
-    Pickled objects are exchanged on the host: votes and errors get through while NCCL is stuck, and do not wait for the
-    GPU."""
+    Pickled objects are exchanged on the host: votes and errors get through while NCCL is stuck, and
+    do not wait for the GPU."""
     if device.type == "cpu" and cfg.ddp.strategy != "ddp":  # its meshes take no backend of our own
         return "gloo"
     if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
@@ -178,7 +211,8 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
 
 
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
-    """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
+    """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for
+    all attempts."""
     if "nccl" in backend:
         network.set_up_nccl(cfg.ddp.timeout_s)
     network.prepare_for_many(env.size)
@@ -191,7 +225,9 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
             network.listen_on("lo")
         network.listen_less(one_machine)  # where rank 0 serves the store, and not the agent
         lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
-    store, key = _of_this_attempt(lasting, env, wait, backend, known) if env.launched else (lasting, b"")
+    store, key = (
+        _of_this_attempt(lasting, env, wait, backend, known) if env.launched else (lasting, b"")
+    )
     # A prefix of our own, apart from the group's keys.
     meeting.notes = sealed.Sealed(dist.PrefixStore("lockstep", store), key)
     meeting.lasting = sealed.Sealed(dist.PrefixStore("lockstep", lasting), known)
@@ -202,15 +238,29 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
 def _of_this_attempt(
     store: dist.Store, env: Environment, timeout: timedelta, backend: str, known: bytes
 ) -> tuple[dist.Store, bytes]:
-    """Return the part of the store where a restarted rank doesn't read the addresses of dead ones (pytorch#167288), and
-    the key of its seal, to which each rank adds random digits: notes of other runs and attempts do not bear it."""
-    # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
+    """Return the part of the store where a restarted rank doesn't read the addresses of dead ones
+    (pytorch#167288), and the key of its seal, to which each rank adds random digits: notes of other
+    runs and attempts do not bear it."""
+    # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no
+    # prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or network.STATIC in os.environ:
-        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = dist.PrefixStore(
+            f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        )
     store = dist.PrefixStore(f"time{restart().times}", store)
-    # Under torchrun the agent's store always answers: wait for the ranks here, or gloo would wait ddp.timeout_s.
-    notes, mine, answer = sealed.Sealed(store, known), secrets.token_hex(16), f"rank{env.rank}_is_answered"
-    about = [backend, mine, network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0], machine()]
+    # Under torchrun the agent's store always answers: wait for the ranks here, or gloo would wait
+    # ddp.timeout_s.
+    notes, mine, answer = (
+        sealed.Sealed(store, known),
+        secrets.token_hex(16),
+        f"rank{env.rank}_is_answered",
+    )
+    about = [
+        backend,
+        mine,
+        network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0],
+        machine(),
+    ]
     notes.set(f"rank{env.rank}_joins", json.dumps(about))
     if env.rank == 0:
         _answer_all(notes, about, env.size, timeout)
@@ -233,8 +283,9 @@ def _of_this_attempt(
 
 
 def _answer_all(notes: sealed.Sealed, mine: list[str], size: int, timeout: timedelta) -> None:
-    """(rank 0) Wait for all ranks, and tell each a digest of what all have sent, a few addresses, the ranks of its
-    machine, and why they cannot start. Each reads this alone: all notes would be a million messages among 1,024."""
+    """(rank 0) Wait for all ranks, and tell each a digest of what all have sent, a few addresses,
+    the ranks of its machine, and why they cannot start. Each reads this alone: all notes would be a
+    million messages among 1,024."""
     names = [f"rank{rank}_joins" for rank in range(size)]
     with contextlib.suppress(RuntimeError):  # who has not come is named below
         notes.store.wait(names, timeout)
@@ -242,20 +293,35 @@ def _answer_all(notes: sealed.Sealed, mine: list[str], size: int, timeout: timed
     refused, near, addresses = [], dict[str, list[int]](), dict[str, int]()
     if odd := [rank for rank, theirs in enumerate(everyone) if theirs[0] != mine[0]]:
         if its := everyone[odd[0]][0]:  # they would wait for each other, or worse
-            refused = [f"rank {odd[0]} joins with {its}, rank 0 with {mine[0]}", "ddp.backend", ALIKE]
+            refused = [
+                f"rank {odd[0]} joins with {its}, rank 0 with {mine[0]}",
+                "ddp.backend",
+                ALIKE,
+            ]
         elif notes.check([names[odd[0]]]):
-            refused = [f"rank {odd[0]} and rank 0 have different secrets", sealed.SECRET_FILE, ALIKE]
+            refused = [
+                f"rank {odd[0]} and rank 0 have different secrets",
+                sealed.SECRET_FILE,
+                ALIKE,
+            ]
         else:
-            what = f"{named_ranks(odd)} of {size} could not join the others within {timeout.total_seconds():g} s"
+            what = (
+                f"{named_ranks(odd)} of {size} could not join the others within "
+                f"{timeout.total_seconds():g} s"
+            )
             refused = [what, _meeting_place(), REACH]
     for rank, (_, _, address, where) in enumerate(everyone):
         near.setdefault(where, []).append(rank)
         addresses.setdefault(address or "", rank)
     joined = hashlib.sha256(repr(everyone).encode()).hexdigest()
     for rank, (_, digits, _, where) in enumerate(everyone):
-        notes.set(f"rank{rank}_is_answered", json.dumps([digits, joined, [*addresses][:4], near[where], refused]))
+        notes.set(
+            f"rank{rank}_is_answered",
+            json.dumps([digits, joined, [*addresses][:4], near[where], refused]),
+        )
     came = [rank for rank, (its, *_) in enumerate(everyone) if its and rank]
-    with contextlib.suppress(RuntimeError):  # the store may go with this process, before they have read it
+    # the store may go with this process, before they have read it
+    with contextlib.suppress(RuntimeError):
         notes.store.wait([f"rank{rank}_has_read" for rank in came if refused], timedelta(seconds=5))
 
 
@@ -271,13 +337,18 @@ def explained(env: Environment) -> Iterator[None]:
     except (dist.DistError, RuntimeError) as error:
         text, where, port = headline(error), _meeting_place(), os.environ.get("MASTER_PORT", "?")
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            todo = "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another"
+            todo = (
+                "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free "
+                "port, or give another"
+            )
             raise LockstepError(f"port {port} is in use", where, todo) from error
         todo = REACH
         if "connectFullMesh" in text:
             todo = (
-                "they reach that address, but not each other: let the firewall pass all ports between the machines; "
-                f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network interface"
+                "they reach that address, but not each other: let the firewall pass all ports "
+                "between the machines; "
+                f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network "
+                "interface"
             )
         what = f"rank {env.rank} of {env.size} could not join the others: {text}"
         raise LockstepError(what, where, todo, exit_code=6) from error
@@ -289,13 +360,18 @@ def processes_sharing(memory: torch.device) -> int:
     local_size = max(1, env.local_size)
     if memory.type != "cuda":
         return local_size
-    cards = os.environ.get("SLURM_GPUS_ON_NODE", "") if os.environ.get("SLURM_NTASKS") == str(env.size) else ""
+    cards = (
+        os.environ.get("SLURM_GPUS_ON_NODE", "")
+        if os.environ.get("SLURM_NTASKS") == str(env.size)
+        else ""
+    )
     # Where each rank is a task of Slurm's it may see a card of its own, one of these.
     return -(-local_size // max(torch.cuda.device_count(), int(cards) if cards.isdigit() else 0))
 
 
 def leave() -> None:
-    """(all ranks) Wait for all ranks, and destroy the process group; nothing of DDP may survive it."""
+    """(all ranks) Wait for all ranks, and destroy the process group; nothing of DDP may survive
+    it."""
     # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
     gc.unfreeze()  # what `guarded` has frozen
     gc.collect()

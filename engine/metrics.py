@@ -38,14 +38,16 @@ class Outcome(NamedTuple):
 
 
 class Meter:
-    """Add up the numbers of the steps since the last log point. From a GPU those of a step are read one step late, so
-    that neither host nor device waits."""
+    """Add up the numbers of the steps since the last log point. From a GPU those of a step are read
+    one step late, so that neither host nor device waits."""
 
     def __init__(self, world: World, workers: int = 1):
         self.stragglers = Stragglers(world, workers)
         self.world, self.on_gpu = world, world.device.type == "cuda"
-        self.names: list[str] | None = None  # of the task's sums, once all ranks have compared theirs
-        self.losses: list[tuple[Any, Tensor]] = []  # of this rank's passes of the step: a MicroBatch, its loss
+        # of the task's sums, once all ranks have compared theirs
+        self.names: list[str] | None = None
+        # of this rank's passes of the step: a MicroBatch, its loss
+        self.losses: list[tuple[Any, Tensor]] = []
         self.terms: Any = None  # a `run.Terms`, for a task with `losses`
         self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
         self.pending: list[tuple[Tensor, int, Any, torch.cuda.Event | None]] = []
@@ -53,7 +55,8 @@ class Meter:
         self.clear()
 
     def clear(self) -> None:
-        self.totals: dict[str, float] = {}  # the loss, its weight, the task's sums: of all ranks, without skipped steps
+        # the loss, its weight, the task's sums: of all ranks, without skipped steps
+        self.totals: dict[str, float] = {}
         self.skipped = 0.0  # steps skipped
         self.restart_clock()
 
@@ -61,8 +64,9 @@ class Meter:
         self.since, self.timed_samples = time.perf_counter(), 0
 
     def add(self, numbers: Tensor, step: int, wait: bool) -> list[Outcome]:
-        """Queue this step's numbers; add those already on the host (all, if `wait`) and return their outcomes, the same
-        on every rank. The sums of a skipped step may be NaN, and don't count.
+        """Queue this step's numbers; add those already on the host (all, if `wait`) and return
+        their outcomes, the same on every rank. The sums of a skipped step may be NaN, and don't
+        count.
 
         numbers  (votes, loss, weight, one of each name, skipped, gradient norm), float64
         """
@@ -78,7 +82,8 @@ class Meter:
             numbers, step, losses, event = self.pending.pop(0)
             if event:
                 with self.world.host_sync():
-                    event.synchronize()  # of the step before: over already, unless the host is a whole step ahead
+                    # of the step before: over already, unless the host is a whole step ahead
+                    event.synchronize()
             votes, *sums, skipped, self.grad_norm = numbers.tolist()
             for name, value in zip(names, sums, strict=True):
                 self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
@@ -88,7 +93,9 @@ class Meter:
         return arrived
 
     def state(self) -> dict[str, Any]:
-        totals = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.totals.items()}
+        totals = {
+            name: torch.tensor(value, dtype=torch.float64) for name, value in self.totals.items()
+        }
         return {"totals": totals, "skipped": torch.tensor(self.skipped)}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -97,15 +104,16 @@ class Meter:
 
 
 class GpuClock:
-    """Measure the seconds that the GPU computes in forward and backward passes, by events that are read at log points.
-    The last pass of a step stands for the others."""
+    """Measure the seconds that the GPU computes in forward and backward passes, by events that are
+    read at log points. The last pass of a step stands for the others."""
 
     def __init__(self) -> None:
         self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.passes, self.synced, self.in_forward = 0, False, False
 
     def __call__(self, name: str) -> None:
-        if name == "forward" and not self.in_forward:  # a sum within a forward pass enters "forward" again after it
+        # a sum within a forward pass enters "forward" again after it
+        if name == "forward" and not self.in_forward:
             self.begin.record()
             self.passes += 1
         if name in ("forward", "backward"):
@@ -124,7 +132,8 @@ class GpuClock:
 
 
 class Straggler(NamedTuple):
-    """A rank that all others wait for: its time over the others' median, and the phase in which it is slow."""
+    """A rank that all others wait for: its time over the others' median, and the phase in which it
+    is slow."""
 
     rank: int
     ratio: float
@@ -135,21 +144,24 @@ class Stragglers:
     """Watch how long the ranks take.
 
     workers  virtual workers of this rank, which may be more than those of the others
-    times    (ranks, 2) seconds of data loading and of computing per worker, since the last judgement
+    times    (ranks, 2) seconds of data loading and of computing per worker, since the last
+             judgement
     """
 
-    ENOUGH_S, RATIO = 3.0, 1.5  # seconds needed to judge, and the multiple of the others' median that is too slow
+    # seconds needed to judge, and the multiple of the others' median that is too slow
+    ENOUGH_S, RATIO = 3.0, 1.5
 
     def __init__(self, world: World, workers: int):
         self.world, self.workers = world, workers
-        self.times = torch.zeros(world.size, 2)  # on the host, where a sum need not wait for the device's queue
+        # on the host, where a sum need not wait for the device's queue
+        self.times = torch.zeros(world.size, 2)
         self.gpu_clock = GpuClock() if world.size > 1 and world.device.type == "cuda" else None
         if self.gpu_clock:
             phase.listeners.append(self.gpu_clock)
 
     def find(self, seconds: dict[str, float]) -> Straggler | None:
-        """(all ranks) Add the seconds of the phases since the last call; return the rank that is clearly slower than
-        the others, or None."""
+        """(all ranks) Add the seconds of the phases since the last call; return the rank that is
+        clearly slower than the others, or None."""
         world = self.world
         if world.size == 1:
             return None
@@ -170,8 +182,12 @@ class Stragglers:
         usual = statistics.median(map(sum, rows))
         if sum(slowest) < self.RATIO * usual:
             return None
-        data, computing = (mine - statistics.median(theirs) for mine, *theirs in zip(slowest, *rows, strict=True))
-        return Straggler(rank, sum(slowest) / usual, "data loading" if data > computing else "computing")
+        data, computing = (
+            mine - statistics.median(theirs) for mine, *theirs in zip(slowest, *rows, strict=True)
+        )
+        return Straggler(
+            rank, sum(slowest) / usual, "data loading" if data > computing else "computing"
+        )
 
 
 def loading_s(seconds: dict[str, float]) -> float:
@@ -183,22 +199,28 @@ class Skipped(NamedTuple):
     """A step that was not taken, because the gradient was not finite."""
 
     step: int
-    samples: dict[int, list[int]]  # rank -> dataset indices of its forward passes whose loss was not finite
-    found: dict[int, str] | None  # dataset index -> what is not finite in it; None if they were not fetched again
+    # rank -> dataset indices of its forward passes whose loss was not finite
+    samples: dict[int, list[int]]
+    # dataset index -> what is not finite in it; None if they were not fetched again
+    found: dict[int, str] | None
     why: str = ""  # another reason, of which nobody is warned
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
-    """Return the means of training totals: the loss over its weight, the others over `count`; empty in, empty out."""
+    """Return the means of training totals: the loss over its weight, the others over `count`; empty
+    in, empty out."""
     if not totals:
         return {}
     loss, weight, count = totals["loss"], totals["weight"], totals.get("count")
-    rest = {name: value for name, value in totals.items() if name not in ("loss", "weight", "count")}
+    rest = {
+        name: value for name, value in totals.items() if name not in ("loss", "weight", "count")
+    }
     shown = {name: value / count for name, value in rest.items()} if count else {}
     return {"loss": loss / weight if weight else math.nan} | shown
 
 
-# ---- an evaluation --------------------------------------------------------------------------------------------------
+# ---- an evaluation
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -219,16 +241,18 @@ Packed = Tensor | Ragged | list[Any]
 """The values of a batch, on the host."""
 
 Forms = dict[str, tuple[Any, ...]]
-"""Type and shape, by name: (float32, N, 3) of a tensor, (float32, n, 3) of a Ragged, (list,) of a list."""
+"""Type and shape, by name: (float32, N, 3) of a tensor, (float32, n, 3) of a Ragged, (list,) of a
+list."""
 
 
 class Gathered:
-    """What a method of the task has returned for this rank's batches; its n-th part is number `rank + n * size` of all.
+    """What a method of the task has returned for this rank's batches; its n-th part is number `rank
+    + n * size` of all.
 
-    Sums of whole numbers are added as they arrive. Sums of floats depend on the order, so each part's are kept until
-    all ranks are through, and then added in the order of the parts, whichever rank had them.
-    Values of each sample stay on the host until all ranks are through. Then they go to rank 0, one part of each rank at
-    a time, which is the order of the dataset.
+    Sums of whole numbers are added as they arrive. Sums of floats depend on the order, so each
+    part's are kept until all ranks are through, and then added in the order of the parts, whichever
+    rank had them. Values of each sample stay on the host until all ranks are through. Then they go
+    to rank 0, one part of each rank at a time, which is the order of the dataset.
 
     source    the method, for errors
     limit_mb  of values on rank 0
@@ -244,7 +268,10 @@ class Gathered:
     def add(self, sums: Any) -> None:
         """Add the sums of a batch."""
         # In 64 bits: mixed precision gives bf16, in which a sum soon grows no more.
-        wide = {name: value.double() if value.is_floating_point() else value.long() for name, value in sums.items()}
+        wide = {
+            name: value.double() if value.is_floating_point() else value.long()
+            for name, value in sums.items()
+        }
         floats = {name: value for name, value in wide.items() if value.is_floating_point()}
         self._keep(floats, {name: (value.dtype, *value.shape) for name, value in wide.items()})
         self.whole += Sums({name: value for name, value in wide.items() if name not in floats})
@@ -271,7 +298,8 @@ class Gathered:
         for name, (dtype, *shape) in self.forms.items():
             zeros = torch.zeros(shape, dtype=dtype)
             if not dtype.is_floating_point:
-                totals[name] = self.whole.get(name, zeros).to(world.device, copy=True)  # it may be on the CPU
+                # it may be on the CPU
+                totals[name] = self.whole.get(name, zeros).to(world.device, copy=True)
                 world.sum(totals[name])
                 continue
             rows = torch.zeros(rounds, world.size, *shape, dtype=dtype, device=world.device)
@@ -280,18 +308,21 @@ class Gathered:
             world.sum(rows)  # exact: each number is added to zeros
             with world.host_sync():
                 ordered = rows.flatten(0, 1).cpu()
-            # One by one: a sum over an axis depends on its length, and there may be rows of nothing.
+            # One by one: a sum over an axis depends on its length, and there may be rows of
+            # nothing.
             totals[name] = functools.reduce(torch.add, ordered, zeros).to(world.device)
         return totals
 
     def joined(self, world: World) -> dict[str, Any]:
-        """(all ranks) Return the values of all samples in their order: a tensor (N, ...) or a list of N by name. On
-        ranks other than 0 return nothing."""
+        """(all ranks) Return the values of all samples in their order: a tensor (N, ...) or a list
+        of N by name. On ranks other than 0 return nothing."""
         rounds, samples, size = self._agree(world)
         self.check_bytes(size, everywhere=True)
         done, values = 0, dict[str, Any]()
         for name, (kind, *shape) in self.forms.items() if world.main else ():
-            values[name] = torch.empty(samples, *shape[1:], dtype=kind) if shape[:1] == ["N"] else []
+            values[name] = (
+                torch.empty(samples, *shape[1:], dtype=kind) if shape[:1] == ["N"] else []
+            )
         for _ in range(rounds):
             mine = self.parts.pop(0) if self.parts else {}  # sent, and no longer held
             for part in world.gather_on_main(mine):
@@ -306,7 +337,10 @@ class Gathered:
     def check_bytes(self, size: float, everywhere: bool = False) -> None:
         """Raise LockstepError if `size` is above the limit."""
         if size > self.limit_mb * 1e6:
-            what = f"`{self.source}` returns {size / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}"
+            what = (
+                f"`{self.source}` returns {size / 1e6:.3g} MB, and rank 0 may hold "
+                f"{self.limit_mb:g}"
+            )
             todo = "return less of each sample, or give the task a higher `collect_limit_mb`"
             raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
@@ -317,8 +351,9 @@ class Gathered:
         self.parts.append(part)
 
     def _agree(self, world: World) -> tuple[int, int, int]:
-        """(all ranks) Compare forms. A rank without parts takes those of rank 0, which has the first part. Return the
-        parts of rank 0, the most that a rank has, and the samples and bytes of all ranks."""
+        """(all ranks) Compare forms. A rank without parts takes those of rank 0, which has the
+        first part. Return the parts of rank 0, the most that a rank has, and the samples and bytes
+        of all ranks."""
         everyone = world.gather((self.forms, len(self.parts), self.samples, self.bytes))
         forms, parts, samples, size = zip(*everyone, strict=True)
         self.forms = forms[0]
@@ -328,9 +363,15 @@ class Gathered:
 
     def _check_forms(self, forms: Forms, everywhere: bool = False) -> None:
         if forms != self.forms:
-            once, before = (", ".join(map(_words, sorted(each.items()))) or "nothing" for each in (forms, self.forms))
+            once, before = (
+                ", ".join(map(_words, sorted(each.items()))) or "nothing"
+                for each in (forms, self.forms)
+            )
             what = f"`{self.source}` gives {once} once and {before} another time"
-            todo = "give the same names, types and shapes for every batch, zeros where there is nothing to add up"
+            todo = (
+                "give the same names, types and shapes for every batch, zeros where there is "
+                "nothing to add up"
+            )
             raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
 
@@ -348,11 +389,16 @@ def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
 
 def _packed(values: Any) -> Any:
     """Copy tensors: a view would keep the whole of its storage."""
-    if isinstance(values, (list, tuple)) and values and all(isinstance(each, Tensor) for each in values):
+    if (
+        isinstance(values, (list, tuple))
+        and values
+        and all(isinstance(each, Tensor) for each in values)
+    ):
         if values[0].ndim:
             return Ragged(_packed(torch.cat([*values])), [len(value) for value in values])
         values = torch.stack([*values])
     if not isinstance(values, (Tensor, np.ndarray)):
         return [*values]
     tensor = torch.as_tensor(values).detach()
-    return tensor.to("cpu", torch.float32 if tensor.dtype == torch.bfloat16 else None, copy=True)  # NumPy has no bf16
+    # NumPy has no bf16
+    return tensor.to("cpu", torch.float32 if tensor.dtype == torch.bfloat16 else None, copy=True)

@@ -1,7 +1,7 @@
 """The current activity of this process: its phase, since when, and the seconds spent in each phase.
 
-One marker serves the watchdog (which rank hangs, and where), the place in an error ("rank 1, backward at step 7"), the
-search for slow ranks, the log's data wait and the profiler.
+One marker serves the watchdog (which rank hangs, and where), the place in an error ("rank 1,
+backward at step 7"), the search for slow ranks, the log's data wait and the profiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 
 
 class Phases:
-    """The phase, set by the main thread as one tuple, without a lock or a sync, so that any thread may read it.
+    """The phase, set by the main thread as one tuple, without a lock or a sync, so that any thread
+    may read it.
 
     now      (phase, whether it waits for other ranks, time.monotonic() of its begin)
     step     optimizer steps taken
@@ -45,7 +46,8 @@ class Phases:
 
     @contextmanager
     def during(self, name: str, waits: bool = False) -> Iterator[None]:
-        """Enter a phase within another. If the block fails, it stays the current one, so that the error names it."""
+        """Enter a phase within another. If the block fails, it stays the current one, so that the
+        error names it."""
         before = self.now
         self(name, waits)
         yield
@@ -62,7 +64,8 @@ phase = Phases()
 
 
 def split_backward(model: nn.Module) -> None:
-    """Set the phase "gradient sync" once the last gradient is ready: from then on a rank only waits for others."""
+    """Set the phase "gradient sync" once the last gradient is ready: from then on a rank only waits
+    for others."""
     first = next((p for p in model.parameters() if p.requires_grad), None)
     if first is not None:  # used first in the forward pass, so the last one to get its gradient
 

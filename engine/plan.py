@@ -32,7 +32,8 @@ class Plan:
     horizon: int
     peak_lr: float
     schedule: Schedule
-    devices: tuple[int, ...] = ()  # GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
+    # GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
+    devices: tuple[int, ...] = ()
     sharded: bool = False  # each process holds some rows of the weights (ddp.strategy)
     workers: int = 0  # virtual workers; 0 where each process is its own
     passes: int = 1  # forward passes of a worker, or of a process, in a step
@@ -42,7 +43,8 @@ class Plan:
     memory_format: str = "auto"  # the order of convolutions
     threads: int = 0  # the most a process may compute in, on a CPU
     gflop: float = 0.0  # of a sample's forward pass, where they are counted
-    # Bytes of the optimizer's state, on the rank that has most; None where a step must be taken first.
+    # Bytes of the optimizer's state, on the rank that has most; None where a step must be taken
+    # first.
     moments: int | None = None
     speed: tuple[str, ...] = ()  # these decisions as texts
 
@@ -58,12 +60,14 @@ class Plan:
 
     @functools.cached_property
     def loss_scale(self) -> float:
-        """Return the factor of a pass's loss: DDP alone divides the sum over the ranks by their number."""
+        """Return the factor of a pass's loss: DDP alone divides the sum over the ranks by their
+        number."""
         return (1 if self.workers or self.sharded else self.processes) / self.global_batch
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then cosine, linear,
-        or wsd's constant and then linear, down to `final_share` of it at the horizon; or constant."""
+        """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak,
+        then cosine, linear, or wsd's constant and then linear, down to `final_share` of it at the
+        horizon; or constant."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         kind, final = self.schedule.kind, self.schedule.final_share
@@ -81,20 +85,26 @@ class Plan:
 
 
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
-    """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
+    """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not
+    fit each other."""
     devices = data_parallel_devices(cfg, world.device)
     workers, copies = cfg.virtual_workers, max(1, len(devices))
     batch, passes, global_batch = _cut(cfg, workers or world.size * copies)
     accumulation = passes * -(-workers // world.size) if workers else passes
-    steps_per_epoch = num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
+    steps_per_epoch = (
+        num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
+    )
     if not steps_per_epoch:
         raise LockstepError(
             f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}",
             "batch_size",
-            "use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
+            "use a smaller batch, or drop_last=false"
+            if num_samples
+            else "the training set is empty",
         )
     _check_together(cfg, world, accumulation, devices)
-    total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))  # one of them is given
+    # one of them is given
+    total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))
     s = cfg.schedule
     growth = global_batch / (s.base_batch_size or global_batch)  # linear: Goyal et al. 2017
     return Plan(
@@ -108,51 +118,79 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         total_steps=total_steps,
         warmup_steps=s.warmup_steps or round(s.warmup_epochs * steps_per_epoch),
         horizon=s.horizon or total_steps,
-        peak_lr=cfg.optim.lr * {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[s.lr_scaling],
+        peak_lr=cfg.optim.lr
+        * {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[s.lr_scaling],
         schedule=s,
         devices=devices,
         sharded=cfg.ddp.strategy != "ddp",
         workers=workers,
         passes=passes,
-        log_every=cfg.log_every or (50 if world.device.type == "cuda" else 10),  # there the host waits for the device
+        # there the host waits for the device
+        log_every=cfg.log_every or (50 if world.device.type == "cuda" else 10),
     )
 
 
 def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple[int, ...]) -> None:
     """Raise LockstepError where what is chosen rules a setting out."""
     strategy, workers, ddp = cfg.ddp.strategy, cfg.virtual_workers, cfg.ddp
-    fewer = f"start at most {workers}, or a new run with more workers than there ever will be processes"
+    fewer = (
+        f"start at most {workers}, or a new run with more workers than there ever will be processes"
+    )
     by_themselves = "drop it: virtual workers sum gradients and average buffers by themselves"
     graphs = cfg.compile in ("reduce-overhead", "max-autotune") and world.device.type == "cuda"
     no_graphs = (
-        "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass would overwrite the "
+        "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass "
+        "would overwrite the "
         "gradients of the one before, which lie in the memory of a CUDA graph"  # pytorch#169545
     )
     rules: list[tuple[Any, str, dict[str, tuple[Any, str]]]] = [
-        (strategy != "ddp", f"ddp.strategy={strategy}", {
-            "optim.zero=true": (cfg.optim.zero, "drop it: moments are sharded, too"),
-            "cuda_graph=true": (cfg.cuda_graph, "drop it"),
-            f"compile={cfg.compile}": (cfg.compile not in ("off", "auto"), "drop it"),
-            "memory_format=channels_last": (cfg.memory_format == "channels_last", "drop it: rows are contiguous"),
-            "multi_gpu=dp": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
-            f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
-            "ddp.sync_bn=true": (ddp.sync_bn, "drop it, or use GroupNorm"),
-            "ddp.static_graph=true": (ddp.static_graph, "drop it"),
-            f"virtual_workers={workers}": (workers and strategy == "hsdp", "use ddp.strategy=fsdp"),
-        }),
-        (workers, f"virtual_workers={workers}", {
-            f"{world.size} processes": (world.size > workers, fewer),
-            "multi_gpu=dp": (devices, by_themselves),
-            "ddp.sync_bn=true": (ddp.sync_bn, by_themselves),
-            f"ddp.buffers={ddp.buffers}": (ddp.buffers != "same", by_themselves),
-            f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", by_themselves),
-        }),
-        (accumulation > 1, f"{accumulation} forward passes a step", {
-            "ddp.static_graph=true": (ddp.static_graph and (world.size > 1 or workers),
-                                      "drop it, or use a larger batch_size: DDP's no_sync() rules it out"),
-            f"compile={cfg.compile}": (graphs, no_graphs),
-        }),
-    ]  # fmt: skip
+        (
+            strategy != "ddp",
+            f"ddp.strategy={strategy}",
+            {
+                "optim.zero=true": (cfg.optim.zero, "drop it: moments are sharded, too"),
+                "cuda_graph=true": (cfg.cuda_graph, "drop it"),
+                f"compile={cfg.compile}": (cfg.compile not in ("off", "auto"), "drop it"),
+                "memory_format=channels_last": (
+                    cfg.memory_format == "channels_last",
+                    "drop it: rows are contiguous",
+                ),
+                "multi_gpu=dp": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
+                f"ddp.comm_hook={ddp.comm_hook}": (
+                    ddp.comm_hook != "none",
+                    "drop it, or use ddp.gather_dtype=bf16",
+                ),
+                "ddp.sync_bn=true": (ddp.sync_bn, "drop it, or use GroupNorm"),
+                "ddp.static_graph=true": (ddp.static_graph, "drop it"),
+                f"virtual_workers={workers}": (
+                    workers and strategy == "hsdp",
+                    "use ddp.strategy=fsdp",
+                ),
+            },
+        ),
+        (
+            workers,
+            f"virtual_workers={workers}",
+            {
+                f"{world.size} processes": (world.size > workers, fewer),
+                "multi_gpu=dp": (devices, by_themselves),
+                "ddp.sync_bn=true": (ddp.sync_bn, by_themselves),
+                f"ddp.buffers={ddp.buffers}": (ddp.buffers != "same", by_themselves),
+                f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", by_themselves),
+            },
+        ),
+        (
+            accumulation > 1,
+            f"{accumulation} forward passes a step",
+            {
+                "ddp.static_graph=true": (
+                    ddp.static_graph and (world.size > 1 or workers),
+                    "drop it, or use a larger batch_size: DDP's no_sync() rules it out",
+                ),
+                f"compile={cfg.compile}": (graphs, no_graphs),
+            },
+        ),
+    ]
     for applies, chosen, excluded in rules:
         for setting, (is_set, todo) in excluded.items():
             if applies and is_set:
@@ -161,8 +199,9 @@ def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple
 
 
 def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
-    """Return (samples of a part in a forward pass, its forward passes in a step, global batch). Parts are virtual
-    workers, whose shares may differ by a sample, or devices, whose shares may not."""
+    """Return (samples of a part in a forward pass, its forward passes in a step, global batch).
+    Parts are virtual workers, whose shares may differ by a sample, or devices, whose shares may
+    not."""
     passes = cfg.gradient_accumulation_steps
     if not cfg.global_batch:
         return cfg.batch_size, passes or 1, cfg.batch_size * (passes or 1) * parts
@@ -172,11 +211,16 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
         passes = passes or -(-share // cfg.batch_size)
         return -(-share // passes), passes, cfg.global_batch
     if rest:
-        near = sorted(sorted(_divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5])
+        near = sorted(
+            sorted(_divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5]
+        )
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
             "global_batch",
-            f"start {' or '.join(map(str, near))} of them, or use global_batch={max(1, share) * parts}",
+            (
+                f"start {' or '.join(map(str, near))} of them, or use "
+                f"global_batch={max(1, share) * parts}"
+            ),
         )
     if passes and share % passes:
         raise LockstepError(
@@ -194,23 +238,29 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def next_smaller_batch(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
-    """Return (samples of a forward pass, settings that take the same steps with fewer of them): those of the largest
-    smaller batch that divides this process's share of the global batch; none if it is a single sample already."""
+    """Return (samples of a forward pass, settings that take the same steps with fewer of them):
+    those of the largest smaller batch that divides this process's share of the global batch; none
+    if it is a single sample already."""
     if evaluating:
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
         return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
-    if plan.workers or (cfg.ddp.static_graph and plan.processes > 1):  # other bits; excludes accumulation
+    # other bits; excludes accumulation
+    if plan.workers or (cfg.ddp.static_graph and plan.processes > 1):
         return plan.micro_batch, {}
     copies = max(1, len(plan.devices))
     batch, share = plan.micro_batch // copies, plan.global_batch // (plan.processes * copies)
     if not (fits := _divisors(share, batch - 1)):
         return batch, {}
-    return batch, {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0}
+    return batch, {
+        "global_batch": plan.global_batch,
+        "batch_size": fits[-1],
+        "gradient_accumulation_steps": 0,
+    }
 
 
 def cut_dependent(model: nn.Module, accumulation: int) -> str:
-    """Return a text that names the parts of a model whose numbers depend on how the global batch is cut; empty if none.
-    Calls of functions such as `dropout(x)` are not seen."""
+    """Return a text that names the parts of a model whose numbers depend on how the global batch is
+    cut; empty if none. Calls of functions such as `dropout(x)` are not seen."""
     model.train()  # as the loop does; a model may keep parts of itself in eval mode
     found: dict[str, list[str]] = {}
     several = accumulation > 1
@@ -223,14 +273,18 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
         hooks = [type(hook).__name__ for hook in (*private.forward_pre_hooks(module), module)]
         kinds = {
             "dropout": isinstance(dropout, float) and dropout > 0 and training,
-            "SyncBatchNorm": sync and training and several,  # one for all ranks, but not for all passes of a step
+            # one for all ranks, but not for all passes of a step
+            "SyncBatchNorm": sync and training and several,
             "BatchNorm": isinstance(module, private.BATCH_NORM) and not sync and training,
             "InstanceNorm's running statistics": keeps_statistics and training,
-            "spectral_norm": several and any(hook.endswith("SpectralNorm") for hook in hooks),  # iterates in each pass
+            # iterates in each pass
+            "spectral_norm": several and any(hook.endswith("SpectralNorm") for hook in hooks),
         }
         for kind, depends in kinds.items():
             if depends:
-                found.setdefault(kind, []).append(path.partition(".parametrizations")[0] or type(module).__name__)
+                found.setdefault(kind, []).append(
+                    path.partition(".parametrizations")[0] or type(module).__name__
+                )
     return ", ".join(f"{kind} ({few(paths, 3)})" for kind, paths in found.items())
 
 

@@ -40,8 +40,8 @@ class Precision:
 
 
 class Autocast(nn.Module):
-    """Run `model` under its own autocast: DataParallel's threads inherit that autocast is on, but not its dtype, so
-    bf16 would run as fp16 there, without a scaler."""
+    """Run `model` under its own autocast: DataParallel's threads inherit that autocast is on, but
+    not its dtype, so bf16 would run as fp16 there, without a scaler."""
 
     def __init__(self, model: nn.Module, precision: Precision):
         super().__init__()
@@ -53,7 +53,8 @@ class Autocast(nn.Module):
 
 
 def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Precision:
-    """(all ranks) Return what the config asks for, the same on all ranks; for auto the one `saved` in a checkpoint."""
+    """(all ranks) Return what the config asks for, the same on all ranks; for auto the one `saved`
+    in a checkpoint."""
     with sync_errors(world):
         chosen = choose(cfg.amp, world.device, strict, compiled=cfg.compile not in ("off", "auto"))
     if world.differing(chosen.name):
@@ -63,14 +64,18 @@ def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Pr
     return chosen
 
 
-def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool = False) -> Precision:
-    """Resolve `auto` to bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
+def choose(
+    amp: str, device: torch.device, strict: bool = False, compiled: bool = False
+) -> Precision:
+    """Resolve `auto` to bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other
+    CPUs.
 
-    A precision that is asked for but missing becomes the next best one, or with `strict` an error. Capability decides,
-    not timing: every rank, and a resumed run, must choose the same. `benchmarks/precision.py` shows that CPUs with bf16
-    instructions gain by it on every network.
+    A precision that is asked for but missing becomes the next best one, or with `strict` an error.
+    Capability decides, not timing: every rank, and a resumed run, must choose the same.
+    `benchmarks/precision.py` shows that CPUs with bf16 instructions gain by it on every network.
 
-    compiled  by torch's compiler, whose bf16 gradients on CPUs may not be finite (torch 2.13, Inductor)
+    compiled  by torch's compiler, whose bf16 gradients on CPUs may not be finite (torch 2.13,
+    Inductor)
     """
     accelerates = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     name, note = amp, "as amp asks"
@@ -85,7 +90,10 @@ def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool 
         else:
             name, note = "fp16", f"{card} has no bf16"
     elif amp == "auto" and compiled:
-        name, note = "off", "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
+        name, note = (
+            "off",
+            "compiled for a CPU, where the compiler's bf16 gradients may not be finite",
+        )
     elif amp == "auto" and cpu_has_bf16():
         name, note = "bf16", "the CPU has bf16 instructions; attention in fp32, which is faster"
     elif amp == "auto":

@@ -1,7 +1,8 @@
-"""Private names of torch that the engine uses, read in torch 2.13; `tests/test_private.py` fails when one is gone.
+"""Private names of torch that the engine uses, read in torch 2.13; `tests/test_private.py` fails
+when one is gone.
 
-Those of the optimizer, the compiler, the allocator and the backend are in the files that use them: `optim/fused`,
-`speed/compiler`, `speed/memory`, `comm/shm_backend`.
+Those of the optimizer, the compiler, the allocator and the backend are in the files that use them:
+`optim/fused`, `speed/compiler`, `speed/memory`, `comm/shm_backend`.
 """
 
 from __future__ import annotations
@@ -45,16 +46,19 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 
 
 def check_all_reduced(net: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a bucket of the last backward pass has not been all-reduced, because it lacks a gradient:
-    this rank would answer that sum of the others with its next one. DDP itself raises it in the next forward pass."""
+    """Raise RuntimeError if a bucket of the last backward pass has not been all-reduced, because it
+    lacks a gradient: this rank would answer that sum of the others with its next one. DDP itself
+    raises it in the next forward pass."""
     net._check_reducer_finalized()
 
 
 def release_device_cache() -> None:
-    """Return the device memory that no tensor uses to the driver, on all GPUs; waits for the device.
+    """Return the device memory that no tensor uses to the driver, on all GPUs; waits for the
+    device.
 
-    A workspace of cuBLAS is a piece of whatever block was free when it was allocated, 32 MiB on a Hopper GPU, and the
-    allocator cannot return a block of which a piece is in use. So the workspaces go first; cuBLAS allocates new ones.
+    A workspace of cuBLAS is a piece of whatever block was free when it was allocated, 32 MiB on a
+    Hopper GPU, and the allocator cannot return a block of which a piece is in use. So the
+    workspaces go first; cuBLAS allocates new ones.
     """
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -71,8 +75,11 @@ def meet_other_agents(agent: Any, most_s: float) -> None:
     agent._exit_barrier()
 
 
-def scaler_with(scaler: torch.amp.GradScaler, changed: Callable[[Tensor], Any]) -> torch.amp.GradScaler:
-    """Return a copy of a scaler whose tensors are replaced. Its `state_dict` reads them: of a GPU's that is a wait."""
+def scaler_with(
+    scaler: torch.amp.GradScaler, changed: Callable[[Tensor], Any]
+) -> torch.amp.GradScaler:
+    """Return a copy of a scaler whose tensors are replaced. Its `state_dict` reads them: of a GPU's
+    that is a wait."""
     twin = object.__new__(type(scaler))  # `copy.copy` reads them, too
     vars(twin).update(vars(scaler))
     for name in ("_scale", "_growth_tracker"):
@@ -82,41 +89,63 @@ def scaler_with(scaler: torch.amp.GradScaler, changed: Callable[[Tensor], Any]) 
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether torch and oneDNN use bf16 instructions: the CPU has them, and no variable hides them."""
+    """Return whether torch and oneDNN use bf16 instructions: the CPU has them, and no variable
+    hides them."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return (
         torch.cpu._is_avx512_bf16_supported()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # also true where it would only emulate them
+        # also true where it would only emulate them
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         and most.upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
     )
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 @functools.cache
 def repair_bf16() -> None:
-    """Make this process compute in float32 what torch computes wrongly, or slowly, under bf16 autocast on CPUs.
+    """Make this process compute in float32 what torch computes wrongly, or slowly, under bf16
+    autocast on CPUs.
 
-    Convolutions of maps that are small compared with kernel and stride: oneDNN leaves the gradient of kernel taps that
-    see only padding uninitialised, or writes beyond the end (torch 2.13, any CPU with AVX-512). Functions such as
-    `torch.conv3d`, called directly, are not covered.
+    Convolutions of maps that are small compared with kernel and stride: oneDNN leaves the gradient
+    of kernel taps that see only padding uninitialised, or writes beyond the end (torch 2.13, any
+    CPU with AVX-512). Functions such as `torch.conv3d`, called directly, are not covered.
 
-    Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. With attention in float32
-    every kind of network shipped here gains by bf16; without, the transformers lose (`benchmarks/precision.py`).
+    Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. With
+    attention in float32 every kind of network shipped here gains by bf16; without, the transformers
+    lose (`benchmarks/precision.py`).
     """
     for kind in CONVOLUTIONS:
         kind.forward = _shielded(kind.forward)  # type: ignore[method-assign]
-    nn.functional.scaled_dot_product_attention = _in_float32(nn.functional.scaled_dot_product_attention)
+    nn.functional.scaled_dot_product_attention = _in_float32(
+        nn.functional.scaled_dot_product_attention
+    )
 
 
 def _in_float32(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(attention)
     def wrapped(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **more: Any,
     ) -> Tensor:
-        if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or query.dtype == torch.float64:
+        if (
+            query.device.type != "cpu"
+            or not torch.is_autocast_enabled("cpu")
+            or query.dtype == torch.float64
+        ):
             return attention(query, key, value, attn_mask, *rest, **more)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.float()
@@ -134,7 +163,9 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if (
             y.dtype == torch.bfloat16 != self.weight.dtype
             and y.device.type == "cpu"
-            and _goes_wrong(self.transposed, self.stride, self.kernel_size, self.dilation, x.shape, y.shape)
+            and _goes_wrong(
+                self.transposed, self.stride, self.kernel_size, self.dilation, x.shape, y.shape
+            )
         ):
             with torch.autocast("cpu", enabled=False):
                 return forward(self, x.to(self.weight.dtype), *rest).to(y.dtype)
@@ -144,9 +175,11 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @functools.lru_cache(4096)  # called in every forward pass
-def _goes_wrong(transposed: bool, stride: Sizes, kernel: Sizes, dilation: Sizes, given: Sizes, returned: Sizes) -> bool:
-    """Return whether oneDNN may fail on these shapes: true for all that failed of thousands tried, and for some others.
-    The first condition also covers wrong outputs with AMX (pytorch#169688)."""
+def _goes_wrong(
+    transposed: bool, stride: Sizes, kernel: Sizes, dilation: Sizes, given: Sizes, returned: Sizes
+) -> bool:
+    """Return whether oneDNN may fail on these shapes: true for all that failed of thousands tried,
+    and for some others. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
     if transposed:
         given, returned = returned, given
     sizes, strided = given[-len(stride) :], returned[-len(stride) :]
@@ -162,15 +195,20 @@ def _goes_wrong(transposed: bool, stride: Sizes, kernel: Sizes, dilation: Sizes,
 def cpu_model() -> str:
     """Return the name of the processor: libraries choose kernels, and so the last bits, by it."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+        if found := re.search(
+            r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        ):
             return found[1]
     return platform.machine()
 
 
 def unsharded(model: Any) -> dict[str, Any]:
-    """Return by name the parameters that FSDP2 makes whole for a forward pass, once it has made them."""
+    """Return by name the parameters that FSDP2 makes whole for a forward pass, once it has made
+    them."""
     names = {id(p): name for name, p in model.named_parameters()}
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    states = [
+        module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")
+    ]
     groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
     return {
         names[id(each.sharded_param)]: each._unsharded_param
@@ -181,8 +219,8 @@ def unsharded(model: Any) -> dict[str, Any]:
 
 
 def reduce_unused(unit: Any) -> None:
-    """Have a unit of FSDP2 send zeros for each trained weight that got no gradient: ranks that use other weights would
-    sum buffers of other sizes. Torch 2.11 has no switch for it."""
+    """Have a unit of FSDP2 send zeros for each trained weight that got no gradient: ranks that use
+    other weights would sum buffers of other sizes. Torch 2.11 has no switch for it."""
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         return
@@ -210,8 +248,9 @@ def _fill_gradient(sharded: Any) -> None:
 
 
 def reduce_gradients(unit: Any) -> None:
-    """(all ranks) Add up over the ranks the gradients that a unit of FSDP2 has kept whole, after a backward pass, as it
-    does within one; the stream that computes waits for them. Sends nothing if none of its weights is trained."""
+    """(all ranks) Add up over the ranks the gradients that a unit of FSDP2 has kept whole, after a
+    backward pass, as it does within one; the stream that computes waits for them. Sends nothing if
+    none of its weights is trained."""
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None:  # a unit without weights of its own has none
         group.post_backward()

@@ -53,7 +53,9 @@ class Progress:
     def note_score(self, value: float, higher_is_better: bool) -> bool:
         """Return whether an evaluation's score is the best so far; NaN never is."""
         best = self.best
-        better = value == value and (best is None or (value > best if higher_is_better else value < best))
+        better = value == value and (
+            best is None or (value > best if higher_is_better else value < best)
+        )
         self.best, self.stale = (value, 0) if better else (best, self.stale + 1)
         self.evaluation_due = False
         return better
@@ -76,12 +78,14 @@ class Silent:
 class Fresh(NamedTuple):
     """What a new process begins with, before it loads a checkpoint."""
 
-    optimizer: torch.optim.Optimizer | None  # with the same parameters; None where it cannot be copied
+    # with the same parameters; None where it cannot be copied
+    optimizer: torch.optim.Optimizer | None
     forms: dict[str, str]  # see `forms`
 
 
 def forms(task: Task, model: nn.Module) -> dict[str, str]:
-    """Return the type and the shape of each tensor of the model that a checkpoint holds, by name."""
+    """Return the type and the shape of each tensor of the model that a checkpoint holds, by
+    name."""
     return {
         name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
         for name, value in model.state_dict().items()
@@ -92,7 +96,8 @@ def forms(task: Task, model: nn.Module) -> dict[str, str]:
 class Due(NamedTuple):
     """What follows a step, the same on all ranks.
 
-    outcomes  of the steps whose numbers have arrived, if one of them was skipped or a rank votes to stop; else empty
+    outcomes  of the steps whose numbers have arrived, if one of them was skipped or a rank votes to
+              stop; else empty
     check     compare the ranks
     """
 
@@ -113,7 +118,8 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     resumed: Saved = Saved()  # the checkpoint that it was resumed from, without its tensors
     fingerprint: str = ""  # of the data
-    left_out: dict[str, str] = field(default_factory=dict)  # digests of the weights that no checkpoint holds
+    # digests of the weights that no checkpoint holds
+    left_out: dict[str, str] = field(default_factory=dict)
     fresh: Fresh | None = None  # until it has been compared with what a checkpoint holds
 
 
@@ -135,7 +141,8 @@ class Run:
     stop: Any  # survive.signals.StopRequest
     progress: Progress = field(default_factory=Progress)
     record: Record = field(default_factory=Record)
-    stopped: str = ""  # the reason of the first rank that has one, once all ranks know that they stop
+    # the reason of the first rank that has one, once all ranks know that they stop
+    stopped: str = ""
 
     def __post_init__(self) -> None:
         world, model, cfg, workers = self.world, self.model, self.cfg.ddp, self.plan.workers
@@ -150,7 +157,9 @@ class Run:
             self.workers = Plain(world, model, cfg.buffers)
         self.meter = Meter(self.world, len(self.workers.block))
         if self.cfg.check_resume:
-            self.record.fresh = Fresh(fresh_copy(self.optimizer, self.model), forms(self.task, self.model))
+            self.record.fresh = Fresh(
+                fresh_copy(self.optimizer, self.model), forms(self.task, self.model)
+            )
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
         if self.world.size > 1:
@@ -164,7 +173,8 @@ class Run:
         return self.plan.lr(self.progress.step)
 
     def begin_step(self) -> None:
-        """Clear the gradients, and set training mode on all ranks, whatever a task or an evaluation has set."""
+        """Clear the gradients, and set training mode on all ranks, whatever a task or an evaluation
+        has set."""
         if not self.model.training:
             self.net.train()
         for group in self.optimizer.param_groups:
@@ -174,13 +184,17 @@ class Run:
         self.workers.begin_step()
 
     def seed_pass(self, micro: Any) -> None:
-        """Seed all generators by the position of the pass's first sample in the epoch: the random numbers depend on the
-        seed and the cut alone, and checkpoints need no state of a generator."""
-        seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.positions.start)
+        """Seed all generators by the position of the pass's first sample in the epoch: the random
+        numbers depend on the seed and the cut alone, and checkpoints need no state of a
+        generator."""
+        seed_generators(
+            self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.positions.start
+        )
 
     @contextmanager
     def forward(self, micro: Any) -> Iterator[None]:
-        """One pass, forward and backward: set its phase, its seeds, and the step that `gather_batch` reads."""
+        """One pass, forward and backward: set its phase, its seeds, and the step that
+        `gather_batch` reads."""
         phase("forward")
         self.seed_pass(micro)
         self.workers.begin_pass(micro)
@@ -192,17 +206,23 @@ class Run:
             contract.under_way = None
 
     def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
-        """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no graph.
+        """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no
+        graph.
 
-        Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also compares the names of the
-        sums.
+        Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also
+        compares the names of the sums.
         """
         self.workers.end_forward()
         meter, here = self.meter, self.world.device
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
-            meter.names = same_names([*check("loss", loss).sums], meter.names, self.world.gather, "sums")
-        parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
+            meter.names = same_names(
+                [*check("loss", loss).sums], meter.names, self.world.gather, "sums"
+            )
+        parts = [
+            torch.as_tensor(part).detach()
+            for part in (loss.total, loss.weight, *loss.sums.values())
+        ]
         if any(part.ndim for part in parts):
             check("loss", loss)
         parts = [part if part.device == here else scalar_on(here, part) for part in parts]
@@ -212,12 +232,13 @@ class Run:
         else:
             meter.losses.append((micro, loss.total.detach()))
         if micro.closes_step and (votes := self.votes(micro.consumed)):
-            numbers[0].fill_(votes)  # `numbers[0] = votes` copies from pageable memory, which waits for a GPU
+            # `numbers[0] = votes` copies from pageable memory, which waits for a GPU
+            numbers[0].fill_(votes)
         return self.workers.as_row(numbers, micro)
 
     def votes(self, consumed: int) -> float:
-        """Return this rank's votes on what follows the step that ends at position `consumed`: 1 to stop, plus 0.5 to
-        save, which only rank 0 does, by its clock."""
+        """Return this rank's votes on what follows the step that ends at position `consumed`: 1 to
+        stop, plus 0.5 to save, which only rank 0 does, by its clock."""
         save = False
         if (writer := self.record.checkpoints) is not None:
             ends = consumed >= self.plan.epoch_samples and not self.cfg.save_every
@@ -225,7 +246,8 @@ class Run:
         return bool(self.stop.reason) + 0.5 * save
 
     def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
-        """End a step: update buffers, the average of weights, totals and progress. Return what follows.
+        """End a step: update buffers, the average of weights, totals and progress. Return what
+        follows.
 
         totals     (3 + sums,) of all ranks, as in `loss_vector`
         grad_norm  before clipping
@@ -247,17 +269,25 @@ class Run:
         if self.loaders.val is None:
             save = save or finished
         else:
-            progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
+            progress.evaluation_due = finished or (
+                step % cfg.eval_every == 0 if cfg.eval_every else pauses
+            )
         log = pauses or progress.evaluation_due or step % self.plan.log_every == 0
-        first = step == 1 or self.record.fresh is not None  # also after a resume, even if its first steps are skipped
+        # also after a resume, even if its first steps are skipped
+        first = step == 1 or self.record.fresh is not None
         check = first or (cfg.check_every > 0 and step % cfg.check_every == 0)
         self.workers.check = check  # in the coming step
-        outcomes = meter.add(torch.cat([totals, torch.stack([skipped, grad_norm])]), step, log or save or first)
+        outcomes = meter.add(
+            torch.cat([totals, torch.stack([skipped, grad_norm])]), step, log or save or first
+        )
         save = save or any(outcome.votes % 1 for outcome in outcomes)
         phase("logging")
         if self.record.step:
             self.record.step.end(totals)
-        matters = any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes) or progress.skipped_in_a_row
+        matters = (
+            any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes)
+            or progress.skipped_in_a_row
+        )
         return Due(outcomes if matters else [], log, check, save)
 
     # ---- its state ----
@@ -269,13 +299,15 @@ class Run:
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:
-        """The model in eval mode, with the average of weights if one is kept. What it changes in buffers is put back:
-        the training continues as if nothing had been scored, as it does after a resume."""
+        """The model in eval mode, with the average of weights if one is kept. What it changes in
+        buffers is put back: the training continues as if nothing had been scored, as it does after
+        a resume."""
         with self.ema.swapped() if self.ema else nullcontext(), self.workers.buffers.unchanged():
             yield self.model.eval()
 
     def agree_to_stop(self, here: bool = True) -> None:
-        """(all ranks) Mark the run as stopped, for the reason of the first rank that wants to stop `here`."""
+        """(all ranks) Mark the run as stopped, for the reason of the first rank that wants to stop
+        `here`."""
         reason = self.stop.reason if here else ""
         self.stopped = self.world.decide(reason, lambda everyone: next(filter(None, everyone), ""))
 
@@ -305,9 +337,10 @@ class Terms:
         return self._over_all(self._of_pass(terms, micro)) if self.known is None else self.known
 
     def weigh(self, passes: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
-        """(all ranks) Add up the weights of all passes of a step, then return the passes; their batches are held until
-        then. This costs one more forward pass each, with the same seeds and buffers as the real pass; with a graph,
-        because without one torch may change the memory layout and so dropout's mask."""
+        """(all ranks) Add up the weights of all passes of a step, then return the passes; their
+        batches are held until then. This costs one more forward pass each, with the same seeds and
+        buffers as the real pass; with a graph, because without one torch may change the memory
+        layout and so dropout's mask."""
         run, held, rows = self.run, list[tuple[Any, Any]](), torch.zeros(())
         if run.plan.accumulation == 1:
             return passes
@@ -326,7 +359,8 @@ class Terms:
         return held
 
     def _of_pass(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
-        """(terms,) the weights of a pass, zeros if it is empty; with virtual workers a row for each worker."""
+        """(terms,) the weights of a pass, zeros if it is empty; with virtual workers a row for each
+        worker."""
         run = self.run
         if self.names != [*terms]:
             self.names = same_names([*terms], self.names, run.world.gather, "terms")
@@ -352,7 +386,9 @@ def environment(run: Run) -> dict[str, str]:
         "deterministic kernels": str(torch.are_deterministic_algorithms_enabled()),
         "compile": run.plan.compile,
         "memory_format": run.plan.memory_format,
-        "samples of a pass": f"{run.plan.micro_batch}, {amount(run.plan.passes, 'pass')} of a worker",
+        "samples of a pass": (
+            f"{run.plan.micro_batch}, {amount(run.plan.passes, 'pass')} of a worker"
+        ),
     }
     if run.plan.workers and not on_gpu:
         facts |= SQUARE_ROOT
@@ -364,8 +400,8 @@ SQUARE_ROOT = {"square root": "correctly rounded"}
 
 
 def environment_of(state: dict[str, Any]) -> dict[str, str]:
-    """Return the `environment` in a checkpoint or in the record of a step, completed where an older version wrote it:
-    it took torch's square root, which has other last bits."""
+    """Return the `environment` in a checkpoint or in the record of a step, completed where an older
+    version wrote it: it took torch's square root, which has other last bits."""
     facts: dict[str, str] = state.get("environment", {})
     on_cpu = facts.get("cuDNN") == ""
     if on_cpu and state["config"].get("virtual_workers"):

@@ -1,4 +1,5 @@
-"""Compute a task's loss without consequences: what modules and the task hold is put back afterwards."""
+"""Compute a task's loss without consequences: what modules and the task hold is put back
+afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def copied_task(task: Task) -> Task:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor or a container, of short containers a deep one; other objects are not copied."""
+    """Return a copy of a tensor or a container, of short containers a deep one; other objects are
+    not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if not isinstance(value, (list, dict, set, deque)):

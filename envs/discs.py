@@ -1,8 +1,10 @@
-"""Coloured discs on a table, and a magnet that takes commands: a simulated robot that needs nothing but NumPy.
+"""Coloured discs on a table, and a magnet that takes commands: a simulated robot that needs nothing
+but NumPy.
 
-The table is [-1, 1] x [-1, 1], x to the right and y downwards in the picture. An action is the magnet's target, which
-it approaches at SPEED. The first disc that it touches sticks to it for good, so the wrong disc is a failure. Only the
-command tells which disc is meant, and only the picture tells where it lies.
+The table is [-1, 1] x [-1, 1], x to the right and y downwards in the picture. An action is the
+magnet's target, which it approaches at SPEED. The first disc that it touches sticks to it for good,
+so the wrong disc is a failure. Only the command tells which disc is meant, and only the picture
+tells where it lies.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Discs:
 
     seeds    (n,) integers
     size     H = W of the pictures, in pixels
-    command  the command of all worlds, such as "move to the red disc"; None = one of COMMANDS by the seed
+    command  the command of all worlds, such as "move to the red disc"; None = one of COMMANDS by
+             the seed
 
     commands  the command of each world
     success   (n,) bool: the command is done, now or earlier
@@ -42,7 +45,8 @@ class Discs:
         self.size = size
         start = [_begin(int(seed) % 2**64, command) for seed in seeds]
         self.bring = np.array([one.bring for one in start], bool)  # (n,)
-        self.target = np.array([one.target for one in start], np.int64)  # (n,) the disc that is meant
+        # (n,) the disc that is meant
+        self.target = np.array([one.target for one in start], np.int64)
         self.discs = np.array([one.places[1:] for one in start]).reshape(-1, len(COLOURS), 2)
         self.magnet = np.array([one.places[0] for one in start]).reshape(-1, 2)
         self.held = np.full(len(start), -1)  # (n,) the disc that sticks to the magnet, -1 = none
@@ -62,7 +66,8 @@ class Discs:
         }
 
     def observe(self) -> dict[str, np.ndarray]:
-        """Return {"observation.state": (n, 2) float32, the magnet; "observation.images.top": (n, 3, H, W) uint8}."""
+        """Return {"observation.state": (n, 2) float32, the magnet; "observation.images.top": (n, 3,
+        H, W) uint8}."""
         return {STATE: self.magnet.astype(np.float32), CAMERA: self.render()}
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
@@ -77,10 +82,11 @@ class Discs:
         return np.rint(image).astype(np.uint8)
 
     def expert(self) -> np.ndarray:
-        """Return (n, 2) actions: a point on the way to the disc that is meant, and once it is held, on the way to the
-        centre if commanded.
+        """Return (n, 2) actions: a point on the way to the disc that is meant, and once it is held,
+        on the way to the centre if commanded.
 
-        It is at most REACH ahead, because a direction can be learned from far fewer layouts than a place.
+        It is at most REACH ahead, because a direction can be learned from far fewer layouts than a
+        place.
         """
         disc = self.discs[np.arange(len(self.discs)), self.target]
         goal = np.where((self.bring & (self.held == self.target))[:, None], 0.0, disc)
@@ -92,12 +98,16 @@ class Discs:
         """Advance one step; actions (n, 2) are targets, clipped to the table."""
         way = np.clip(actions, -1.0, 1.0) - self.magnet
         length = np.hypot(way[:, 0], way[:, 1])
-        self.magnet = self.magnet + way * np.minimum(1.0, SPEED / np.maximum(length, 1e-12))[:, None]
+        self.magnet = (
+            self.magnet + way * np.minimum(1.0, SPEED / np.maximum(length, 1e-12))[:, None]
+        )
         apart = np.hypot(*np.moveaxis(self.discs - self.magnet[:, None], 2, 0))  # (n, discs)
         touched = np.where(apart.min(1) < RADIUS, apart.argmin(1), -1)
         self.held = np.where(self.held < 0, touched, self.held)
         self.discs = np.where(
-            (np.arange(len(COLOURS)) == self.held[:, None])[:, :, None], self.magnet[:, None], self.discs
+            (np.arange(len(COLOURS)) == self.held[:, None])[:, :, None],
+            self.magnet[:, None],
+            self.discs,
         )
         there = np.hypot(self.magnet[:, 0], self.magnet[:, 1]) < TOLERANCE
         self.success = self.success | ((self.held == self.target) & (there | ~self.bring))
@@ -123,8 +133,8 @@ def _begin(seed: int, command: str | None) -> _Start:
 
 
 def _is_open(places: np.ndarray, target: int) -> bool:
-    """Return whether nothing touches, no disc is at the centre, and the ways leave room for errors of the magnet, which
-    cannot release a wrong disc."""
+    """Return whether nothing touches, no disc is at the centre, and the ways leave room for errors
+    of the magnet, which cannot release a wrong disc."""
     apart = np.hypot(*np.moveaxis(places[:, None] - places, 2, 0)) + 9.0 * np.eye(len(places))
     if apart.min() < 2.2 * RADIUS or np.hypot(*places[1:].T).min() < 2 * RADIUS:
         return False  # most draws end here, before the costlier half
@@ -146,5 +156,7 @@ def _paint(image: np.ndarray, at: np.ndarray, radius: float, colour: tuple[int, 
     centres = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
     x, y = at.astype(np.float32)[:, :, None].transpose(1, 0, 2)  # each (n, 1)
     squared = (centres - x)[:, None] ** 2 + (centres - y)[:, :, None] ** 2  # (n, H, W)
-    cover = np.clip((radius - np.sqrt(squared)) * np.float32(size / 2) + np.float32(0.5), 0, 1)[:, None]
+    cover = np.clip((radius - np.sqrt(squared)) * np.float32(size / 2) + np.float32(0.5), 0, 1)[
+        :, None
+    ]
     image += cover * (np.reshape(colour, (3, 1, 1)).astype(np.float32) - image)

@@ -1,7 +1,8 @@
-"""PushT (Chi et al., RSS 2023): push a T-shaped block onto its outline with a round finger, in gym-pusht's physics.
+"""PushT (Chi et al., RSS 2023): push a T-shaped block onto its outline with a round finger, in
+gym-pusht's physics.
 
-The names are those of lerobot/pusht and lerobot/pusht_keypoints, so that policies trained on their human demonstrations
-can be tried here. Lengths are the simulation's: the table is 512 wide.
+The names are those of lerobot/pusht and lerobot/pusht_keypoints, so that policies trained on their
+human demonstrations can be tried here. Lengths are the simulation's: the table is 512 wide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import numpy as np
 
 from engine.contract import LockstepError
 
-STATE, KEYPOINTS, CAMERA, ACTION = "observation.state", "observation.environment_state", "observation.image", "action"
+STATE, KEYPOINTS, CAMERA, ACTION = (
+    "observation.state",
+    "observation.environment_state",
+    "observation.image",
+    "action",
+)
 COMMAND = "push the T onto its outline"
 GOAL = np.array([256.0, 256.0, np.pi / 4])  # x, y and angle of the block
 DT = 0.01  # seconds between two steps of the physics, ten to an action
@@ -39,26 +45,36 @@ class PushT:
             from gym_pusht.envs.pusht import PushTEnv
         except ImportError:
             todo = "pip install gym-pusht==0.1.8, or give env.type=none"
-            raise LockstepError("PushT needs the gym-pusht package", "env.type=pusht", todo) from None
+            raise LockstepError(
+                "PushT needs the gym-pusht package", "env.type=pusht", todo
+            ) from None
         self.size, self.pictures = size, pictures
         kind = "environment_state_agent_pos"
-        self.tables = [PushTEnv(kind, observation_width=size, observation_height=size) for _ in seeds]
+        self.tables = [
+            PushTEnv(kind, observation_width=size, observation_height=size) for _ in seeds
+        ]
         for table, seed in zip(self.tables, seeds, strict=True):
             table.reset(seed=int(seed) % 2**32)
         self.commands = [COMMAND] * len(seeds)
         self.success = np.zeros(len(seeds), bool)
         self.reward = np.zeros(len(seeds))
-        """(n,) the largest share of the outline covered after a step so far, divided by the share for success."""
+        """(n,) the largest share of the outline covered after a step so far, divided by the share
+        for success."""
         self._planners = [Planner(int(seed) % 2**32) for seed in seeds]
 
     @property
     def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        numbers = {STATE: ("float32", (2,)), KEYPOINTS: ("float32", (16,)), ACTION: ("float32", (2,))}
+        numbers = {
+            STATE: ("float32", (2,)),
+            KEYPOINTS: ("float32", (16,)),
+            ACTION: ("float32", (2,)),
+        }
         return numbers | ({CAMERA: ("image", (3, self.size, self.size))} if self.pictures else {})
 
     def observe(self) -> dict[str, np.ndarray]:
-        """Return {"observation.state": (n, 2) float32, the finger; "observation.environment_state": (n, 16) float32, x
-        and y of the block's eight corners; "observation.image": (n, 3, H, W) uint8}."""
+        """Return {"observation.state": (n, 2) float32, the finger; "observation.environment_state":
+        (n, 16) float32, x and y of the block's eight corners; "observation.image": (n, 3, H, W)
+        uint8}."""
         seen = [table.get_obs() for table in self.tables]
         found = {
             STATE: np.array([one["agent_pos"] for one in seen], np.float32),
@@ -68,7 +84,8 @@ class PushT:
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
         """Return (n, 3, H, W) uint8."""
-        pictures = [table._render() for table in self.tables[which]]  # its public render has another size
+        # its public render has another size
+        pictures = [table._render() for table in self.tables[which]]
         return np.stack(pictures).transpose(0, 3, 1, 2)
 
     def expert(self) -> np.ndarray:
@@ -83,16 +100,20 @@ class PushT:
     def step(self, actions: np.ndarray) -> None:
         """Advance one step; actions (n, 2) are targets, to which a spring pulls the finger."""
         for i in np.flatnonzero(~self.success):
-            _, reward, _, _, info = self.tables[i].step(np.clip(actions[i], 0.0, 512.0).astype(np.float64))
+            _, reward, _, _, info = self.tables[i].step(
+                np.clip(actions[i], 0.0, 512.0).astype(np.float64)
+            )
             self.success[i], self.reward[i] = info["is_success"], max(self.reward[i], reward)
 
 
 class Planner:
-    """Plans by simulation: of many sequences of way-points it picks the one after which the block lies best.
+    """Plans by simulation: of many sequences of way-points it picks the one after which the block
+    lies best.
 
-    Every sequence runs in a copy of the physics. Some are random walks, some push from outside through a point of the
-    block, some are small changes of the last plan; then the best few are changed a little more (the cross-entropy
-    method, de Boer et al. 2005). It plans 1.5 s ahead and keeps the first 0.3 s.
+    Every sequence runs in a copy of the physics. Some are random walks, some push from outside
+    through a point of the block, some are small changes of the last plan; then the best few are
+    changed a little more (the cross-entropy method, de Boer et al. 2005). It plans 1.5 s ahead and
+    keeps the first 0.3 s.
     """
 
     tries, points, hold = 96, 5, 3  # hold: actions (0.1 s each) per way-point
@@ -104,7 +125,8 @@ class Planner:
         self.age = 0
 
     def next(self, state: np.ndarray, velocity: np.ndarray) -> np.ndarray:
-        """Return the current way-point (2,); state (5,) is the finger's x and y, the block's x, y and angle."""
+        """Return the current way-point (2,); state (5,) is the finger's x and y, the block's x, y
+        and angle."""
         if self.age % self.hold == 0:
             self.plan = self._search(state, velocity)
         self.age += 1
@@ -119,7 +141,9 @@ class Planner:
         way = np.stack([np.cos(angle), np.sin(angle)], 1)
         start = aim - way * self.rng.uniform(40, 100, (third[0], 1))
         end = aim + way * self.rng.uniform(-30, 60, (third[0], 1))
-        push = start[:, None] + (end - start)[:, None] * np.array([0.0, 0.0, 0.4, 0.7, 1.0])[:, None]
+        push = (
+            start[:, None] + (end - start)[:, None] * np.array([0.0, 0.0, 0.4, 0.7, 1.0])[:, None]
+        )
         plans = [wander, push, np.broadcast_to(state[:2], (1, *third[1:]))]
         if len(self.plan):
             last = np.concatenate([self.plan[1:], self.plan[-1:]])[None]
@@ -136,22 +160,30 @@ class Planner:
         return self.rng.normal(0, 1, shape) * self.rng.choice(sizes, (shape[0], 1, 1))
 
     def _costs(self, state: np.ndarray, velocity: np.ndarray, plans: np.ndarray) -> np.ndarray:
-        """Return (n,) costs of plans (n, points, 2): the distance of the block's outline from the goal's, half at the
-        end and half on the way, because sooner is better; plus a little for a finger that is far from the block."""
+        """Return (n,) costs of plans (n, points, 2): the distance of the block's outline from the
+        goal's, half at the end and half on the way, because sooner is better; plus a little for a
+        finger that is far from the block."""
         moves, finger = glide(state[:2], velocity, plans.repeat(self.hold, 1))
-        poses = np.array([self.box.run(state, steps, 10 * self.hold) for steps in moves.tolist()])  # (n, points, 3)
+        # (n, points, 3)
+        poses = np.array([self.box.run(state, steps, 10 * self.hold) for steps in moves.tolist()])
         off = np.linalg.norm(outline(poses) - outline(GOAL), axis=3).mean(2)  # (n, points)
-        return (off[:, -1] + off.mean(1)) / 2 + 0.02 * np.linalg.norm(finger - poses[:, -1, :2], axis=1)
+        return (off[:, -1] + off.mean(1)) / 2 + 0.02 * np.linalg.norm(
+            finger - poses[:, -1, :2], axis=1
+        )
 
 
 def outline(pose: np.ndarray) -> np.ndarray:
     """Poses (..., 3) of the block -> positions (..., points, 2) of its OUTLINE."""
     cos, sin = np.cos(pose[..., 2, None]), np.sin(pose[..., 2, None])
     x, y = OUTLINE.T
-    return np.stack([pose[..., 0, None] + cos * x - sin * y, pose[..., 1, None] + sin * x + cos * y], -1)
+    return np.stack(
+        [pose[..., 0, None] + cos * x - sin * y, pose[..., 1, None] + sin * x + cos * y], -1
+    )
 
 
-def glide(place: np.ndarray, velocity: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def glide(
+    place: np.ndarray, velocity: np.ndarray, actions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Actions (n, T, 2) -> the finger's velocities (n, 10 T, 2) and its last position (n, 2).
 
     Nothing can stop the finger, so no physics is needed; the spring is gym-pusht's.
@@ -180,11 +212,15 @@ class Box:
         self.finger = PushTEnv.add_circle(self.space, (256, 400), 15)
         self.block, _ = PushTEnv.add_tee(self.space, (256, 300), 0)
 
-    def run(self, state: np.ndarray, moves: list[list[float]], every: int) -> list[tuple[float, float, float]]:
-        """Return the block's x, y and angle after each `every` steps; `moves` are the finger's velocities by step."""
+    def run(
+        self, state: np.ndarray, moves: list[list[float]], every: int
+    ) -> list[tuple[float, float, float]]:
+        """Return the block's x, y and angle after each `every` steps; `moves` are the finger's
+        velocities by step."""
         finger, block, space = self.finger, self.block, self.space
         finger.position = state[0], state[1]
-        block.angle = state[4]  # first: it turns the block about its centre of mass, which is not its position
+        # first: it turns the block about its centre of mass, which is not its position
+        block.angle = state[4]
         block.position = state[2], state[3]
         block.velocity, block.angular_velocity = (0.0, 0.0), 0.0
         space.reindex_shapes_for_body(finger)

@@ -52,7 +52,8 @@ class Worlds(Protocol):
 
 
 class Episode(NamedTuple):
-    """features: {name: (T, ...)} of `Worlds.observe`, and "action" (T, A) float32; command: its text."""
+    """features: {name: (T, ...)} of `Worlds.observe`, and "action" (T, A) float32; command: its
+    text."""
 
     features: dict[str, np.ndarray]
     command: str
@@ -61,10 +62,14 @@ class Episode(NamedTuple):
 def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Iterator[Episode]:
     """Yield the expert's recordings in the worlds of these seeds, without those that fail.
 
-    The robot executes the action plus noise (`noise` is its standard deviation, in `unit`), the recording holds the
-    expert's: so it shows how to recover from an error (DART, Laskey et al., CoRL 2017).
+    The robot executes the action plus noise (`noise` is its standard deviation, in `unit`), the
+    recording holds the expert's: so it shows how to recover from an error (DART, Laskey et al.,
+    CoRL 2017).
     """
-    draws = [np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2)) for s in seeds]
+    draws = [
+        np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2))
+        for s in seeds
+    ]
     shocks = worlds.unit * np.array(draws)  # (n, horizon, 2)
     frames: list[dict[str, np.ndarray]] = []
     lengths = np.full(len(seeds), worlds.patience)
@@ -76,13 +81,16 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
         if (lengths <= now + 1).all():
             break
     for i in np.flatnonzero(worlds.success):
-        track = {name: np.stack([frame[name][i] for frame in frames[: lengths[i]]]) for name in frames[0]}
+        track = {
+            name: np.stack([frame[name][i] for frame in frames[: lengths[i]]]) for name in frames[0]
+        }
         yield Episode(track, worlds.commands[i])
 
 
 Policy = Callable[..., np.ndarray]
-"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions. Where it is late, a third argument is the first
-of them, (n, delay, A), which are executed while it predicts, or None at the start."""
+"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions. Where it is late, a third
+argument is the first of them, (n, delay, A), which are executed while it predicts, or None at the
+start."""
 
 
 def roll_out(
@@ -93,15 +101,18 @@ def roll_out(
     delay: int = 0,
     filmed: int = 1,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Run a policy for a trial, or until `stopped()`; it predicts again after every `chunk_steps` actions.
+    """Run a policy for a trial, or until `stopped()`; it predicts again after every `chunk_steps`
+    actions.
 
-    delay   steps that a prediction takes, at most chunk_steps: meanwhile the next actions of the last chunk are
+    delay   steps that a prediction takes, at most chunk_steps: meanwhile the next actions of the
+    last chunk are
             executed. The first chunk is waited for, in a world that stands still.
     filmed  the first worlds, of which films are made
 
 
-    Returns (n,) bool, its success within the horizon, and films (T, 3, H, W) uint8, each of which ends `linger` steps
-    after success; of a long trial they have some MOST_FRAMES frames. Raises ValueError for chunks that are too short.
+    Returns (n,) bool, its success within the horizon, and films (T, 3, H, W) uint8, each of which
+    ends `linger` steps after success; of a long trial they have some MOST_FRAMES frames. Raises
+    ValueError for chunks that are too short.
     """
     films: list[list[np.ndarray]] = [[] for _ in range(filmed)]
     last = np.full(len(worlds.commands), worlds.horizon)
@@ -112,7 +123,9 @@ def roll_out(
             committed = chunk[:, chunk_steps : chunk_steps + delay] if now and delay else None
             chunk = policy(worlds.observe(), worlds.commands, *([committed] if delay else []))
             if chunk.shape[1] < chunk_steps + delay:
-                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps + delay} to execute")
+                raise ValueError(
+                    f"a chunk of {chunk.shape[1]} actions has no {chunk_steps + delay} to execute"
+                )
             if committed is not None:
                 chunk = np.concatenate([committed, chunk[:, delay:]], 1)
         if now % every == 0 and len(running := np.flatnonzero(now < last[:filmed])):

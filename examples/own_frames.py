@@ -1,11 +1,14 @@
-"""A robot's recordings that no disk holds: a policy cloned from LeRobot's parquet files as shards. Fork this file.
+"""A robot's recordings that no disk holds: a policy cloned from LeRobot's parquet files as shards.
+Fork this file.
 
-    python tools/index_shards.py DATASET/data     # once; a dataset with pictures in parquet, not in videos
-    python train.py examples/own_frames.py shards.root=DATASET/data
-    torchrun --standalone --nproc_per_node=2 train.py examples/own_frames.py shards.root=https://host/DATASET/data
+    python tools/index_shards.py DATASET/data     # once; a dataset with pictures in parquet, not in
+                                                  videos
+    python train.py examples/own_frames.py shards.root=DATASET/data torchrun --standalone
+    --nproc_per_node=2 train.py examples/own_frames.py shards.root=https://host/DATASET/data
 
-A row is a frame, and a shard a file of them: an episode lies in one file, in order. The robot task itself
-(`python train.py robot`) reads datasets that lie on a disk, videos too. Needs pyarrow, and Pillow for pictures.
+A row is a frame, and a shard a file of them: an episode lies in one file, in order. The robot task
+itself (`python train.py robot`) reads datasets that lie on a disk, videos too. Needs pyarrow, and
+Pillow for pictures.
 """
 
 from __future__ import annotations
@@ -37,33 +40,44 @@ class Settings(contract.Settings):
 
 
 class Frames(Shards):
-    """A sample is a frame and the actions of the next `chunk` ones of its episode; beyond its end they are masked."""
+    """A sample is a frame and the actions of the next `chunk` ones of its episode; beyond its end
+    they are masked."""
 
     chunk = 8
 
     def __getitems__(self, indices: list[int]) -> Batch:
         first = np.asarray(indices)
-        end = self.ends[np.searchsorted(self.ends, first, side="right")]  # of the shard, where its last episode ends
+        # of the shard, where its last episode ends
+        end = self.ends[np.searchsorted(self.ends, first, side="right")]
         numbers = np.minimum(first[:, None] + np.arange(self.chunk), end[:, None] - 1)  # (B, T)
         wanted = np.unique(numbers)
         rows = dict(zip(wanted.tolist(), self.read(wanted.tolist()), strict=True))
         chunks = [[rows[n] for n in each] for each in numbers.tolist()]
         beyond = first[:, None] + np.arange(self.chunk) >= end[:, None]
-        other = np.array([[row["episode_index"] != chunk[0]["episode_index"] for row in chunk] for chunk in chunks])
+        other = np.array(
+            [
+                [row["episode_index"] != chunk[0]["episode_index"] for row in chunk]
+                for chunk in chunks
+            ]
+        )
         batch = {
             "state": torch.tensor([chunk[0]["observation.state"] for chunk in chunks]),
             "action": torch.tensor([[row["action"] for row in chunk] for chunk in chunks]),
             "mask": torch.from_numpy(~(beyond | other)).float(),
         }
         pictures = [name for name in chunks[0][0] if name.startswith("observation.images.")]
-        return batch | {name: torch.stack([picture(chunk[0][name]) for chunk in chunks]) for name in pictures}
+        return batch | {
+            name: torch.stack([picture(chunk[0][name]) for chunk in chunks]) for name in pictures
+        }
 
 
 def picture(cell: dict[str, Any]) -> Tensor:
     """LeRobot's cell of a picture -> (3, H, W) uint8."""
     from PIL import Image
 
-    return torch.from_numpy(np.array(Image.open(io.BytesIO(cell["bytes"])).convert("RGB"))).permute(2, 0, 1)
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(cell["bytes"])).convert("RGB"))).permute(
+        2, 0, 1
+    )
 
 
 class Task(contract.Task):
@@ -78,7 +92,9 @@ class Task(contract.Task):
         self.text, row = sets[0].told(), sets[0].read([0])[0]
         if missing := {"observation.state", "action", "episode_index"} - row.keys():
             what = f"the rows have no {', '.join(sorted(missing))}"
-            raise LockstepError(what, self.cfg.shards.root, "give the folder `data` of a LeRobot dataset")
+            raise LockstepError(
+                what, self.cfg.shards.root, "give the folder `data` of a LeRobot dataset"
+            )
         self.sizes = {
             "state": len(row["observation.state"]),
             "action": len(row["action"]),
@@ -104,7 +120,9 @@ class Task(contract.Task):
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
         total, weight = self._errors(model, batch)
-        return Sums(total=total.double(), weight=weight.double(), count=torch.tensor(len(batch["state"])))
+        return Sums(
+            total=total.double(), weight=weight.double(), count=torch.tensor(len(batch["state"]))
+        )
 
     def report(self, sums: Sums) -> dict[str, float]:
         return {"loss": float(sums["total"] / sums["weight"])}
@@ -131,7 +149,9 @@ class Policy(nn.Module):
         ]
         self.eyes = nn.ModuleList([nn.Sequential(*sees) for _ in cameras[:1]])
         width_in = state + len(cameras) * 32 * 16
-        self.acts = nn.Sequential(nn.Linear(width_in, width), nn.ReLU(), nn.Linear(width, chunk * action))
+        self.acts = nn.Sequential(
+            nn.Linear(width_in, width), nn.ReLU(), nn.Linear(width, chunk * action)
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         """{state (B, S), pictures (B, 3, H, W) uint8} -> (B, T, A)"""

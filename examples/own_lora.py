@@ -1,11 +1,13 @@
-"""Fine-tune a language model of Hugging Face with LoRA: only the adapters are trained, and saved. Fork this file.
+"""Fine-tune a language model of Hugging Face with LoRA: only the adapters are trained, and saved.
+Fork this file.
 
     pip install transformers peft                       (the extra [lora])
     python train.py examples/own_lora.py
-    torchrun --standalone --nproc_per_node=2 train.py examples/own_lora.py text.path=mine.txt text.base=models/gpt2
+    torchrun --standalone --nproc_per_node=2 train.py examples/own_lora.py text.path=mine.txt
+        text.base=models/gpt2
 
-Without `text.base`, the folder of a pretrained model, the base is a tiny GPT-2 with random weights that reads bytes;
-without `text.path` it learns a made-up text. Nothing is downloaded.
+Without `text.base`, the folder of a pretrained model, the base is a tiny GPT-2 with random weights
+that reads bytes; without `text.path` it learns a made-up text. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from engine.contract import Batch, LockstepError, Loss, Sums
 @dataclass
 class Text:
     path: str = option("", "a text in UTF-8; empty: a made-up one")
-    base: str = option("", "folder of a pretrained model with its tokenizer; empty: a tiny one with random weights")
+    base: str = option(
+        "", "folder of a pretrained model with its tokenizer; empty: a tiny one with random weights"
+    )
     length: int = option(32, "tokens of a sample", low=2)
     rank: int = option(8, "rank of the adapters", low=1)
 
@@ -59,17 +63,29 @@ class Task(contract.Task):
         return Windows(tokens[:cut], cfg.length), Windows(tokens[cut:], cfg.length)
 
     def model(self) -> nn.Module:
-        """A frozen base with adapters. The base comes from here on every start, also when a run is resumed."""
+        """A frozen base with adapters. The base comes from here on every start, also when a run is
+        resumed."""
         transformers, peft = needed("transformers"), needed("peft")
         base = self.cfg.text.base
         if base:
-            model = transformers.AutoModelForCausalLM.from_pretrained(base, local_files_only=True, dtype=torch.float32)
-        else:  # random, but the same on every start, because of `seed`; without dropout no cut of a batch matters
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base, local_files_only=True, dtype=torch.float32
+            )
+        # random, but the same on every start, because of `seed`; without dropout no cut of a batch
+        # matters
+        else:
             sizes = {"vocab_size": 256, "n_positions": 256, "n_embd": 48, "n_layer": 2, "n_head": 2}
-            others = {"initializer_range": 0.2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            others = {
+                "initializer_range": 0.2,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            }
             model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **others))
         model.config.use_cache = False
-        adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=self.cfg.text.rank, target_modules="all-linear")
+        adapters = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=self.cfg.text.rank, target_modules="all-linear"
+        )
         return peft.get_peft_model(model, adapters)
 
     def saved(self, name: str) -> bool:
@@ -83,7 +99,9 @@ class Task(contract.Task):
     def score(self, model: nn.Module, batch: Batch) -> Sums:
         tokens = batch["tokens"]
         return Sums(
-            loss=_loss(model, tokens), tokens=torch.tensor(tokens[:, 1:].numel()), count=torch.tensor(len(tokens))
+            loss=_loss(model, tokens),
+            tokens=torch.tensor(tokens[:, 1:].numel()),
+            count=torch.tensor(len(tokens)),
         )
 
     def report(self, sums: Sums) -> dict[str, float]:
@@ -93,14 +111,18 @@ class Task(contract.Task):
 
 def _loss(net: nn.Module, tokens: Tensor) -> Tensor:
     logits = net(input_ids=tokens[:, :-1]).logits.float()  # (B, length, vocabulary)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+    )
 
 
 def needed(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise LockstepError(f"this needs {package}", "examples/own_lora.py", f"pip install {package}") from None
+        raise LockstepError(
+            f"this needs {package}", "examples/own_lora.py", f"pip install {package}"
+        ) from None
 
 
 def tokenize(text: str, base: str) -> Tensor:
@@ -115,7 +137,9 @@ def read(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, ValueError) as error:
-        raise LockstepError(f"cannot read the text: {error}", path, "give a text in UTF-8") from None
+        raise LockstepError(
+            f"cannot read the text: {error}", path, "give a text in UTF-8"
+        ) from None
 
 
 def made_up() -> str:

@@ -1,9 +1,11 @@
-"""An optimizer of your own: Muon for the hidden matrices, AdamW with a rate for each other part. Fork this file.
+"""An optimizer of your own: Muon for the hidden matrices, AdamW with a rate for each other part.
+Fork this file.
 
-    python train.py examples/own_optimizer.py
-    torchrun --standalone --nproc_per_node=2 train.py examples/own_optimizer.py optim.zero=true schedule.kind=wsd
+    python train.py examples/own_optimizer.py torchrun --standalone --nproc_per_node=2 train.py
+    examples/own_optimizer.py optim.zero=true schedule.kind=wsd
 
-Any torch.optim.Optimizer will do whose step needs no closure. The task here: which of six tones a noisy sound holds.
+Any torch.optim.Optimizer will do whose step needs no closure. The task here: which of six tones a
+noisy sound holds.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Sounds:
         self.y = torch.randint(TONES, (count,), generator=draw)
         phase = torch.rand(count, 1, generator=draw) * 2 * torch.pi
         time = torch.linspace(0, 2 * torch.pi, STEPS)
-        self.x = torch.sin((self.y[:, None] + 2) * time + phase) + torch.randn(count, STEPS, generator=draw)
+        self.x = torch.sin((self.y[:, None] + 2) * time + phase) + torch.randn(
+            count, STEPS, generator=draw
+        )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -44,19 +48,31 @@ class Task(contract.Task):
     def model(self) -> nn.Module:
         """YOUR MODEL goes here: any nn.Module."""
         return nn.Sequential(
-            nn.Linear(STEPS, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, TONES)
+            nn.Linear(STEPS, 128),
+            nn.GELU(),
+            nn.Linear(128, 128),
+            nn.GELU(),
+            nn.LayerNorm(128),
+            nn.Linear(128, TONES),
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """`optim.lr` is the peak of the schedule; a group with a rate of its own keeps its share of it."""
+        """`optim.lr` is the peak of the schedule; a group with a rate of its own keeps its share of
+        it."""
         lr, decay = self.cfg.optim.lr, self.cfg.optim.weight_decay
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # optim.freeze has been here
+        # optim.freeze has been here
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         head = [p for name, p in trained.items() if name.startswith("5.")]
         hidden = [p for name, p in trained.items() if p.ndim == 2 and not name.startswith("5.")]
         rest = [p for name, p in trained.items() if p.ndim < 2 and not name.startswith("5.")]
         muon = torch.optim.Muon(hidden, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        groups = [{"params": head, "lr": lr / 2, "betas": (0.9, 0.95)}, {"params": rest, "weight_decay": 0.0}]
-        return ChainedOptimizer(muon, torch.optim.AdamW(groups, lr=lr, weight_decay=decay, fused=True))
+        groups = [
+            {"params": head, "lr": lr / 2, "betas": (0.9, 0.95)},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        return ChainedOptimizer(
+            muon, torch.optim.AdamW(groups, lr=lr, weight_decay=decay, fused=True)
+        )
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Sums, never means: the engine divides, once, over all passes and ranks."""
@@ -68,7 +84,10 @@ class Task(contract.Task):
         return Sums(loss=_loss(output, batch["y"]), hits=hits, count=torch.tensor(len(output)))
 
     def report(self, sums: Sums) -> dict[str, float]:
-        return {"loss": float(sums["loss"] / sums["count"]), "accuracy": float(sums["hits"] / sums["count"])}
+        return {
+            "loss": float(sums["loss"] / sums["count"]),
+            "accuracy": float(sums["hits"] / sums["count"]),
+        }
 
 
 def _loss(output: Tensor, y: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Your own robot: logs of demonstrations -> a dataset in LeRobot's format -> a trained policy. Fork this file.
+"""Your own robot: logs of demonstrations -> a dataset in LeRobot's format -> a trained policy. Fork
+this file.
 
     python examples/own_robot.py FOLDER [arguments of the training, such as steps=2000]
 
-FOLDER (or FOLDER/raw) holds your logs, one .npz per episode with states, pictures and actions. Change `FEATURES` and
-`read_episode` to fit. Without logs of yours some are made up, in FOLDER/made_up, and that is printed: a gripper that
-goes to a ball. A dataset that was recorded with LeRobot needs no conversion: dataset.root=DIR takes it as it is.
-`python train.py robot --help` lists the arguments of the training. Needs pyarrow: pip install pyarrow
+FOLDER (or FOLDER/raw) holds your logs, one .npz per episode with states, pictures and actions.
+Change `FEATURES` and `read_episode` to fit. Without logs of yours some are made up, in
+FOLDER/made_up, and that is printed: a gripper that goes to a ball. A dataset that was recorded with
+LeRobot needs no conversion: dataset.root=DIR takes it as it is. `python train.py robot --help`
+lists the arguments of the training. Needs pyarrow: pip install pyarrow
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from tools.own_data import find_raw, run, start
 FPS, SIZE = 10, 32
 FEATURES = {
     "observation.state": ("float32", (2,)),
-    "observation.images.top": ("image", (3, SIZE, SIZE)),  # or "video", smaller on the disk and not exact
+    # or "video", smaller on the disk and not exact
+    "observation.images.top": ("image", (3, SIZE, SIZE)),
     "action": ("float32", (2,)),  # commands to the robot, in their own units
 }
-NAMES = {"observation.state": ["x.pos", "y.pos"], "action": ["x.pos", "y.pos"]}  # LeRobot replays an action by these
+# LeRobot replays an action by these
+NAMES = {"observation.state": ["x.pos", "y.pos"], "action": ["x.pos", "y.pos"]}
 SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
 """Settings of the training; arguments of the command line override them."""
 
@@ -46,8 +50,14 @@ def make_raw(folder: Path) -> None:
             goals.append(goal)
             hand = goal
         near = [np.hypot(x - at[0], y - at[1]) < 0.15 for at in (ball, *hands)]
-        pictures = [np.stack([255 * near[0], 255 * here, 0 * here]) for here in near[1:]]  # (3, H, W) each
-        log = {"state": hands, "goal": goals, "camera": np.array(pictures, np.uint8), "task": "go to the ball"}
+        # (3, H, W) each
+        pictures = [np.stack([255 * near[0], 255 * here, 0 * here]) for here in near[1:]]
+        log = {
+            "state": hands,
+            "goal": goals,
+            "camera": np.array(pictures, np.uint8),
+            "task": "go to the ball",
+        }
         np.savez(folder / f"episode_{episode:03d}.npz", **log)
 
 
@@ -64,7 +74,8 @@ def read_episode(path: Path) -> tuple[dict[str, np.ndarray], str]:
 
 def convert(raw: Path, target: Path) -> None:
     with Recorder(target, FPS, FEATURES, robot_type="mine", names=NAMES, resume=True) as recorder:
-        for path in sorted(raw.glob("*.npz"))[recorder.num_episodes :]:  # after a kill: those that are not there
+        # after a kill: those that are not there
+        for path in sorted(raw.glob("*.npz"))[recorder.num_episodes :]:
             recorder.add_episode(*read_episode(path))
 
 
@@ -82,7 +93,11 @@ def main(*words: str) -> None:
         print(f"{data} is there already: remove it after a change in {raw}")
     print(f"{len(list(raw.glob('*.npz')))} demonstrations in {raw} -> {data}")
     given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
-    settings = {key: value for key, value in SETTINGS.items() if not {key, key.removeprefix("dataset.")} & given}
+    settings = {
+        key: value
+        for key, value in SETTINGS.items()
+        if not {key, key.removeprefix("dataset.")} & given
+    }
     settings |= {"dataset.root": data, "save_dir": folder / "run"}
     run("train.py", "robot", *(f"{key}={value}" for key, value in settings.items()), *more)
     run("tools/evaluate.py", str(folder / "run"))

@@ -3,10 +3,11 @@
 
     python examples/own_sensors.py FOLDER [arguments of the training, such as epochs=20]
 
-FOLDER holds your files in the usual form: one CSV per recording, and recordings.csv, which names the file, the person
-(subject) and the label of each. They may lie in FOLDER/raw, too. Change `PREPARE` to fit. Where samples are missing a
-recording is cut in two, and that is printed. Without files of yours some are made up, in FOLDER/made_up, and
-that is printed, too. `python train.py har --help` lists the arguments of the training.
+FOLDER holds your files in the usual form: one CSV per recording, and recordings.csv, which names
+the file, the person (subject) and the label of each. They may lie in FOLDER/raw, too. Change
+`PREPARE` to fit. Where samples are missing a recording is cut in two, and that is printed. Without
+files of yours some are made up, in FOLDER/made_up, and that is printed, too. `python train.py har
+--help` lists the arguments of the training.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from engine import config
 from tools.own_data import find_raw, run, start
 
 TABLE = "recordings.csv"
-CHANNELS = ["acc_x", "acc_y", "acc_z"]  # three axes of one sensor side by side: the augmentation turns them together
+# three axes of one sensor side by side: the augmentation turns them together
+CHANNELS = ["acc_x", "acc_y", "acc_z"]
 PREPARE = ["--channels", ",".join(CHANNELS), "--rate", "50"]
-"""How tools/prepare_windows.py reads your files: its --help has columns, units, what is missing and more."""
+"""How tools/prepare_windows.py reads your files: its --help has columns, units, what is missing and
+more."""
 SETTINGS = {"dataset.length": 100, "dataset.stride": 50, "epochs": 10}
 """Settings of the training; arguments of the command line override them."""
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA take this place: folder/recordings.csv (file, subject, label) and the files that it names."""
+    """YOUR DATA take this place: folder/recordings.csv (file, subject, label) and the files that it
+    names."""
     rng = np.random.default_rng(0)
     hertz = {"rest": 0.0, "walk": 2.0, "wave": 4.0}
     rows = []
@@ -42,14 +46,17 @@ def make_raw(folder: Path) -> None:
         for label in hertz:
             for n in range(2):
                 time = np.sort(rng.uniform(0, 12, 600))  # seconds
-                swing = np.sin(2 * np.pi * own * hertz[label] * time[:, None] + rng.uniform(0, 6, 3))
+                swing = np.sin(
+                    2 * np.pi * own * hertz[label] * time[:, None] + rng.uniform(0, 6, 3)
+                )
                 values = swing * (label != "rest") + [0, 0, 9.81] + rng.normal(0, 0.05, (600, 3))
                 name = f"{subject}_{label}_{n}.csv"
                 with open(folder / name, "w", newline="", encoding="utf-8") as file:
                     table = csv.writer(file)
                     table.writerow(["time_s", *CHANNELS])
                     table.writerows(
-                        [f"{t:.4f}", *(f"{v:.4f}" for v in row)] for t, row in zip(time, values, strict=True)
+                        [f"{t:.4f}", *(f"{v:.4f}" for v in row)]
+                        for t, row in zip(time, values, strict=True)
                     )
                 rows.append([name, subject, label])
     with open(folder / TABLE, "w", newline="", encoding="utf-8") as file:
@@ -65,7 +72,8 @@ def main(*words: str) -> None:
     given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
     settings = {key: value for key, value in SETTINGS.items() if key not in given}
     words = (*(f"{key}={value}" for key, value in settings.items()), *more)
-    length = config.parse(["--task", "har", *words], tasks.load).cfg.dataset.length  # fails before anything is written
+    # fails before anything is written
+    length = config.parse(["--task", "har", *words], tasks.load).cfg.dataset.length
     wanted = "file,subject,label, and a row for each recording"
     raw, folder = find_raw(Path(where).resolve(), TABLE, wanted, [".csv"], make_raw)
     data = folder / "sensors.npz"

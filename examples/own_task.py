@@ -1,7 +1,7 @@
 """Anything else is one file: a network that learns a number from a table. Fork this file.
 
-    python train.py examples/own_task.py
-    torchrun --standalone --nproc_per_node=2 train.py examples/own_task.py table.path=mine.csv table.target=price
+    python train.py examples/own_task.py torchrun --standalone --nproc_per_node=2 train.py
+    examples/own_task.py table.path=mine.csv table.target=price
 
 Without a table of your own it learns a made-up one. engine/contract.py is the whole interface.
 """
@@ -23,11 +23,14 @@ from engine.contract import Batch, LockstepError, Loss, PerSample, Sums
 
 @dataclass
 class Table:
-    """The task's own config: each field is a key, `table.path=mine.csv`, with its default, its help and its range."""
+    """The task's own config: each field is a key, `table.path=mine.csv`, with its default, its help
+    and its range."""
 
     path: str = option("", "CSV of numbers with a header; empty: a made-up table")
     target: str = option("y", "the column to learn; all others are inputs")
-    val_share: float = option(0.2, "share of the rows to validate on: the last ones", low=0.01, high=0.9)
+    val_share: float = option(
+        0.2, "share of the rows to validate on: the last ones", low=0.01, high=0.9
+    )
 
 
 @dataclass
@@ -36,7 +39,8 @@ class Settings(contract.Settings):
 
 
 class Rows:
-    """A dataset: `__len__`, and `__getitems__` for a batch at once (or `__getitem__` for one sample)."""
+    """A dataset: `__len__`, and `__getitems__` for a batch at once (or `__getitem__` for one
+    sample)."""
 
     def __init__(self, x: Tensor, y: Tensor):
         self.x, self.y = x, y  # (N, C) and (N,) float32
@@ -51,19 +55,23 @@ class Rows:
 class Task(contract.Task):
     Settings = Settings
     defaults = {"epochs": 20, "batch_size": 32, "optim.lr": 1e-2}
-    monitor = "rmse"  # the metric that picks the best checkpoint: lower is better unless `higher_is_better`
+    # the metric that picks the best checkpoint: lower is better unless `higher_is_better`
+    monitor = "rmse"
 
     def datasets(self) -> tuple[Rows, Rows]:
         cfg = self.cfg.table
         names, numbers = read(cfg.path) if cfg.path else made_up()
         if cfg.target not in names:
-            raise LockstepError(f"no column {cfg.target!r}", "table.target", f"choose of {', '.join(names)}")
+            raise LockstepError(
+                f"no column {cfg.target!r}", "table.target", f"choose of {', '.join(names)}"
+            )
         table = torch.tensor(numbers, dtype=torch.float32)
         y = table[:, names.index(cfg.target)]
         x = table[:, [n for n, name in enumerate(names) if name != cfg.target]]
         cut = len(y) - max(1, int(cfg.val_share * len(y)))
         train, val = Rows(x[:cut], y[:cut]), Rows(x[cut:], y[cut:])
-        # From the training rows only, without those of `exclude`; the model keeps them: a checkpoint needs no table.
+        # From the training rows only, without those of `exclude`; the model keeps them: a
+        # checkpoint needs no table.
         known = train.x[torch.from_numpy(self.kept(train))]
         self.mean, self.std = known.mean(0), known.std(0).clamp(min=1e-6)
         return train, val
@@ -78,7 +86,9 @@ class Task(contract.Task):
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
         error = model(batch["x"]) - batch["y"]
-        return Sums(square=error.square().sum(), off=error.abs().sum(), count=torch.tensor(len(error)))
+        return Sums(
+            square=error.square().sum(), off=error.abs().sum(), count=torch.tensor(len(error))
+        )
 
     def report(self, sums: Sums) -> dict[str, float]:
         count = sums["count"]
@@ -113,7 +123,9 @@ def read(path: str) -> tuple[list[str], Any]:
             header, *rows = csv.reader(file)
         return header, np.array(rows, dtype=np.float32)
     except (OSError, ValueError) as error:
-        raise LockstepError(f"cannot read the table: {error}", path, "give a CSV of numbers") from None
+        raise LockstepError(
+            f"cannot read the table: {error}", path, "give a CSV of numbers"
+        ) from None
 
 
 def made_up() -> tuple[list[str], Any]:

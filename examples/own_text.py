@@ -1,12 +1,14 @@
 """Text is one file, too: a GPT that learns to write the next character of a text. Fork this file.
 
     python train.py examples/own_text.py
-    torchrun --standalone --nproc_per_node=2 train.py examples/own_text.py text.path=mine.txt model.layers=6
-    python train.py examples/own_text.py shards.root=https://host/texts    # more than a disk holds: {"text": ...} lines
+    torchrun --standalone --nproc_per_node=2 train.py examples/own_text.py text.path=mine.txt
+        model.layers=6
+    python train.py examples/own_text.py shards.root=https://host/texts
+        # more than a disk holds: {"text": ...} lines
 
-Without a text of your own it reads the documentation that comes with Python, and ends at a loss below 1.6 nats a
-character on its last tenth: some 175 s of CPU time with bf16, 103 s on two processes with global_batch=16.
-engine/contract.py is the whole interface.
+Without a text of your own it reads the documentation that comes with Python, and ends at a loss
+below 1.6 nats a character on its last tenth: some 175 s of CPU time with bf16, 103 s on two
+processes with global_batch=16. engine/contract.py is the whole interface.
 """
 
 from __future__ import annotations
@@ -48,11 +50,13 @@ class Settings(contract.Settings):
 
 
 class Windows:
-    """Windows of a text. With `drawn` each begins in every epoch at another place of its stretch of the text, which the
-    loader's seeds decide: the same on any number of processes, in loader processes, and after a resume."""
+    """Windows of a text. With `drawn` each begins in every epoch at another place of its stretch of
+    the text, which the loader's seeds decide: the same on any number of processes, in loader
+    processes, and after a resume."""
 
     def __init__(self, text: Tensor, weight: Tensor, length: int, drawn: bool):
-        self.text, self.weight, self.length, self.drawn = text, weight, length, drawn  # (N,) int64, (N,) float32
+        # (N,) int64, (N,) float32
+        self.text, self.weight, self.length, self.drawn = text, weight, length, drawn
 
     def __len__(self) -> int:
         return (len(self.text) - 1) // self.length
@@ -68,8 +72,8 @@ class Windows:
 
 
 class Documents(Shards):
-    """Texts in shards, {"text": ...} each: a window of each, which begins where the loader's seeds say. Characters are
-    bytes here, so that nobody has to read all texts to number them."""
+    """Texts in shards, {"text": ...} each: a window of each, which begins where the loader's seeds
+    say. Characters are bytes here, so that nobody has to read all texts to number them."""
 
     length, indent_weight = 128, 0.1
 
@@ -79,17 +83,21 @@ class Documents(Shards):
             torch.zeros(len(texts), self.length + 1, dtype=torch.int64),
             torch.zeros(len(texts), self.length),
         )
-        for n, (text, drawn) in enumerate(zip(texts, uniform(seeds, 1)[:, 0].tolist(), strict=True)):
+        for n, (text, drawn) in enumerate(
+            zip(texts, uniform(seeds, 1)[:, 0].tolist(), strict=True)
+        ):
             first = int(drawn * max(1, len(text) - self.length))
             part = torch.tensor([*text[first : first + self.length + 1]])
-            chars[n, : len(part)], weight[n, : len(part) - 1] = part, 1.0  # beyond a short text nothing is predicted
+            # beyond a short text nothing is predicted
+            chars[n, : len(part)], weight[n, : len(part) - 1] = part, 1.0
         spaces = chars == ord(" ")
         weight[spaces[:, 1:] & spaces[:, :-1]] *= self.indent_weight
         return {"x": chars[:, :-1], "y": chars[:, 1:], "weight": weight}
 
 
 def text_of(sample: dict[str, Any]) -> bytes:
-    """Return the text of a line of jsonl or a row of parquet, or of the file .txt of a tar's sample."""
+    """Return the text of a line of jsonl or a row of parquet, or of the file .txt of a tar's
+    sample."""
     return sample["txt"] if "txt" in sample else sample["text"].encode()
 
 
@@ -112,14 +120,20 @@ class Task(contract.Task):
         chars = torch.tensor([number[char] for char in text])
         spaces = torch.tensor([char == " " for char in text])
         weight = torch.ones(len(text))
-        weight[1:][spaces[1:] & spaces[:-1]] = cfg.indent_weight  # the loss is a mean over weights, not over characters
+        # the loss is a mean over weights, not over characters
+        weight[1:][spaces[1:] & spaces[:-1]] = cfg.indent_weight
         cut = len(text) - int(cfg.val_share * len(text))
         if min(cut, len(text) - cut) <= cfg.length:
-            raise LockstepError(f"a text of {len(text)} characters", "text", "a longer one, or text.length")
+            raise LockstepError(
+                f"a text of {len(text)} characters", "text", "a longer one, or text.length"
+            )
         parts = (slice(0, cut), True), (slice(cut, None), False)
-        train, val = (Windows(chars[part], weight[part], cfg.length, drawn) for part, drawn in parts)
+        train, val = (
+            Windows(chars[part], weight[part], cfg.length, drawn) for part, drawn in parts
+        )
         self.text = (
-            f"{len(text)} characters, {len(self.chars)} different; {len(train)} windows of {cfg.length} to train on"
+            f"{len(text)} characters, {len(self.chars)} different; {len(train)} windows "
+            f"of {cfg.length} to train on"
         )
         return train, val
 
@@ -137,7 +151,8 @@ class Task(contract.Task):
         return GPT(len(self.chars), self.cfg.text.length, cfg.width, cfg.layers, cfg.heads)
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Windows have more and less weight: two sums, which the engine divides over all passes and processes."""
+        """Windows have more and less weight: two sums, which the engine divides over all passes and
+        processes."""
         return Loss(self._losses(net, batch).sum(), batch["weight"].sum())
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
@@ -150,7 +165,9 @@ class Task(contract.Task):
 
     def _losses(self, net: nn.Module, batch: Batch) -> Tensor:
         logits = net(batch["x"]).float()  # (B, T, C)
-        return F.cross_entropy(logits.transpose(1, 2), batch["y"], reduction="none") * batch["weight"]
+        return (
+            F.cross_entropy(logits.transpose(1, 2), batch["y"], reduction="none") * batch["weight"]
+        )
 
 
 class GPT(nn.Module):
@@ -158,7 +175,10 @@ class GPT(nn.Module):
 
     def __init__(self, chars: int, length: int, width: int, layers: int, heads: int):
         super().__init__()
-        self.embed, self.place = nn.Embedding(chars, width), nn.Parameter(0.02 * torch.randn(length, width))
+        self.embed, self.place = (
+            nn.Embedding(chars, width),
+            nn.Parameter(0.02 * torch.randn(length, width)),
+        )
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, chars, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -175,11 +195,16 @@ class Block(nn.Module):
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) -> (B, T, width)"""
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        # (B, H, T, D)
+        q, k, v = (
+            self.qkv(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norms[1](x))
@@ -189,7 +214,9 @@ def read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise LockstepError(f"cannot read the text: {error}", path, "give a text file in UTF-8") from None
+        raise LockstepError(
+            f"cannot read the text: {error}", path, "give a text file in UTF-8"
+        ) from None
 
 
 def documentation() -> str:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Your own videos: recordings and a CSV of trials -> packed clips -> a trained model. Fork this file.
+"""Your own videos: recordings and a CSV of trials -> packed clips -> a trained model. Fork this
+file.
 
     python examples/own_videos.py FOLDER [arguments of the training, such as epochs=20]
 
-FOLDER holds your videos and trials.csv, which has the video, the time and the label of each trial. They may lie in
-FOLDER/raw, too. tools/prepare_clips.py converts them: to gray, cropped, resized; a trial that reaches beyond its video
-is an error. Without files of yours some are made up, in FOLDER/made_up, and that is printed: a bright spot, the
-"animal", that rests, runs or turns. `python train.py video --help` lists the arguments of the training.
-Needs PyAV: pip install av
+FOLDER holds your videos and trials.csv, which has the video, the time and the label of each trial.
+They may lie in FOLDER/raw, too. tools/prepare_clips.py converts them: to gray, cropped, resized; a
+trial that reaches beyond its video is an error. Without files of yours some are made up, in
+FOLDER/made_up, and that is printed: a bright spot, the "animal", that rests, runs or turns. `python
+train.py video --help` lists the arguments of the training. Needs PyAV: pip install av
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA take this place: folder/trials.csv (video, start_s, label) and the videos that it names."""
+    """YOUR DATA take this place: folder/trials.csv (video, start_s, label) and the videos that it
+    names."""
     rng = np.random.default_rng(0)
     rows = []
     for v in range(5):
         labels = rng.permutation(np.repeat(["rest", "run", "turn"], 4))
-        write_video(folder / f"mouse{v}.mp4", np.concatenate([one_trial(label, rng) for label in labels]))
-        rows += [[f"mouse{v}.mp4", f"{n * LENGTH / FPS:.2f}", label] for n, label in enumerate(labels)]
+        write_video(
+            folder / f"mouse{v}.mp4", np.concatenate([one_trial(label, rng) for label in labels])
+        )
+        rows += [
+            [f"mouse{v}.mp4", f"{n * LENGTH / FPS:.2f}", label] for n, label in enumerate(labels)
+        ]
     with open(folder / TABLE, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["video", "start_s", "label"], *rows])
 
@@ -49,7 +55,9 @@ def one_trial(label: str, rng: np.random.Generator) -> np.ndarray:
     if label == "run":
         place = place + np.array([np.cos(course), np.sin(course)]) * (time - LENGTH / 2)
     elif label == "turn":
-        place = place + 9 * np.concatenate([np.cos(0.5 * time + course), np.sin(0.5 * time + course)], 1)
+        place = place + 9 * np.concatenate(
+            [np.cos(0.5 * time + course), np.sin(0.5 * time + course)], 1
+        )
     y, x = np.mgrid[:SIZE, :SIZE]
     place = np.broadcast_to(place, (LENGTH, 2))[:, :, None, None]  # (T, 2, 1, 1)
     spot = 200 * np.exp(-((y - place[:, 0]) ** 2 + (x - place[:, 1]) ** 2) / 20)
@@ -61,9 +69,16 @@ def write_video(path: Path, frames: np.ndarray) -> None:
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=FPS)
-        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = SIZE, SIZE, "yuv420p", 2_000_000
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = (
+            SIZE,
+            SIZE,
+            "yuv420p",
+            2_000_000,
+        )
         for frame in frames:
-            for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="gray").reformat(format="yuv420p")):
+            for packet in stream.encode(
+                av.VideoFrame.from_ndarray(frame, format="gray").reformat(format="yuv420p")
+            ):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
@@ -85,7 +100,11 @@ def main(*words: str) -> None:
     else:
         print(f"{data} is there already: remove it after a change in {raw}")
     given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
-    settings = {key: value for key, value in SETTINGS.items() if not {key, key.removeprefix("dataset.")} & given}
+    settings = {
+        key: value
+        for key, value in SETTINGS.items()
+        if not {key, key.removeprefix("dataset.")} & given
+    }
     settings |= {"dataset.root": data, "save_dir": folder / "run"}
     run("train.py", "video", *(f"{key}={value}" for key, value in settings.items()), *more)
     run("tools/evaluate.py", str(folder / "run"))

@@ -1,4 +1,5 @@
-"""Untrusted data: .npy and .npz files with headers that fit the file's size, tables of text, and names for paths.
+"""Untrusted data: .npy and .npz files with headers that fit the file's size, tables of text, and
+names for paths.
 
 Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
 """
@@ -50,23 +51,30 @@ def text_lines(path: Path) -> list[str]:
 
 
 def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Return the header of a table and an iterator over (line, cells) of its rows, without lines that are empty.
+    """Return the header of a table and an iterator over (line, cells) of its rows, without lines
+    that are empty.
 
-    Commas, semicolons or tabs separate: what the header has most of. Its names are stripped. Raises LockstepError for a
-    name that stands twice, for a cell beyond the header, whose row may be shifted, and for a quote that swallows lines.
+    Commas, semicolons or tabs separate: what the header has most of. Its names are stripped. Raises
+    LockstepError for a name that stands twice, for a cell beyond the header, whose row may be
+    shifted, and for a quote that swallows lines.
     """
     rows = _csv_rows(path, lines)
     header = [name.strip() for name in next(rows, (1, []))[1]]
     while header and not header[-1]:  # a spreadsheet's empty columns
         header.pop()
     if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
-        raise LockstepError(f"the header names {twice[0]} twice", f"{path}:1", "name each column once")
+        raise LockstepError(
+            f"the header names {twice[0]} twice", f"{path}:1", "name each column once"
+        )
 
     def checked() -> Iterator[tuple[int, list[str]]]:
         for line, cells in rows:
             if any(cell.strip() for cell in cells[len(header) :]):
                 what = f"{len(cells)} cells, the header names {len(header)}"
-                todo = "write a decimal point in numbers, quote a text that has the separator, or name the column"
+                todo = (
+                    "write a decimal point in numbers, quote a text that has the separator, "
+                    "or name the column"
+                )
                 raise LockstepError(what, f"{path}:{line}", todo)
             if len(cells) > 1 or "".join(cells).strip():
                 yield line, cells
@@ -75,7 +83,8 @@ def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[in
 
 
 def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells). Raises LockstepError for a row of several lines, which a stray quote makes of many."""
+    """Yield (line, cells). Raises LockstepError for a row of several lines, which a stray quote
+    makes of many."""
     reader, line = csv.reader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count)), 0
     try:
         for line, cells in enumerate(reader, 1):
@@ -95,14 +104,23 @@ def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
 def is_file_name(name: str) -> bool:
     """Return whether a name from data can safely name a file in a folder."""
     return (
-        name.isprintable() and name not in ("", ".", "..") and not set(name) & {"/", "\\"} and len(name.encode()) <= 200
+        name.isprintable()
+        and name not in ("", ".", "..")
+        and not set(name) & {"/", "\\"}
+        and len(name.encode()) <= 200
     )
 
 
 def stays_below(path: str) -> bool:
-    """Return whether a path stays inside its folder. Only the text counts: links in there are the owner's own."""
+    """Return whether a path stays inside its folder. Only the text counts: links in there are the
+    owner's own."""
     path = os.path.normpath(path)
-    return path.isprintable() and not os.path.isabs(path) and path != ".." and not path.startswith("../")
+    return (
+        path.isprintable()
+        and not os.path.isabs(path)
+        and path != ".."
+        and not path.startswith("../")
+    )
 
 
 def load_npy(path: Path) -> np.ndarray:
@@ -112,7 +130,8 @@ def load_npy(path: Path) -> np.ndarray:
 
 
 def map_npy(path: Path) -> np.ndarray:
-    """Return the array of a .npy file as a read-only memory map; only the header is read. Raises LockstepError."""
+    """Return the array of a .npy file as a read-only memory map; only the header is read. Raises
+    LockstepError."""
     with _wrap_errors(path, ".npy", "save"):
         with open(path, "rb") as file:
             _check_header(file, os.fstat(file.fileno()).st_size)
@@ -120,44 +139,59 @@ def map_npy(path: Path) -> np.ndarray:
 
 
 def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: str) -> np.ndarray:
-    """Map (N,) indices into `names` to indices into `classes`, a model's. Raises LockstepError for a class it lacks."""
+    """Map (N,) indices into `names` to indices into `classes`, a model's. Raises LockstepError for
+    a class it lacks."""
     number = {name: c for c, name in enumerate(classes)}
     strange = [names[c] for c in sorted({*labels.tolist()}) if names[c] not in number]
     if strange:
         what = f"class {strange[0]!r} is not one of the model's"
-        raise LockstepError(what, where, f"it knows {', '.join(classes)}: rename it, or leave it out")
+        raise LockstepError(
+            what, where, f"it knows {', '.join(classes)}: rename it, or leave it out"
+        )
     return np.array([number.get(name, -1) for name in names], dtype=np.int64)[labels]
 
 
 def look_alikes(counts: Mapping[str, int], typos: bool = True) -> list[str]:
-    """Return a sentence on each two names, {name: how many}, that may be one: but for case, spaces and punctuation or,
-    with `typos`, where a rare one differs from a frequent one in a letter or two."""
+    """Return a sentence on each two names, {name: how many}, that may be one: but for case, spaces
+    and punctuation or, with `typos`, where a rare one differs from a frequent one in a letter or
+    two."""
     found = []
     ordered = sorted(counts, key=lambda name: (counts[name], name))
     for rare, often in itertools.combinations(ordered, 2):
         same = len({re.sub(r"[\W_]", "", name.casefold()) for name in (rare, often)}) == 1
         near = difflib.SequenceMatcher(None, rare, often).ratio() >= 0.75
-        if same or (typos and near and counts[rare] < counts[often] and counts[rare] <= max(2, counts[often] // 3)):
-            found.append(f"{rare!r} ({counts[rare]}) is spelled nearly as {often!r} ({counts[often]}): two, or one?")
+        if same or (
+            typos
+            and near
+            and counts[rare] < counts[often]
+            and counts[rare] <= max(2, counts[often] // 3)
+        ):
+            found.append(
+                f"{rare!r} ({counts[rare]}) is spelled nearly as {often!r} ({counts[often]}): "
+                "two, or one?"
+            )
     return found
 
 
 _AT_ONCE = 128 << 10
-"""Bytes per request: Linux silently shortens one that is larger than the disk's usual read-ahead."""
+"""Bytes per request: Linux silently shortens one that is larger than the disk's usual
+read-ahead."""
 
 
 def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
-    """Ask the kernel to read rows [f, f + count) of a memory map, for each f in `first`; returns at once.
+    """Ask the kernel to read rows [f, f + count) of a memory map, for each f in `first`; returns at
+    once.
 
-    Otherwise each first access to a group of pages waits for the disk. Rows that are in memory already cost some
-    microseconds. It never fails, because only speed depends on it.
+    Otherwise each first access to a group of pages waits for the disk. Rows that are in memory
+    already cost some microseconds. It never fails, because only speed depends on it.
     """
     memory = mapped if isinstance(mapped, np.memmap) else mapped.base
     assert isinstance(memory, np.memmap) and isinstance(memory.base, mmap.mmap)
     if not hasattr(mmap, "MADV_WILLNEED"):  # Windows
         return
     row = mapped.strides[0]
-    begins = memory.offset % mmap.ALLOCATIONGRANULARITY + first * row  # the map itself begins at such a multiple
+    # the map itself begins at such a multiple
+    begins = memory.offset % mmap.ALLOCATIONGRANULARITY + first * row
     with contextlib.suppress(OSError):
         for begin in begins.tolist():
             end = begin + count * row
@@ -203,20 +237,27 @@ def _is_text(array: np.ndarray) -> bool:
 
 
 def _check_header(file: IO[bytes], size: int) -> None:
-    """Raise ValueError unless the `size` bytes of `file` hold the plain array that its header describes."""
+    """Raise ValueError unless the `size` bytes of `file` hold the plain array that its header
+    describes."""
     if not size:
         raise ValueError("the file is empty")
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"format {version[0]}.{version[1]} is not read")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    read = (
+        np.lib.format.read_array_header_1_0
+        if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
     shape, _, dtype = read(file)
     if dtype.kind not in "biufUS" or not dtype.itemsize:
         found = "Python objects" if dtype.hasobject else str(dtype)
         raise ValueError(f"it holds {found}, not plain numbers or text")
     left = size - file.tell()
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > left:
-        raise ValueError(f"shape {shape} of {dtype} does not fit into the {left} bytes that are there")
+        raise ValueError(
+            f"shape {shape} of {dtype} does not fit into the {left} bytes that are there"
+        )
 
 
 @contextlib.contextmanager
@@ -229,4 +270,6 @@ def _wrap_errors(path: Path, kind: str, function: str) -> Iterator[None]:
     except Exception as error:  # on damaged bytes, numpy and zipfile raise nearly anything
         why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
         what = f"{path.name} is cut short or no {kind} file: {why}"
-        raise LockstepError(what, str(path), f"write the file again, with numpy.{function}") from None
+        raise LockstepError(
+            what, str(path), f"write the file again, with numpy.{function}"
+        ) from None

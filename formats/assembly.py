@@ -1,4 +1,5 @@
-"""Recorded episodes become files of a LeRobot dataset of version 3.0, alone or after those that are there."""
+"""Recorded episodes become files of a LeRobot dataset of version 3.0, alone or after those that are
+there."""
 
 from __future__ import annotations
 
@@ -49,25 +50,37 @@ class Base:
 
     @property
     def depths(self) -> dict[str, Depth]:
-        return {name: feature.depth for name, feature in self.demos.features.items() if feature.depth}
+        return {
+            name: feature.depth for name, feature in self.demos.features.items() if feature.depth
+        }
 
     def next_file(self, prefix: str) -> int:
-        """Return the number of the first file that is free under data, videos/NAME or meta/episodes."""
-        used = [row[f"{prefix}/chunk_index"] * self.per_chunk + row[f"{prefix}/file_index"] for row in self.rows]
+        """Return the number of the first file that is free under data, videos/NAME or
+        meta/episodes."""
+        used = [
+            row[f"{prefix}/chunk_index"] * self.per_chunk + row[f"{prefix}/file_index"]
+            for row in self.rows
+        ]
         return 1 + max(used)
 
     def codec(self, name: str) -> str:
         return str((self.info["features"][name].get("info") or {}).get("video.codec", ""))
 
     def declared(self) -> dict[str, Any]:
-        """Return what a Recorder of this dataset is given. Raises LockstepError if it has what none can write."""
+        """Return what a Recorder of this dataset is given. Raises LockstepError if it has what none
+        can write."""
         features, names, path = Declared(), dict[str, Any](), self.demos.root / "meta" / "info.json"
         for name, feature in self.demos.features.items():
             dtype = "depth" if feature.depth and feature.dtype == "video" else feature.dtype
             channels = {"image": 3, "video": 3, "depth": 1}.get(dtype, feature.shape[0])
             if dtype not in (*NUMBERS, *files.PICTURES) or feature.shape[0] != channels:
-                what = f"{name} has dtype {dtype!r} and shape {feature.shape}, which is not recorded here"
-                raise LockstepError(what, str(path), "add to it with LeRobot, or record into another folder")
+                what = (
+                    f"{name} has dtype {dtype!r} and shape {feature.shape}, which is not "
+                    "recorded here"
+                )
+                raise LockstepError(
+                    what, str(path), "add to it with LeRobot, or record into another folder"
+                )
             if name not in BOOKKEEPING:
                 features[name] = dtype, feature.shape
             if dtype in NUMBERS and self.info["features"][name].get("names"):
@@ -79,9 +92,14 @@ class Base:
 def read_base(root: Path) -> Base:
     """Read a dataset. Raises LockstepError unless episodes can be added to it."""
     demos, path = lerobot.read(root), root / "meta" / "info.json"
-    info, todo = lerobot._json(lerobot._text(path), path), "convert it with LeRobot, or record into another folder"
+    info, todo = (
+        lerobot._json(lerobot._text(path), path),
+        "convert it with LeRobot, or record into another folder",
+    )
     if demos.version != "v3.0":
-        raise LockstepError(f"it is {demos.version}, and episodes are added to v3.0 only", str(path), todo)
+        raise LockstepError(
+            f"it is {demos.version}, and episodes are added to v3.0 only", str(path), todo
+        )
     if any(info.get(key) not in (usual, None) for key, usual in FILES.items()):
         raise LockstepError("its files have names of their own", str(path), todo)
     tables = sorted(root.glob("meta/episodes/*/*.parquet"))
@@ -89,7 +107,9 @@ def read_base(root: Path) -> Base:
     schema = need("pyarrow.parquet").read_schema(tables[-1]).remove_metadata()
     whole = root / "meta" / "stats.json"
     stored = lerobot._json(lerobot._text(whole), whole) if whole.is_file() else {}
-    return Base(info, demos, rows, schema, {name: lerobot._arrays(stats) for name, stats in stored.items()})
+    return Base(
+        info, demos, rows, schema, {name: lerobot._arrays(stats) for name, stats in stored.items()}
+    )
 
 
 def _placed(table: Path) -> dict[str, int]:
@@ -112,21 +132,27 @@ class Declaration:
     depths: dict[str, Depth]
 
     def values(self, name: str) -> np.ndarray:
-        """Return what a picture's levels stand for in statistics: 0 to 1, or distances in the dataset's unit."""
+        """Return what a picture's levels stand for in statistics: 0 to 1, or distances in the
+        dataset's unit."""
         if name in self.depths:
             return self.depths[name].millimetres() / self.depths[name].factor
         return np.arange(256) / 255
 
 
-def assemble(new: Path, staged: recording.Recording, given: Declaration, base: Base | None, file_mb: float) -> None:
-    """Make the folder `new`: the dataset with the episodes of `base`, and after them those of `staged`."""
+def assemble(
+    new: Path, staged: recording.Recording, given: Declaration, base: Base | None, file_mb: float
+) -> None:
+    """Make the folder `new`: the dataset with the episodes of `base`, and after them those of
+    `staged`."""
     from tqdm import tqdm
 
     if base:
         recording.linked(staged.root, new, *SUMMED)
     (new / "meta").mkdir(parents=True, exist_ok=True)
     episodes, (number, frames) = staged.episodes, base.counts if base else (0, 0)
-    tasks = list(dict.fromkeys([*(base.demos.tasks if base else ()), *(it["task"] for it in episodes)]))
+    tasks = list(
+        dict.fromkeys([*(base.demos.tasks if base else ()), *(it["task"] for it in episodes)])
+    )
     rows, own = list[dict[str, Any]](), list[dict[str, np.ndarray]]()
     for it in episodes:
         begin, frames = frames, frames + it["length"]
@@ -134,10 +160,17 @@ def assemble(new: Path, staged: recording.Recording, given: Declaration, base: B
         same = {"episode_index": row["episode_index"], "task_index": tasks.index(it["task"])}
         own.append({name: np.full(it["length"], value) for name, value in same.items()})
         own[-1]["index"] = np.arange(begin, frames)
-        it["stats"] |= files.flat({name: measure(column[:, None]) for name, column in own[-1].items()})
+        it["stats"] |= files.flat(
+            {name: measure(column[:, None]) for name, column in own[-1].items()}
+        )
         rows.append(row | {"dataset_from_index": begin, "dataset_to_index": frames})
     videos = [name for name, (dtype, _) in given.columns.items() if dtype in ("video", "depth")]
-    shown = tqdm(total=len(rows) * (1 + len(videos)), desc=f"Writing {staged.root.name}", delay=2, disable=None)
+    shown = tqdm(
+        total=len(rows) * (1 + len(videos)),
+        desc=f"Writing {staged.root.name}",
+        delay=2,
+        disable=None,
+    )
     with shown:
         packer = _Packer(new, staged, base, int(file_mb * 2**20), shown)
         measured = _write_data(packer, rows, own, given, base)
@@ -145,29 +178,45 @@ def assemble(new: Path, staged: recording.Recording, given: Declaration, base: B
             _write_videos(packer, rows, name, given.fps)
     file = files.place(base.next_file("meta/episodes"), base.per_chunk) if base else files.place(0)
     for row, it in zip(rows, episodes, strict=True):
-        row |= {f"stats/{name}/{key}": n for name, one in it["stats"].items() for key, n in one.items()}
+        row |= {
+            f"stats/{name}/{key}": n for name, one in it["stats"].items() for key, n in one.items()
+        }
         row |= {f"meta/episodes/{key}": n for key, n in file.items()}
     files.write_episodes(new / EPISODES.format(**file), rows, base.schema if base else None)
     files.write_tasks(new / "meta/tasks.parquet", tasks)
     stats = (base.stats if base else {}) | measured | _aggregated(episodes, given, base)
-    _write_json(new / "meta/stats.json", files.flat({name: one for name, one in stats.items() if one}))
+    _write_json(
+        new / "meta/stats.json", files.flat({name: one for name, one in stats.items() if one})
+    )
     codecs = episodes[0]["codecs"]
-    about = base.info if base else files.info(given.fps, given.columns, given.names, given.robot_type, codecs)
-    total = {"total_episodes": number + len(rows), "total_frames": frames, "total_tasks": len(tasks)}
-    _write_json(new / "meta/info.json", about | total | {"splits": {"train": f"0:{number + len(rows)}"}})
+    about = (
+        base.info
+        if base
+        else files.info(given.fps, given.columns, given.names, given.robot_type, codecs)
+    )
+    total = {
+        "total_episodes": number + len(rows),
+        "total_frames": frames,
+        "total_tasks": len(tasks),
+    }
+    _write_json(
+        new / "meta/info.json", about | total | {"splits": {"train": f"0:{number + len(rows)}"}}
+    )
 
 
 class _Packer:
     """Puts the episodes' files of one kind together into files of about `limit` bytes."""
 
-    def __init__(self, new: Path, staged: recording.Recording, base: Base | None, limit: int, shown: Any):
+    def __init__(
+        self, new: Path, staged: recording.Recording, base: Base | None, limit: int, shown: Any
+    ):
         self.new, self.staged, self.base, self.limit, self.shown = new, staged, base, limit, shown
 
     def groups(
         self, inside: str, prefix: str, template: str, rows: list[dict[str, Any]], **names: str
     ) -> Iterator[tuple[Path, dict[int, Path]]]:
-        """Yield (a file to write, {episode of `rows`: its file `inside` the episode's folder}), and note in `rows`,
-        under `prefix`, which file it is."""
+        """Yield (a file to write, {episode of `rows`: its file `inside` the episode's folder}), and
+        note in `rows`, under `prefix`, which file it is."""
         paths = [self.staged.folder_of(n) / inside for n in range(len(rows))]
         number, per_chunk = 0, files.FILES_PER_CHUNK
         if self.base:
@@ -187,7 +236,8 @@ class _Packer:
                 group, size, number = {}, 0, number + 1
 
     def _codec(self, inside: str, n: int) -> str | None:
-        """Return what the n-th episode's video is coded in: an encoder that was there may be missing on a resume."""
+        """Return what the n-th episode's video is coded in: an encoder that was there may be
+        missing on a resume."""
         return dict(self.staged.episodes[n]["codecs"]).get(inside.removesuffix(".mp4"))
 
 
@@ -198,16 +248,24 @@ def _write_data(
     given: Declaration,
     base: Base | None,
 ) -> Stats:
-    """Write data/, with each episode's columns `own`, in a row group for each: its pictures can be read without others.
-    Returns statistics of the numbers, measured: episodes' quantiles cannot be combined."""
+    """Write data/, with each episode's columns `own`, in a row group for each: its pictures can be
+    read without others. Returns statistics of the numbers, measured: episodes' quantiles cannot be
+    combined."""
     pa, pq, schema = need("pyarrow"), need("pyarrow.parquet"), files.schema(given.columns)
-    wanted = {n: shape for n, (dtype, shape) in given.columns.items() if dtype in NUMBERS and n not in BOOKKEEPING}
+    wanted = {
+        n: shape
+        for n, (dtype, shape) in given.columns.items()
+        if dtype in NUMBERS and n not in BOOKKEEPING
+    }
     parts = {name: [base.demos.columns[name]] if base else [] for name in wanted}
     for target, group in packer.groups("data.parquet", "data", FILES["data_path"], rows):
         with pq.ParquetWriter(target, schema, compression="snappy") as writer:
             for n, path in group.items():
                 table = pq.ParquetFile(path).read(use_threads=False)
-                columns = [pa.array(own[n][it]) if it in own[n] else table.column(it) for it in schema.names]
+                columns = [
+                    pa.array(own[n][it]) if it in own[n] else table.column(it)
+                    for it in schema.names
+                ]
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema))
                 for name, arrays in parts.items():
                     arrays.append(files.numbers(table.column(name), wanted[name]))
@@ -216,7 +274,9 @@ def _write_data(
 
 def _write_videos(packer: _Packer, rows: list[dict[str, Any]], name: str, fps: float) -> None:
     template = FILES["video_path"]
-    for target, group in packer.groups(f"{name}.mp4", f"videos/{name}", template, rows, video_key=name):
+    for target, group in packer.groups(
+        f"{name}.mp4", f"videos/{name}", template, rows, video_key=name
+    ):
         counts, before = [rows[n]["length"] for n in group], 0
         for n, count in zip(group, counts, strict=True):
             span = {"from_timestamp": before / fps, "to_timestamp": (before + count) / fps}
@@ -229,10 +289,13 @@ def _write_videos(packer: _Packer, rows: list[dict[str, Any]], name: str, fps: f
 
 
 def _aggregated(episodes: list[dict[str, Any]], given: Declaration, base: Base | None) -> Stats:
-    """Return the statistics that are not measured again: of pictures, from the counts of their levels, and of
-    BOOKKEEPING; with those of `base`, by count."""
+    """Return the statistics that are not measured again: of pictures, from the counts of their
+    levels, and of BOOKKEEPING; with those of `base`, by count."""
     parts: dict[str, list[Any]] = {
-        name: [{key: np.array(value) for key, value in it["stats"][name].items()} for it in episodes] for name in OWN
+        name: [
+            {key: np.array(value) for key, value in it["stats"][name].items()} for it in episodes
+        ]
+        for name in OWN
     }
     frames = sum(it["length"] for it in episodes)
     for name in episodes[0]["levels"]:
@@ -243,7 +306,11 @@ def _aggregated(episodes: list[dict[str, Any]], given: Declaration, base: Base |
         before = [base.stats.get(name, {})] if base else []
         known = all({"mean", "std", "min", "max", "count"} <= set(part) for part in before)
         # Statistics of a part would be wrong of the whole: then there are none.
-        stats[name] = (files.together([*before, *own]) if len(before) + len(own) > 1 else own[0]) if known else {}
+        stats[name] = (
+            (files.together([*before, *own]) if len(before) + len(own) > 1 else own[0])
+            if known
+            else {}
+        )
     return stats
 
 

@@ -1,8 +1,11 @@
-"""What people saw in videos: one form for the events of BORIS and the frames of DeepEthogram and SimBA.
+"""What people saw in videos: one form for the events of BORIS and the frames of DeepEthogram and
+SimBA.
 
 BORIS          tabular and aggregated events, see `formats/boris.py`
-DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour of 1, 0, or -1 for not labelled
-SimBA          targets_inserted/VIDEO.csv: a row per frame, the pose, features, and at the end the behaviours, 0 or 1
+DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour of 1, 0, or -1 for not
+               labelled
+SimBA          targets_inserted/VIDEO.csv: a row per frame, the pose, features, and at the end the
+               behaviours, 0 or 1
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ TARGETS = "targets_inserted"  # SimBA's folder
 KINDS = (".csv", ".tsv", ".xlsx")
 EXPORT = {".ods", ".xls", ".boris", ".gz", ".pkl"}  # kinds that BORIS writes, and that are not read
 READ = (
-    f"events that BORIS exported, DeepEthogram's VIDEO{SUFFIX}, SimBA's targets_inserted/VIDEO.csv, or a folder of them"
+    f"events that BORIS exported, DeepEthogram's VIDEO{SUFFIX}, SimBA's "
+    "targets_inserted/VIDEO.csv, or a folder of them"
 )
 
 
@@ -64,23 +68,35 @@ class Labels:
         return sorted({event.subject for event in self.events})
 
     def of(self, subjects: Sequence[str]) -> Labels:
-        """Return the events of these subjects alone; all if none are named. Raises LockstepError for several that
-        are not named, and for a name that the file lacks."""
+        """Return the events of these subjects alone; all if none are named. Raises LockstepError
+        for several that are not named, and for a name that the file lacks."""
         there = self.subjects
-        if subjects and (missing := [name for name in subjects if name not in there]) and self.frames is None:
+        if (
+            subjects
+            and (missing := [name for name in subjects if name not in there])
+            and self.frames is None
+        ):
             todo = f"it has {', '.join(map(repr, there)) or 'no events'}"
             raise LockstepError(f"no events of the subject {missing[0]!r}", str(self.path), todo)
         if not subjects and len(there) > 1:
-            what = f"events of {len(there)} subjects in {self.video}: {', '.join(name or '(none)' for name in there)}"
-            todo = f"choose whose to learn: --subjects {there[-1]}; several, with commas, count as one"
+            what = (
+                f"events of {len(there)} subjects in {self.video}: "
+                f"{', '.join(name or '(none)' for name in there)}"
+            )
+            todo = (
+                f"choose whose to learn: --subjects {there[-1]}; several, with commas, count as one"
+            )
             raise LockstepError(what, str(self.path), todo)
-        return replace(self, events=[e for e in self.events if not subjects or e.subject in subjects])
+        return replace(
+            self, events=[e for e in self.events if not subjects or e.subject in subjects]
+        )
 
     def per_frame(self, count: int, fps: float) -> np.ndarray:
-        """Return (count, B) int8: 1 where a behaviour was seen, 0 where not, -1 where nobody looked.
+        """Return (count, B) int8: 1 where a behaviour was seen, 0 where not, -1 where nobody
+        looked.
 
-        A state lasts from frame round(start * fps) to the one before round(stop * fps); points have no duration.
-        Raises LockstepError for more labelled frames than `count`.
+        A state lasts from frame round(start * fps) to the one before round(stop * fps); points have
+        no duration. Raises LockstepError for more labelled frames than `count`.
         """
         if self.frames is not None:
             if len(self.frames) > count:
@@ -94,9 +110,12 @@ class Labels:
             found[first:stop, self.behaviours.index(event.behaviour)] = 1
         return found
 
-    def names(self, count: int, fps: float, priority: Sequence[str] = (), background: str = BACKGROUND) -> np.ndarray:
-        """Return (count,) str, the one behaviour of each frame: `background` where there is none, empty where nobody
-        looked. Of several at once the first of `priority` counts. Raises LockstepError if none of them is in it."""
+    def names(
+        self, count: int, fps: float, priority: Sequence[str] = (), background: str = BACKGROUND
+    ) -> np.ndarray:
+        """Return (count,) str, the one behaviour of each frame: `background` where there is none,
+        empty where nobody looked. Of several at once the first of `priority` counts. Raises
+        LockstepError if none of them is in it."""
         seen = self.per_frame(count, fps)
         order = [self.behaviours.index(name) for name in priority if name in self.behaviours]
         at_once = (seen == 1).sum(1) > 1
@@ -115,9 +134,12 @@ class Labels:
             chosen[seen[:, b] == 1] = 2 + b
         return names[chosen]
 
-    def overlapping(self, count: int, fps: float, classes: Sequence[str], background: str = BACKGROUND) -> np.ndarray:
-        """Return (count, C) int8 of the behaviours `classes`, any number of which are on: 1, 0, or -1 where nobody
-        looked. `background` is on where no other one is; an event that is in no file of events did not happen."""
+    def overlapping(
+        self, count: int, fps: float, classes: Sequence[str], background: str = BACKGROUND
+    ) -> np.ndarray:
+        """Return (count, C) int8 of the behaviours `classes`, any number of which are on: 1, 0, or
+        -1 where nobody looked. `background` is on where no other one is; an event that is in no
+        file of events did not happen."""
         seen = self.per_frame(count, fps)
         found = np.full((count, len(classes)), 0 if self.frames is None else -1, dtype=np.int8)
         for c, name in enumerate(classes):
@@ -130,9 +152,11 @@ class Labels:
         return found
 
 
-def first_of(overlapping: np.ndarray, classes: Sequence[str], background: str = BACKGROUND) -> np.ndarray:
-    """(N, C) of 1, 0 and -1 -> (N,) str, one label of each for the split and the counts: the first that is on, else
-    `background`, and empty where nobody looked at any."""
+def first_of(
+    overlapping: np.ndarray, classes: Sequence[str], background: str = BACKGROUND
+) -> np.ndarray:
+    """(N, C) of 1, 0 and -1 -> (N,) str, one label of each for the split and the counts: the first
+    that is on, else `background`, and empty where nobody looked at any."""
     names = np.array([*classes, background, ""])
     on, unseen = (overlapping == 1).any(1), (overlapping < 0).all(1)
     return names[np.where(on, (overlapping == 1).argmax(1), len(classes) + unseen)]
@@ -148,21 +172,29 @@ def stem_of(name: str) -> str:
 def read(path: Path, behaviours: Sequence[str] = (), offset: str = "") -> list[Labels]:
     """Return the labels of each video in a file, or in all files of a folder and those below it.
 
-    behaviours  the columns of SimBA's files that are behaviours; without them those that its project names
+    behaviours  the columns of SimBA's files that are behaviours; without them those that its
+                project names
     offset      of BORIS' times, where they have one: `subtract` or `ignore`
     Raises LockstepError with the file, and the line if there is one.
     """
     if not path.is_dir():
         return _read_file(path, behaviours, offset)
-    files = sorted(each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file())
-    own = [each for each in files if each.name.endswith(SUFFIX) or each.parent.name == TARGETS]  # beside other tables
+    files = sorted(
+        each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file()
+    )
+    # beside other tables
+    own = [each for each in files if each.name.endswith(SUFFIX) or each.parent.name == TARGETS]
     found = [one for each in own or files for one in _read_file(each, behaviours, offset)]
     if not found:
         raise LockstepError("no labels", str(path), f"give {READ}")
     stems: dict[str, Labels] = {}
     for one in found:
         if (twin := stems.setdefault(one.stem, one)) is not one:
-            raise LockstepError(f"{one.path.name} and {twin.path.name} are both of {one.stem}", str(path), "keep one")
+            raise LockstepError(
+                f"{one.path.name} and {twin.path.name} are both of {one.stem}",
+                str(path),
+                "keep one",
+            )
     return found
 
 
@@ -196,7 +228,8 @@ def _read_file(path: Path, behaviours: Sequence[str], offset: str) -> list[Label
     return found
 
 
-# ---- a row per frame -------------------------------------------------------------------------------------------------
+# ---- a row per frame
+# -------------------------------------------------------------------------------------------------
 
 
 def _deepethogram(path: Path) -> Labels:
@@ -204,13 +237,17 @@ def _deepethogram(path: Path) -> Labels:
     names = [name for name in header if name and name not in ("Unnamed: 0", BACKGROUND)]
     if BACKGROUND not in header or not names:
         what = f"the header has {', '.join(header) or 'nothing'}"
-        raise LockstepError(what, f"{path}:1", f"DeepEthogram's has an index, {BACKGROUND} and the behaviours")
+        raise LockstepError(
+            what, f"{path}:1", f"DeepEthogram's has an index, {BACKGROUND} and the behaviours"
+        )
     frames, lines = _frames(path, header, [*rows], names, header[0] in (BACKGROUND, *names))
     return Labels(path.name.removesuffix(SUFFIX), path, names, frames=frames, lines=lines)
 
 
 def _is_simba(header: list[str]) -> bool:
-    return any(name.endswith("_x") and {f"{name[:-1]}y", f"{name[:-1]}p"} <= {*header} for name in header)
+    return any(
+        name.endswith("_x") and {f"{name[:-1]}y", f"{name[:-1]}p"} <= {*header} for name in header
+    )
 
 
 def _simba(path: Path, lines: list[str], header: list[str], behaviours: Sequence[str]) -> Labels:
@@ -218,7 +255,9 @@ def _simba(path: Path, lines: list[str], header: list[str], behaviours: Sequence
     rows = [*csv_rows(path, lines)[1]]
     if not named:  # the columns at the end that hold nothing but 0 and 1
         for c in range(len(header) - 1, 0, -1):
-            if header[c].endswith(("_x", "_y", "_p")) or not {row[c].strip() for _, row in rows} <= {
+            if header[c].endswith(("_x", "_y", "_p")) or not {
+                row[c].strip() for _, row in rows
+            } <= {
                 "0",
                 "1",
                 "0.0",
@@ -230,7 +269,9 @@ def _simba(path: Path, lines: list[str], header: list[str], behaviours: Sequence
         todo = "label the video in SimBA first, or name its columns by --behaviours"
         raise LockstepError(f"no column {missing[0]}", f"{path}:1", todo)
     if not named:
-        raise LockstepError("no column of behaviours at the end", f"{path}:1", "name them: --behaviours A,B")
+        raise LockstepError(
+            "no column of behaviours at the end", f"{path}:1", "name them: --behaviours A,B"
+        )
     frames, of = _frames(path, header, rows, named, header[0].endswith("_x"))
     return Labels(path.stem, path, named, frames=frames, lines=of)
 
@@ -241,7 +282,11 @@ def _of_project(path: Path) -> list[str]:
     for folder in [*path.absolute().parents][:4]:
         try:
             if config.read(folder / "project_config.ini", encoding="utf-8"):
-                return [value for key, value in config["SML settings"].items() if re.fullmatch(r"target_name_\d+", key)]
+                return [
+                    value
+                    for key, value in config["SML settings"].items()
+                    if re.fullmatch(r"target_name_\d+", key)
+                ]
         except (configparser.Error, KeyError, UnicodeDecodeError):
             todo = "repair it, or name the behaviours by --behaviours"
             raise LockstepError("no project_config.ini of SimBA", str(folder), todo) from None
@@ -249,10 +294,15 @@ def _of_project(path: Path) -> list[str]:
 
 
 def _frames(
-    path: Path, header: list[str], rows: list[tuple[int, list[str]]], names: list[str], counted: bool
+    path: Path,
+    header: list[str],
+    rows: list[tuple[int, list[str]]],
+    names: list[str],
+    counted: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (N, B) int8 of the columns `names` and (N,) their lines. The first column is the frame, and a frame that
-    is left out was not looked at, unless the rows are `counted` because it is another one."""
+    """Return (N, B) int8 of the columns `names` and (N,) their lines. The first column is the
+    frame, and a frame that is left out was not looked at, unless the rows are `counted` because it
+    is another one."""
     places, found = [header.index(name) for name in names], dict[int, tuple[int, list[int]]]()
     for n, (line, row) in enumerate(rows):
         where = f"{path}:{line}"
@@ -263,9 +313,13 @@ def _frames(
             values, frame = [2], 0
         if 2 in values:
             what = f"{names[values.index(2)]} is no 0, 1 or -1, or the first cell no frame"
-            raise LockstepError(what, where, "give 1 where it was seen, 0 where not, -1 where nobody looked")
+            raise LockstepError(
+                what, where, "give 1 where it was seen, 0 where not, -1 where nobody looked"
+            )
         if frame in found or not 0 <= frame < 10**8:
-            raise LockstepError(f"frame {frame} stands twice, or is none", where, "give each frame one row")
+            raise LockstepError(
+                f"frame {frame} stands twice, or is none", where, "give each frame one row"
+            )
         found[frame] = line, values
     if not found:
         raise LockstepError("no frames", str(path), "give a row for each frame")

@@ -1,13 +1,19 @@
-"""Events as BORIS exports them: CSV, TSV or .xlsx (pip install openpyxl), of one or of many observations.
+"""Events as BORIS exports them: CSV, TSV or .xlsx (pip install openpyxl), of one or of many
+observations.
 
-    tabular      Observation id, ..., Subject, Behavior, [Modifier #1, ...], Behavior type, Time, Media file name, ...
+    tabular      Observation id, ..., Subject, Behavior, [Modifier #1, ...], Behavior type, Time,
+    Media file name, ...
                  with a row for each POINT, START and STOP
-    of before 8  lines of a key and a value, then Time, Media file path, Total length, FPS, Subject, Behavior, ...,
+    of before 8  lines of a key and a value, then Time, Media file path, Total length, FPS, Subject,
+    Behavior, ...,
                  Status
-    aggregated   Observation id, ..., Subject, Behavior, [Modifier #1, ...], Behavior type, Start (s), Stop (s), ...
-    imported     time, subject, code, modifier, comment, of states: what BORIS takes from a spreadsheet VIDEO.xlsx
+    aggregated   Observation id, ..., Subject, Behavior, [Modifier #1, ...], Behavior type, Start
+                 (s), Stop (s), ...
+    imported     time, subject, code, modifier, comment, of states: what BORIS takes from a
+                 spreadsheet VIDEO.xlsx
 
-Columns are found by their names, in any order; others are not read. The header is the first line that has them.
+Columns are found by their names, in any order; others are not read. The header is the first line
+that has them.
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ MOST_S = 1e7
 
 @dataclass(frozen=True)
 class Event:
-    """A state from start to stop, exclusive; a point where they are one. `line` is the row's in which it begins."""
+    """A state from start to stop, exclusive; a point where they are one. `line` is the row's in
+    which it begins."""
 
     behaviour: str
     start_s: float
@@ -52,7 +59,8 @@ class Event:
 
 @dataclass
 class Observation:
-    """The events of one video, sorted by their start; length and frame rate are 0 where the file does not say."""
+    """The events of one video, sorted by their start; length and frame rate are 0 where the file
+    does not say."""
 
     video: str
     events: list[Event] = field(default_factory=list)
@@ -81,8 +89,9 @@ def _header(rows: Rows) -> tuple[str, int] | None:
 def read(path: Path, offset: str = "") -> list[Observation]:
     """Return the observations of a file, in its order, one for each video.
 
-    offset  what to do with times that include an offset: `subtract` it, or `ignore` that and take them as they are
-    Raises LockstepError with the line for a START without its STOP, a time that is none, and what else is wrong.
+    offset  what to do with times that include an offset: `subtract` it, or `ignore` that and take
+    them as they are Raises LockstepError with the line for a START without its STOP, a time that is
+    none, and what else is wrong.
     """
     rows = _xlsx(path) if path.suffix.lower() == ".xlsx" else _text(path)
     found = _header(rows)
@@ -92,7 +101,10 @@ def read(path: Path, offset: str = "") -> list[Observation]:
     layout, at = found
     header = [cell.strip() for cell in rows[at][1]]
     above = {cells[0].strip(): cells[1].strip() for _, cells in rows[:at] if len(cells) > 1}
-    table = [(line, _Row(above | dict(zip(header, cells, strict=False)))) for line, cells in rows[at + 1 :]]
+    table = [
+        (line, _Row(above | dict(zip(header, cells, strict=False))))
+        for line, cells in rows[at + 1 :]
+    ]
     if layout == "imported":
         table = [*_states(table, path.stem)]
     table = [(line, row) for line, row in table if row["Behavior"]]
@@ -105,14 +117,22 @@ def read(path: Path, offset: str = "") -> list[Observation]:
             raise LockstepError(what, where, todo)
         fps, length = (_number(text.rpartition(":")[2]) for text in (row.fps, row.length))
         if observations.setdefault(video, Observation(video, [], length, fps)).fps != fps:
-            raise LockstepError(f"{video} has {fps:g} frames/s here", where, "export each video once")
+            raise LockstepError(
+                f"{video} has {fps:g} frames/s here", where, "export each video once"
+            )
         parts.setdefault(video, []).append((line, row))
     for video, one in observations.items():
         shift = _shift(path, parts[video], offset)
-        events = _aggregated(path, parts[video]) if layout == "aggregated" else _paired(path, parts[video])
+        events = (
+            _aggregated(path, parts[video])
+            if layout == "aggregated"
+            else _paired(path, parts[video])
+        )
         for behaviour, start, stop, subject, line in events:
             if start - shift < 0:
-                raise LockstepError(f"a time before the offset of {shift:g} s", f"{path}:{line}", "fix the time")
+                raise LockstepError(
+                    f"a time before the offset of {shift:g} s", f"{path}:{line}", "fix the time"
+                )
             one.events.append(Event(behaviour, start - shift, stop - shift, subject, line))
         one.events.sort(key=lambda event: (event.start_s, event.line))
     if not observations:
@@ -131,7 +151,9 @@ class _Row(dict[str, str]):
 
     @property
     def video(self) -> str:
-        named = self.first("Media file name", "Media file path", "Player #1", "Source", "Observation id")
+        named = self.first(
+            "Media file name", "Media file path", "Player #1", "Source", "Observation id"
+        )
         return re.split(r"[\\/]", named.removeprefix("player #1:"))[-1]
 
     @property
@@ -145,16 +167,28 @@ class _Row(dict[str, str]):
     @property
     def what(self) -> tuple[str, ...]:
         """What START and STOP alternate for."""
-        modifiers = [f"{name}={value}" for name, value in self.items() if "odifier" in name and value.strip()]
-        return (self["Observation id"], self["Subject"].strip(), self["Behavior"].strip(), *modifiers)
+        modifiers = [
+            f"{name}={value}" for name, value in self.items() if "odifier" in name and value.strip()
+        ]
+        return (
+            self["Observation id"],
+            self["Subject"].strip(),
+            self["Behavior"].strip(),
+            *modifiers,
+        )
 
 
 def _states(table: list[tuple[int, _Row]], video: str) -> Iterator[tuple[int, _Row]]:
-    """Yield the rows of a spreadsheet for the import with the names of the other layouts. It does not say what begins
-    and what ends: of each state that alternates, in the order of the rows."""
+    """Yield the rows of a spreadsheet for the import with the names of the other layouts. It does
+    not say what begins and what ends: of each state that alternates, in the order of the rows."""
     on: set[tuple[str, ...]] = set()
     for line, row in table:
-        named = {"Observation id": video, "Subject": row["subject"], "Behavior": row["code"], "Time": row["time"]}
+        named = {
+            "Observation id": video,
+            "Subject": row["subject"],
+            "Behavior": row["code"],
+            "Time": row["time"],
+        }
         new = _Row(named | {"Modifier": row["modifier"]})
         on ^= {new.what}
         yield line, _Row(new | {"Behavior type": "START" if new.what in on else "STOP"})
@@ -174,8 +208,13 @@ def _paired(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
             yield behaviour, at, at, subject, line
         elif kind == "START":
             if row.what in started:
-                what = f"{behaviour} starts at {at:g} s, and that of line {started[row.what][1]} has no STOP"
-                raise LockstepError(what, where, "add the STOP between them in BORIS, and export again")
+                what = (
+                    f"{behaviour} starts at {at:g} s, and that of line {started[row.what][1]} "
+                    "has no STOP"
+                )
+                raise LockstepError(
+                    what, where, "add the STOP between them in BORIS, and export again"
+                )
             started[row.what] = at, line
         elif kind == "STOP":
             if row.what not in started:
@@ -194,7 +233,10 @@ def _paired(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
 def _aggregated(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
     for line, row in table:
         where, (_, subject, behaviour, *_) = f"{path}:{line}", row.what
-        start, stop = (_seconds(row[name] or row["Start (s)"], name, where) for name in ("Start (s)", "Stop (s)"))
+        start, stop = (
+            _seconds(row[name] or row["Start (s)"], name, where)
+            for name in ("Start (s)", "Stop (s)")
+        )
         if stop < start:
             raise LockstepError(f"{behaviour} stops before it starts", where, "fix the two times")
         if stop > start or row["Behavior type"].upper() == "POINT":
@@ -208,7 +250,10 @@ def _shift(path: Path, table: list[tuple[int, _Row]], offset: str) -> float:
         return 0.0
     if offset != "subtract":
         what = f"an observation with a time offset of {seconds:g} s"
-        todo = "--offset subtract if its times include it, --offset ignore if they count from the video's start"
+        todo = (
+            "--offset subtract if its times include it, --offset ignore if they count from "
+            "the video's start"
+        )
         raise LockstepError(what, f"{path}:{line}", todo)
     return seconds
 
@@ -236,16 +281,23 @@ def _seconds(text: str, name: str, where: str) -> float:
 
 
 def _text(path: Path) -> Rows:
-    """The rows of a text file with the line where each begins: a quoted description may have several."""
+    """The rows of a text file with the line where each begins: a quoted description may have
+    several."""
     lines = text_lines(path)
     named = max(lines[:200], key=lambda line: "Behavior" in line, default="")
-    reader, rows, line = csv.reader(io.StringIO("\n".join(lines)), delimiter=max(",;\t", key=named.count)), [], 1
+    reader, rows, line = (
+        csv.reader(io.StringIO("\n".join(lines)), delimiter=max(",;\t", key=named.count)),
+        [],
+        1,
+    )
     try:
         for cells in reader:
             rows.append((line, cells))
             line = reader.line_num + 1
     except csv.Error as error:
-        raise LockstepError(f"no CSV: {error}", f"{path}:{line}", "export it from BORIS again") from None
+        raise LockstepError(
+            f"no CSV: {error}", f"{path}:{line}", "export it from BORIS again"
+        ) from None
     return rows
 
 
@@ -259,11 +311,16 @@ def _xlsx(path: Path) -> Rows:
     try:
         book = openpyxl.load_workbook(path, read_only=True, data_only=True)
         sheet: Any = book.worksheets[0]
-        rows = [(n, [_cell(value) for value in cells]) for n, cells in enumerate(sheet.iter_rows(values_only=True), 1)]
+        rows = [
+            (n, [_cell(value) for value in cells])
+            for n, cells in enumerate(sheet.iter_rows(values_only=True), 1)
+        ]
         book.close()
     except Exception as error:  # on damaged bytes it raises nearly anything
         why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        raise LockstepError(f"no spreadsheet: {why}", str(path), "export it from BORIS again") from None
+        raise LockstepError(
+            f"no spreadsheet: {why}", str(path), "export it from BORIS again"
+        ) from None
     for line, cells in rows:
         check_text(" ".join(cells).replace("\n", " "), path.with_name(f"{path.name}:{line}"))
     return rows

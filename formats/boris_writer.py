@@ -1,4 +1,5 @@
-"""Events in the forms of BORIS: aggregated events as people analyse them, and a spreadsheet that BORIS imports."""
+"""Events in the forms of BORIS: aggregated events as people analyse them, and a spreadsheet that
+BORIS imports."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from typing import Any
 from engine.contract import LockstepError
 
 AGGREGATED = (
-    "Observation id,Observation date,Description,Observation type,Source,Time offset (s),Coding duration,"
-    "Media duration (s),FPS (frame/s),*,Subject,Observation duration by subject by observation,Behavior,"
-    "Behavioral category,Behavior type,Start (s),Stop (s),Duration (s),Media file name,Image index start,"
+    "Observation id,Observation date,Description,Observation type,Source,Time offset (s),Coding "
+    "duration,"
+    "Media duration (s),FPS (frame/s),*,Subject,Observation duration by subject by "
+    "observation,Behavior,"
+    "Behavioral category,Behavior type,Start (s),Stop (s),Duration (s),Media file name,Image "
+    "index start,"
     "Image index stop,Image file path start,Image file path stop,Comment start,Comment stop"
 ).split(",")
 """The columns; the star stands for independent variables."""
@@ -24,9 +28,11 @@ NOBODY = "No focal subject"  # as BORIS writes it
 
 @dataclass(frozen=True)
 class Video:
-    """What to write of one: its frames, and its bouts as (behaviour, first frame, frame after the last).
+    """What to write of one: its frames, and its bouts as (behaviour, first frame, frame after the
+    last).
 
-    variables  independent ones, such as which model has predicted, and whether it was trained on this video
+    variables  independent ones, such as which model has predicted, and whether it was trained on
+    this video
     """
 
     name: str
@@ -50,28 +56,53 @@ def aggregated(videos: Sequence[Video], delimiter: str) -> str:
     for video in videos:
         length = video.seconds(video.frames)
         of_video: dict[str, Any] = {"Observation id": video.name, "Observation type": "Media file"}
-        of_video |= {"Source": f"player #1:{video.name}", "Media file name": video.name, "Time offset (s)": 0}
+        of_video |= {
+            "Source": f"player #1:{video.name}",
+            "Media file name": video.name,
+            "Time offset (s)": 0,
+        }
         of_video |= dict.fromkeys(
-            ("Coding duration", "Media duration (s)", "Observation duration by subject by observation"), length
+            (
+                "Coding duration",
+                "Media duration (s)",
+                "Observation duration by subject by observation",
+            ),
+            length,
         )
-        of_video |= {"FPS (frame/s)": video.fps, "Subject": video.subject or NOBODY} | video.variables
+        of_video |= {
+            "FPS (frame/s)": video.fps,
+            "Subject": video.subject or NOBODY,
+        } | video.variables
         for behaviour, first, stop in video.bouts:
             start_s, stop_s = video.seconds(first), video.seconds(stop)
-            row = {"Behavior": behaviour, "Behavior type": "STATE", "Start (s)": start_s, "Stop (s)": stop_s}
-            row |= {"Duration (s)": round(stop_s - start_s, 6), "Image index start": first, "Image index stop": stop}
+            row = {
+                "Behavior": behaviour,
+                "Behavior type": "STATE",
+                "Start (s)": start_s,
+                "Stop (s)": stop_s,
+            }
+            row |= {
+                "Duration (s)": round(stop_s - start_s, 6),
+                "Image index start": first,
+                "Image index stop": stop,
+            }
             table.writerow(of_video | row)
     return text.getvalue()
 
 
 def imported(video: Video) -> bytes:
-    """Return a spreadsheet (.xlsx) that BORIS imports into an observation: a state stands there twice, where it begins
-    and where it ends. Raises LockstepError without openpyxl."""
+    """Return a spreadsheet (.xlsx) that BORIS imports into an observation: a state stands there
+    twice, where it begins and where it ends. Raises LockstepError without openpyxl."""
     openpyxl = import_openpyxl()
     book = openpyxl.Workbook(write_only=True)
     sheet = book.create_sheet("events")
     sheet.append([*IMPORTED])
     comment = "; ".join(f"{name}: {value}" for name, value in video.variables.items())
-    ends = [(frame, starts, code) for code, *bout in video.bouts for starts, frame in zip((1, 0), bout, strict=True)]
+    ends = [
+        (frame, starts, code)
+        for code, *bout in video.bouts
+        for starts, frame in zip((1, 0), bout, strict=True)
+    ]
     for frame, _, code in sorted(ends):  # at one time what ends comes before what begins
         sheet.append([video.seconds(frame), video.subject, code, "", comment])
     book.save(file := io.BytesIO())

@@ -1,8 +1,10 @@
-"""Bouts of behaviour: maximal runs of frames, how they are scored, and how predicted ones are smoothed.
+"""Bouts of behaviour: maximal runs of frames, how they are scored, and how predicted ones are
+smoothed.
 
-Labels of a video are (N, C) of 1, 0 and -1 for N frames and C behaviours: on, off, nobody looked. A frame that nobody
-looked at is in no bout, of neither side: it ends what is predicted there. All scores come from whole numbers that add
-up over videos, and from medians over all bouts, so that neither depends on how the videos are divided.
+Labels of a video are (N, C) of 1, 0 and -1 for N frames and C behaviours: on, off, nobody looked. A
+frame that nobody looked at is in no bout, of neither side: it ends what is predicted there. All
+scores come from whole numbers that add up over videos, and from medians over all bouts, so that
+neither depends on how the videos are divided.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def one_hot(labels: np.ndarray, count: int) -> np.ndarray:
 
 
 def columns_of(labels: np.ndarray, names: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """(N, len(names)) int8 -> (N, len(classes)): columns by name; of a class that is not there nobody looked."""
+    """(N, len(names)) int8 -> (N, len(classes)): columns by name; of a class that is not there
+    nobody looked."""
     found = np.full((len(labels), len(classes)), -1, dtype=np.int8)
     for c, name in enumerate(classes):
         if name in names:
@@ -34,17 +37,22 @@ def columns_of(labels: np.ndarray, names: Sequence[str], classes: Sequence[str])
 
 
 def runs(on: np.ndarray) -> np.ndarray:
-    """(N,) bool -> (K, 2) int64: first frame and the one after the last, of each maximal run, in their order."""
+    """(N,) bool -> (K, 2) int64: first frame and the one after the last, of each maximal run, in
+    their order."""
     edges = np.diff(np.concatenate([[0], np.asarray(on, dtype=np.int8), [0]]))
     return np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1)
 
 
-def by_overlap(true: np.ndarray, predicted: np.ndarray, least: float = IOU) -> list[tuple[int, int]]:
-    """Return the pairs (number in `true`, number in `predicted`) of bouts (K, 2) and (L, 2) whose intersection is at
-    least `least` of their union: one to one, the largest share first, of equal ones the earliest."""
+def by_overlap(
+    true: np.ndarray, predicted: np.ndarray, least: float = IOU
+) -> list[tuple[int, int]]:
+    """Return the pairs (number in `true`, number in `predicted`) of bouts (K, 2) and (L, 2) whose
+    intersection is at least `least` of their union: one to one, the largest share first, of equal
+    ones the earliest."""
     pairs = []
     for n, (first, stop) in enumerate(true.tolist()):
-        begin = int(np.searchsorted(predicted[:, 1], first, side="right"))  # those before have ended
+        # those before have ended
+        begin = int(np.searchsorted(predicted[:, 1], first, side="right"))
         for m in range(begin, len(predicted)):
             start, end = predicted[m].tolist()
             if start >= stop:
@@ -57,8 +65,8 @@ def by_overlap(true: np.ndarray, predicted: np.ndarray, least: float = IOU) -> l
 
 
 def by_onset(true: np.ndarray, predicted: np.ndarray, within: int) -> list[tuple[int, int]]:
-    """Return the pairs of bouts that begin at most `within` frames from each other: one to one, the nearest first, of
-    equally near ones the earliest."""
+    """Return the pairs of bouts that begin at most `within` frames from each other: one to one, the
+    nearest first, of equally near ones the earliest."""
     pairs = []
     for n, first in enumerate(true[:, 0].tolist()):
         low, high = np.searchsorted(predicted[:, 0], [first - within, first + within + 1]).tolist()
@@ -83,9 +91,11 @@ class Scores:
     true, predicted  number of bouts;   overlap, onset  number of these that are matched
     frames       (C, 2, 2) int64, looked-at frames by [annotated, predicted]
     confusion    (C, C) int64, frames by [annotated, predicted], where a frame has one label; else 0
-    transitions  (2, C, C) int64, annotated and predicted: bouts of the first that the second follows without a gap
+    transitions  (2, C, C) int64, annotated and predicted: bouts of the first that the second
+                 follows without a gap
     durations    of every bout in seconds, [annotated, predicted][behaviour]
-    latencies    the first onset in each video that has one, in seconds from its first frame, in the same form
+    latencies    the first onset in each video that has one, in seconds from its first frame, in the
+                 same form
     """
 
     true: np.ndarray
@@ -102,31 +112,52 @@ class Scores:
     def __add__(self, other: Scores) -> Scores:
         def joined(a: Any, b: Any) -> Any:
             if isinstance(a, tuple):
-                return tuple([x + y for x, y in zip(one, two, strict=True)] for one, two in zip(a, b, strict=True))
+                return tuple(
+                    [x + y for x, y in zip(one, two, strict=True)]
+                    for one, two in zip(a, b, strict=True)
+                )
             return a + b
 
-        return Scores(*(joined(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
+        return Scores(
+            *(joined(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        )
 
     def report(self, classes: Sequence[str], background: str) -> dict[str, Any]:
-        """Return {behaviour: scores}, with "all": the means over the behaviours but `background` that occur or are
-        predicted, and kappa of all frames, where a frame has one label."""
+        """Return {behaviour: scores}, with "all": the means over the behaviours but `background`
+        that occur or are predicted, and kappa of all frames, where a frame has one label."""
         found: dict[str, Any] = {}
         for c, name in enumerate(classes):
             row: dict[str, Any] = {"true": int(self.true[c]), "predicted": int(self.predicted[c])}
             for how, hits in (("overlap", int(self.overlap[c])), ("onset", int(self.onset[c]))):
-                row |= {f"{how}_precision": _ratio(hits, row["predicted"]), f"{how}_recall": _ratio(hits, row["true"])}
+                row |= {
+                    f"{how}_precision": _ratio(hits, row["predicted"]),
+                    f"{how}_recall": _ratio(hits, row["true"]),
+                }
                 row[f"{how}_f1"] = _ratio(2 * hits, row["true"] + row["predicted"])
             for which, values in (("duration_s", self.durations), ("latency_s", self.latencies)):
                 for side, of in zip(("true", "predicted"), values, strict=True):
                     row[f"{which}_{side}"] = float(np.median(sorted(of[c]))) if of[c] else None
             row["kappa"] = kappa(self.frames[c])
             found[name] = row
-        seen = [row for name, row in found.items() if name != background and row["true"] + row["predicted"]]
-        means = {key: sum(row[key] or 0.0 for row in seen) / len(seen) for key in MEANS} if seen else {}
+        seen = [
+            row
+            for name, row in found.items()
+            if name != background and row["true"] + row["predicted"]
+        ]
+        means = (
+            {key: sum(row[key] or 0.0 for row in seen) / len(seen) for key in MEANS} if seen else {}
+        )
         return found | {"all": means | {"kappa": kappa(self.confusion), "videos": self.videos}}
 
 
-MEANS = ("overlap_precision", "overlap_recall", "overlap_f1", "onset_precision", "onset_recall", "onset_f1")
+MEANS = (
+    "overlap_precision",
+    "overlap_recall",
+    "overlap_f1",
+    "onset_precision",
+    "onset_recall",
+    "onset_f1",
+)
 
 
 def _ratio(part: int, whole: int) -> float | None:
@@ -134,10 +165,13 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def kappa(confusion: np.ndarray) -> float | None:
-    """Return Cohen's kappa of (C, C) counts; None where all is of one class, or nothing. Whole numbers to the end."""
+    """Return Cohen's kappa of (C, C) counts; None where all is of one class, or nothing. Whole
+    numbers to the end."""
     table = [[int(count) for count in row] for row in confusion]  # Python's, which do not overflow
     total = sum(map(sum, table))
-    chance = sum(sum(row) * sum(column) for row, column in zip(table, zip(*table, strict=True), strict=True))
+    chance = sum(
+        sum(row) * sum(column) for row, column in zip(table, zip(*table, strict=True), strict=True)
+    )
     rest = total * total - chance
     return (total * sum(table[c][c] for c in range(len(table))) - chance) / rest if rest else None
 
@@ -160,8 +194,10 @@ def score(
     bouts = [[runs(side[:, c]) for c in range(count)] for side in sides]
     numbers = [np.array([len(each) for each in side], dtype=np.int64) for side in bouts]
     pairs = [*zip(*bouts, strict=True)]
-    hits = [np.array([len(how(*pair)) for pair in pairs], dtype=np.int64) for how in (
-        lambda a, b: by_overlap(a, b, least), lambda a, b: by_onset(a, b, within))]  # fmt: skip
+    hits = [
+        np.array([len(how(*pair)) for pair in pairs], dtype=np.int64)
+        for how in (lambda a, b: by_overlap(a, b, least), lambda a, b: by_onset(a, b, within))
+    ]
     frames = np.zeros((count, 2, 2), dtype=np.int64)
     for c in range(count):
         cells = 2 * sides[0][:, c] + sides[1][:, c]
@@ -176,13 +212,19 @@ def score(
             change = np.flatnonzero((each[1:] != each[:-1]) & (each[1:] >= 0) & (each[:-1] >= 0))
             np.add.at(transitions[side], (each[change], each[change + 1]), 1)
     rate = fps or 1.0
-    durations = tuple([[(stop - first) / rate for first, stop in each.tolist()] for each in side] for side in bouts)
-    latencies = tuple([[int(each[0, 0]) / rate] if len(each) else [] for each in side] for side in bouts)
+    durations = tuple(
+        [[(stop - first) / rate for first, stop in each.tolist()] for each in side]
+        for side in bouts
+    )
+    latencies = tuple(
+        [[int(each[0, 0]) / rate] if len(each) else [] for each in side] for side in bouts
+    )
     counts = numbers[0], numbers[1], hits[0], hits[1], frames, confusion, transitions
     return Scores(*counts, (durations[0], durations[1]), (latencies[0], latencies[1]))
 
 
-# ---- smoothing -------------------------------------------------------------------------------------------------------
+# ---- smoothing
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -190,7 +232,8 @@ class Smoothing:
     """How probabilities of frames become bouts.
 
     median  frames of the median of each probability over time, an odd number; 1: none
-    least   {behaviour: frames}: gaps of at most so many are filled, then bouts of at most so many dropped
+    least   {behaviour: frames}: gaps of at most so many are filled, then bouts of at most so many
+            dropped
     fps     the frame rate that these frames are counted at; 0: that of the video
     """
 
@@ -204,7 +247,9 @@ class Smoothing:
             return self
         ratio = fps / self.fps
         median = 2 * round((self.median - 1) / 2 * ratio) + 1
-        return replace(self, median=median, least={c: round(n * ratio) for c, n in self.least.items()}, fps=fps)
+        return replace(
+            self, median=median, least={c: round(n * ratio) for c, n in self.least.items()}, fps=fps
+        )
 
     def __str__(self) -> str:
         least = ", ".join(f"{name} {frames}" for name, frames in self.least.items() if frames)
@@ -218,14 +263,16 @@ def median(values: np.ndarray, width: int) -> np.ndarray:
     if width <= 1 or not len(values):
         return values
     padded = np.pad(values, ((width // 2, width // 2), (0, 0)), mode="edge")
-    windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=0)  # (N, C, width), a view
-    parts = [np.median(windows[n : n + 4096], axis=2) for n in range(0, len(values), 4096)]  # bounds the copies
+    # (N, C, width), a view
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=0)
+    # bounds the copies
+    parts = [np.median(windows[n : n + 4096], axis=2) for n in range(0, len(values), 4096)]
     return np.concatenate(parts)
 
 
 def filled(on: np.ndarray, least: int) -> np.ndarray:
-    """(N,) bool -> the same with gaps of at most `least` frames between two bouts filled, and then bouts of at most
-    `least` frames dropped."""
+    """(N,) bool -> the same with gaps of at most `least` frames between two bouts filled, and then
+    bouts of at most `least` frames dropped."""
     on = on.copy()
     if least < 1:
         return on
@@ -246,12 +293,17 @@ def decide(
 ) -> np.ndarray:
     """(N, C) probabilities -> (N, C) int8, 1 where a behaviour is on.
 
-    With `thresholds`, one for each, any number is on, and `background` where no other one is. Without, one is: of those
-    left by `smoothing` the most probable, where none is left `background`, or if there is no such class the one before.
+    With `thresholds`, one for each, any number is on, and `background` where no other one is.
+    Without, one is: of those left by `smoothing` the most probable, where none is left
+    `background`, or if there is no such class the one before.
     """
     values = median(probabilities, smoothing.median)
     one = thresholds is None
-    on = one_hot(values.argmax(1), len(classes)) == 1 if thresholds is None else values >= np.asarray(thresholds)
+    on = (
+        one_hot(values.argmax(1), len(classes)) == 1
+        if thresholds is None
+        else values >= np.asarray(thresholds)
+    )
     rest = list(classes).index(background) if background in classes else -1
     for c, name in enumerate(classes):
         if c != rest:
@@ -265,7 +317,8 @@ def decide(
 
 
 def _carried(labels: np.ndarray) -> np.ndarray:
-    """(N,) class numbers -> the same with each -1 replaced by the last before it, or at the start the first after."""
+    """(N,) class numbers -> the same with each -1 replaced by the last before it, or at the start
+    the first after."""
     known = np.flatnonzero(labels >= 0)
     if not len(known):
         return np.zeros_like(labels)
@@ -276,27 +329,44 @@ def _carried(labels: np.ndarray) -> np.ndarray:
 WIDTHS = (1, 3, 5, 9, 15, 25, 41)
 LEASTS = (1, 2, 3, 5, 8, 12, 18, 25, 40)
 
-Video = tuple[np.ndarray, np.ndarray, float]  # (N, C) probabilities, (N, C) annotated 1, 0, -1, frames per second
+# (N, C) probabilities, (N, C) annotated 1, 0, -1, frames per second
+Video = tuple[np.ndarray, np.ndarray, float]
 
 
 def choose(
-    videos: Sequence[Video], classes: Sequence[str], background: str, thresholds: Sequence[float] | None = None
+    videos: Sequence[Video],
+    classes: Sequence[str],
+    background: str,
+    thresholds: Sequence[float] | None = None,
 ) -> tuple[Smoothing, float, float]:
-    """Return the smoothing with the highest mean F1 of bouts by overlap over the behaviours but `background`, that F1,
-    and the one without smoothing. Of equal ones the least smoothing.
+    """Return the smoothing with the highest mean F1 of bouts by overlap over the behaviours but
+    `background`, that F1, and the one without smoothing. Of equal ones the least smoothing.
 
-    For each width of the median the shortest bout of one behaviour after the other is chosen, as it serves all.
+    For each width of the median the shortest bout of one behaviour after the other is chosen, as it
+    serves all.
     """
     fps = videos[0][2]
     best, plain = (Smoothing(fps=fps), -1.0), 0.0
     for width in tqdm(WIDTHS, "Smoothing", unit="width", disable=None):
-        values = [median(each, Smoothing(width, fps=fps).at(rate).median) for each, _, rate in videos]
+        values = [
+            median(each, Smoothing(width, fps=fps).at(rate).median) for each, _, rate in videos
+        ]
 
-        def mean_f1(least: dict[str, int], width: int = width, values: list[np.ndarray] = values) -> float:
-            rules = [replace(Smoothing(width, least, fps).at(rate), median=1) for _, _, rate in videos]
+        def mean_f1(
+            least: dict[str, int], width: int = width, values: list[np.ndarray] = values
+        ) -> float:
+            rules = [
+                replace(Smoothing(width, least, fps).at(rate), median=1) for _, _, rate in videos
+            ]
             each = zip(values, rules, strict=True)
-            sides = [decide(value, classes, background, rule, thresholds) == 1 for value, rule in each]
-            known = [_f1([on[:, c] for on in sides], videos, c) for c, name in enumerate(classes) if name != background]
+            sides = [
+                decide(value, classes, background, rule, thresholds) == 1 for value, rule in each
+            ]
+            known = [
+                _f1([on[:, c] for on in sides], videos, c)
+                for c, name in enumerate(classes)
+                if name != background
+            ]
             found = [f1 for f1 in known if f1 is not None]
             return sum(found) / max(1, len(found))
 
@@ -315,7 +385,8 @@ def choose(
 
 
 def _f1(on: Sequence[np.ndarray], videos: Sequence[Video], c: int) -> float | None:
-    """Return the F1 of one behaviour's bouts from (N,) bool of each video; None if it neither occurs nor is found."""
+    """Return the F1 of one behaviour's bouts from (N,) bool of each video; None if it neither
+    occurs nor is found."""
     hits = size = 0
     for each, (_, true, _) in zip(on, videos, strict=True):
         found, there = runs(each & (true[:, c] >= 0)), runs(true[:, c] == 1)

@@ -1,4 +1,5 @@
-"""Data sets of the UCR and UEA archives: cases, each a short series with one label, as .tsv, .arff or .ts."""
+"""Data sets of the UCR and UEA archives: cases, each a short series with one label, as .tsv, .arff
+or .ts."""
 
 from __future__ import annotations
 
@@ -35,9 +36,12 @@ class Cases:
 
 
 def find(folder: Path) -> Path | None:
-    """Return the training file of a folder that holds one data set of an archive in any of its forms, or None."""
+    """Return the training file of a folder that holds one data set of an archive in any of its
+    forms, or None."""
     for kind in KINDS:
-        found = sorted(p for p in folder.glob(f"*_TRAIN{kind}") if not re.search(r"Dimension\d+_TRAIN", p.name))
+        found = sorted(
+            p for p in folder.glob(f"*_TRAIN{kind}") if not re.search(r"Dimension\d+_TRAIN", p.name)
+        )
         if len(found) > 1:
             names = ", ".join(path.name for path in found[:5])
             raise LockstepError(f"{len(found)} data sets: {names}", str(folder), "name one file")
@@ -49,7 +53,11 @@ def find(folder: Path) -> Path | None:
 def read(path: Path) -> Cases:
     """Read a file, or NAME_TRAIN with NAME_TEST beside it. Raises LockstepError."""
     pair = re.fullmatch(r"(.+)_(?:TRAIN|TEST)", path.stem)
-    both = [path.with_name(f"{pair[1]}_{part}{path.suffix}") for part in ("TRAIN", "TEST")] if pair else []
+    both = (
+        [path.with_name(f"{pair[1]}_{part}{path.suffix}") for part in ("TRAIN", "TEST")]
+        if pair
+        else []
+    )
     paths = both if both and all(other.is_file() for other in both) else [path]
     read_one = {".ts": _ts, ".tsv": _tsv, ".arff": _arff}[path.suffix]
     parts = [read_one(part) for part in paths]
@@ -64,8 +72,13 @@ def read(path: Path) -> Cases:
                 what = f"{one.shape[1]} channels, the first case has {parts[0][0][0].shape[1]}"
                 raise LockstepError(what, f"{part}:{line}", "give each case the same channels")
             if label not in names:
-                raise LockstepError(f"label {label!r} is not among {' '.join(names)}", f"{part}:{line}", "add it there")
-            end = np.flatnonzero(~np.isnan(one).all(1))  # what is missing at the end only fills up a table
+                raise LockstepError(
+                    f"label {label!r} is not among {' '.join(names)}",
+                    f"{part}:{line}",
+                    "add it there",
+                )
+            # what is missing at the end only fills up a table
+            end = np.flatnonzero(~np.isnan(one).all(1))
             series.append(one[: end[-1] + 1 if len(end) else 0])
             labels.append(names.index(label))
             test.append(number == 1)
@@ -89,7 +102,12 @@ Part = tuple[list[np.ndarray], list[str], list[str], list[int]]
 
 def _ts(path: Path) -> Part:
     series, labels, classes, lines = parse_ts(path, True, missing=True)
-    return [one.astype(np.float64) for one in series], [classes[label] for label in labels], classes, lines
+    return (
+        [one.astype(np.float64) for one in series],
+        [classes[label] for label in labels],
+        classes,
+        lines,
+    )
 
 
 def _tsv(path: Path) -> Part:
@@ -97,7 +115,9 @@ def _tsv(path: Path) -> Part:
     for line, text in _lines(path):
         label, *values = text.split("\t")
         if not values:
-            raise LockstepError("one cell", f"{path}:{line}", "separate the label and the values by tabs")
+            raise LockstepError(
+                "one cell", f"{path}:{line}", "separate the label and the values by tabs"
+            )
         series.append(_values(values, f"{path}:{line}", 2)[:, None])
         labels.append(label.strip())
         lines.append(line)
@@ -105,7 +125,8 @@ def _tsv(path: Path) -> Part:
 
 
 def _arff(path: Path) -> Part:
-    """Univariate: a row of values and the label. Multivariate: 'values\\nvalues…',label, a line of values a channel."""
+    """Univariate: a row of values and the label. Multivariate: 'values\\nvalues…',label, a line of
+    values a channel."""
     series, labels, lines = [], [], []
     classes: list[str] = []
     relational = in_data = False
@@ -120,16 +141,22 @@ def _arff(path: Path) -> Part:
             if found := re.search(r"\{(.*)\}", text) if key == "@attribute" else None:
                 classes = [name.strip() for name in _row(found[1], where)]
             if in_data and not classes:
-                raise LockstepError("no attribute {class,class,…} above @data", where, "name the classes there")
+                raise LockstepError(
+                    "no attribute {class,class,…} above @data", where, "name the classes there"
+                )
             continue
         *values, label = _row(text, where)
         if relational and len(values) != 1:
             what = f"{len(values) + 1} cells where the relational series and the label were to be"
             raise LockstepError(what, where, "quote the series: 'values\\nvalues',label")
-        rows = [row.split(",") for row in re.split(r"\\n|\n", values[0])] if relational else [values]
+        rows = (
+            [row.split(",") for row in re.split(r"\\n|\n", values[0])] if relational else [values]
+        )
         if len({*map(len, rows)}) > 1:
             what = f"channels of {min(map(len, rows))} and {max(map(len, rows))} steps"
-            raise LockstepError(what, where, "give all channels the same steps, with ? for what is missing")
+            raise LockstepError(
+                what, where, "give all channels the same steps, with ? for what is missing"
+            )
         series.append(np.stack([_values(row, where, 1) for row in rows], 1))
         labels.append(label.strip())
         lines.append(line)
@@ -147,7 +174,9 @@ def _row(text: str, where: str) -> list[str]:
     try:
         return next(csv.reader([text], quotechar=quote, skipinitialspace=True))
     except csv.Error as error:
-        raise LockstepError(f"no line of cells: {error}", where, "take the file as it is published") from None
+        raise LockstepError(
+            f"no line of cells: {error}", where, "take the file as it is published"
+        ) from None
 
 
 def _values(cells: list[str], where: str, first: int) -> np.ndarray:
@@ -159,7 +188,9 @@ def _values(cells: list[str], where: str, first: int) -> np.ndarray:
             f"not a number: {str(error)[-40:]}", where, "write a number, or ? where it is missing"
         ) from None
     if len(wrong := np.flatnonzero(np.isinf(values) | (np.abs(values) > np.finfo(np.float32).max))):
-        raise LockstepError("a value is infinite", f"{where}, column {wrong[0] + first}", "write a number")
+        raise LockstepError(
+            "a value is infinite", f"{where}, column {wrong[0] + first}", "write a number"
+        )
     return values
 
 

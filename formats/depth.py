@@ -1,4 +1,5 @@
-"""Depth maps as LeRobot 0.6 stores them: distances as codes of 12 bits, in a video of one channel."""
+"""Depth maps as LeRobot 0.6 stores them: distances as codes of 12 bits, in a video of one
+channel."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ CODES = 4096
 class Depth:
     """How a camera's distances z are coded, with LeRobot's defaults:
 
-        code = round(4095 (f(z) - f(depth_min)) / (f(depth_max) - f(depth_min))),  f(z) = log(z + shift), or z itself
+        code = round(4095 (f(z) - f(depth_min)) / (f(depth_max) - f(depth_min))),  f(z) = log(z +
+        shift), or z itself
 
     depth_min, depth_max, shift  in metres
     unit  "mm" or "m": of distances that are not coded, and of the dataset's statistics
@@ -35,7 +37,8 @@ class Depth:
         return 1000 if self.unit == "m" else 1
 
     def millimetres(self) -> np.ndarray:
-        """(4096,) uint16: the distance of each code, in float32 and then rounded, as LeRobot computes it."""
+        """(4096,) uint16: the distance of each code, in float32 and then rounded, as LeRobot
+        computes it."""
         low, high = self._ends(1)
         z = torch.arange(CODES, dtype=torch.float32) * ((high - low) / (CODES - 1)) + low
         z = (z.exp() - self.shift if self.use_log else z).clamp(self.depth_min, self.depth_max)
@@ -56,16 +59,23 @@ class Depth:
     def about(self) -> dict[str, Any]:
         """Return what `depth_of` reads, as LeRobot writes it into a feature's `info`."""
         own = asdict(self)
-        return {"is_depth_map": True, "depth_unit": own.pop("unit")} | {f"video.{name}": n for name, n in own.items()}
+        return {"is_depth_map": True, "depth_unit": own.pop("unit")} | {
+            f"video.{name}": n for name, n in own.items()
+        }
 
 
 def depth_of(raw: Mapping[str, Any]) -> Depth | None:
-    """Return how a feature of info.json codes distances; None if it is of colours. Raises ValueError."""
+    """Return how a feature of info.json codes distances; None if it is of colours. Raises
+    ValueError."""
     info = (raw.get("video_info") or {}) | (raw.get("info") or {})
     if not (info.get("is_depth_map") or info.get("video.is_depth_map")):
         return None
-    given = {name: info.get(f"video.{name}") for name in ("depth_min", "depth_max", "shift", "use_log")}
-    depth = Depth(**{n: v for n, v in (given | {"unit": info.get("depth_unit")}).items() if v is not None})
+    given = {
+        name: info.get(f"video.{name}") for name in ("depth_min", "depth_max", "shift", "use_log")
+    }
+    depth = Depth(
+        **{n: v for n, v in (given | {"unit": info.get("depth_unit")}).items() if v is not None}
+    )
     try:
         low, high = depth._ends(1)
         if depth.unit in ("m", "mm") and math.isfinite(low) and math.isfinite(high) and low < high:

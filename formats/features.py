@@ -1,9 +1,10 @@
 """Features of samples, computed once by a frozen network and kept in files.
 
-A file holds the features of some samples that follow each other, float32 (n, D), and after them the SHA-256 of these
-bytes. Its name is a digest of all that decides them: the network, its weights and its code, and the samples' own bytes.
-So a sample that changes, or another network, finds no file, and what is the same is found again, whatever folder or
-split it is in. A file appears when it is whole; one that is damaged is made anew.
+A file holds the features of some samples that follow each other, float32 (n, D), and after them the
+SHA-256 of these bytes. Its name is a digest of all that decides them: the network, its weights and
+its code, and the samples' own bytes. So a sample that changes, or another network, finds no file,
+and what is the same is found again, whatever folder or split it is in. A file appears when it is
+whole; one that is damaged is made anew.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Features:
     table    (V, M, D): of each version of all samples; the first is the sample as it is
     rows     (N,) which of the M samples these are
     samples  the dataset of the raw samples, with `labels` and `sources`; kept as `raw`
-    views    whether samples are to be trained on: then a batch has all other versions, too, {"views": (B, V - 1, D)}
+    views    whether samples are to be trained on: then a batch has all other versions, too,
+             {"views": (B, V - 1, D)}
     """
 
     def __init__(self, table: Tensor, rows: np.ndarray, samples: Any, views: bool):
@@ -57,9 +59,11 @@ class Features:
 
 
 def statistics(table: Tensor, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the (D,) mean and standard deviation of these rows in all versions. NumPy adds row after row, in one
-    thread: torch's sum may depend on the number of threads."""
-    pieces = [(each, rows[n : n + 4096]) for each in table.numpy() for n in range(0, len(rows), 4096)]
+    """Return the (D,) mean and standard deviation of these rows in all versions. NumPy adds row
+    after row, in one thread: torch's sum may depend on the number of threads."""
+    pieces = [
+        (each, rows[n : n + 4096]) for each in table.numpy() for n in range(0, len(rows), 4096)
+    ]
     count = len(table) * len(rows)
     mean = np.sum([each[some].sum(0, dtype=np.float64) for each, some in pieces], 0) / count
     variance = np.sum([((each[some] - mean) ** 2).sum(0) for each, some in pieces], 0) / count
@@ -117,19 +121,23 @@ def compute_once(
 
     key      a digest of all that decides the features, but for the samples
     fetch    returns samples `begin` to `end`
-    size     samples of a file and of a pass of `compute`, so that the bits do not depend on who computes it
+    size     samples of a file and of a pass of `compute`, so that the bits do not depend on who
+             computes it
 
-    threads  that compute, each a file by itself in one thread of torch, because their number may change the bits
+    threads  that compute, each a file by itself in one thread of torch, because their number may
+    change the bits
 
-    Any number of processes may call it at once: a file is computed by one of them. Raises LockstepError if the folder
-    cannot be written.
+    Any number of processes may call it at once: a file is computed by one of them. Raises
+    LockstepError if the folder cannot be written.
     """
     spans = [(begin, min(begin + size, total)) for begin in range(0, total, size)]
     table = torch.empty(total, width)
     todo: list[tuple[int, int, Shard, bool]] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for begin, end in tqdm(spans, "Looking for features", unit="file", delay=2, disable=None, leave=False):
+        for begin, end in tqdm(
+            spans, "Looking for features", unit="file", delay=2, disable=None, leave=False
+        ):
             shard = Shard(folder, key, fetch(begin, end))
             found = shard.read(width)
             if found is None:
@@ -144,16 +152,27 @@ def compute_once(
             _all(one, todo, count, threads)
     except OSError as error:
         what = f"cannot write features: {error.strerror or error}"
-        raise LockstepError(what, str(folder), "make room, or give another folder by LOCKSTEP_CACHE") from None
+        raise LockstepError(
+            what, str(folder), "make room, or give another folder by LOCKSTEP_CACHE"
+        ) from None
     told = f"{total - count} of {total} found in {folder}"
-    return table, told + (f"; warning: {damaged} of {len(spans)} files were damaged and are made anew" * bool(damaged))
+    return table, told + (
+        f"; warning: {damaged} of {len(spans)} files were damaged and are made anew" * bool(damaged)
+    )
 
 
 def _all(one: Callable[..., bool], todo: list[Any], count: int, threads: int) -> None:
     """Make the missing files, at first those that no other process is making."""
-    shown = tqdm(total=count, desc="Computing features", unit="sample", delay=2, disable=None, leave=False)
+    shown = tqdm(
+        total=count, desc="Computing features", unit="sample", delay=2, disable=None, leave=False
+    )
     before = torch.get_num_threads()
-    with shown, concurrent.futures.ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
+    with (
+        shown,
+        concurrent.futures.ThreadPoolExecutor(
+            threads, initializer=partial(torch.set_num_threads, 1)
+        ) as pool,
+    ):
         try:
             for wait in (False, True):
                 work = {pool.submit(one, each, wait): each for each in todo}
@@ -173,15 +192,21 @@ def _all(one: Callable[..., bool], todo: list[Any], count: int, threads: int) ->
 
 
 def _make(
-    each: tuple[int, int, Shard, bool], wait: bool, fetch: Any, width: int, compute: Compute, table: Tensor
+    each: tuple[int, int, Shard, bool],
+    wait: bool,
+    fetch: Any,
+    width: int,
+    compute: Compute,
+    table: Tensor,
 ) -> bool:
-    """Put the features of one file into the table, computed unless another process has; return False if one is at it
-    and this one is not to wait."""
+    """Put the features of one file into the table, computed unless another process has; return
+    False if one is at it and this one is not to wait."""
     begin, end, shard, _ = each
     lock = shard.path.with_suffix(".lock")
     with open(lock, "a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))  # released with the file
+            # released with the file
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
         found = shard.read(width)
@@ -195,4 +220,6 @@ def _make(
 def _check_room(folder: Path, needed: int) -> None:
     if needed > (free := shutil.disk_usage(folder).free):
         what = f"the features take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
-        raise LockstepError(what, str(folder), "make room, or give another folder by LOCKSTEP_CACHE")
+        raise LockstepError(
+            what, str(folder), "make room, or give another folder by LOCKSTEP_CACHE"
+        )

@@ -1,4 +1,5 @@
-"""Folds for cross-validation: which groups (people, animals, videos) are tested together. No group is ever cut."""
+"""Folds for cross-validation: which groups (people, animals, videos) are tested together. No group
+is ever cut."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ ONE = 1_000_000  # all samples of a class
 
 
 def folds(counts: np.ndarray, number: int, seed: int) -> np.ndarray:
-    """(G, C) samples of each group and class -> (G,) int64, the fold of each group, 0 to `number` - 1.
+    """(G, C) samples of each group and class -> (G,) int64, the fold of each group, 0 to `number` -
+    1.
 
-    No fold is empty. They are balanced: no move of one group and no swap of two makes the sum, over folds, of the
-    squares of their shares of each class and of all samples smaller; it is smallest where all folds are equal. A
-    function of the arguments, with whole numbers alone: the same on any machine.
+    No fold is empty. They are balanced: no move of one group and no swap of two makes the sum, over
+    folds, of the squares of their shares of each class and of all samples smaller; it is smallest
+    where all folds are equal. A function of the arguments, with whole numbers alone: the same on
+    any machine.
     """
     groups = len(counts)
     if not 1 < number <= groups:
@@ -21,12 +24,19 @@ def folds(counts: np.ndarray, number: int, seed: int) -> np.ndarray:
         return np.arange(groups)
     classes = counts[:, counts.sum(0) > 0].astype(np.int64)
     # All samples count as much as all classes together.
-    shares = np.concatenate([_of_one(classes), _of_one(classes.sum(1, keepdims=True)) * _root(classes.shape[1])], 1)
+    shares = np.concatenate(
+        [_of_one(classes), _of_one(classes.sum(1, keepdims=True)) * _root(classes.shape[1])], 1
+    )
     order = np.random.default_rng(seed).permutation(groups)
     order = order[np.argsort(-classes.sum(1)[order], kind="stable")]  # the largest first
-    fold, sums, members = np.full(groups, -1), np.zeros((number, shares.shape[1]), np.int64), np.zeros(number, np.int64)
+    fold, sums, members = (
+        np.full(groups, -1),
+        np.zeros((number, shares.shape[1]), np.int64),
+        np.zeros(number, np.int64),
+    )
     for place, group in enumerate(order.tolist()):
-        must = (members == 0).sum() == groups - place  # each that is left is needed for an empty fold
+        # each that is left is needed for an empty fold
+        must = (members == 0).sum() == groups - place
         costs = 2 * (sums @ shares[group])
         costs[members > 0] += must * (1 << 62)
         fold[group] = best = int(costs.argmin())
@@ -48,13 +58,15 @@ def _root(number: int) -> int:
 
 
 def _better(fold: np.ndarray, shares: np.ndarray, number: int) -> bool:
-    """Make the best move of one group or swap of two, in place; return whether there was one that helps."""
+    """Make the best move of one group or swap of two, in place; return whether there was one that
+    helps."""
     sums = np.zeros((number, shares.shape[1]), np.int64)
     np.add.at(sums, fold, shares)
     here, everyone = np.arange(len(fold)), np.bincount(fold, minlength=number)
     towards, own = shares @ sums.T, (shares * shares).sum(1)  # (G, F), (G,)
     staying = towards[here, fold]
-    moves = 2 * (towards - staying[:, None]) + 2 * own[:, None]  # (G, F) change of the sum of squares
+    # (G, F) change of the sum of squares
+    moves = 2 * (towards - staying[:, None]) + 2 * own[:, None]
     moves[here, fold] = 0
     moves[everyone[fold] == 1] = 0
     group, to = divmod(int(moves.argmin()), number)
@@ -74,8 +86,8 @@ def _better(fold: np.ndarray, shares: np.ndarray, number: int) -> bool:
 
 
 def part_to_validate(counts: np.ndarray, share: float, seed: int, fold: int) -> np.ndarray:
-    """(G, C) samples of the groups that a fold does not test -> (G,) bool: about a `share` of them, balanced as a fold
-    is, but neither all nor none; each of `seed` and `fold` draws its own."""
+    """(G, C) samples of the groups that a fold does not test -> (G,) bool: about a `share` of them,
+    balanced as a fold is, but neither all nor none; each of `seed` and `fold` draws its own."""
     number = min(len(counts), max(2, round(1 / share)))
     parts = folds(counts, number, seed)
     return parts == np.random.default_rng((seed, fold)).integers(number)

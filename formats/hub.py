@@ -1,4 +1,5 @@
-"""Where LeRobot and the hub keep on this machine what was downloaded, and the download, where it is asked for."""
+"""Where LeRobot and the hub keep on this machine what was downloaded, and the download, where it is
+asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from engine.contract import LockstepError
 
 def home() -> Path:
     env = os.environ.get
-    return Path(env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")).expanduser()
+    return Path(
+        env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    ).expanduser()
 
 
 def repository(kind: str, repo_id: str) -> Path:
@@ -22,8 +25,8 @@ def repository(kind: str, repo_id: str) -> Path:
 
 
 def commit(repository: Path, revision: str = "") -> str:
-    """Return the commit that the revision (a branch, a tag, a commit; empty: main) names, or a placeholder for
-    messages."""
+    """Return the commit that the revision (a branch, a tag, a commit; empty: main) names, or a
+    placeholder for messages."""
     name = revision or "main"
     try:
         found = (repository / "refs" / name).read_text(encoding="utf-8", errors="replace").strip()
@@ -33,7 +36,8 @@ def commit(repository: Path, revision: str = "") -> str:
 
 
 def download(kind: str, repo_id: str, revision: str = "") -> None:
-    """Download a repository into the hub's cache: one of any number of processes, while the others wait for it.
+    """Download a repository into the hub's cache: one of any number of processes, while the others
+    wait for it.
 
     Raises LockstepError if the package huggingface_hub is missing, or for what the hub answers.
     """
@@ -48,7 +52,9 @@ def download(kind: str, repo_id: str, revision: str = "") -> None:
         with open(cached.parent / f".{cached.name}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
             if not (cached / "snapshots" / commit(cached, revision)).is_dir():
-                huggingface_hub.snapshot_download(repo_id, repo_type=kind.removesuffix("s"), revision=revision or None)
+                huggingface_hub.snapshot_download(
+                    repo_id, repo_type=kind.removesuffix("s"), revision=revision or None
+                )
     except Exception as error:  # its own classes, those of its network library, and OSError
         why = " ".join((str(error) or type(error).__name__).split())[:200]
         todo = "see the name, the network and `hf auth login`, or copy the folder here"

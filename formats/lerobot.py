@@ -1,12 +1,17 @@
-"""Robot demonstrations as LeRobot stores them, versions 2.0, 2.1 and 3.0, read without conversion or lerobot.
+"""Robot demonstrations as LeRobot stores them, versions 2.0, 2.1 and 3.0, read without conversion
+or lerobot.
 
-    meta/info.json                 fps, features {name: dtype, shape, names}, where the other files are
-    meta/episodes*, meta/tasks*    one row per episode, one per task; .jsonl before version 3, .parquet since
-    data/**.parquet                a row per frame: observation.*, action*, timestamp, frame_index, episode_index, ...
-    videos/**.mp4                  the pictures of features of dtype "video"; those of dtype "image" are PNG in data/
+    meta/info.json                 fps, features {name: dtype, shape, names}, where the other files
+                                   are
+    meta/episodes*, meta/tasks*    one row per episode, one per task; .jsonl before version 3,
+                                   .parquet since
+    data/**.parquet                a row per frame: observation.*, action*, timestamp, frame_index,
+                                   episode_index, ...
+    videos/**.mp4                  the pictures of features of dtype "video"; those of dtype "image"
+                                   are PNG in data/
 
-The numbers of all chosen episodes are held in memory, as arrays in the order of episode_index, then frame: a batch is
-one gather per feature. Pictures come from `formats.frames`.
+The numbers of all chosen episodes are held in memory, as arrays in the order of episode_index, then
+frame: a batch is one gather per feature. Pictures come from `formats.frames`.
 """
 
 from __future__ import annotations
@@ -70,7 +75,8 @@ class Feature:
 
 @dataclass(frozen=True)
 class Place:
-    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a table's `column`."""
+    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a
+    table's `column`."""
 
     path: Path
     start_s: float = 0.0
@@ -82,15 +88,20 @@ class Place:
 class Demonstrations:
     """E episodes of N frames together.
 
-    columns   {name: (N, ...)} float32 or int64; the five of BOOKKEEPING are (N,), all others (N, *shape)
+    columns   {name: (N, ...)} float32 or int64; the five of BOOKKEEPING are (N,), all others (N,
+              *shape)
     episodes  (E,) int64, episode_index of each, ascending
     start, end  (E,) int64, its rows in `columns`
-    stats     {feature: {mean, std, min, max, q01 ... q99}} float64: (D,) or the feature's shape, pictures (C, 1, 1).
-              From stats.json, of the whole dataset; without it, of the chosen episodes: aggregated from the episodes'
-              own, and measured from the columns where those lack any. Pictures may have none.
+    stats     {feature: {mean, std, min, max, q01 ... q99}} float64: (D,) or the feature's shape,
+              pictures (C, 1, 1).
+              From stats.json, of the whole dataset; without it, of the chosen episodes: aggregated
+              from the episodes' own, and measured from the columns where those lack any. Pictures
+              may have none.
     tasks     texts by task_index
-    lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen included
-    places    {camera: Place of each of the E episodes, None where the dataset names no file}; of texts, too
+    lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen
+              included
+    places    {camera: Place of each of the E episodes, None where the dataset names no file}; of
+              texts, too
     """
 
     root: Path
@@ -118,7 +129,8 @@ class Demonstrations:
 
 
 def need(module: str, where: str = "dataset") -> Any:
-    """Import an optional package where it is used. Raises LockstepError with the command that installs it."""
+    """Import an optional package where it is used. Raises LockstepError with the command that
+    installs it."""
     package = module.split(".")[0].replace("PIL", "pillow")
     try:
         return importlib.import_module(module)
@@ -127,21 +139,28 @@ def need(module: str, where: str = "dataset") -> Any:
         raise LockstepError(what, where, f"pip install {package}") from None
 
 
-# ---- where a dataset is ---------------------------------------------------------------------------------------------
+# ---- where a dataset is
+# ---------------------------------------------------------------------------------------------
 
 
 def find(root: str, repo_id: str, revision: str = "", download: bool = False) -> Path:
-    """Find a dataset's folder: dataset.root, root/repo_id, then LeRobot's and the hub's caches on this machine.
+    """Find a dataset's folder: dataset.root, root/repo_id, then LeRobot's and the hub's caches on
+    this machine.
 
-    With `download` a `repo_id` that is in none of them is fetched first. Raises LockstepError with every place that was
-    tried.
+    With `download` a `repo_id` that is in none of them is fetched first. Raises LockstepError with
+    every place that was tried.
     """
-    tried = [Path(root).expanduser() / inside for inside in dict.fromkeys(["", repo_id])] if root else []
+    tried = (
+        [Path(root).expanduser() / inside for inside in dict.fromkeys(["", repo_id])]
+        if root
+        else []
+    )
     if repo_id:
         homes = (os.environ.get("HF_LEROBOT_HOME"), hub.home() / "lerobot")
         tried += [Path(home).expanduser() / repo_id for home in homes if home]
         cached = hub.repository("datasets", repo_id)
-        wanted = hub.commit(cached, revision)  # first; then, unless a revision is asked for, the newest
+        # first; then, unless a revision is asked for, the newest
+        wanted = hub.commit(cached, revision)
         found = [cached / "snapshots" / wanted] if revision else [*cached.glob("snapshots/*")]
         found = [folder for folder in found if folder.is_dir()]
         tried += sorted(found, key=lambda it: (it.name == wanted, it.stat().st_mtime), reverse=True)
@@ -153,14 +172,16 @@ def find(root: str, repo_id: str, revision: str = "", download: bool = False) ->
         hub.download("datasets", repo_id, revision)
         return find(root, repo_id, revision)
     raise LockstepError(
-        "no dataset: " + (f"no meta/info.json in {', '.join(map(str, tried))}" if tried else "no place is named"),
+        "no dataset: "
+        + (f"no meta/info.json in {', '.join(map(str, tried))}" if tried else "no place is named"),
         f"dataset.root={root or '(empty)'}, dataset.repo_id={repo_id or '(empty)'}",
         "copy the dataset to one of these places, or give dataset.root=FOLDER"
         + (", or --download, which fetches it from the hub" if repo_id else ""),
     )
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading
+# --------------------------------------------------------------------------------------------------
 
 
 class _Episode(NamedTuple):
@@ -172,13 +193,16 @@ class _Episode(NamedTuple):
 
 
 def read(
-    root: str | Path, episodes: Sequence[int] = (), exclude: Sequence[int] = (), tolerance_s: float = 1e-4
+    root: str | Path,
+    episodes: Sequence[int] = (),
+    exclude: Sequence[int] = (),
+    tolerance_s: float = 1e-4,
 ) -> Demonstrations:
     """Read the numbers of a dataset.
 
     episodes, exclude  episode_index of those to take (empty: all) and of those to leave out
-    tolerance_s  how far a timestamp may be from frame_index / fps, in seconds
-    Raises LockstepError with file, episode and frame where the dataset is incomplete or contradicts itself.
+    tolerance_s  how far a timestamp may be from frame_index / fps, in seconds Raises LockstepError
+    with file, episode and frame where the dataset is incomplete or contradicts itself.
     """
     root = Path(root)
     info_path = root / "meta" / "info.json"
@@ -193,7 +217,10 @@ def read(
     places: dict[str, list[Place | None]] = {}
     for name, feature in features.items():
         if feature.dtype in ("image", "language"):
-            places[name] = [Place(episode.data, first_row=first_rows[e], column=name) for e, episode in chosen.items()]
+            places[name] = [
+                Place(episode.data, first_row=first_rows[e], column=name)
+                for e, episode in chosen.items()
+            ]
         elif feature.is_picture:
             places[name] = [episode.videos.get(name) for episode in chosen.values()]
     demos = Demonstrations(
@@ -217,7 +244,9 @@ def read(
 
 
 def _read_info(path: Path) -> dict[str, Any]:
-    info = _json(_text(path, "this is no LeRobot dataset, or only a part of one: give its root folder"), path)
+    info = _json(
+        _text(path, "this is no LeRobot dataset, or only a part of one: give its root folder"), path
+    )
     if (version := info.get("codebase_version")) not in VERSIONS:
         todo = f"{', '.join(VERSIONS)} are read; convert it with the LeRobot that wrote it"
         raise LockstepError(f"codebase_version {version!r} is not known", str(path), todo)
@@ -233,26 +262,39 @@ def _features(info: Mapping[str, Any], path: Path) -> dict[str, Feature]:
         raise LockstepError("no features", str(path), UNFINISHED)
     if missing := [name for name in BOOKKEEPING if name not in found]:
         raise LockstepError(f"no feature {', '.join(missing)}", str(path), UNFINISHED)
-    return {name: _feature(name, raw if isinstance(raw, dict) else {}, path) for name, raw in found.items()}
+    return {
+        name: _feature(name, raw if isinstance(raw, dict) else {}, path)
+        for name, raw in found.items()
+    }
 
 
 def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
     dtype, shape = raw.get("dtype", ""), raw.get("shape", "")
-    is_right = isinstance(dtype, str) and isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    is_right = (
+        isinstance(dtype, str)
+        and isinstance(shape, list)
+        and all(type(n) is int and n > 0 for n in shape)
+    )
     is_picture = dtype in ("image", "video")
     if not is_right or (is_picture and len(shape) != 3):
         what = f"feature {name} has dtype {dtype!r} and shape {shape!r}"
-        raise LockstepError(what, str(path), "give a dtype and a shape of whole numbers, pictures three")
+        raise LockstepError(
+            what, str(path), "give a dtype and a shape of whole numbers, pictures three"
+        )
     if is_picture and not is_file_name(name):  # the name becomes part of paths
         what = f"{name[:120]!r} cannot be a camera's name"
-        raise LockstepError(what, str(path), "rename the feature: a name without /, of at most 200 bytes")
+        raise LockstepError(
+            what, str(path), "rename the feature: a name without /, of at most 200 bytes"
+        )
     names, size = _flat_names(raw.get("names")), tuple(shape) or (1,)
     kind, depth = VISUAL if is_picture else _kind(name), None
     if is_picture:
         try:
             depth = depth_of(raw)
         except (TypeError, ValueError) as error:
-            raise LockstepError(f"{name} is a depth camera with {error}", str(path), "fix its info") from None
+            raise LockstepError(
+                f"{name} is a depth camera with {error}", str(path), "fix its info"
+            ) from None
         channels_last = size[2] in (1, 3, 4) and size[0] not in (1, 3, 4)
         if len(names) == 3:
             channels_last = names[2] in ("channel", "channels")
@@ -268,7 +310,9 @@ def _kind(name: str) -> str | None:
     """Return what a policy takes numbers of this name for."""
     if name == "observation.environment_state":
         return ENV
-    return STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
+    return (
+        STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
+    )
 
 
 def _flat_names(names: Any) -> list[str]:
@@ -283,13 +327,16 @@ def _flat_names(names: Any) -> list[str]:
 def _episodes(
     root: Path, info: Mapping[str, Any], features: Mapping[str, Feature], is_old: bool
 ) -> dict[int, _Episode]:
-    """Read the table of episodes; before version 3 each had a file of its own, whose name follows from its number."""
+    """Read the table of episodes; before version 3 each had a file of its own, whose name follows
+    from its number."""
     meta = root / "meta"
     tables = [meta / "episodes.jsonl"] if is_old else sorted(meta.glob("episodes/*/*.parquet"))
     if not tables:
         raise LockstepError("no table of episodes", str(meta / "episodes"), UNFINISHED)
     path = meta / "info.json"
-    data, video = (info.get(key) or usual for key, usual in (OLD_FILES if is_old else FILES).items())
+    data, video = (
+        info.get(key) or usual for key, usual in (OLD_FILES if is_old else FILES).items()
+    )
     per_chunk = info.get("chunks_size") or 1000
     videos = [name for name, feature in features.items() if feature.dtype == "video"]
     table = {}
@@ -300,7 +347,9 @@ def _episodes(
         for name in videos:
             inside = f"videos/{name}"
             if is_old or row.get(f"{inside}/file_index") is not None:
-                file = _fill(video, path, video_key=name, **(own if is_old else _numbers(row, inside, where)))
+                file = _fill(
+                    video, path, video_key=name, **(own if is_old else _numbers(row, inside, where))
+                )
                 places[name] = Place(root / file, float(row.get(f"{inside}/from_timestamp") or 0.0))
         file = _fill(data, path, **(own if is_old else _numbers(row, "data", where)))
         table[e] = _Episode(length, root / file, places)
@@ -312,7 +361,10 @@ def _numbers(row: Mapping[str, Any], prefix: str, where: str) -> dict[str, int]:
 
 
 def _check_counts(info: Mapping[str, Any], table: Mapping[int, _Episode], path: Path) -> None:
-    counts = {"total_episodes": len(table), "total_frames": sum(episode.length for episode in table.values())}
+    counts = {
+        "total_episodes": len(table),
+        "total_frames": sum(episode.length for episode in table.values()),
+    }
     for name, count in counts.items():
         if info.get(name, count) != count:
             what = f"{name} is {info[name]}, but the table of episodes has {count}"
@@ -323,10 +375,15 @@ def _check_counts(info: Mapping[str, Any], table: Mapping[int, _Episode], path: 
         raise LockstepError(f"episode {empty[0]} has no frames", str(path), UNFINISHED)
 
 
-def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], path: Path) -> list[int]:
+def _choose(
+    known: list[int], episodes: Sequence[int], exclude: Sequence[int], path: Path
+) -> list[int]:
     for name, asked in (("episodes", episodes), ("exclude_episodes", exclude)):
         if unknown := sorted(set(asked) - set(known)):
-            what = f"dataset.{name} asks for episode {', '.join(map(str, unknown[:8]))}, which is not there"
+            what = (
+                f"dataset.{name} asks for episode {', '.join(map(str, unknown[:8]))}, which "
+                "is not there"
+            )
             todo = f"there are {len(known)} episodes from {known[0]} to {known[-1]}"
             raise LockstepError(what, str(path), todo)
     chosen = sorted(set(episodes or known) - set(exclude))
@@ -338,7 +395,8 @@ def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], p
 def _read_columns(
     features: Mapping[str, Feature], chosen: Mapping[int, _Episode]
 ) -> tuple[dict[str, np.ndarray], dict[int, int]]:
-    """Return the chosen episodes' columns, concatenated, and {episode: its first row in its file}."""
+    """Return the chosen episodes' columns, concatenated, and {episode: its first row in its
+    file}."""
     wanted = {
         name: features[name] for name in ("episode_index", "frame_index")
     }  # first: errors of the others name them
@@ -352,12 +410,16 @@ def _read_columns(
         columns = _read_file(path, wanted, f"episode {inside[0]}: ")
         owner = columns["episode_index"]
         indices, firsts, counts = np.unique(owner, return_index=True, return_counts=True)
-        runs = dict(zip(indices.tolist(), zip(firsts.tolist(), counts.tolist(), strict=True), strict=True))
+        runs = dict(
+            zip(indices.tolist(), zip(firsts.tolist(), counts.tolist(), strict=True), strict=True)
+        )
         for e in inside:
             begin, count = runs.get(e, (0, 0))
             if (owner[begin : begin + count] != e).any():
                 what = f"episode {e} lies in several pieces, the first at row {begin}"
-                raise LockstepError(what, str(path), "write the frames of an episode one after the other")
+                raise LockstepError(
+                    what, str(path), "write the frames of an episode one after the other"
+                )
             if count != chosen[e].length:
                 what = f"episode {e} has {count} rows, its table has {chosen[e].length}"
                 raise LockstepError(what, str(path), UNFINISHED)
@@ -369,7 +431,9 @@ def _read_columns(
 def _read_file(path: Path, wanted: Mapping[str, Feature], prefix: str) -> dict[str, np.ndarray]:
     table = _table(path, list(wanted), prefix)
     if missing := [name for name in wanted if name not in table.column_names]:
-        raise LockstepError(f"no column {', '.join(missing)}, which info.json lists", str(path), UNFINISHED)
+        raise LockstepError(
+            f"no column {', '.join(missing)}, which info.json lists", str(path), UNFINISHED
+        )
     columns: dict[str, np.ndarray] = {}
 
     def name_of(row: int) -> str:
@@ -382,8 +446,11 @@ def _read_file(path: Path, wanted: Mapping[str, Feature], prefix: str) -> dict[s
     return columns
 
 
-def _to_numpy(column: Any, name: str, feature: Feature, name_of: Callable[[int], str], path: Path) -> np.ndarray:
-    """An arrow column of numbers, or of lists of one length -> (N, *shape), or (N,) if it is of BOOKKEEPING."""
+def _to_numpy(
+    column: Any, name: str, feature: Feature, name_of: Callable[[int], str], path: Path
+) -> np.ndarray:
+    """An arrow column of numbers, or of lists of one length -> (N, *shape), or (N,) if it is of
+    BOOKKEEPING."""
     pa, compute = need("pyarrow"), need("pyarrow.compute")
     array = column.combine_chunks()
     count, per_row, todo = len(array), 1, "fix or exclude the episode"
@@ -402,7 +469,9 @@ def _to_numpy(column: Any, name: str, feature: Feature, name_of: Callable[[int],
         array, per_row = array.flatten(), per_row * int(widths[0] if count else 0)
     is_float = pa.types.is_floating(array.type)
     if not (is_float or pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)):
-        raise LockstepError(f"{name} is of type {array.type}, not numbers", str(path), "leave it out")
+        raise LockstepError(
+            f"{name} is of type {array.type}, not numbers", str(path), "leave it out"
+        )
     if count and per_row != math.prod(feature.shape):
         what = f"{name} has {per_row} numbers per frame, info.json has {feature.shape}"
         raise LockstepError(what, str(path), "fix info.json or write the dataset again")
@@ -412,22 +481,33 @@ def _to_numpy(column: Any, name: str, feature: Feature, name_of: Callable[[int],
 
 def _check_rows(demos: Demonstrations) -> None:
     columns = demos.columns
-    frame = np.arange(len(columns["index"])) - np.repeat(demos.start, demos.end - demos.start)  # (N,)
+    # (N,)
+    frame = np.arange(len(columns["index"])) - np.repeat(demos.start, demos.end - demos.start)
 
     def refuse(wrong: np.ndarray, what: str, todo: str) -> None:
         if wrong.any():
-            raise LockstepError(f"{demos.name_of(int(wrong.argmax()))}: {what}", str(demos.root), todo)
+            raise LockstepError(
+                f"{demos.name_of(int(wrong.argmax()))}: {what}", str(demos.root), todo
+            )
 
     for name, column in columns.items():
         if column.dtype == np.float32:
             wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
-            refuse(wrong, f"{name} is not finite (NaN or infinity)", "fix it, or use dataset.exclude_episodes")
+            refuse(
+                wrong,
+                f"{name} is not finite (NaN or infinity)",
+                "fix it, or use dataset.exclude_episodes",
+            )
     what = "frame_index does not count 0, 1, 2 ... from there"
     refuse(columns["frame_index"] != frame, what, "fix it, or exclude the episode")
-    # After half an hour the float32 that timestamps are stored in is coarser than the usual tolerance.
+    # After half an hour the float32 that timestamps are stored in is coarser than the usual
+    # tolerance.
     allowed = demos.tolerance_s + np.spacing(columns["timestamp"].astype(np.float32))
     wrong = np.abs(columns["timestamp"].astype(np.float64) - frame / demos.fps) > allowed
-    what = f"its timestamp is off frame_index / fps ({demos.fps:g}) by more than {demos.tolerance_s:g} s"
+    what = (
+        f"its timestamp is off frame_index / fps ({demos.fps:g}) by more than "
+        f"{demos.tolerance_s:g} s"
+    )
     refuse(wrong, what, "fix it, exclude the episode, or raise dataset.tolerance_s")
     task, count = columns["task_index"], len(demos.tasks)
     what = f"its task_index is none of the {count} tasks"
@@ -435,10 +515,13 @@ def _check_rows(demos: Demonstrations) -> None:
 
 
 def _read_tasks(path: Path) -> list[str]:
-    """Return the texts by task_index. The name of their column varies: it is the one that is not task_index."""
+    """Return the texts by task_index. The name of their column varies: it is the one that is not
+    task_index."""
     texts: dict[int, str] = {}
     for where, row in _rows(path):
-        words = [value for name, value in row.items() if name != "task_index" and isinstance(value, str)]
+        words = [
+            value for name, value in row.items() if name != "task_index" and isinstance(value, str)
+        ]
         if not words:
             raise LockstepError("a task without its text", where, UNFINISHED)
         texts[_whole(row, "task_index", where)] = words[0]
@@ -452,40 +535,56 @@ def renamed(demos: Demonstrations, names: Mapping[str, str]) -> Demonstrations:
         return {names.get(name, name): value for name, value in of.items()}
 
     features = {
-        name: feature if feature.is_picture or name not in names.values() else replace(feature, kind=_kind(name))
+        name: feature
+        if feature.is_picture or name not in names.values()
+        else replace(feature, kind=_kind(name))
         for name, feature in new(demos.features).items()
     }
     stats, places = new(demos.stats), new(demos.places)
     return replace(demos, features=features, columns=new(demos.columns), stats=stats, places=places)
 
 
-# ---- statistics -----------------------------------------------------------------------------------------------------
+# ---- statistics
+# --------------------------------------------------------------------------------------------------
 
 
 def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Combine one feature's {mean, std, min, max, count} of several episodes into those of all together.
+    """Combine one feature's {mean, std, min, max, count} of several episodes into those of all
+    together.
 
-    The mean weights each episode by its count; the variance is that within episodes plus that of their means:
-    sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
+    The mean weights each episode by its count; the variance is that within episodes plus that of
+    their means: sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
     """
     count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
-    mean, std, low, high = (np.stack([part[name] for part in parts]) for name in ("mean", "std", "min", "max"))
+    mean, std, low, high = (
+        np.stack([part[name] for part in parts]) for name in ("mean", "std", "min", "max")
+    )
     share = (count / count.sum()).reshape(-1, *[1] * (mean.ndim - 1))
     middle = (share * mean).sum(0)
     spread = np.sqrt((share * (std**2 + (mean - middle) ** 2)).sum(0))
-    return {"mean": middle, "std": spread, "min": low.min(0), "max": high.max(0), "count": np.array([count.sum()])}
+    return {
+        "mean": middle,
+        "std": spread,
+        "min": low.min(0),
+        "max": high.max(0),
+        "count": np.array([count.sum()]),
+    }
 
 
 def measure(column: np.ndarray) -> dict[str, np.ndarray]:
-    """(N, ...) numbers -> {mean, std, min, max, q01 ... q99}, each float64 (...), and count (1,)."""
+    """(N, ...) numbers -> {mean, std, min, max, q01 ... q99}, each float64 (...), and count
+    (1,)."""
     wide = column.astype(np.float64)
     stats = {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}
     stats["count"] = np.array([len(wide)])
-    return stats | dict(zip(QUANTILES, np.quantile(wide, list(QUANTILES.values()), axis=0), strict=True))
+    return stats | dict(
+        zip(QUANTILES, np.quantile(wide, list(QUANTILES.values()), axis=0), strict=True)
+    )
 
 
 def _stored_stats(root: Path, chosen: Sequence[int]) -> Stats:
-    """Return the statistics that the dataset holds, without episodes' quantiles, which cannot be combined."""
+    """Return the statistics that the dataset holds, without episodes' quantiles, which cannot be
+    combined."""
     whole, each = root / "meta" / "stats.json", root / "meta" / "episodes_stats.jsonl"
     if whole.is_file():
         return {name: _arrays(stats) for name, stats in _json(_text(whole), whole).items()}
@@ -534,24 +633,28 @@ def _stats(demos: Demonstrations, stored: Stats) -> Stats:
 
 
 def measured_again(demos: Demonstrations, rows: np.ndarray) -> Demonstrations:
-    """Return the demonstrations with statistics of these rows of `columns` alone, (N,) bool; pictures have none."""
+    """Return the demonstrations with statistics of these rows of `columns` alone, (N,) bool;
+    pictures have none."""
     some = replace(demos, columns={name: column[rows] for name, column in demos.columns.items()})
     return replace(demos, stats=_stats(some, {}))
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches
+# --------------------------------------------------------------------------------------------------
 
 
 class Chunks:
     """Windows over time around each frame of some episodes.
 
     episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
-    deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
+    deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49],
+              "observation.state": [-1, 0]}
     pictures  `formats.frames.Frames` with the cameras' pictures; None: batches have none
     skipped   frames at the end of each episode that are no samples
     labels    (len,) int64: each sample's task_index
     sources   (len,) str: each sample's episode_index
-    weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas` has no "action")
+    weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas`
+              has no "action")
     """
 
     def __init__(
@@ -564,27 +667,49 @@ class Chunks:
     ):
         chosen = np.array(list(episodes), dtype=np.int64)
         if unknown := sorted(set(chosen.tolist()) - set(demos.episodes.tolist())):
-            raise LockstepError(f"episode {unknown[0]} was not read", str(demos.root), "read it first")
+            raise LockstepError(
+                f"episode {unknown[0]} was not read", str(demos.root), "read it first"
+            )
         for name in deltas:
             kind = demos.features[name].kind if name in demos.features else None
             if kind is None or not len(deltas[name]) or (kind == VISUAL and pictures is None):
-                known = [n for n, f in demos.features.items() if f.kind and (pictures or not f.is_picture)]
-                what = f"no frames of {name} can be given" if name in demos.features else f"no feature {name}"
+                known = [
+                    n
+                    for n, f in demos.features.items()
+                    if f.kind and (pictures or not f.is_picture)
+                ]
+                what = (
+                    f"no frames of {name} can be given"
+                    if name in demos.features
+                    else f"no feature {name}"
+                )
                 raise LockstepError(what, str(demos.root), f"there are {', '.join(known)}")
         e = np.searchsorted(demos.episodes, chosen)
         first, end = demos.start[e], demos.end[e]
         counts = np.maximum(end - first - skipped, 0)
         rows = [np.arange(a, a + count) for a, count in zip(first, counts, strict=True)]
-        self.rows = torch.from_numpy(np.concatenate([np.arange(0), *rows]))  # (len,) of `demos.columns`
+        # (len,) of `demos.columns`
+        self.rows = torch.from_numpy(np.concatenate([np.arange(0), *rows]))
         self.first = torch.from_numpy(np.repeat(first, counts))  # (len,) its episode's first row
         self.last = torch.from_numpy(np.repeat(end - 1, counts))
-        self.deltas = {name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()}
+        self.deltas = {
+            name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()
+        }
         self.pictures = pictures
         self.cameras = demos.cameras if pictures else []
-        numbers = [name for name, feature in demos.features.items() if feature.kind and name in demos.columns]
+        numbers = [
+            name
+            for name, feature in demos.features.items()
+            if feature.kind and name in demos.columns
+        ]
         self.columns = {name: torch.from_numpy(demos.columns[name]) for name in numbers}
-        told = {name: demos.columns[name] for name in ("task_index", "episode_index", "frame_index")}
-        self.told = {name: torch.from_numpy(array) for name, array in (told | {"row": demos.columns["index"]}).items()}
+        told = {
+            name: demos.columns[name] for name in ("task_index", "episode_index", "frame_index")
+        }
+        self.told = {
+            name: torch.from_numpy(array)
+            for name, array in (told | {"row": demos.columns["index"]}).items()
+        }
         inside = torch.zeros(len(self.rows), dtype=torch.float64)
         for step in self.deltas.get("action", torch.zeros(1, dtype=torch.int64)):
             at = self.rows + step
@@ -599,10 +724,13 @@ class Chunks:
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """B indices -> for each feature of a policy
 
-            <name>         (B, T, ...) where `deltas` has T steps for it, else (B, ...); pictures uint8 (..., C, H, W)
-            <name>_is_pad  (B, T) bool, with `deltas` only: beyond the episode, whose first or last frame is repeated
+            <name>         (B, T, ...) where `deltas` has T steps for it, else (B, ...); pictures
+                           uint8 (..., C, H, W)
+            <name>_is_pad  (B, T) bool, with `deltas` only: beyond the episode, whose first or last
+                           frame is repeated
 
-        and `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own `index`), (B,) int64.
+        and `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own `index`), (B,)
+        int64.
         """
         chosen = torch.as_tensor(indices)
         rows = self.rows[chosen]
@@ -630,20 +758,25 @@ class Chunks:
             self.pictures.prefetch(name, at.view(-1).numpy())
 
     def _window(self, name: str, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (B, T) rows of a feature around the samples `chosen`, and which of them would be outside."""
+        """Return the (B, T) rows of a feature around the samples `chosen`, and which of them would
+        be outside."""
         at = self.rows[chosen, None] + self.deltas[name]
         inside = at.clamp(self.first[chosen, None], self.last[chosen, None])
         return inside, inside != at
 
 
 def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (train, val) episodes, both ascending; whole ones, because frames of an episode are near copies.
+    """Return (train, val) episodes, both ascending; whole ones, because frames of an episode are
+    near copies.
 
-    At least one each if there are two or more and `val_share` is above 0. The same arguments give the same split.
+    At least one each if there are two or more and `val_share` is above 0. The same arguments give
+    the same split.
     """
     episodes = np.asarray(episodes, dtype=np.int64)
     if not 0.0 <= val_share < 1.0:
-        raise LockstepError(f"val_share {val_share} is not a share", "dataset", "give one from 0 to below 1")
+        raise LockstepError(
+            f"val_share {val_share} is not a share", "dataset", "give one from 0 to below 1"
+        )
     count = 0
     if val_share and len(episodes) > 1:
         count = min(max(round(len(episodes) * val_share), 1), len(episodes) - 1)
@@ -651,7 +784,8 @@ def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray
     return np.sort(episodes[order[count:]]), np.sort(episodes[order[:count]])
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files
+# --------------------------------------------------------------------------------------------------
 
 
 def _text(path: Path, todo: str = UNFINISHED) -> str:
@@ -692,7 +826,8 @@ def _whole(row: Mapping[str, Any], name: str, where: str) -> int:
 
 
 _FIELD = re.compile(r"\{(\w+)(?::\d{0,2}d?)?\}")
-"""A template's field: a name and at most a width of two digits. Python's format() takes any width, and attributes."""
+"""A template's field: a name and at most a width of two digits. Python's format() takes any width,
+and attributes."""
 
 
 def _fill(template: Any, path: Path, **names: Any) -> str:
@@ -714,7 +849,11 @@ def value_at(place: Place) -> Any:
         file, row = pq.ParquetFile(place.path), place.first_row
         for group in range(file.num_row_groups):
             if row < (count := file.metadata.row_group(group).num_rows):
-                return file.read_row_group(group, columns=[place.column]).column(place.column)[row].as_py()
+                return (
+                    file.read_row_group(group, columns=[place.column])
+                    .column(place.column)[row]
+                    .as_py()
+                )
             row -= count
     except (OSError, pa.ArrowException, KeyError) as error:
         what = f"no {place.column} can be read: {str(error).splitlines()[0]}"
@@ -723,11 +862,14 @@ def value_at(place: Place) -> Any:
 
 
 def _table(path: Path, columns: Sequence[str] = (), prefix: str = "") -> Any:
-    """Read columns of a parquet file; without any given, all but episodes' statistics, which are most of the bytes."""
+    """Read columns of a parquet file; without any given, all but episodes' statistics, which are
+    most of the bytes."""
     pa, pq = need("pyarrow"), need("pyarrow.parquet")
     try:
         file = pq.ParquetFile(path)
-        names = columns or [name for name in file.schema_arrow.names if not name.startswith("stats/")]
+        names = columns or [
+            name for name in file.schema_arrow.names if not name.startswith("stats/")
+        ]
         return file.read(columns=names, use_threads=False)
     except FileNotFoundError:
         raise LockstepError(f"{prefix}no file {path.name}", str(path), UNFINISHED) from None

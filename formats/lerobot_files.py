@@ -1,4 +1,5 @@
-"""The files of a LeRobot dataset of version 3.0 as LeRobot 0.6 writes them: tables, info.json, statistics."""
+"""The files of a LeRobot dataset of version 3.0 as LeRobot 0.6 writes them: tables, info.json,
+statistics."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ def place(number: int, per_chunk: int = FILES_PER_CHUNK) -> dict[str, int]:
     return {"chunk_index": number // per_chunk, "file_index": number % per_chunk}
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def schema(features: Declared) -> Any:
-    """Return the schema of data/, with the types that the package `datasets` looks for in its metadata."""
+    """Return the schema of data/, with the types that the package `datasets` looks for in its
+    metadata."""
     pa = need("pyarrow")
     fields: dict[str, Any] = {}
     known: dict[str, Any] = {}
@@ -50,7 +53,9 @@ def schema(features: Declared) -> Any:
         elif shape != (1,):
             known[name] = {"feature": known[name], "length": shape[0], "_type": "Sequence"}
             fields[name] = pa.list_(fields[name], shape[0])
-    return pa.schema(fields.items(), metadata={"huggingface": json.dumps({"info": {"features": known}})})
+    return pa.schema(
+        fields.items(), metadata={"huggingface": json.dumps({"info": {"features": known}})}
+    )
 
 
 def table(columns: Mapping[str, np.ndarray], features: Declared) -> Any:
@@ -59,10 +64,15 @@ def table(columns: Mapping[str, np.ndarray], features: Declared) -> Any:
     for field in wanted:
         values = columns[field.name]
         if pa.types.is_struct(field.type):
-            pngs = [{"bytes": encoders.png(it), "path": f"frame-{n:06d}.png"} for n, it in enumerate(values)]
+            pngs = [
+                {"bytes": encoders.png(it), "path": f"frame-{n:06d}.png"}
+                for n, it in enumerate(values)
+            ]
             arrays.append(pa.array(pngs, type=field.type))
         elif pa.types.is_fixed_size_list(field.type):
-            arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]))
+            arrays.append(
+                pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+            )
         elif pa.types.is_list(field.type):
             arrays.append(pa.array(values.tolist(), type=field.type))
         else:
@@ -90,12 +100,27 @@ def write_episodes(path: Path, rows: list[dict[str, Any]], like: Any = None) -> 
 def write_tasks(path: Path, tasks: Sequence[str]) -> None:
     """Write the table as pandas would, because LeRobot takes the texts from its index."""
     pa, pq = need("pyarrow"), need("pyarrow.parquet")
-    content = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
+    content = pa.table(
+        {
+            "task_index": pa.array(range(len(tasks)), pa.int64()),
+            "task": pa.array(tasks, pa.string()),
+        }
+    )
     columns: list[dict[str, Any]] = [
-        {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"},
+        {
+            "name": "task_index",
+            "field_name": "task_index",
+            "pandas_type": "int64",
+            "numpy_type": "int64",
+        },
         {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object"},
     ]
-    none: dict[str, Any] = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}
+    none: dict[str, Any] = {
+        "name": None,
+        "field_name": None,
+        "pandas_type": "unicode",
+        "numpy_type": "object",
+    }
     metadata = {
         "index_columns": ["task"],
         "column_indexes": [none | {"metadata": {"encoding": "UTF-8"}}],
@@ -107,23 +132,33 @@ def write_tasks(path: Path, tasks: Sequence[str]) -> None:
     pq.write_table(content.replace_schema_metadata({"pandas": json.dumps(metadata)}), path)
 
 
-# ---- info.json ------------------------------------------------------------------------------------------------------
+# ---- info.json
+# --------------------------------------------------------------------------------------------------
 
 
 def info(
-    fps: float, features: Declared, names: Mapping[str, Any], robot_type: str, codecs: Mapping[str, str]
+    fps: float,
+    features: Declared,
+    names: Mapping[str, Any],
+    robot_type: str,
+    codecs: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return info.json of a dataset without episodes; `codecs` are those of its videos."""
     about: dict[str, Any] = {}
     for name, (dtype, shape) in features.items():
         about[name] = {"dtype": dtype, "shape": list(shape), "names": names.get(name)}
         if dtype in PICTURES:
-            shown = {"dtype": "image" if dtype == "image" else "video", "shape": [*shape[1:], shape[0]]}
+            shown = {
+                "dtype": "image" if dtype == "image" else "video",
+                "shape": [*shape[1:], shape[0]],
+            }
             about[name] |= shown | {"names": ["height", "width", "channels"]}
         if name in codecs:
             video = {"video.height": shape[1], "video.width": shape[2], "video.fps": int(fps)}
             video |= {"video.channels": shape[0], "has_audio": False} | encoders.about(codecs[name])
-            about[name]["info"] = video | (Depth().about() if dtype == "depth" else {"is_depth_map": False})
+            about[name]["info"] = video | (
+                Depth().about() if dtype == "depth" else {"is_depth_map": False}
+            )
     return {
         "codebase_version": "v3.0",
         "fps": int(fps) if fps == int(fps) else fps,
@@ -143,16 +178,23 @@ def info(
 
 def flat(stats: Stats) -> dict[str, dict[str, Any]]:
     """Return statistics as JSON takes them."""
-    return {name: {key: np.asarray(value).tolist() for key, value in one.items()} for name, one in stats.items()}
+    return {
+        name: {key: np.asarray(value).tolist() for key, value in one.items()}
+        for name, one in stats.items()
+    }
 
 
-# ---- statistics -----------------------------------------------------------------------------------------------------
+# ---- statistics
+# --------------------------------------------------------------------------------------------------
 
 
 def levels(pictures: np.ndarray, count: int) -> np.ndarray:
-    """(T, C, H, W) whole numbers below `count` -> (C, count): how often each is there, in about a hundred pictures."""
+    """(T, C, H, W) whole numbers below `count` -> (C, count): how often each is there, in about a
+    hundred pictures."""
     some = pictures[:: -(-len(pictures) // 100)]
-    return np.stack([np.bincount(some[:, c].reshape(-1), minlength=count) for c in range(pictures.shape[1])])
+    return np.stack(
+        [np.bincount(some[:, c].reshape(-1), minlength=count) for c in range(pictures.shape[1])]
+    )
 
 
 def picture_stats(counts: np.ndarray, values: np.ndarray, frames: int) -> dict[str, np.ndarray]:
@@ -161,14 +203,23 @@ def picture_stats(counts: np.ndarray, values: np.ndarray, frames: int) -> dict[s
     mean = counts @ values / total
     below = np.cumsum(counts, 1) / total[:, None]  # (C, L)
     stats = {"mean": mean, "std": np.sqrt((counts * (values - mean[:, None]) ** 2).sum(1) / total)}
-    stats |= {"min": values[(counts > 0).argmax(1)], "max": values[::-1][(counts[:, ::-1] > 0).argmax(1)]}
+    stats |= {
+        "min": values[(counts > 0).argmax(1)],
+        "max": values[::-1][(counts[:, ::-1] > 0).argmax(1)],
+    }
     stats |= {name: values[(below >= share).argmax(1)] for name, share in QUANTILES.items()}
-    return {name: value.reshape(-1, 1, 1) for name, value in stats.items()} | {"count": np.array([frames])}
+    return {name: value.reshape(-1, 1, 1) for name, value in stats.items()} | {
+        "count": np.array([frames])
+    }
 
 
 def together(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Combine one feature's statistics of several episodes; quantiles are means weighted by count, as in LeRobot."""
+    """Combine one feature's statistics of several episodes; quantiles are means weighted by count,
+    as in LeRobot."""
     stats = aggregate(parts)
     count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
     known = [name for name in QUANTILES if all(name in part for part in parts)]
-    return stats | {n: np.tensordot(count / count.sum(), np.stack([part[n] for part in parts]), 1) for n in known}
+    return stats | {
+        n: np.tensordot(count / count.sum(), np.stack([part[n] for part in parts]), 1)
+        for n in known
+    }

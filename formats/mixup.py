@@ -12,10 +12,11 @@ from engine.contract import Batch
 
 
 class Mixed:
-    """A dataset whose samples have partners: to `x` and `y` come `x2` and `y2` of another sample, and `share`, (B,)
-    float64, that of the first one in the mixture, drawn from Beta(alpha, alpha).
+    """A dataset whose samples have partners: to `x` and `y` come `x2` and `y2` of another sample,
+    and `share`, (B,) float64, that of the first one in the mixture, drawn from Beta(alpha, alpha).
 
-    Both are drawn from the sample's own seed, and from nothing else: any cut of a batch gives the same mixtures.
+    Both are drawn from the sample's own seed, and from nothing else: any cut of a batch gives the
+    same mixtures.
 
     kept  (N,) bool: a partner that is to be left out leaves its sample alone, with a share of 1
     """
@@ -33,7 +34,10 @@ class Mixed:
 
     def __getitems__(self, indices: Sequence[int], seeds: Sequence[int]) -> Batch:
         drawn = [self.partner(int(seed)) for seed in seeds]
-        both, size = self.dataset.__getitems__([*indices, *(other for other, _ in drawn)]), len(indices)
+        both, size = (
+            self.dataset.__getitems__([*indices, *(other for other, _ in drawn)]),
+            len(indices),
+        )
         share = torch.tensor([share for _, share in drawn], dtype=torch.float64)
         first = {name: values[:size] for name, values in both.items()}
         return first | {"x2": both["x"][size:], "y2": both["y"][size:], "share": share}

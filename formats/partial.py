@@ -14,8 +14,8 @@ from pathlib import Path
 class Partial:
     """Makes `folder`: call `begin`, write into `path`, rename it, and in any case call `end`.
 
-    A killed process leaves its `path`, which the next `begin` for the same folder removes. A lock on it tells leftovers
-    from the work of a live process.
+    A killed process leaves its `path`, which the next `begin` for the same folder removes. A lock
+    on it tells leftovers from the work of a live process.
     """
 
     def __init__(self, folder: Path):
@@ -25,7 +25,8 @@ class Partial:
 
     def begin(self) -> None:
         for left in self.folder.parent.glob(f".{glob.escape(self.folder.name)}.partial-*"):
-            with contextlib.suppress(OSError):  # a live process has the lock, or the file system has no locks
+            # a live process has the lock, or the file system has no locks
+            with contextlib.suppress(OSError):
                 lock = _locked(left)
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(lock)
@@ -42,7 +43,8 @@ class Partial:
 
 
 def _locked(folder: Path) -> int:
-    """Return a file descriptor of the folder that holds its lock. Raises BlockingIOError if another one does."""
+    """Return a file descriptor of the folder that holds its lock. Raises BlockingIOError if another
+    one does."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

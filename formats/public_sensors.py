@@ -1,5 +1,5 @@
-"""Public sets of sensor recordings as they are published: their columns, labels and people, as options of
-tools/prepare_windows.py. Nothing of them is shipped; their licences are their own.
+"""Public sets of sensor recordings as they are published: their columns, labels and people, as
+options of tools/prepare_windows.py. Nothing of them is shipped; their licences are their own.
 
     pamap2       PAMAP2_Dataset/Protocol: subject10N.dat, 54 columns, 100 Hz (CC BY 4.0)
     wisdm        WISDM_ar_v1.1_raw.txt: user,activity,time,x,y,z; 20 Hz, m/s2
@@ -23,13 +23,17 @@ _PAMAP2 = [
     "heart_rate",
     *(f"{place}_{what}" for place in ("hand", "chest", "ankle") for what in _IMU),
 ]
-_ACTIVITIES = """1=lying,2=sitting,3=standing,4=walking,5=running,6=cycling,7=nordic walking,9=watching TV,
-10=computer work,11=car driving,12=ascending stairs,13=descending stairs,16=vacuum cleaning,17=ironing,
-18=folding laundry,19=house cleaning,20=playing soccer,24=rope jumping"""
+_ACTIVITIES = """1=lying,2=sitting,3=standing,4=walking,5=running,6=cycling,7=nordic walking,
+9=watching TV,10=computer work,11=car driving,12=ascending stairs,13=descending stairs,
+16=vacuum cleaning,17=ironing,18=folding laundry,19=house cleaning,20=playing soccer,
+24=rope jumping"""
 
 _JACKET = [*_axes("acc", "gyro", "mag"), "q1", "q2", "q3", "q4"]
-_OPPORTUNITY = ["time", *(f"column_{n}" for n in range(2, 38))]  # numbers as in its column_names.txt
-_OPPORTUNITY += [f"{place}_{what}" for place in ("back", "rua", "rla", "lua", "lla") for what in _JACKET]
+# numbers as in its column_names.txt
+_OPPORTUNITY = ["time", *(f"column_{n}" for n in range(2, 38))]
+_OPPORTUNITY += [
+    f"{place}_{what}" for place in ("back", "rua", "rla", "lua", "lla") for what in _JACKET
+]
 _OPPORTUNITY += [f"column_{n}" for n in range(103, 244)]
 _OPPORTUNITY += "locomotion activity left_arm left_object right_arm right_object gesture".split()
 

@@ -1,10 +1,12 @@
-"""Episodes on their way into a dataset: a finished one survives a kill, and the dataset changes in one step.
+"""Episodes on their way into a dataset: a finished one survives a kill, and the dataset changes in
+one step.
 
 .NAME.recording/     beside the dataset NAME
     about.json       what is recorded, and the digest of the dataset that it is added to
     000012/          a finished episode: the folder gets this name when all of it is on the disk
     dataset/         the new dataset while it is put together; it and NAME then change places
-    ending           the new dataset's digest, from just before that step: NAME of that digest has these episodes
+    ending           the new dataset's digest, from just before that step: NAME of that digest has
+                     these episodes
     replaced/        the old dataset, where a file system cannot exchange two folders
 """
 
@@ -41,8 +43,8 @@ class Recording:
         self._lock = -1
 
     def begin(self) -> bool:
-        """Take the lock, end what was killed while it ended, and return whether there are episodes to go on with.
-        Raises LockstepError if another process records."""
+        """Take the lock, end what was killed while it ended, and return whether there are episodes
+        to go on with. Raises LockstepError if another process records."""
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -50,7 +52,10 @@ class Recording:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._unlock()
-                what, todo = "another process is recording it", "wait for its end, or choose another folder"
+                what, todo = (
+                    "another process is recording it",
+                    "wait for its end, or choose another folder",
+                )
                 raise LockstepError(what, str(self.root), todo) from None
             except OSError:
                 pass  # a file system without locks
@@ -75,7 +80,8 @@ class Recording:
         ending.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the episodes; the folder and its lock stay. What says that they are in the dataset goes last."""
+        """Remove the episodes; the folder and its lock stay. What says that they are in the dataset
+        goes last."""
         for left in sorted(self.path.iterdir(), key=lambda left: left.name == "ending"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         self.episodes = []
@@ -88,7 +94,8 @@ class Recording:
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Give (the folder of the next episode, the dict of what is to be known about it) to fill."""
+        """Give (the folder of the next episode, the dict of what is to be known about it) to
+        fill."""
         final = self.path / f"{len(self.episodes):06d}"
         folder, about = final.with_suffix(".new"), dict[str, Any]()
         folder.mkdir()
@@ -107,8 +114,8 @@ class Recording:
         return self.path / f"{number:06d}"
 
     def publish(self, new: Path, before: str) -> None:
-        """Put the complete dataset `new` in the place of `root`, whose digest was `before`, and remove the episodes.
-        Raises LockstepError, and leaves both, if `root` has changed since."""
+        """Put the complete dataset `new` in the place of `root`, whose digest was `before`, and
+        remove the episodes. Raises LockstepError, and leaves both, if `root` has changed since."""
         sync(new)
         _write(self.path / "ending", digest(new))
         sync(self.path, deep=False)
@@ -124,9 +131,11 @@ class Recording:
         self.clear()
 
     def end(self) -> bool:
-        """Give up the lock, and return whether finished episodes are left; without any the folder goes."""
+        """Give up the lock, and return whether finished episodes are left; without any the folder
+        goes."""
         if left := self.keep and bool(self.episodes):
-            shutil.rmtree(self.path / "dataset", ignore_errors=True)  # `ending` may tell that the episodes are in
+            # `ending` may tell that the episodes are in
+            shutil.rmtree(self.path / "dataset", ignore_errors=True)
         else:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
@@ -141,18 +150,21 @@ class Recording:
 
 
 def digest(root: Path) -> str:
-    """Return a digest of a dataset's meta/, which every change of its episodes changes; "" if there is none."""
+    """Return a digest of a dataset's meta/, which every change of its episodes changes; "" if there
+    is none."""
     total, meta = hashlib.sha256(), root / "meta"
     if not meta.is_dir():
         return ""
     for path in sorted(path for path in meta.rglob("*") if path.is_file()):
-        total.update(f"{path.relative_to(meta)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+        total.update(
+            f"{path.relative_to(meta)}\0{path.stat().st_size}\0".encode() + path.read_bytes()
+        )
     return total.hexdigest()
 
 
 def linked(root: Path, new: Path, *without: str) -> None:
-    """Make `new` a copy of a dataset, by hard links where the file system has them: no file of it may be written into.
-    Leaves out the files `without`."""
+    """Make `new` a copy of a dataset, by hard links where the file system has them: no file of it
+    may be written into. Leaves out the files `without`."""
 
     def copy(source: str, target: str) -> None:
         if os.path.relpath(source, root) not in without:
@@ -165,7 +177,8 @@ def linked(root: Path, new: Path, *without: str) -> None:
 
 
 def sync(folder: Path, deep: bool = True) -> None:
-    """Wait until a folder is on the disk, with all that is in it if `deep`: a rename may get there before contents."""
+    """Wait until a folder is on the disk, with all that is in it if `deep`: a rename may get there
+    before contents."""
     for path in [*(folder.rglob("*") if deep else ()), folder]:
         if not path.is_symlink():
             handle = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
 """Tables of sensor samples, a row each: text with any separator, gzipped or not, and parquet.
 
-A table is read in blocks of lines, so that a day of one person at 100 Hz takes seconds and no more memory than its
-numbers. What is wrong is named by file, line and column.
+A table is read in blocks of lines, so that a day of one person at 100 Hz takes seconds and no more
+memory than its numbers. What is wrong is named by file, line and column.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Reading:
     """How tables are read; names of columns as in the header.
 
     columns   the names for files without a header; empty: the first line has them
-    channels  names or patterns with *; empty: all columns of numbers that are nothing else, set by the first file
+    channels  names or patterns with *; empty: all columns of numbers that are nothing else, set by
+              the first file
     time      its column; "" is guessed, None is none. So label, subject and recording
     unit      of the time: one of UNITS, `datetime` (ISO 8601), or a format of strptime
     missing   whether a channel's cell may be empty or NaN
@@ -96,13 +97,18 @@ class Sheet:
 
 
 def read(path: Path, how: Reading) -> Sheet:
-    """Read a table; `how.channels` must be what an earlier file had, if there was one. Raises LockstepError."""
+    """Read a table; `how.channels` must be what an earlier file had, if there was one. Raises
+    LockstepError."""
     return _read_parquet(path, how) if path.suffix.lower() in PARQUET else _read_text(path, how)
 
 
 def opened(path: Path, encoding: str = "utf-8-sig") -> IO[str]:
     """Open a text file, or one that is gzipped."""
-    return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else open(path, encoding=encoding)
+    return (
+        gzip.open(path, "rt", encoding=encoding)
+        if path.suffix == ".gz"
+        else open(path, encoding=encoding)
+    )
 
 
 def blocks(path: Path, lines: int = LINES, encoding: str = "utf-8-sig") -> Iterator[list[str]]:
@@ -120,17 +126,23 @@ def blocks(path: Path, lines: int = LINES, encoding: str = "utf-8-sig") -> Itera
         raise LockstepError(f"cannot read: {error.strerror or error}", str(path), todo) from None
 
 
-# ---- columns --------------------------------------------------------------------------------------------------------
+# ---- columns
+# --------------------------------------------------------------------------------------------------
 
 
 def _choose(header: list[str], how: Reading, path: Path, numeric: Sequence[bool]) -> dict[str, Any]:
-    """Return {time, label, subject, recording: place or None, channels: places}, and remember the names in `how`."""
+    """Return {time, label, subject, recording: place or None, channels: places}, and remember the
+    names in `how`."""
     if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
-        raise LockstepError(f"the header names {twice[0]} twice", f"{path}:1", "name each column once")
+        raise LockstepError(
+            f"the header names {twice[0]} twice", f"{path}:1", "name each column once"
+        )
     places: dict[str, Any] = {}
     for what, names in GUESSES.items():
         asked = getattr(how, what)
-        found = [name for name in header if name == asked or (asked == "" and name.lower() in names)]
+        found = [
+            name for name in header if name == asked or (asked == "" and name.lower() in names)
+        ]
         if asked and not found:
             some = ", ".join(header[:12]) + (", ..." if len(header) > 12 else "")
             raise LockstepError(f"no column {asked!r}", f"{path}:1", f"--{what} may name {some}")
@@ -141,9 +153,15 @@ def _choose(header: list[str], how: Reading, path: Path, numeric: Sequence[bool]
     chosen: list[int] = []
     for pattern in how.channels or [""]:
         exact = [c for c in free if header[c] == pattern]
-        found_at = exact or [c for c in free if (fnmatchcase(header[c], pattern) if pattern else numeric[c])]
+        found_at = exact or [
+            c for c in free if (fnmatchcase(header[c], pattern) if pattern else numeric[c])
+        ]
         if not found_at:
-            what = f"no column {pattern!r} for a channel" if pattern else "no column of numbers for a channel"
+            what = (
+                f"no column {pattern!r} for a channel"
+                if pattern
+                else "no column of numbers for a channel"
+            )
             some = ", ".join(header[c] for c in free[:12]) or "other columns"
             raise LockstepError(what, f"{path}:1", f"--channels may name {some}")
         chosen += [c for c in found_at if c not in chosen]
@@ -155,7 +173,8 @@ def _used(header: list[str], places: dict[str, Any]) -> dict[str, str]:
     return {what: header[place] for what, place in places.items() if isinstance(place, int)}
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text
+# --------------------------------------------------------------------------------------------------
 
 
 def _separator(line: str) -> str:
@@ -202,11 +221,14 @@ class _Parser:
         self.separator = how.separator or _separator(full[0])
         if self.separator == " ":
             self.separator = ""
-        self.trailing = self.separator != ";" and full[-1].rstrip().endswith(";")  # WISDM ends its lines so
+        # WISDM ends its lines so
+        self.trailing = self.separator != ";" and full[-1].rstrip().endswith(";")
         top = [name.strip() for name in self.split(full[:1], 1)[0]]
         while top and not top[-1]:  # a spreadsheet's empty columns
             top.pop()
-        self.header, self.skip_lines = (how.columns, 0) if how.columns else (top, block.index(full[0]) + 1)
+        self.header, self.skip_lines = (
+            (how.columns, 0) if how.columns else (top, block.index(full[0]) + 1)
+        )
         if not how.columns and all(is_number(cell) for cell in top):
             todo = f"name its {len(top)} columns: --columns a,b,c"
             raise LockstepError("the first line has numbers, no names", f"{path}:1", todo)
@@ -214,14 +236,18 @@ class _Parser:
         if not any(map(any, rows)):
             raise LockstepError("no rows of data", str(path), EMPTY)
         cells = [[row[c] for row in rows if len(row) > c] for c in range(len(self.header))]
-        numeric = [2 * sum(map(is_number, each)) > len(each) > sum(map(is_missing, each)) for each in cells]
+        numeric = [
+            2 * sum(map(is_number, each)) > len(each) > sum(map(is_missing, each)) for each in cells
+        ]
         self.places = _choose(self.header, how, path, numeric)
         self.channels = [self.header[c] for c in self.places["channels"]]
         how.channels = self.channels
         self.lines: list[np.ndarray] = []
         self.time: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
-        self.names: dict[str, dict[str, int]] = {what: {} for what in ("label", "subject", "recording")}
+        self.names: dict[str, dict[str, int]] = {
+            what: {} for what in ("label", "subject", "recording")
+        }
         self.codes: dict[str, list[np.ndarray]] = {what: [] for what in self.names}
         self.bad: list[str] = []
         self.commas = False
@@ -235,10 +261,14 @@ class _Parser:
         try:
             rows = list(csv.reader(lines, delimiter=self.separator))
         except csv.Error as error:
-            raise LockstepError(f"no CSV: {error}", f"{self.path}:{first}", "save it as plain text") from None
+            raise LockstepError(
+                f"no CSV: {error}", f"{self.path}:{first}", "save it as plain text"
+            ) from None
         if len(rows) != len(lines):
             line = first + next(n for n, text in enumerate(lines) if text.count('"') % 2)
-            raise LockstepError("a quote opens that does not end on its line", f"{self.path}:{line}", "close it")
+            raise LockstepError(
+                "a quote opens that does not end on its line", f"{self.path}:{line}", "close it"
+            )
         return rows
 
     def add(self, block: list[str], first: int) -> None:
@@ -250,7 +280,9 @@ class _Parser:
             rows, lines = self._fit(rows, lines, bad)
         columns = [*zip(*rows, strict=True)] if rows else [()] * len(self.header)
         time = self._time(columns, lines, bad)
-        values = np.stack([self._numbers(columns[c], c, lines, bad) for c in self.places["channels"]], 1)
+        values = np.stack(
+            [self._numbers(columns[c], c, lines, bad) for c in self.places["channels"]], 1
+        )
         for row, n in [] if self.how.missing else np.argwhere(np.isnan(values)).tolist():
             place = self.places["channels"][n]
             todo = "--missing fill draws a line over it, --missing cut cuts the recording there"
@@ -268,13 +300,24 @@ class _Parser:
                 codes = [known.setdefault(cell, len(known)) for cell in columns[place]]
                 self.codes[what].append(np.array(codes, dtype=np.int64)[kept])
 
-    def _fit(self, rows: list[list[str]], lines: np.ndarray, bad: dict[int, str]) -> tuple[list[list[str]], np.ndarray]:
-        """Return the rows that are not blank with a cell for each column; puts those that have more into `bad`."""
+    def _fit(
+        self, rows: list[list[str]], lines: np.ndarray, bad: dict[int, str]
+    ) -> tuple[list[list[str]], np.ndarray]:
+        """Return the rows that are not blank with a cell for each column; puts those that have more
+        into `bad`."""
         count, full = len(self.header), []
         for n, row in enumerate(rows):
-            if any(cell.strip() for cell in row[count:]) or (row and not self.separator and len(row) != count):
-                what = f"{len(row)} cells, {'--columns names' if self.how.columns else 'the header names'} {count}"
-                todo = "write a decimal point in numbers, quote a text that has the separator, or name the column"
+            if any(cell.strip() for cell in row[count:]) or (
+                row and not self.separator and len(row) != count
+            ):
+                what = (
+                    f"{len(row)} cells, "
+                    f"{'--columns names' if self.how.columns else 'the header names'} {count}"
+                )
+                todo = (
+                    "write a decimal point in numbers, quote a text that has the separator, "
+                    "or name the column"
+                )
                 bad[lines[n]] = str(LockstepError(what, f"{self.path}:{lines[n]}", todo))
             elif any(cell.strip() for cell in row):
                 rows[n] = [*row[:count], *[""] * (count - len(row))]
@@ -286,7 +329,9 @@ class _Parser:
         what = f"{name} is {cell[:40]!r}" if cell else f"{name} is empty"
         return str(LockstepError(what, f"{self.path}:{line}, column {place + 1}", todo))
 
-    def _numbers(self, cells: Sequence[str], place: int, lines: np.ndarray, bad: dict[int, str]) -> np.ndarray:
+    def _numbers(
+        self, cells: Sequence[str], place: int, lines: np.ndarray, bad: dict[int, str]
+    ) -> np.ndarray:
         """Return (N,) float64, NaN where a cell is missing; puts what is no number into `bad`."""
         try:
             values = np.fromiter(map(float, cells), np.float64, len(cells))
@@ -306,16 +351,24 @@ class _Parser:
         except ValueError:
             return float("nan" if is_missing(cell) else "inf")
 
-    def _time(self, columns: Sequence[Sequence[str]], lines: np.ndarray, bad: dict[int, str]) -> np.ndarray | None:
+    def _time(
+        self, columns: Sequence[Sequence[str]], lines: np.ndarray, bad: dict[int, str]
+    ) -> np.ndarray | None:
         """Return (N,) float64 in the table's unit; puts what is no time into `bad`."""
         if (place := self.places["time"]) is None:
             return None
         cells, unit = columns[place], self.how.unit
         if unit in UNITS:
             values = self._numbers(cells, place, lines, bad)
-            todo, clock = "write a number", "it looks like a date: --time-unit datetime, or a format such as %d.%m.%Y"
+            todo, clock = (
+                "write a number",
+                "it looks like a date: --time-unit datetime, or a format such as %d.%m.%Y",
+            )
         else:
-            values, todo = _dates(cells, unit), "write it as 2026-11-23 07:09:38.25, or give its form, as for strptime"
+            values, todo = (
+                _dates(cells, unit),
+                "write it as 2026-11-23 07:09:38.25, or give its form, as for strptime",
+            )
             clock = f"{todo}, to --time-unit"
         for row in np.flatnonzero(~np.isfinite(values)).tolist():
             is_clock = re.search(r"\d[-/.:]\d+[-/.:]", cells[row])
@@ -325,7 +378,9 @@ class _Parser:
     def sheet(self) -> Sheet:
         notes = []
         if self.bad:
-            notes.append(f"{self.path}: {len(self.bad)} lines are left out, the first: {self.bad[0]}")
+            notes.append(
+                f"{self.path}: {len(self.bad)} lines are left out, the first: {self.bad[0]}"
+            )
         if self.commas:
             notes.append(f"{self.path}: commas in numbers are read as decimal points")
         texts = {
@@ -335,26 +390,45 @@ class _Parser:
         }
         time = _since_first(np.concatenate(self.time), self.how.unit) if self.time else None
         lines, values = np.concatenate(self.lines), np.concatenate(self.values)
-        return Sheet(self.path, lines, time, values, self.channels, texts, _used(self.header, self.places), notes)
+        return Sheet(
+            self.path,
+            lines,
+            time,
+            values,
+            self.channels,
+            texts,
+            _used(self.header, self.places),
+            notes,
+        )
 
 
 def _stripped(codes: np.ndarray, names: list[str], path: Path) -> tuple[np.ndarray, list[str]]:
-    """Return codes and names where names that differ in blanks are one. Raises LockstepError for control characters."""
+    """Return codes and names where names that differ in blanks are one. Raises LockstepError for
+    control characters."""
     unique: dict[str, int] = {}
-    table = np.array([unique.setdefault(name.strip(), len(unique)) for name in names], dtype=np.int64)
+    table = np.array(
+        [unique.setdefault(name.strip(), len(unique)) for name in names], dtype=np.int64
+    )
     if strange := [name for name in unique if CONTROL.search(name) or len(name.splitlines()) > 1]:
-        raise LockstepError(f"control characters in {strange[0][:40]!r}", str(path), "save it as plain text in UTF-8")
+        raise LockstepError(
+            f"control characters in {strange[0][:40]!r}",
+            str(path),
+            "save it as plain text in UTF-8",
+        )
     return table[codes], [*unique]
 
 
 def _since_first(time: np.ndarray, unit: str) -> np.ndarray:
-    """(N,) float64 in a unit -> seconds since the first: a float64 of seconds since 1970 has seven digits after it."""
+    """(N,) float64 in a unit -> seconds since the first: a float64 of seconds since 1970 has seven
+    digits after it."""
     return (time - time[:1]) * UNITS.get(unit, 1e-6)
 
 
 def _dates(cells: Sequence[str], unit: str) -> np.ndarray:
-    """Return (N,) float64, the microseconds since 1970, where no time zone is written in UTC; NaN for no date."""
-    if unit == "datetime" and not re.search(r"[+-]\d\d:?\d\d\s*$", cells[0]):  # NumPy knows no time zones
+    """Return (N,) float64, the microseconds since 1970, where no time zone is written in UTC; NaN
+    for no date."""
+    # NumPy knows no time zones
+    if unit == "datetime" and not re.search(r"[+-]\d\d:?\d\d\s*$", cells[0]):
         with contextlib.suppress(ValueError):
             found = np.array([cell.strip().rstrip("Z") for cell in cells], "datetime64[us]")
             return np.where(np.isnat(found), np.nan, found.astype(np.int64))
@@ -363,13 +437,16 @@ def _dates(cells: Sequence[str], unit: str) -> np.ndarray:
 
 def _date(cell: str, unit: str) -> float:
     try:
-        found = datetime.fromisoformat(cell) if unit == "datetime" else datetime.strptime(cell, unit)
+        found = (
+            datetime.fromisoformat(cell) if unit == "datetime" else datetime.strptime(cell, unit)
+        )
     except ValueError:
         return float("nan")
     return round((found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp() * 1e6)
 
 
-# ---- parquet --------------------------------------------------------------------------------------------------------
+# ---- parquet
+# --------------------------------------------------------------------------------------------------
 
 
 def _read_parquet(path: Path, how: Reading) -> Sheet:
@@ -383,7 +460,10 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
         file = pq.ParquetFile(path)
         kinds = {field.name: field.type for field in file.schema_arrow}
         header = [*kinds]
-        numeric = [pa.types.is_integer(t) or pa.types.is_floating(t) or pa.types.is_decimal(t) for t in kinds.values()]
+        numeric = [
+            pa.types.is_integer(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
+            for t in kinds.values()
+        ]
         places = _choose(header, how, path, numeric)
         channels = [header[c] for c in places["channels"]]
         used = _used(header, places)
@@ -404,7 +484,10 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     if name := used.get("time"):
         if pa.types.is_timestamp(kinds[name]):
             how = replace(how, unit="datetime")
-            time = np.asarray(table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy(), np.float64)
+            time = np.asarray(
+                table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy(),
+                np.float64,
+            )
         elif how.unit in UNITS:
             time = numbers(name)
         else:
@@ -416,12 +499,23 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
             cells = pc.fill_null(table[name].cast(pa.string()), "").to_pylist()
             codes = np.array([known.setdefault(cell, len(known)) for cell in cells], dtype=np.int64)
             texts[what] = _stripped(codes, [*known], path)
-    for name, column in [*zip(channels, values.T, strict=True), *([(used["time"], time)] if time is not None else [])]:
+    for name, column in [
+        *zip(channels, values.T, strict=True),
+        *([(used["time"], time)] if time is not None else []),
+    ]:
         of_time = column is time
-        wrong = np.flatnonzero(~np.isfinite(column) if of_time or not how.missing else np.isinf(column))
+        wrong = np.flatnonzero(
+            ~np.isfinite(column) if of_time or not how.missing else np.isinf(column)
+        )
         if len(wrong):
-            todo = "fill it in" if of_time else "--missing fill draws a line over it, --missing cut cuts there"
-            raise LockstepError(f"{name} is empty or no number", f"{path}, row {wrong[0] + 1}, column {name}", todo)
+            todo = (
+                "fill it in"
+                if of_time
+                else "--missing fill draws a line over it, --missing cut cuts there"
+            )
+            raise LockstepError(
+                f"{name} is empty or no number", f"{path}, row {wrong[0] + 1}, column {name}", todo
+            )
     if not len(values):
         raise LockstepError("no rows of data", str(path), EMPTY)
     time = None if time is None else _since_first(time, how.unit)

@@ -1,11 +1,14 @@
-"""Where shards come from: a folder, read in place; an address, through a cache that the processes of a machine share.
+"""Where shards come from: a folder, read in place; an address, through a cache that the processes
+of a machine share.
 
     <cache>/<sha256>.tar        whole, and its digest was right
-    <cache>/unfinished/<sha256>.tar   on its way, locked by the process that writes it; else left over, and removed
+    <cache>/unfinished/<sha256>.tar   on its way, locked by the process that writes it; else left
+                                      over, and removed
     <cache>/unfinished/room           locked while a shard is given its room
 
-http:// and https:// are read by the standard library, so that the commonest address needs no package (it knows proxies,
-redirects, Range and Retry-After's headers); all others by fsspec: s3://, gs://, hf://, ...
+http:// and https:// are read by the standard library, so that the commonest address needs no
+package (it knows proxies, redirects, Range and Retry-After's headers); all others by fsspec: s3://,
+gs://, hf://, ...
 """
 
 from __future__ import annotations
@@ -58,12 +61,15 @@ def is_url(root: str) -> bool:
 
 
 def joined(root: str, name: str) -> str:
-    """Return the address of a file; what follows a `?` in `root`, such as a signature, stays at the end."""
+    """Return the address of a file; what follows a `?` in `root`, such as a signature, stays at the
+    end."""
     base, mark, query = root.partition("?")
-    return f"{base.rstrip('/')}/{urllib.parse.quote(name) if root.startswith('http') else name}{mark}{query}"
+    path = urllib.parse.quote(name) if root.startswith("http") else name
+    return f"{base.rstrip('/')}/{path}{mark}{query}"
 
 
-# ---- reading an address ----------------------------------------------------------------------------------------------
+# ---- reading an address
+# ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -73,8 +79,12 @@ def _from_http(url: str, start: int, size: int, tag: str) -> Iterator[tuple[int,
     if start:
         headers |= {"Range": f"bytes={start}-"} | ({"If-Range": tag} if tag else {})
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-            of_part = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S
+        ) as answer:
+            of_part = re.fullmatch(
+                r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", "")
+            )
             begin = int(of_part[1]) if answer.status == 206 and of_part else 0
             length = answer.headers.get("Content-Length")
             whole = of_part[2] if answer.status == 206 and of_part else length
@@ -89,7 +99,11 @@ def _from_http(url: str, start: int, size: int, tag: str) -> Iterator[tuple[int,
     except urllib.error.HTTPError as error:
         with error:
             if error.code not in AGAIN:
-                kind = Wrong if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE else FileNotFoundError
+                kind = (
+                    Wrong
+                    if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+                    else FileNotFoundError
+                )
                 raise kind(f"HTTP {error.code} {error.reason}") from None
             if asked := error.headers.get("Retry-After"):
                 raise Later(_seconds(asked), f"HTTP {error.code} {error.reason}") from None
@@ -115,7 +129,9 @@ def _from_fsspec(url: str, start: int, size: int, tag: str) -> Iterator[tuple[in
     try:
         opened = fsspec.open(url, "rb")
     except (ImportError, ValueError) as error:  # the package of this protocol; no such protocol
-        raise LockstepError(f"fsspec cannot read it: {error}", url, "install what it names") from None
+        raise LockstepError(
+            f"fsspec cannot read it: {error}", url, "install what it names"
+        ) from None
     with opened as file:
         if size >= 0 and (there := getattr(file, "size", None)) not in (None, size):
             raise Wrong(f"it has {there:,} bytes, and the index says {size:,}")
@@ -124,7 +140,8 @@ def _from_fsspec(url: str, start: int, size: int, tag: str) -> Iterator[tuple[in
 
 
 def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: str = "") -> None:
-    """Read an address and hand on its bytes: `write(where, piece)`. What breaks is taken up again where it broke off.
+    """Read an address and hand on its bytes: `write(where, piece)`. What breaks is taken up again
+    where it broke off.
 
     size, sha256  what the index says; -1 and empty: unknown
 
@@ -139,19 +156,27 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
         try:
             with reader(url, done, size, tag) as (begin, tag, file):
                 if begin != done:
-                    done, digest = 0, hashlib.sha256()  # it gives the whole again: no ranges, or another version
-                some = getattr(file, "read1", file.read)  # what has arrived: less is lost with a connection
+                    # it gives the whole again: no ranges, or another version
+                    done, digest = 0, hashlib.sha256()
+                # what has arrived: less is lost with a connection
+                some = getattr(file, "read1", file.read)
                 while piece := some(PIECE):
                     if done + len(piece) > size >= 0:
-                        raise Wrong(f"the server gives more than the {size:,} bytes that the index says")
+                        raise Wrong(
+                            f"the server gives more than the {size:,} bytes that the index says"
+                        )
                     write(done, piece)
                     digest.update(piece)
                     done += len(piece)
                 length = getattr(file, "length", None)  # of http.client: what is still to come
             if done < size or (size < 0 and length):
-                raise ConnectionError(f"it ended after {done:,} bytes" + (f" of {size:,}" if size >= 0 else ""))
+                raise ConnectionError(
+                    f"it ended after {done:,} bytes" + (f" of {size:,}" if size >= 0 else "")
+                )
             if sha256 and digest.hexdigest() != sha256:
-                raise Wrong(f"its SHA-256 is {digest.hexdigest()[:12]}…, and the index says {sha256[:12]}…")
+                raise Wrong(
+                    f"its SHA-256 is {digest.hexdigest()[:12]}…, and the index says {sha256[:12]}…"
+                )
             return
         except Wrong as error:
             wrong, problem, done, digest, tag = wrong + 1, str(error), 0, hashlib.sha256(), ""
@@ -163,9 +188,15 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
             problem, failed = error.args[1], failed + 1
             time.sleep(min(error.args[0], LONGEST_WAIT_S))
         except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) if isinstance(error, OSError) else False:
+            if (
+                error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+                if isinstance(error, OSError)
+                else False
+            ):
                 raise
-            problem = " ".join(f"{type(error).__name__}: {getattr(error, 'reason', None) or error}".split())
+            problem = " ".join(
+                f"{type(error).__name__}: {getattr(error, 'reason', None) or error}".split()
+            )
             failed = 1 if done > before else failed + 1
     times = "" if wrong else f", tried {TRIES} times"
     todo = (
@@ -189,7 +220,8 @@ def read_whole(root: str, name: str) -> bytes:
     return bytes(whole)
 
 
-# ---- where shards lie ------------------------------------------------------------------------------------------------
+# ---- where shards lie
+# ------------------------------------------------------------------------------------------------
 
 
 class Folder:
@@ -205,20 +237,26 @@ class Folder:
 
     def fetch(self, shard: Shard, ahead: bool = False) -> None:
         if not ahead:
-            raise damaged("the shard is not there", self.path(shard), "put it back, or make the index anew")
+            raise damaged(
+                "the shard is not there", self.path(shard), "put it back, or make the index anew"
+            )
 
     def reject(self, shard: Shard, handle: int, what: str) -> None:
-        raise damaged(what, self.path(shard), "was it changed after its index was made? make the index anew")
+        raise damaged(
+            what, self.path(shard), "was it changed after its index was made? make the index anew"
+        )
 
     def touch(self, handle: int) -> None:
         """Nothing is removed here, so nobody asks when a file was used."""
 
 
 class Cache:
-    """The shards of an address on this machine's disk, of at most `limit` bytes together with those on their way.
+    """The shards of an address on this machine's disk, of at most `limit` bytes together with those
+    on their way.
 
-    Whoever needs a shard first downloads it, the others wait for its lock. It is given its name once it is whole and
-    its digest is right. Of those used longest ago as many are removed as a new one needs; who has one open reads on.
+    Whoever needs a shard first downloads it, the others wait for its lock. It is given its name
+    once it is whole and its digest is right. Of those used longest ago as many are removed as a new
+    one needs; who has one open reads on.
     """
 
     remote = True
@@ -232,14 +270,17 @@ class Cache:
                 self._sweep()
         except OSError as error:
             todo = "give another folder, on a disk of this machine"
-            raise LockstepError(f"the cache cannot be used: {error.strerror}", str(folder), todo) from None
+            raise LockstepError(
+                f"the cache cannot be used: {error.strerror}", str(folder), todo
+            ) from None
 
     def path(self, shard: Shard) -> Path:
         return self.folder / f"{shard.sha256}{shard.suffix}"
 
     def touch(self, handle: int) -> None:
         about = os.fstat(handle)
-        with contextlib.suppress(OSError):  # mtime stays: it tells whether a file is the one that was checked
+        # mtime stays: it tells whether a file is the one that was checked
+        with contextlib.suppress(OSError):
             os.utime(handle, ns=(time.time_ns(), about.st_mtime_ns))
 
     def reject(self, shard: Shard, handle: int, what: str) -> None:
@@ -249,8 +290,9 @@ class Cache:
                 self.path(shard).unlink()
 
     def fetch(self, shard: Shard, ahead: bool = False) -> None:
-        """Download a shard unless it is there; wait if another process does. `ahead`: only if nobody else does, and
-        there is room. Raises LockstepError where it cannot be read, or is another one."""
+        """Download a shard unless it is there; wait if another process does. `ahead`: only if
+        nobody else does, and there is room. Raises LockstepError where it cannot be read, or is
+        another one."""
         path = self.path(shard)
         while not path.exists():
             with self._part(path.name, wait=not ahead) as part:
@@ -267,12 +309,13 @@ class Cache:
                     return
             if ahead:
                 return
-            self._wait_for_another()  # without a lock of one's own, or two would wait for each other
+            # without a lock of one's own, or two would wait for each other
+            self._wait_for_another()
 
     @contextlib.contextmanager
     def _part(self, name: str, wait: bool) -> Iterator[int | None]:
-        """Give the unfinished file of that name, locked; None if another process has had it, or has it and one does not
-        `wait`. It is removed afterwards if it is still there."""
+        """Give the unfinished file of that name, locked; None if another process has had it, or has
+        it and one does not `wait`. It is removed afterwards if it is still there."""
         path = self.work / name
         with self._room():  # or it might be swept before it is locked
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -294,7 +337,9 @@ class Cache:
                         path.unlink()
         except OSError as error:
             todo = "make room, give the cache fewer bytes, or another folder"
-            raise LockstepError(f"the cache cannot be written: {error.strerror}", str(self.folder), todo) from None
+            raise LockstepError(
+                f"the cache cannot be written: {error.strerror}", str(self.folder), todo
+            ) from None
         finally:
             _unlocked(handle)
 
@@ -308,8 +353,8 @@ class Cache:
             _unlocked(handle)
 
     def _given_room(self, part: int, size: int, ahead: bool) -> bool:
-        """Make room for `size` bytes and take it, by the length of the file `part`; return whether that was done: not
-        while what others fetch leaves too little."""
+        """Make room for `size` bytes and take it, by the length of the file `part`; return whether
+        that was done: not while what others fetch leaves too little."""
         with self._room():
             self._sweep()
             coming = sum(length for _, length, _ in _files(self.work))
@@ -347,7 +392,8 @@ class Cache:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield (time of its last use in ns, bytes, path) of each file. One that fails is removed without `room`'s lock."""
+    """Yield (time of its last use in ns, bytes, path) of each file. One that fails is removed
+    without `room`'s lock."""
     for each in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):
             if each.is_file():
@@ -365,7 +411,8 @@ def _locked(handle: int) -> bool:
 
 
 def _unlocked(handle: int) -> None:
-    """Close a file and give up its lock, which a process that was forked meanwhile would keep with its copy."""
+    """Close a file and give up its lock, which a process that was forked meanwhile would keep with
+    its copy."""
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 

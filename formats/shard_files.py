@@ -1,12 +1,15 @@
 """Shards on disk: what is in a tar, a jsonl or a parquet file, and the index over many of them.
 
-    shards.json              kind, names, bytes, samples and SHA-256 of the shards; tools/index_shards.py makes it
-    shards-<digest>.offsets  int64, little-endian: of each shard where its samples begin, and where the last one ends
+    shards.json              kind, names, bytes, samples and SHA-256 of the shards;
+                             tools/index_shards.py makes it
+    shards-<digest>.offsets  int64, little-endian: of each shard where its samples begin, and where
+                             the last one ends
 
-A tar is laid out as WebDataset's are: the files of a sample lie together and share their name up to the first dot of
-its last part; the rest, in small letters, is the file's kind. A sample is then {"__key__": name, kind: bytes, ...}. A
-line of jsonl and a row of parquet are the dict that they hold. No sample is parsed before it is asked for: it is one
-read of the bytes between two offsets, and parquet decodes a row group at a time.
+A tar is laid out as WebDataset's are: the files of a sample lie together and share their name up to
+the first dot of its last part; the rest, in small letters, is the file's kind. A sample is then
+{"__key__": name, kind: bytes, ...}. A line of jsonl and a row of parquet are the dict that they
+hold. No sample is parsed before it is asked for: it is one read of the bytes between two offsets,
+and parquet decodes a row group at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Shard(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What is in a shard. offsets: (samples + 1,) int64; of parquet empty. held: the bytes of its largest row group."""
+    """What is in a shard. offsets: (samples + 1,) int64; of parquet empty. held: the bytes of its
+    largest row group."""
 
     samples: int
     offsets: np.ndarray
@@ -58,20 +62,26 @@ class Scanned(NamedTuple):
 
 
 def damaged(what: str, where: Any, todo: str = "") -> LockstepError:
-    """Return the error of a shard that cannot be read; the run ends with exit code 5, as with any sample."""
-    return LockstepError(what, str(where), todo or "make the shard anew, and then the index", exit_code=5)
+    """Return the error of a shard that cannot be read; the run ends with exit code 5, as with any
+    sample."""
+    return LockstepError(
+        what, str(where), todo or "make the shard anew, and then the index", exit_code=5
+    )
 
 
-# ---- tar -------------------------------------------------------------------------------------------------------------
+# ---- tar
+# --------------------------------------------------------------------------------------------------
 
 
 def members(data: Any, checked: bool = False) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, where its first header begins, where its bytes begin, their number) of each file in a tar, or in a
-    piece of one between two files. Raises ValueError for what is no tar, with `checked` for wrong checksums, too.
+    """Yield (name, where its first header begins, where its bytes begin, their number) of each file
+    in a tar, or in a piece of one between two files. Raises ValueError for what is no tar, with
+    `checked` for wrong checksums, too.
 
     data  bytes, or a memory map
 
-    Formats: POSIX 1003.1-1988 (ustar), 1003.1-2001 (pax: `path` and `size`), and GNU's long names and large sizes.
+    Formats: POSIX 1003.1-1988 (ustar), 1003.1-2001 (pax: `path` and `size`), and GNU's long names
+    and large sizes.
     """
     at, first, given, length = 0, -1, dict[str, bytes](), len(data)
     while at + BLOCK <= length:
@@ -101,7 +111,8 @@ def members(data: Any, checked: bool = False) -> Iterator[tuple[str, int, int, i
         else:
             name = header[:100].partition(b"\0")[0].decode("utf-8", "replace")
             raise ValueError(
-                f"{name} is a link or no plain file (type {chr(kind)!r}); tar --hard-dereference keeps files"
+                f"{name} is a link or no plain file (type {chr(kind)!r}); tar --hard-dereference "
+                "keeps files"
             )
         at = begin + -(-size // BLOCK) * BLOCK
     if checked:
@@ -115,7 +126,9 @@ def _number(field: bytes) -> int:
     try:
         return int(field.strip(b" \0") or b"0", 8)
     except ValueError:
-        raise ValueError(f"{field!r} is no number: a header is damaged, or this is no tar") from None
+        raise ValueError(
+            f"{field!r} is no number: a header is damaged, or this is no tar"
+        ) from None
 
 
 def _records(data: bytes) -> dict[str, bytes]:
@@ -132,9 +145,12 @@ def _records(data: bytes) -> dict[str, bytes]:
 
 
 def parted(name: str) -> tuple[str, str]:
-    """Return the sample's key and the file's kind; two empty texts of a file that belongs to no sample."""
+    """Return the sample's key and the file's kind; two empty texts of a file that belongs to no
+    sample."""
     cut = name.find(".", name.rfind("/") + 1)
-    if cut <= name.rfind("/") + 1 or (name.startswith("__") and name.partition("/")[0].endswith("__")):
+    if cut <= name.rfind("/") + 1 or (
+        name.startswith("__") and name.partition("/")[0].endswith("__")
+    ):
         return "", ""
     return name[:cut], name[cut + 1 :].lower()
 
@@ -148,7 +164,9 @@ def scan_tar(path: Path) -> Scanned:
                 continue
             if key != last:
                 if key in keys:
-                    raise ValueError(f"the files of sample {key} do not lie together, or its name comes twice")
+                    raise ValueError(
+                        f"the files of sample {key} do not lie together, or its name comes twice"
+                    )
                 keys.add(key)
                 offsets.append(first)
                 last, kinds = key, set()
@@ -169,7 +187,8 @@ def tar_sample(data: bytes) -> dict[str, Any]:
     return sample
 
 
-# ---- jsonl -----------------------------------------------------------------------------------------------------------
+# ---- jsonl
+# --------------------------------------------------------------------------------------------------
 
 
 def scan_jsonl(path: Path) -> Scanned:
@@ -188,21 +207,26 @@ def scan_jsonl(path: Path) -> Scanned:
     return Scanned(len(offsets), np.array([*offsets, at], dtype=np.int64))
 
 
-# ---- parquet ---------------------------------------------------------------------------------------------------------
+# ---- parquet
+# --------------------------------------------------------------------------------------------------
 
 
 def _parquet(path: Any) -> Any:
     try:
         import pyarrow.parquet as pq
     except ImportError:
-        raise LockstepError("parquet needs pyarrow", "import pyarrow", "pip install pyarrow") from None
+        raise LockstepError(
+            "parquet needs pyarrow", "import pyarrow", "pip install pyarrow"
+        ) from None
     return pq.ParquetFile(path)
 
 
 def scan_parquet(path: Path) -> Scanned:
     with _parquet(str(path)) as file:
         about = file.metadata
-        held = max((about.row_group(n).total_byte_size for n in range(about.num_row_groups)), default=0)
+        held = max(
+            (about.row_group(n).total_byte_size for n in range(about.num_row_groups)), default=0
+        )
         return Scanned(about.num_rows, np.empty(0, dtype=np.int64), held)
 
 
@@ -223,9 +247,14 @@ class RowGroups:
         return self.held[key]
 
 
-# ---- all kinds -------------------------------------------------------------------------------------------------------
+# ---- all kinds
+# --------------------------------------------------------------------------------------------------
 
-SCANS: dict[str, Callable[[Path], Scanned]] = {"tar": scan_tar, "jsonl": scan_jsonl, "parquet": scan_parquet}
+SCANS: dict[str, Callable[[Path], Scanned]] = {
+    "tar": scan_tar,
+    "jsonl": scan_jsonl,
+    "parquet": scan_parquet,
+}
 
 
 def scan(path: Path) -> Scanned:
@@ -235,14 +264,20 @@ def scan(path: Path) -> Scanned:
             raise ValueError("it is empty")
         with open(path, "rb") as file:
             if zipped := ZIPPED.get(file.read(2)):
-                raise ValueError(f"it is compressed by {zipped}, so no sample can be read by its place: unpack it")
+                raise ValueError(
+                    f"it is compressed by {zipped}, so no sample can be read by its place: "
+                    "unpack it"
+                )
         found = SCANS[path.suffix[1:]](path)
         if not found.samples:
             raise ValueError("it has no sample")
     except LockstepError:
         raise
     except Exception as error:  # pyarrow has its own kinds
-        what = f"the shard cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        what = (
+            "the shard cannot be read: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
         raise damaged(what, path) from None
     return found
 
@@ -256,12 +291,18 @@ class Opened:
     def __init__(self, shard: Shard, handle: int, groups: RowGroups):
         self.shard, self.handle, self.groups = shard, handle, groups
         self.file: Any = None
-        self.parse: Callable[[bytes], dict[str, Any]] = json.loads if shard.suffix == ".jsonl" else tar_sample
+        self.parse: Callable[[bytes], dict[str, Any]] = (
+            json.loads if shard.suffix == ".jsonl" else tar_sample
+        )
         if shard.suffix == ".parquet":
             # A map, because a forked loader process would share the file's position.
-            self.file = _parquet(import_module("pyarrow").BufferReader(mmap.mmap(handle, 0, prot=mmap.PROT_READ)))
+            self.file = _parquet(
+                import_module("pyarrow").BufferReader(mmap.mmap(handle, 0, prot=mmap.PROT_READ))
+            )
             about = self.file.metadata
-            self.ends = np.cumsum([about.row_group(n).num_rows for n in range(about.num_row_groups)])
+            self.ends = np.cumsum(
+                [about.row_group(n).num_rows for n in range(about.num_row_groups)]
+            )
 
     def close(self) -> None:
         self.file = None
@@ -275,7 +316,9 @@ class Opened:
         try:
             return self.parse(data)
         except ValueError as error:
-            raise damaged(f"the bytes {begin} to {end} are no sample: {error}", self.shard.name) from None
+            raise damaged(
+                f"the bytes {begin} to {end} are no sample: {error}", self.shard.name
+            ) from None
 
     def row(self, number: int) -> Any:
         """Return a row of parquet."""
@@ -305,7 +348,9 @@ class Index(NamedTuple):
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
-                raise LockstepError(f"an index of format {found['format']}, and {FORMAT} is read", where, todo)
+                raise LockstepError(
+                    f"an index of format {found['format']}, and {FORMAT} is read", where, todo
+                )
             shards, first = list[Shard](), 0
             for each in found["shards"]:
                 shards.append(Shard(**each, first=first))
@@ -330,7 +375,9 @@ class Index(NamedTuple):
             "samples": sum(shard.samples for shard in self.shards),
             "bytes": sum(shard.bytes for shard in self.shards),
         }
-        lines = ",\n".join("  " + json.dumps(plain(each, "name bytes samples sha256")) for each in self.shards)
+        lines = ",\n".join(
+            "  " + json.dumps(plain(each, "name bytes samples sha256")) for each in self.shards
+        )
         return f'{json.dumps(found, indent=1)[:-2]},\n "shards": [\n{lines}\n ]\n}}\n'.encode()
 
     @property

@@ -1,19 +1,22 @@
-"""Data larger than a disk: a dataset of shards, map-style, in an order that can be entered anywhere.
+"""Data larger than a disk: a dataset of shards, map-style, in an order that can be entered
+anywhere.
 
     shards: Options = section(Options)      # in a task's settings
     pair(self.cfg.shards, decode)           # in its `datasets`: (train, val)
-    Shards("https://host/train", decode)    # the same by hand; or a folder, or s3://...; each has an index
+    Shards("https://host/train", decode)    # the same by hand; or a folder, or s3://...; each has
+                                            an index
 
-A sample's number is its place in the shards laid end to end. In place of a permutation of all numbers, `epoch_order`
-gives the loader an `Order`, which is arithmetic and some small permutations:
+A sample's number is its place in the shards laid end to end. In place of a permutation of all
+numbers, `epoch_order` gives the loader an `Order`, which is arithmetic and some small permutations:
 
-    1. the shards are shuffled, laid end to end, and cut into `lanes` stretches of equal length, to within one sample;
-    2. each lane is cut into windows, and each window is shuffled in itself;
-    3. position k of the epoch is number k // lanes of lane k % lanes.
+    1. the shards are shuffled, laid end to end, and cut into `lanes` stretches of equal length, to
+    within one sample; 2. each lane is cut into windows, and each window is shuffled in itself; 3.
+    position k of the epoch is number k // lanes of lane k % lanes.
 
-So where a run stands is one integer, nothing depends on the number of processes or on what was read before, and memory
-does not grow with the number of samples. Where the number of processes divides `lanes` and the global batch, each lane
-is one process's alone, and only the lanes - 1 shards that a cut goes through are read by two.
+So where a run stands is one integer, nothing depends on the number of processes or on what was read
+before, and memory does not grow with the number of samples. Where the number of processes divides
+`lanes` and the global batch, each lane is one process's alone, and only the lanes - 1 shards that a
+cut goes through are read by two.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from formats import shard_cache
 from formats.shard_files import INDEX, Index, Opened, RowGroups, Shard
 
 LANES = (1, 2, 4, 6, 12, 24, 60, 120)
-"""Numbers that most numbers of processes divide; the largest that leaves two shards to a lane is taken."""
+"""Numbers that most numbers of processes divide; the largest that leaves two shards to a lane is
+taken."""
 LONGEST_WINDOW = 8192
 THREADS = 4
 """Downloads of one process at once."""
@@ -54,18 +58,31 @@ ROW_GROUPS = 1 << 30
 class Options:
     """A section of a task's settings."""
 
-    root: str = option("", "folder or address of the shards to train on, with their index (tools/index_shards.py)")
+    root: str = option(
+        "", "folder or address of the shards to train on, with their index (tools/index_shards.py)"
+    )
     val: str = option("", "folder or address of those to validate on; empty: some shards of root")
-    val_share: float = option(0.05, "share of root's samples to validate on, in whole shards; 0: none", low=0, high=0.9)
-    cache: str = option("", "folder for shards of an address; empty: shards in $LOCKSTEP_CACHE or ~/.cache/lockstep")
+    val_share: float = option(
+        0.05, "share of root's samples to validate on, in whole shards; 0: none", low=0, high=0.9
+    )
+    cache: str = option(
+        "", "folder for shards of an address; empty: shards in $LOCKSTEP_CACHE or ~/.cache/lockstep"
+    )
     cache_gb: float = option(50.0, "most that this folder may hold, GB", above=0)
-    lanes: int = option(0, "shards that are read side by side; 0: 120, or as many as there are shards for", low=0)
-    window: int = option(0, "samples of a lane that are shuffled together; 0: as many as a shard has", low=0)
-    verify: bool = option(True, "compare a shard's SHA-256 when a process opens it for the first time")
+    lanes: int = option(
+        0, "shards that are read side by side; 0: 120, or as many as there are shards for", low=0
+    )
+    window: int = option(
+        0, "samples of a lane that are shuffled together; 0: as many as a shard has", low=0
+    )
+    verify: bool = option(
+        True, "compare a shard's SHA-256 when a process opens it for the first time"
+    )
 
 
 RESUMABLE = ("root", "val", "cache", "cache_gb", "verify")
-"""Keys of `Options` that may change when a run is resumed: the samples are told by the index's digest."""
+"""Keys of `Options` that may change when a run is resumed: the samples are told by the index's
+digest."""
 
 
 class Order:
@@ -80,22 +97,33 @@ class Order:
         self.lanes, self.window = lanes, window
         self.shuffled = np.random.default_rng((seed, epoch)).permutation(len(counts))
         self.ends = np.cumsum(counts[self.shuffled])  # of the shards in their row
-        self.shift = np.cumsum(counts)[self.shuffled] - self.ends  # a sample's number, less its place in the row
-        self.short, self.longer = divmod(int(self.ends[-1]), lanes)  # the first `longer` lanes have one sample more
+        # a sample's number, less its place in the row
+        self.shift = np.cumsum(counts)[self.shuffled] - self.ends
+        # the first `longer` lanes have one sample more
+        self.short, self.longer = divmod(int(self.ends[-1]), lanes)
 
         def draw(lane: int, window: int) -> np.ndarray:
             length = min(self.window, self.short + (lane < self.longer) - window * self.window)
             # From 1: to NumPy the seeds (s, e) and (s, e, 0, 0) are the same.
-            return np.random.default_rng((seed, epoch, lane + 1, window)).permutation(length).astype(np.int32)
+            return (
+                np.random.default_rng((seed, epoch, lane + 1, window))
+                .permutation(length)
+                .astype(np.int32)
+            )
 
-        self.permutation = functools.lru_cache(2 * lanes)(draw)  # all lanes change windows at about the same position
+        # all lanes change windows at about the same position
+        self.permutation = functools.lru_cache(2 * lanes)(draw)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def __getitem__(self, positions: slice | np.ndarray) -> np.ndarray:
         """(n,) positions of the epoch, or a slice of them -> (n,) int64 numbers of samples."""
-        k = np.arange(*positions.indices(len(self))) if isinstance(positions, slice) else np.asarray(positions)
+        k = (
+            np.arange(*positions.indices(len(self)))
+            if isinstance(positions, slice)
+            else np.asarray(positions)
+        )
         if not len(k):
             return np.empty(0, dtype=np.int64)
         lane, depth = k % self.lanes, k // self.lanes
@@ -110,25 +138,34 @@ class Order:
         return place + self.shift[np.searchsorted(self.ends, place, side="right")]
 
     def next_shards(self, shard: int, number: int) -> list[int]:
-        """Return the shards that the lane of this sample, of this shard, comes to in its next window."""
+        """Return the shards that the lane of this sample, of this shard, comes to in its next
+        window."""
         row = int(np.flatnonzero(self.shuffled == shard)[0])
         place, cut = number - int(self.shift[row]), self.longer * (self.short + 1)
-        lane = place // (self.short + 1) if place < cut else self.longer + (place - cut) // max(1, self.short)
+        lane = (
+            place // (self.short + 1)
+            if place < cut
+            else self.longer + (place - cut) // max(1, self.short)
+        )
         end = (lane + 1) * self.short + min(lane + 1, self.longer)
         last = min(end, max(int(self.ends[row]) + 1, place + 2 * self.window)) - 1
-        return self.shuffled[row + 1 : int(np.searchsorted(self.ends, last, side="right")) + 1].tolist()
+        return self.shuffled[
+            row + 1 : int(np.searchsorted(self.ends, last, side="right")) + 1
+        ].tolist()
 
 
 class Shards:
     """A map-style dataset of shards, read in place from a folder, through a cache from an address.
 
     root     folder or address with the index
-    decode   makes a sample, such as a dict of tensors, of what the shard has: see shard_files. Or override
+    decode   makes a sample, such as a dict of tensors, of what the shard has: see shard_files. Or
+             override
              `__getitems__(indices, seeds)`, and call `read(indices)` in it.
     which    numbers of the shards to take, in this order; None: all
     options  folder and size of the cache, lanes, window: see `Options`
 
-    A shard that is missing, damaged or another than its index says ends the run by a LockstepError that names it.
+    A shard that is missing, damaged or another than its index says ends the run by a LockstepError
+    that names it.
     """
 
     def __init__(
@@ -145,23 +182,37 @@ class Shards:
         self.shards = [self.index.shards[n] for n in self.which]
         self.counts = np.array([shard.samples for shard in self.shards], dtype=np.int64)
         self.ends = np.cumsum(self.counts)
-        self.entry = np.array([s.first for s in self.shards], dtype=np.int64) - (self.ends - self.counts)
-        self.lanes = self.options.lanes or max(n for n in LANES if 2 * n <= max(2, len(self.shards)))
-        self.window = self.options.window or min(LONGEST_WINDOW, -(-len(self) // max(1, len(self.shards))))
+        self.entry = np.array([s.first for s in self.shards], dtype=np.int64) - (
+            self.ends - self.counts
+        )
+        self.lanes = self.options.lanes or max(
+            n for n in LANES if 2 * n <= max(2, len(self.shards))
+        )
+        self.window = self.options.window or min(
+            LONGEST_WINDOW, -(-len(self) // max(1, len(self.shards)))
+        )
         if self.lanes > len(self.shards):
             what = f"{self.lanes} lanes, and there are {len(self.shards)} shards"
-            raise LockstepError(what, "shards.lanes", "give fewer, or cut the data into more shards")
+            raise LockstepError(
+                what, "shards.lanes", "give fewer, or cut the data into more shards"
+            )
         limit, self.folder = int(self.options.cache_gb * 1e9), cache_folder(self.options.cache)
         self.source = shard_cache.source(self.index.root or self.root, self.folder, limit)
         largest = max(shard.bytes for shard in self.shards)
         if self.source.remote and limit < 2 * largest:
             what = f"a cache of {size(limit)}, and a shard has up to {size(largest)}"
             raise LockstepError(what, "shards.cache_gb", f"give at least {2 * largest / 1e9:.3g}")
-        # What a fork must share: a rank's loader processes are told the epoch, and which files need no second digest.
+        # What a fork must share: a rank's loader processes are told the epoch, and which files need
+        # no second digest.
         shared = np.frombuffer(mmap.mmap(-1, 8 * (len(self.index.shards) + 3)), dtype=np.int64)
-        self.now, self.checked = shared[:2], shared[2:]  # (seed, epoch + 1); mtime in ns of a file that was right
+        # (seed, epoch + 1); mtime in ns of a file that was right
+        self.now, self.checked = shared[:2], shared[2:]
         self.offsets: np.ndarray | None = None
-        self.groups, self.opened, self.touched = RowGroups(ROW_GROUPS), OrderedDict[int, Opened](), dict[int, float]()
+        self.groups, self.opened, self.touched = (
+            RowGroups(ROW_GROUPS),
+            OrderedDict[int, Opened](),
+            dict[int, float](),
+        )
         self.ahead: _Ahead | None = None
         self.order_of = functools.lru_cache(2)(self._order)
 
@@ -179,7 +230,8 @@ class Shards:
 
     @property
     def digest(self) -> str:
-        """Of the samples, their number and their order; the loader compares it instead of samples."""
+        """Of the samples, their number and their order; the loader compares it instead of
+        samples."""
         return hashlib.sha256(f"{self.index.digest} {self.which}".encode()).hexdigest()
 
     def _order(self, seed: int, epoch: int) -> Order:
@@ -208,23 +260,36 @@ class Shards:
         return self.offsets
 
     def _all_open(self, shards: np.ndarray, numbers: np.ndarray) -> dict[int, Opened]:
-        """Return the shards, opened. Those that are still to come are downloaded side by side, then the next ones."""
+        """Return the shards, opened. Those that are still to come are downloaded side by side, then
+        the next ones."""
         wanted, firsts = np.unique(shards, return_index=True)
-        new = [(s, n) for s, n in zip(wanted.tolist(), firsts.tolist(), strict=True) if s not in self.opened]
+        new = [
+            (s, n)
+            for s, n in zip(wanted.tolist(), firsts.tolist(), strict=True)
+            if s not in self.opened
+        ]
         if new and self.source.remote:
-            if self.ahead is None or self.ahead.process != os.getpid():  # threads do not survive a fork
+            # threads do not survive a fork
+            if self.ahead is None or self.ahead.process != os.getpid():
                 self.ahead = _Ahead(self.source)
-            missing = [self.shards[s] for s, _ in new if not self.source.path(self.shards[s]).exists()]
+            missing = [
+                self.shards[s] for s, _ in new if not self.source.path(self.shards[s]).exists()
+            ]
             for shard in missing[1:]:  # this thread takes the first
                 self.ahead.want(shard, now=True)
         for s, at in new:
-            self.opened[s] = Opened(self.shards[s], self._checked_handle(self.shards[s], self.which[s]), self.groups)
+            self.opened[s] = Opened(
+                self.shards[s], self._checked_handle(self.shards[s], self.which[s]), self.groups
+            )
             if self.ahead is not None and self.source.remote:
                 for shard in self._next(s, int(numbers[at])):
                     self.ahead.want(self.shards[shard])
         for s in wanted.tolist():
             self.opened.move_to_end(s)
-            if self.source.remote and (now := time.monotonic()) > self.touched.get(s, 0) + shard_cache.TOUCHED_S:
+            if (
+                self.source.remote
+                and (now := time.monotonic()) > self.touched.get(s, 0) + shard_cache.TOUCHED_S
+            ):
                 self.source.touch(self.opened[s].handle)
                 self.touched[s] = now
         self._close_some(len(wanted))
@@ -237,8 +302,9 @@ class Shards:
         return self.order_of(seed, epoch - 1).next_shards(shard, number)
 
     def _close_some(self, needed: int) -> None:
-        """Close what was used longest ago: more than the lanes need, and what the cache has removed, whose blocks the
-        disk frees only then. One of the latter a batch, which is a thousandth of its time."""
+        """Close what was used longest ago: more than the lanes need, and what the cache has
+        removed, whose blocks the disk frees only then. One of the latter a batch, which is a
+        thousandth of its time."""
         while len(self.opened) > max(needed, 2 * self.lanes + 2):
             self.opened.popitem(last=False)[1].close()
         if self.source.remote and len(self.opened) > needed:
@@ -247,8 +313,8 @@ class Shards:
                 self.opened.pop(s).close()
 
     def _checked_handle(self, shard: Shard, number: int) -> int:
-        """Return a descriptor of a shard whose bytes are those of the index. A damaged file of the cache is fetched
-        anew.
+        """Return a descriptor of a shard whose bytes are those of the index. A damaged file of the
+        cache is fetched anew.
 
         number  its place in `checked`
         """
@@ -267,39 +333,57 @@ class Shards:
                 if found == shard.sha256:
                     self.checked[number] = about.st_mtime_ns
                     return handle
-                what = f"the shard's SHA-256 is {found[:12]}…, and the index says {shard.sha256[:12]}…"
+                what = (
+                    f"the shard's SHA-256 is {found[:12]}…, and the index says {shard.sha256[:12]}…"
+                )
             try:
                 self.source.reject(shard, handle, what)
-                console.warning(f"{shard.name} was damaged in the cache, and is fetched again: {what}")
+                console.warning(
+                    f"{shard.name} was damaged in the cache, and is fetched again: {what}"
+                )
             finally:
                 os.close(handle)
         todo = "give it more bytes (shards.cache_gb)"
-        raise LockstepError(f"{shard.name} was removed again before it was read", str(self.folder), todo)
+        raise LockstepError(
+            f"{shard.name} was removed again before it was read", str(self.folder), todo
+        )
 
     # ---- what a task tells ----
 
     def told(self) -> str:
-        """Return a line: how many shards of what size, in which order, and what this machine needs."""
+        """Return a line: how many shards of what size, in which order, and what this machine
+        needs."""
         mean = int(np.mean([shard.bytes for shard in self.shards]))
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         here = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
         texts = [
             f"shards: {len(self.shards)} {self.index.kind} of {size(mean)}, {len(self):,} samples",
-            f"{self.lanes} lanes, windows of {self.window:,}: two of a shard lie {self.lanes * self.window // 3:,} "
+            f"{self.lanes} lanes, windows of {self.window:,}: two of a shard lie "
+            f"{self.lanes * self.window // 3:,} "
             "positions apart on average",
         ]
         if self.lanes % processes:
-            texts.append(f"{processes} processes do not divide the lanes: each of them reads every shard")
+            texts.append(
+                f"{processes} processes do not divide the lanes: each of them reads every shard"
+            )
         elif processes > here:
             cut = self.lanes - 1
-            texts.append(f"a machine reads {here} of {processes} parts, {cut} shards are read twice")
+            texts.append(
+                f"a machine reads {here} of {processes} parts, {cut} shards are read twice"
+            )
         if self.source.remote:
             lanes = self.lanes if self.lanes % processes else self.lanes * here // processes
             spanned = 1 + -(-self.window * len(self.shards) // max(1, len(self)))
             needed, limit = 2 * lanes * spanned * mean, int(self.options.cache_gb * 1e9)
-            texts.append(f"cache {size(limit)} in {self.folder}, of which {size(min(needed, self.bytes))} are in use")
+            texts.append(
+                f"cache {size(limit)} in {self.folder}, of which {size(min(needed, self.bytes))} "
+                "are in use"
+            )
             if needed > limit and self.bytes > limit:
-                texts.append("that is less than the lanes need, so shards are fetched more than once: shards.cache_gb")
+                texts.append(
+                    "that is less than the lanes need, so shards are fetched more than once: "
+                    "shards.cache_gb"
+                )
         return "; ".join(texts)
 
     @property
@@ -308,8 +392,9 @@ class Shards:
 
 
 class _Ahead:
-    """Threads that download shards: those that a batch waits for first, then those of the next windows. What fails here
-    fails again where it is needed, and is told there. Daemons: the end of a run does not wait for a download."""
+    """Threads that download shards: those that a batch waits for first, then those of the next
+    windows. What fails here fails again where it is needed, and is told there. Daemons: the end of
+    a run does not wait for a download."""
 
     def __init__(self, source: Any):
         self.source, self.process, self.count = source, os.getpid(), itertools.count()
@@ -344,7 +429,9 @@ def size(count: float) -> str:
 
 
 def cache_folder(wanted: str) -> Path:
-    return Path(wanted or Path(os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep"), "shards")).expanduser()
+    return Path(
+        wanted or Path(os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep"), "shards")
+    ).expanduser()
 
 
 def read_index(root: str) -> Index:
@@ -358,11 +445,13 @@ def read_index(root: str) -> Index:
 
 
 def split(index: Index, share: float) -> tuple[list[int], list[int]]:
-    """Return the shards to train on and to validate on: whole ones, drawn by a seed of their own, until they have
-    `share` of the samples; at least one of each."""
+    """Return the shards to train on and to validate on: whole ones, drawn by a seed of their own,
+    until they have `share` of the samples; at least one of each."""
     if len(index.shards) < 2:
         what = "one shard cannot be split into training and validation"
-        raise LockstepError(what, "shards.val", "give shards of their own to validate on, or shards.val_share=0")
+        raise LockstepError(
+            what, "shards.val", "give shards of their own to validate on, or shards.val_share=0"
+        )
     drawn = np.random.default_rng(0).permutation(len(index.shards))
     reached = np.cumsum([index.shards[n].samples for n in drawn])
     count = int(np.searchsorted(reached, share * reached[-1])) + 1
@@ -370,17 +459,25 @@ def split(index: Index, share: float) -> tuple[list[int], list[int]]:
     return sorted(drawn[count:].tolist()), sorted(drawn[:count].tolist())
 
 
-def pair(options: Options, decode: Any = None, kind: type[Shards] = Shards) -> tuple[Shards, Shards | None]:
+def pair(
+    options: Options, decode: Any = None, kind: type[Shards] = Shards
+) -> tuple[Shards, Shards | None]:
     """Return the sets to train and to validate on: (train, val), as `Task.datasets` does.
 
     kind  a subclass with its own `__getitems__`
     """
     if not options.root:
-        raise LockstepError("no shards are given", "shards.root", "give a folder or an address with an index")
+        raise LockstepError(
+            "no shards are given", "shards.root", "give a folder or an address with an index"
+        )
     index, of_val = read_index(options.root), Options(**vars(options) | {"lanes": 0, "window": 0})
     if options.val:
-        return kind(options.root, decode, None, options, index), kind(options.val, decode, None, of_val)
+        return kind(options.root, decode, None, options, index), kind(
+            options.val, decode, None, of_val
+        )
     if not options.val_share:
         return kind(options.root, decode, None, options, index), None
     train, val = split(index, options.val_share)
-    return kind(options.root, decode, train, options, index), kind(options.root, decode, val, of_val, index)
+    return kind(options.root, decode, train, options, index), kind(
+        options.root, decode, val, of_val, index
+    )

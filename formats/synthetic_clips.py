@@ -1,9 +1,11 @@
-"""Synthetic trials of a mouse seen from above, in the packed format of `clips`: the task runs with no download.
+"""Synthetic trials of a mouse seen from above, in the packed format of `clips`: the task runs with
+no download.
 
-Only motion tells the classes apart. A pose has six parameters: position x and y, heading, body length, head angle and
-paw extension. In every class each of them is uniform and independent of the others at every single frame; a class
-only moves its own parameter along a triangle wave of uniformly random phase, whose value at any moment is uniform
-again. So a model of single frames cannot beat chance.
+Only motion tells the classes apart. A pose has six parameters: position x and y, heading, body
+length, head angle and paw extension. In every class each of them is uniform and independent of the
+others at every single frame; a class only moves its own parameter along a triangle wave of
+uniformly random phase, whose value at any moment is uniform again. So a model of single frames
+cannot beat chance.
 
     rest          nothing moves
     walk          x and y move, with reflection at the walls of the arena
@@ -31,7 +33,12 @@ VERSION = 1  # raise it when the same recipe would give other clips
 RECIPE = "recipe.json"
 
 # Cycles per frame, slowest and fastest. A walk's full cycle is there and back across the arena.
-_RATES = {"walk": (0.022, 0.045), "rear": (1 / 14, 1 / 9), "groom": (1 / 7, 1 / 4), "paw_withdraw": (1 / 9, 1 / 5)}
+_RATES = {
+    "walk": (0.022, 0.045),
+    "rear": (1 / 14, 1 / 9),
+    "groom": (1 / 7, 1 / 4),
+    "paw_withdraw": (1 / 9, 1 / 5),
+}
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,16 @@ class Recipe:
     @property
     def name(self) -> str:
         """Folder name, unique to the recipe if its shares are the default ones."""
-        return f"clips_v{VERSION}_{self.trials}of{self.videos}_{self.frames}x{self.size}x{self.size}_seed{self.seed}"
+        shape = f"{self.frames}x{self.size}x{self.size}"
+        return f"clips_v{VERSION}_{self.trials}of{self.videos}_{shape}_seed{self.seed}"
 
 
 def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:
     """Return the folder with the recipe's clips, built first if missing.
 
-    Any number of processes of one machine may call it at once: one builds, the others wait. The folder gets its name
-    when it is complete. Raises LockstepError if it holds clips of another recipe.
+    Any number of processes of one machine may call it at once: one builds, the others wait. The
+    folder gets its name when it is complete. Raises LockstepError if it holds clips of another
+    recipe.
     """
     folder = Path(folder)
     try:
@@ -73,7 +82,9 @@ def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:
             if not folder.exists():
                 _build(folder, recipe)
     except OSError as error:
-        raise LockstepError(f"cannot make clips: {error}", str(folder), "choose another folder") from None
+        raise LockstepError(
+            f"cannot make clips: {error}", str(folder), "choose another folder"
+        ) from None
     _check_recipe(folder, recipe)
     return folder
 
@@ -82,7 +93,8 @@ def _build(folder: Path, recipe: Recipe) -> None:
     try:
         generate(folder, recipe)
     except LockstepError:
-        # The lock may not reach other machines on the same file system: one of them may have been faster.
+        # The lock may not reach other machines on the same file system: one of them may have been
+        # faster.
         if not folder.exists():
             raise
 
@@ -94,7 +106,10 @@ def _check_recipe(folder: Path, recipe: Recipe) -> None:
         found = None
     if found != _as_json(recipe):
         raise LockstepError(
-            f"the folder holds {repr(found)[:300] if found else 'no synthetic clips'}, not {_as_json(recipe)}",
+            (
+                f"the folder holds {repr(found)[:300] if found else 'no synthetic clips'}, not "
+                f"{_as_json(recipe)}"
+            ),
             str(folder),
             "remove it or choose another",
         )
@@ -107,22 +122,29 @@ def _as_json(recipe: Recipe) -> dict[str, object]:
 def generate(folder: str | Path, recipe: Recipe) -> None:
     """Write the recipe's clips, one trial at a time: memory does not grow with their number."""
     if not 1 <= recipe.videos <= recipe.trials or len(recipe.shares) != len(CLASSES):
-        raise LockstepError(f"cannot spread {recipe.trials} trials over {recipe.videos} videos", "dataset")
+        raise LockstepError(
+            f"cannot spread {recipe.trials} trials over {recipe.videos} videos", "dataset"
+        )
     rng = np.random.default_rng([recipe.seed, 0])
-    labels = rng.permutation(np.repeat(np.arange(len(CLASSES)), class_counts(recipe.trials, recipe.shares)))
+    labels = rng.permutation(
+        np.repeat(np.arange(len(CLASSES)), class_counts(recipe.trials, recipe.shares))
+    )
     poses = draw_poses(labels, recipe.frames, rng)
     video = np.arange(recipe.trials) * recipe.videos // recipe.trials
     with ClipsWriter(folder, CLASSES) as writer:
         for trial, label in enumerate(labels):
             if trial == 0 or video[trial] != video[trial - 1]:
-                look = Look.draw(np.random.default_rng([recipe.seed, 1, int(video[trial])]), recipe.size)
+                look = Look.draw(
+                    np.random.default_rng([recipe.seed, 1, int(video[trial])]), recipe.size
+                )
             clip = render(poses[trial], look, np.random.default_rng([recipe.seed, 2, trial]))
             writer.add(clip, video=f"video_{video[trial]:03d}", label=CLASSES[label])
         writer.write_text(RECIPE, json.dumps(_as_json(recipe), indent=1))
 
 
 def class_counts(trials: int, shares: tuple[float, ...] = SHARES) -> np.ndarray:
-    """Return (C,) trials per class, at least two of each if there are enough: one to train and one to validate on."""
+    """Return (C,) trials per class, at least two of each if there are enough: one to train and one
+    to validate on."""
     counts = np.floor(trials * np.asarray(shares) / sum(shares)).astype(np.int64)
     if trials >= 4 * len(shares):
         counts = np.maximum(counts, 2)
@@ -131,7 +153,8 @@ def class_counts(trials: int, shares: tuple[float, ...] = SHARES) -> np.ndarray:
 
 
 def draw_poses(labels: np.ndarray, frames: int, rng: np.random.Generator) -> np.ndarray:
-    """(N,) classes -> (N, T, 6) float64 as named in POSE: the heading in radians, the others in [0, 1]."""
+    """(N,) classes -> (N, T, 6) float64 as named in POSE: the heading in radians, the others in [0,
+    1]."""
     count = len(labels)
     rates = np.zeros((count, len(CLASSES)))
     for name, (low, high) in _RATES.items():
@@ -141,13 +164,17 @@ def draw_poses(labels: np.ndarray, frames: int, rng: np.random.Generator) -> np.
     direction = rng.uniform(0, 2 * np.pi, count)
     cosine, sine = np.cos(direction), np.sin(direction)
     rate = np.stack([walk * cosine, walk * sine, rear, groom, paw], 1)  # (N, 5)
-    phase = (rng.uniform(0, 1, (count, 1, 5)) + rate[:, None] * np.arange(frames)[:, None]) % 1.0  # (N, T, 5)
+    # (N, T, 5)
+    phase = (rng.uniform(0, 1, (count, 1, 5)) + rate[:, None] * np.arange(frames)[:, None]) % 1.0
     wave = 1.0 - np.abs(2.0 * phase - 1.0)  # uniform in [0, 1] as the phase is
-    # The mouse faces where it walks and turns at a wall. Classes that do not walk draw the sign alike: the direction is
-    # uniform and independent of the phase, so the heading is independent of the place in every class.
+    # The mouse faces where it walks and turns at a wall. Classes that do not walk draw the sign
+    # alike: the direction is uniform and independent of the phase, so the heading is independent of
+    # the place in every class.
     forth = np.where(phase[..., :2] < 0.5, 1.0, -1.0)
     heading = np.arctan2(forth[..., 1] * sine[:, None], forth[..., 0] * cosine[:, None])
-    return np.stack([wave[..., 0], wave[..., 1], heading, wave[..., 2], wave[..., 3], wave[..., 4]], 2)
+    return np.stack(
+        [wave[..., 0], wave[..., 1], heading, wave[..., 2], wave[..., 3], wave[..., 4]], 2
+    )
 
 
 @dataclass
@@ -187,10 +214,14 @@ def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray
     along, across = half * 0.9 + 0.055 * np.cos(angle), 0.055 * np.sin(angle)  # of the head
 
     def stamp(*ellipse: float | np.ndarray, shade: float) -> None:
-        """Draw an ellipse in the mouse's axes and units: forward, left, turn, half-axes, each scalar or (T,)."""
+        """Draw an ellipse in the mouse's axes and units: forward, left, turn, half-axes, each
+        scalar or (T,)."""
         forward, left, turn, a, b = (value + 0 * x for value in ellipse)
         cosine, sine, scale = np.cos(heading), np.sin(heading), look.scale
-        place = (x + scale * (forward * cosine - left * sine), y + scale * (forward * sine + left * cosine))
+        place = (
+            x + scale * (forward * cosine - left * sine),
+            y + scale * (forward * sine + left * cosine),
+        )
         _ellipse(image, *place, heading + turn, scale * a, scale * b, shade)
 
     stamp(-half - 0.07, 0, 0, 0.085, 0.011, shade=look.skin)  # tail
@@ -199,7 +230,10 @@ def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray
     stamp(along, across, angle, 0.07, 0.045, shade=look.fur)  # head
     for ear in (-1.0, 1.0):
         back, out = -0.015, ear * 0.045
-        ear_x, ear_y = np.cos(angle) * back - np.sin(angle) * out, np.sin(angle) * back + np.cos(angle) * out
+        ear_x, ear_y = (
+            np.cos(angle) * back - np.sin(angle) * out,
+            np.sin(angle) * back + np.cos(angle) * out,
+        )
         stamp(along + ear_x, across + ear_y, angle, 0.02, 0.02, shade=look.skin)
     image *= rng.uniform(0.8, 1.15)
     image += rng.integers(-7, 8, image.shape, dtype=np.int8)
@@ -207,18 +241,36 @@ def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray
 
 
 def _ellipse(
-    image: np.ndarray, x: np.ndarray, y: np.ndarray, angle: np.ndarray, a: np.ndarray, b: np.ndarray, shade: float
+    image: np.ndarray,
+    x: np.ndarray,
+    y: np.ndarray,
+    angle: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    shade: float,
 ) -> None:
-    """Blend an ellipse into each frame of image (T, H, W), its edge smoothed over about a pixel. All else is (T,)."""
+    """Blend an ellipse into each frame of image (T, H, W), its edge smoothed over about a pixel.
+    All else is (T,)."""
     reach = np.maximum(a, b) + 1.0
     # Only the box that the ellipse visits in the clip is touched: most of the frame is floor.
     rows = slice(max(0, int((y - reach).min())), max(0, int((y + reach).max()) + 1))
     columns = slice(max(0, int((x - reach).min())), max(0, int((x + reach).max()) + 1))
     box = image[:, rows, columns]
     x, y, angle, a, b = (value.astype(np.float32)[:, None, None] for value in (x, y, angle, a, b))
-    dx = np.arange(columns.start, columns.start + box.shape[2], dtype=np.float32) + np.float32(0.5) - x  # (T, 1, w)
-    dy = np.arange(rows.start, rows.start + box.shape[1], dtype=np.float32)[:, None] + np.float32(0.5) - y  # (T, h, 1)
+    # (T, 1, w)
+    dx = (
+        np.arange(columns.start, columns.start + box.shape[2], dtype=np.float32)
+        + np.float32(0.5)
+        - x
+    )
+    # (T, h, 1)
+    dy = (
+        np.arange(rows.start, rows.start + box.shape[1], dtype=np.float32)[:, None]
+        + np.float32(0.5)
+        - y
+    )
     cosine, sine = np.cos(angle), np.sin(angle)
-    radius = np.hypot(dx * (cosine / a) + dy * (sine / a), dy * (cosine / b) - dx * (sine / b))  # 1 at the edge
+    # 1 at the edge
+    radius = np.hypot(dx * (cosine / a) + dy * (sine / a), dy * (cosine / b) - dx * (sine / b))
     cover = np.clip((1 - radius) * np.minimum(a, b) + np.float32(0.5), 0, 1)
     box += cover * (np.float32(shade) - box)

@@ -33,19 +33,23 @@ def import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise LockstepError(f"PyAV is needed to read videos: {error}", todo="pip install av") from None
+        raise LockstepError(
+            f"PyAV is needed to read videos: {error}", todo="pip install av"
+        ) from None
     return av
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Iterator[Any], float]]:
-    """Open a video: yields its frames, decoded as they are consumed, and its average frames per second, 0 if unknown.
-    Raises BrokenVideo, also while frames are read."""
+    """Open a video: yields its frames, decoded as they are consumed, and its average frames per
+    second, 0 if unknown. Raises BrokenVideo, also while frames are read."""
     av = import_av()
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise BrokenVideo("no pictures in the file", where=str(path), todo="give a video, or leave it out")
+                raise BrokenVideo(
+                    "no pictures in the file", where=str(path), todo="give a video, or leave it out"
+                )
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             yield container.decode(stream), float(stream.average_rate or stream.guessed_rate or 0)
@@ -54,21 +58,28 @@ def opened(path: Path) -> Iterator[tuple[Iterator[Any], float]]:
         raise BrokenVideo(what, where=str(path), todo="fix it or remove it") from None
 
 
-def gray_square(frame: Any, crop: tuple[int, int, int, int] | None, size: int, path: Path) -> np.ndarray:
-    """A decoded frame -> (size, size) uint8, 0 black to 255 white, whatever range the video is coded in. Raises
-    LockstepError if the crop (x, y, width, height) is not inside the frame."""
+def gray_square(
+    frame: Any, crop: tuple[int, int, int, int] | None, size: int, path: Path
+) -> np.ndarray:
+    """A decoded frame -> (size, size) uint8, 0 black to 255 white, whatever range the video is
+    coded in. Raises LockstepError if the crop (x, y, width, height) is not inside the frame."""
     from PIL import Image  # comes with tensorboard
 
     picture = frame.to_ndarray(format="gray")
     if crop is not None:
         x, y, width, height = crop
         if x + width > picture.shape[1] or y + height > picture.shape[0]:
-            what = f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels"
+            what = (
+                f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x "
+                f"{picture.shape[0]} pixels"
+            )
             raise LockstepError(what, str(path), "give a box inside the video")
         picture = picture[y : y + height, x : x + width]
     if picture.shape == (size, size):
         return picture
-    return np.asarray(Image.fromarray(np.ascontiguousarray(picture)).resize((size, size), Image.Resampling.BOX))
+    return np.asarray(
+        Image.fromarray(np.ascontiguousarray(picture)).resize((size, size), Image.Resampling.BOX)
+    )
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,11 @@ class Cutting:
     fps: float = 0.0
 
     def offsets(self, fps: float) -> np.ndarray:
-        """Return (T,) the frames of a video of `fps` frames/s from a trial's first to each of its own."""
-        return np.rint(self.every * np.arange(self.frames) * (fps / self.fps if self.fps else 1.0)).astype(np.int64)
+        """Return (T,) the frames of a video of `fps` frames/s from a trial's first to each of its
+        own."""
+        return np.rint(
+            self.every * np.arange(self.frames) * (fps / self.fps if self.fps else 1.0)
+        ).astype(np.int64)
 
     @property
     def span(self) -> int:
@@ -97,7 +111,8 @@ class Cutting:
 
 
 def resampled(pictures: Iterable[np.ndarray], ratio: float) -> Iterator[np.ndarray]:
-    """Yield the pictures number round(n * ratio), n = 0, 1, ..., of a stream; some twice if ratio < 1."""
+    """Yield the pictures number round(n * ratio), n = 0, 1, ..., of a stream; some twice if ratio <
+    1."""
     n = 0
     for number, picture in enumerate(pictures):
         while round(n * ratio) == number:
@@ -113,10 +128,12 @@ def slide(
     batch_size: int,
     fps: float = 0.0,
 ) -> np.ndarray:
-    """A stream of a video's frames -> (N, C), each frame's mean probabilities over the trials that contain it.
+    """A stream of a video's frames -> (N, C), each frame's mean probabilities over the trials that
+    contain it.
 
-    A trial starts every `stride` frames, and the last one ends with the video. Empty if there are too few frames. A
-    video of `fps` frames/s is taken at `cutting.fps`, if it is given, and each frame gets what the nearest one has.
+    A trial starts every `stride` frames, and the last one ends with the video. Empty if there are
+    too few frames. A video of `fps` frames/s is taken at `cutting.fps`, if it is given, and each
+    frame gets what the nearest one has.
     """
     if fps and cutting.fps not in (0, fps):
         number, ratio = itertools.count(), fps / cutting.fps
@@ -140,8 +157,11 @@ def slide(
     return total / seen
 
 
-def _trials(pictures: Iterable[np.ndarray], cutting: Cutting, stride: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (the number of its first frame, (T, H, W)) of each trial; no more frames are held than one spans."""
+def _trials(
+    pictures: Iterable[np.ndarray], cutting: Cutting, stride: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (the number of its first frame, (T, H, W)) of each trial; no more frames are held than
+    one spans."""
     recent: deque[np.ndarray] = deque(maxlen=cutting.span)
     first = -cutting.span
     for picture in pictures:
@@ -154,12 +174,12 @@ def _trials(pictures: Iterable[np.ndarray], cutting: Cutting, stride: int) -> It
 
 
 def side_of(name: str, sides: dict[str, list[str]]) -> str:
-    """Return the side {"trained on", "held out": names} of a run's own videos that has this one; "new" if none has it,
-    and nothing if an older checkpoint does not know.
+    """Return the side {"trained on", "held out": names} of a run's own videos that has this one;
+    "new" if none has it, and nothing if an older checkpoint does not know.
 
-    It is known by its name without the ending and by as much of the path as both give. Where a folder differs the side
-    has a question mark, because a copy lies elsewhere; but the video is new where those of the run differ by folders
-    alone.
+    It is known by its name without the ending and by as much of the path as both give. Where a
+    folder differs the side has a question mark, because a copy lies elsewhere; but the video is new
+    where those of the run differ by folders alone.
     """
     mine = _steps(name)
     own = [(side, _steps(known)) for side, names in sides.items() for known in names]

@@ -1,4 +1,5 @@
-"""The Action Chunking Transformer (Zhao et al., RSS 2023): pictures and joint angles in, the next actions out."""
+"""The Action Chunking Transformer (Zhao et al., RSS 2023): pictures and joint angles in, the next
+actions out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class ACTConfig:
 
     chunk_size       actions that are predicted at once
     n_action_steps   how many of them are executed before the next prediction
-    kl_weight        of the latent's divergence from the standard normal, beside the mean absolute error
+    kl_weight        of the latent's divergence from the standard normal, beside the mean absolute
+                     error
     n_decoder_layers 1, as in the published code, which used only the first of its seven
 
     Raises ValueError if they do not fit together.
@@ -56,21 +58,29 @@ class ACTConfig:
             if field.type == "int" and getattr(self, field.name) < 1:
                 raise ValueError(f"{field.name} {getattr(self, field.name)} must be at least 1")
         if self.dim_model % self.n_heads or self.dim_model % 4:
-            raise ValueError(f"dim_model {self.dim_model} must be a multiple of 4 and of n_heads {self.n_heads}")
+            raise ValueError(
+                f"dim_model {self.dim_model} must be a multiple of 4 and of n_heads {self.n_heads}"
+            )
         if self.n_action_steps > self.chunk_size:
-            raise ValueError(f"n_action_steps {self.n_action_steps} must be at most chunk_size {self.chunk_size}")
+            raise ValueError(
+                f"n_action_steps {self.n_action_steps} must be at most chunk_size {self.chunk_size}"
+            )
         if self.vision_backbone not in DEPTHS:
-            raise ValueError(f"vision_backbone {self.vision_backbone!r} must be one of {', '.join(DEPTHS)}")
+            raise ValueError(
+                f"vision_backbone {self.vision_backbone!r} must be one of {', '.join(DEPTHS)}"
+            )
         if self.feedforward_activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"feedforward_activation {self.feedforward_activation!r} must be one of {known}")
+            raise ValueError(
+                f"feedforward_activation {self.feedforward_activation!r} must be one of {known}"
+            )
 
 
 class Attention(nn.Module):
     """Queries (B, Q, W), keys and values (B, K, W) -> (B, Q, W), in `heads` heads.
 
-    The parameters have nn.MultiheadAttention's names and shapes; that module runs other code in evaluation than in
-    training, and by default keeps the weights of every pair of tokens.
+    The parameters have nn.MultiheadAttention's names and shapes; that module runs other code in
+    evaluation than in training, and by default keeps the weights of every pair of tokens.
     """
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -82,20 +92,26 @@ class Attention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """mask  (B, K) bool, True where a key may be attended to; None = all"""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         q, k, v = (
-            F.linear(x, weight, bias).unflatten(2, (self.heads, -1)).transpose(1, 2)  # (B, H, L, W / H)
+            # (B, H, L, W / H)
+            F.linear(x, weight, bias).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
         where = None if mask is None else mask[:, None, None]  # (B, 1, 1, K)
-        mixed = F.scaled_dot_product_attention(q, k, v, where, self.dropout if self.training else 0.0)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, where, self.dropout if self.training else 0.0
+        )
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
-    """Base of encoder and decoder layers: the feed-forward part, and how a branch joins the residual."""
+    """Base of encoder and decoder layers: the feed-forward part, and how a branch joins the
+    residual."""
 
     def __init__(self, config: ACTConfig):
         super().__init__()
@@ -120,8 +136,11 @@ class Layer(nn.Module):
 
 class EncoderLayer(Layer):
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        # As in DETR (Carion et al., ECCV 2020), positions are added to every layer's queries and keys, never to values.
-        x = self.residual(x, self.norm1, lambda x: self.self_attn(x + positions, x + positions, x, mask))
+        # As in DETR (Carion et al., ECCV 2020), positions are added to every layer's queries and
+        # keys, never to values.
+        x = self.residual(
+            x, self.norm1, lambda x: self.self_attn(x + positions, x + positions, x, mask)
+        )
         return self.residual(x, self.norm2, self.feed_forward)
 
 
@@ -138,7 +157,8 @@ class DecoderLayer(Layer):
 
 
 class Encoder(nn.Module):
-    """(B, L, W) tokens and their positions (1 or B, L, W) -> (B, L, W); mask (B, L) bool, True where a token counts."""
+    """(B, L, W) tokens and their positions (1 or B, L, W) -> (B, L, W); mask (B, L) bool, True
+    where a token counts."""
 
     def __init__(self, config: ACTConfig, depth: int):
         super().__init__()
@@ -160,7 +180,8 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.dim_model)
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
-        x = torch.zeros_like(queries).expand(memory.shape[0], -1, -1)  # a query is its position only
+        # a query is its position only
+        x = torch.zeros_like(queries).expand(memory.shape[0], -1, -1)
         keys = memory + positions
         for layer in self.layers:
             x = layer(x, queries, memory, keys)
@@ -168,15 +189,21 @@ class Decoder(nn.Module):
 
 
 def grid_positions(features: Tensor, width: int) -> Tensor:
-    """(B, C, H, W) -> (1, H * W, width): the sine code of the row, then of the column, both running up to 2 pi.
+    """(B, C, H, W) -> (1, H * W, width): the sine code of the row, then of the column, both running
+    up to 2 pi.
 
-    The relative positions of DETR (Carion et al., ECCV 2020) with its 1e-6: any picture size has the same code.
+    The relative positions of DETR (Carion et al., ECCV 2020) with its 1e-6: any picture size has
+    the same code.
     """
     rows, columns = (
-        sine_code(torch.arange(1, n + 1, device=features.device) * (2 * torch.pi / (n + 1e-6)), width // 2)
+        sine_code(
+            torch.arange(1, n + 1, device=features.device) * (2 * torch.pi / (n + 1e-6)), width // 2
+        )
         for n in features.shape[2:]
     )
-    grid = torch.cat([rows[:, None].expand(-1, len(columns), -1), columns.expand(len(rows), -1, -1)], 2)
+    grid = torch.cat(
+        [rows[:, None].expand(-1, len(columns), -1), columns.expand(len(rows), -1, -1)], 2
+    )
     return grid.flatten(0, 1)[None]
 
 
@@ -186,20 +213,26 @@ class ACT(nn.Module):
     state_dim   S of "observation.state"; 0 = none
     env_dim     E of "observation.environment_state"; 0 = none
     action_dim  A
-    cameras     names of the pictures, such as "observation.images.top", in the order of their tokens
+    cameras     names of the pictures, such as "observation.images.top", in the order of their
+                tokens
 
-    `net(inputs, draws)` trains and `net.sample(inputs)` predicts. `inputs` is normalised already and holds, each with
-    the batch as its leading axis: the state (B, S), the environment's state (B, E), every camera (B, 3, H, W), of any
-    size of its own; and for training "action" (B, T, A) and "action_is_pad" (B, T) bool, T being the chunk_size.
+    `net(inputs, draws)` trains and `net.sample(inputs)` predicts. `inputs` is normalised already
+    and holds, each with the batch as its leading axis: the state (B, S), the environment's state
+    (B, E), every camera (B, 3, H, W), of any size of its own; and for training "action" (B, T, A)
+    and "action_is_pad" (B, T) bool, T being the chunk_size.
 
-    num_draws   uniform draws in [0, 1) per training sample, one for each latent dimension; num_noise (0), per action
+    num_draws   uniform draws in [0, 1) per training sample, one for each latent dimension;
+                num_noise (0), per action
     penalty     the weight of "kl" in the loss
 
-    The names of parameters and buffers are those of LeRobot's checkpoints, without their leading `model.`. Every
-    parameter has a gradient after a backward pass. Raises ValueError if there are no inputs.
+    The names of parameters and buffers are those of LeRobot's checkpoints, without their leading
+    `model.`. Every parameter has a gradient after a backward pass. Raises ValueError if there are
+    no inputs.
     """
 
-    def __init__(self, config: ACTConfig, state_dim: int, env_dim: int, action_dim: int, cameras: list[str]):
+    def __init__(
+        self, config: ACTConfig, state_dim: int, env_dim: int, action_dim: int, cameras: list[str]
+    ):
         super().__init__()
         if not (state_dim or env_dim or cameras):
             raise ValueError("a policy needs a state, an environment state or a camera to look at")
@@ -217,10 +250,14 @@ class ACT(nn.Module):
             self.vae_encoder_latent_output_proj = nn.Linear(width, 2 * latent)
             num_tokens = 1 + bool(state_dim) + config.chunk_size
             # Persistent only because LeRobot's checkpoints hold it.
-            self.register_buffer("vae_encoder_pos_enc", sine_code(torch.arange(num_tokens), width)[None])
+            self.register_buffer(
+                "vae_encoder_pos_enc", sine_code(torch.arange(num_tokens), width)[None]
+            )
             self.normal = normal_quantiles()
         if cameras:
-            self.backbone = ResNet(config.vision_backbone, config.replace_final_stride_with_dilation)
+            self.backbone = ResNet(
+                config.vision_backbone, config.replace_final_stride_with_dilation
+            )
             self.encoder_img_feat_input_proj = nn.Conv2d(self.backbone.num_features, width, 1)
         self.encoder = Encoder(config, config.n_encoder_layers)
         self.decoder = Decoder(config)
@@ -241,7 +278,8 @@ class ACT(nn.Module):
         """Training. Returns sums, not means, because the divisor is that of the global batch:
 
         error  (B,) the absolute error, summed over unpadded steps and the action's dimensions
-        kl     (B,) the divergence of the latent from the standard normal, summed over dimensions; only with the VAE
+        kl     (B,) the divergence of the latent from the standard normal, summed over dimensions;
+               only with the VAE
         """
         actions, padded = inputs[ACTION], inputs[PADDED]
         sums = {}
@@ -256,7 +294,8 @@ class ACT(nn.Module):
 
     @torch.no_grad()
     def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """Predict the chunk (B, T, A) in normalised units, at the mean of the latent's prior; `draws` are not used."""
+        """Predict the chunk (B, T, A) in normalised units, at the mean of the latent's prior;
+        `draws` are not used."""
         return self.decode(inputs, self.no_latent(next(iter(inputs.values()))))
 
     def no_latent(self, like: Tensor) -> Tensor:
@@ -273,19 +312,27 @@ class ACT(nn.Module):
         counts = F.pad(~padded, (len(tokens), 0), value=True)  # (B, L)
         tokens.append(self.vae_encoder_action_input_proj(actions))
         x = self.vae_encoder(torch.cat(tokens, 1), self.vae_encoder_pos_enc, counts)
-        # In the parameters' precision: exp() of autocast's bfloat16 would lose the divergence's digits.
+        # In the parameters' precision: exp() of autocast's bfloat16 would lose the divergence's
+        # digits.
         parts = self.vae_encoder_latent_output_proj(x[:, 0]).to(self.action_head.weight.dtype)
         mean, log_var = parts.chunk(2, 1)
         return mean, log_var
 
     def decode(self, inputs: dict[str, Tensor], latent: Tensor) -> Tensor:
         """Observations and a latent (B, latent_dim) -> actions (B, T, A)."""
-        projections = {STATE: "encoder_robot_state_input_proj", ENVIRONMENT: "encoder_env_state_input_proj"}
+        projections = {
+            STATE: "encoder_robot_state_input_proj",
+            ENVIRONMENT: "encoder_env_state_input_proj",
+        }
         vectors = [self.encoder_latent_input_proj(latent)]
         vectors += [getattr(self, projections[name])(inputs[name]) for name in self.vectors]
-        tokens, positions = [torch.stack(vectors, 1)], [self.encoder_1d_feature_pos_embed.weight[None]]
+        tokens, positions = (
+            [torch.stack(vectors, 1)],
+            [self.encoder_1d_feature_pos_embed.weight[None]],
+        )
         for name in self.cameras:
-            features = self.encoder_img_feat_input_proj(self.backbone(inputs[name]))  # (B, W, H / 32, W / 32)
+            # (B, W, H / 32, W / 32)
+            features = self.encoder_img_feat_input_proj(self.backbone(inputs[name]))
             tokens.append(features.flatten(2).transpose(1, 2))
             positions.append(grid_positions(features, self.config.dim_model))
         where = torch.cat(positions, 1)  # (1, L, W)
@@ -294,10 +341,12 @@ class ACT(nn.Module):
 
 
 class TemporalEnsemble:
-    """Blends the chunks predicted at the last steps into one action (algorithm 2 of Zhao et al., RSS 2023).
+    """Blends the chunks predicted at the last steps into one action (algorithm 2 of Zhao et al.,
+    RSS 2023).
 
-    Predictions for the same step are weighted by exp(-coefficient * i), i = 0 being the oldest: a positive coefficient
-    trusts the older ones more, a negative one the newer. An ensemble serves one trial, or one batch of trials.
+    Predictions for the same step are weighted by exp(-coefficient * i), i = 0 being the oldest: a
+    positive coefficient trusts the older ones more, a negative one the newer. An ensemble serves
+    one trial, or one batch of trials.
     """
 
     def __init__(self, coefficient: float):
@@ -311,7 +360,11 @@ class TemporalEnsemble:
             self.weight = torch.zeros_like(chunk[..., :1])  # (B, T, 1)
             self.count = torch.zeros_like(self.weight)
         weight = torch.exp(-self.coefficient * self.count)
-        self.total, self.weight, self.count = self.total + weight * chunk, self.weight + weight, self.count + 1
+        self.total, self.weight, self.count = (
+            self.total + weight * chunk,
+            self.weight + weight,
+            self.count + 1,
+        )
         action = self.total[:, 0] / self.weight[:, 0]
         self.total, self.weight, self.count = (
             F.pad(kept[:, 1:], (0, 0, 0, 1)) for kept in (self.total, self.weight, self.count)

@@ -1,4 +1,5 @@
-"""What networks that start from published weights have in common: features, a linear head, norms that may be fixed."""
+"""What networks that start from published weights have in common: features, a linear head, norms
+that may be fixed."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm3d)
 class Backbone(nn.Module):
     """Samples -> features (B, num_features) -> logits (B, num_classes).
 
-    A subclass names the modules that compute features in `parts`, makes them, calls `add_head`, and computes in
-    `features`. The head is `fc`, and a mean and a standard deviation of each feature, 0 and 1 unless `standardise` sets
-    them.
+    A subclass names the modules that compute features in `parts`, makes them, calls `add_head`, and
+    computes in `features`. The head is `fc`, and a mean and a standard deviation of each feature, 0
+    and 1 unless `standardise` sets them.
 
-    fixed_norms  BatchNorm uses its running statistics in training, too, and never moves them: no sample's output
+    fixed_norms  BatchNorm uses its running statistics in training, too, and never moves them: no
+    sample's output
                  depends on another's, so the step does not depend on how a batch is cut
     """
 
@@ -28,8 +30,8 @@ class Backbone(nn.Module):
         self.fixed_norms, self.frozen = fixed_norms, False
 
     def add_head(self, num_features: int, num_classes: int, dropout: float) -> None:
-        """Make the head, and draw all weights: of kernels as He et al. (ICCV 2015), small ones of the head, whose loss
-        then begins at ln C."""
+        """Make the head, and draw all weights: of kernels as He et al. (ICCV 2015), small ones of
+        the head, whose loss then begins at ln C."""
         self.num_features = num_features
         self.register_buffer("feature_mean", torch.zeros(num_features))
         self.register_buffer("feature_std", torch.ones(num_features))
@@ -42,20 +44,27 @@ class Backbone(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the tensors that compute features: those of a published file but for its head."""
-        return {name: tuple(value.shape) for name, value in self.state_dict().items() if self.is_part(name)}
+        """Return {name: shape} of the tensors that compute features: those of a published file but
+        for its head."""
+        return {
+            name: tuple(value.shape)
+            for name, value in self.state_dict().items()
+            if self.is_part(name)
+        }
 
     def is_part(self, name: str) -> bool:
         return name.split(".")[0] in self.parts
 
     def freeze(self) -> None:
-        """Train the head alone. Features are then computed in full precision, as those that are kept in files."""
+        """Train the head alone. Features are then computed in full precision, as those that are
+        kept in files."""
         self.frozen = True
         for name in self.parts:
             self.get_submodule(name).requires_grad_(False)
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
-        """Set the (num_features,) mean and standard deviation that the head's input is standardised by."""
+        """Set the (num_features,) mean and standard deviation that the head's input is standardised
+        by."""
         self.feature_mean.copy_(mean)
         self.feature_std.copy_(std)
 

@@ -1,4 +1,5 @@
-"""A residual network of (2+1)D convolutions for short gray clips: space first, then time, in each block."""
+"""A residual network of (2+1)D convolutions for short gray clips: space first, then time, in each
+block."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from models.layers import group_norm, largest
 
 
 def conv(before: int, after: int, time: int, space: int, stride: int = 1) -> nn.Conv3d:
-    """A convolution over `time` frames and `space` x `space` pixels that strides in space and keeps T."""
+    """A convolution over `time` frames and `space` x `space` pixels that strides in space and keeps
+    T."""
     padding = (time // 2, space // 2, space // 2)
     return nn.Conv3d(before, after, (time, space, space), (1, stride, stride), padding, bias=False)
 
@@ -47,7 +49,8 @@ class Block(nn.Module):
 class CNN3d(nn.Module):
     """Clips (B, T, H, W), uint8 or gray levels of 0 to 255 -> logits (B, num_classes).
 
-    width    channels of the stem; the stages have 1, 2, 4 and 8 times as many; 40 gives 2.7 million parameters
+    width    channels of the stem; the stages have 1, 2, 4 and 8 times as many; 40 gives 2.7 million
+             parameters
     dropout  of the features before the last layer
 
     H, W and T >= 2 may be any. Pixels go to the device as bytes and are converted there.
@@ -56,7 +59,8 @@ class CNN3d(nn.Module):
     def __init__(self, num_classes: int, width: int = 40, dropout: float = 0.0):
         super().__init__()
         stages = [width, 2 * width, 4 * width, 8 * width]
-        # The stem keeps a sixteenth of the pixels: later layers, which have more channels, see small pictures.
+        # The stem keeps a sixteenth of the pixels: later layers, which have more channels, see
+        # small pictures.
         self.stem = nn.Sequential(conv(2, width, 1, 7, stride=4), conv(width, width, 5, 1))
         self.body = nn.Sequential(
             Block(width, width, 1),

@@ -1,7 +1,7 @@
 """A small residual network of 1D convolutions: the default for sensor windows.
 
-They are 2D convolutions of height 1, the same arithmetic, because torch has channels-last, the faster memory format on
-a CPU and in mixed precision, for 2D only.
+They are 2D convolutions of height 1, the same arithmetic, because torch has channels-last, the
+faster memory format on a CPU and in mixed precision, for 2D only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from models.layers import Standardise, group_norm, largest
 
 
 class Block(nn.Module):
-    """(B, before, 1, T) -> (B, after, 1, ceil(T / stride)), pre-activation residual block (He et al., ECCV 2016)."""
+    """(B, before, 1, T) -> (B, after, 1, ceil(T / stride)), pre-activation residual block (He et
+    al., ECCV 2016)."""
 
     def __init__(self, before: int, after: int, kernel: int, stride: int, dropout: float):
         super().__init__()
@@ -36,7 +37,8 @@ class Block(nn.Module):
 class Conv1d(nn.Module):
     """Windows (B, C, T) of any length T >= 1 -> logits (B, num_classes).
 
-    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go in
+    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go
+               in
     width      channels of the first stage; the later stages have twice as many
     depth      number of stages; each halves the time axis
     """
@@ -56,7 +58,10 @@ class Conv1d(nn.Module):
         sizes = [width] + [2 * width] * (depth - 1)
         self.stem = nn.Conv2d(len(mean), width, (1, 7), (1, 2), (0, 3))
         self.body = nn.Sequential(
-            *(Block(before, after, kernel, 2, dropout) for before, after in zip([width, *sizes], sizes, strict=False)),
+            *(
+                Block(before, after, kernel, 2, dropout)
+                for before, after in zip([width, *sizes], sizes, strict=False)
+            ),
             group_norm(sizes[-1]),
             nn.GELU(),
         )

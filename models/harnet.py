@@ -1,5 +1,5 @@
-"""The residual network for wrist accelerometers of Yuan et al. (npj Digital Medicine 2024), with their names, so that
-the weights of ssl-wearables fit."""
+"""The residual network for wrist accelerometers of Yuan et al. (npj Digital Medicine 2024), with
+their names, so that the weights of ssl-wearables fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ STAGES = {
     300: ((64, 2, 2), (128, 2, 2), (256, 5, 1), (512, 5, 1), (1024, 3, 1)),
     900: ((64, 3, 1), (128, 3, 1), (256, 5, 1), (512, 5, 1), (1024, 4, 0)),
 }
-"""Steps of a window: (channels, factor of the downsampling, order of its filter) of each of the five stages."""
+"""Steps of a window: (channels, factor of the downsampling, order of its filter) of each of the
+five stages."""
 
 
 def conv(before: int, after: int) -> nn.Conv1d:
@@ -37,8 +38,9 @@ class Block(nn.Module):
 
 
 class Downsample(nn.Module):
-    """(B, C, T) -> (B, C, T / factor), through a filter against aliasing (Zhang, ICML 2019): a box of `factor` steps,
-    convolved `order` times with itself. The filter is a buffer, because the published weights hold it."""
+    """(B, C, T) -> (B, C, T / factor), through a filter against aliasing (Zhang, ICML 2019): a box
+    of `factor` steps, convolved `order` times with itself. The filter is a buffer, because the
+    published weights hold it."""
 
     kernel: Tensor
 
@@ -57,28 +59,38 @@ class Downsample(nn.Module):
 def stage(before: int, after: int, factor: int, order: int, blocks: int) -> nn.Sequential:
     residual = [Block(after) for _ in range(blocks)]
     return nn.Sequential(
-        conv(before, after), *residual, nn.BatchNorm1d(after), nn.ReLU(), Downsample(after, factor, order)
+        conv(before, after),
+        *residual,
+        nn.BatchNorm1d(after),
+        nn.ReLU(),
+        Downsample(after, factor, order),
     )
 
 
 class HarNet(Backbone):
-    """Windows (B, 3, length) of acceleration in g, gravity included, at 30 Hz -> logits (B, num_classes).
+    """Windows (B, 3, length) of acceleration in g, gravity included, at 30 Hz -> logits (B,
+    num_classes).
 
-    length  a key of STAGES: 150 (4.2 million parameters, 512 features), 300 or 900 (10.5 million, 1024 features)
+    length  a key of STAGES: 150 (4.2 million parameters, 512 features), 300 or 900 (10.5 million,
+    1024 features)
 
     Values beyond 3 g are clipped, as in the data of the published weights.
     """
 
     parts = ("feature_extractor",)
 
-    def __init__(self, length: int, num_classes: int, dropout: float = 0.0, fixed_norms: bool = True):
+    def __init__(
+        self, length: int, num_classes: int, dropout: float = 0.0, fixed_norms: bool = True
+    ):
         stages = STAGES[length]
         super().__init__(fixed_norms)
         self.feature_extractor = nn.Sequential()
         before = 3
         for n, (channels, factor, order) in enumerate(stages, 1):
             last = n == len(stages)
-            self.feature_extractor.add_module(f"layer{n}", stage(before, channels, factor, order, 0 if last else 2))
+            self.feature_extractor.add_module(
+                f"layer{n}", stage(before, channels, factor, order, 0 if last else 2)
+            )
             before = channels
         self.add_head(before, num_classes, dropout)
 

@@ -17,12 +17,20 @@ def group_norm(channels: int) -> nn.GroupNorm:
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's; under autocast on GPUs with the same bits, rounded to the type of its input: see `GroupNormOfHalf`."""
+    """torch's; under autocast on GPUs with the same bits, rounded to the type of its input: see
+    `GroupNormOfHalf`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and self.weight.dtype == torch.float32:
-            if torch.compiler.is_compiling():  # torch's compiler fuses these, and chooses by itself what to keep
-                wide = nn.functional.group_norm(x.float(), self.num_groups, self.weight, self.bias, self.eps)
+        if (
+            x.is_cuda
+            and x.dtype in (torch.float16, torch.bfloat16)
+            and self.weight.dtype == torch.float32
+        ):
+            # torch's compiler fuses these, and chooses by itself what to keep
+            if torch.compiler.is_compiling():
+                wide = nn.functional.group_norm(
+                    x.float(), self.num_groups, self.weight, self.bias, self.eps
+                )
                 return wide.to(x.dtype)
             y: Tensor = GroupNormOfHalf.apply(x, self.weight, self.bias, self.num_groups, self.eps)
             return y
@@ -30,13 +38,22 @@ class GroupNorm(nn.GroupNorm):
 
 
 class GroupNormOfHalf(torch.autograd.Function):
-    """GroupNorm in float32 of a bf16 or fp16 input, which is kept for the backward pass, and so is the output: CUDA's
-    autocast keeps both in float32, more than float32 training does."""
+    """GroupNorm in float32 of a bf16 or fp16 input, which is kept for the backward pass, and so is
+    the output: CUDA's autocast keeps both in float32, more than float32 training does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
-        ctx.sizes = n, c, size, _ = (len(x), x.shape[1], x.numel() // max(1, len(x) * x.shape[1]), groups)
-        y, mean, rstd = torch.native_group_norm(x.float().contiguous(), weight, bias, n, c, size, groups, eps)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float
+    ) -> Tensor:
+        ctx.sizes = n, c, size, _ = (
+            len(x),
+            x.shape[1],
+            x.numel() // max(1, len(x) * x.shape[1]),
+            groups,
+        )
+        y, mean, rstd = torch.native_group_norm(
+            x.float().contiguous(), weight, bias, n, c, size, groups, eps
+        )
         ctx.save_for_backward(x, mean, rstd, weight)
         return y.to(x.dtype)
 
@@ -52,27 +69,33 @@ class GroupNormOfHalf(torch.autograd.Function):
 
 
 def largest(x: Tensor, dim: int) -> Tensor:
-    """Return `x.amax(dim)`; compiled, the gradient goes to one of equal elements, and is not shared among them.
+    """Return `x.amax(dim)`; compiled, the gradient goes to one of equal elements, and is not shared
+    among them.
 
-    The backward pass of `amax` looks for the elements that equal the result. torch's compiler may compare them before
-    they are rounded to bf16 with a result after it: none is equal, and the gradient is 0 / 0 (torch 2.11, 2.13). The
-    backward pass of `max` has an index instead.
+    The backward pass of `amax` looks for the elements that equal the result. torch's compiler may
+    compare them before they are rounded to bf16 with a result after it: none is equal, and the
+    gradient is 0 / 0 (torch 2.11, 2.13). The backward pass of `max` has an index instead.
     """
     return x.max(dim).values if torch.compiler.is_compiling() else x.amax(dim)
 
 
 def sine_code(positions: Tensor, width: int) -> Tensor:
-    """(N,) positions -> (N, width) float32, the fixed sine and cosine code of Vaswani et al. (NeurIPS 2017)."""
-    rates = torch.exp(torch.arange(0, width, 2, device=positions.device) * (-math.log(10000.0) / width))
+    """(N,) positions -> (N, width) float32, the fixed sine and cosine code of Vaswani et al.
+    (NeurIPS 2017)."""
+    rates = torch.exp(
+        torch.arange(0, width, 2, device=positions.device) * (-math.log(10000.0) / width)
+    )
     angles = positions[:, None] * rates  # (N, ceil(width / 2))
     return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :width]
 
 
 class Standardise(nn.Module):
-    """(B, C, T) raw sensor units -> the same with mean 0 and standard deviation 1 per channel of the training data.
+    """(B, C, T) raw sensor units -> the same with mean 0 and standard deviation 1 per channel of
+    the training data.
 
     mean, std  (C,) of the training data; buffers, so a checkpoint holds all that a prediction needs
-    masked     the last channel is 1 where the others were measured and 0 where they are padding, which becomes 0
+    masked     the last channel is 1 where the others were measured and 0 where they are padding,
+               which becomes 0
     """
 
     mean: Tensor
@@ -81,7 +104,8 @@ class Standardise(nn.Module):
 
     def __init__(self, mean: Tensor, std: Tensor):
         super().__init__()
-        dtype = torch.get_default_dtype()  # the parameters' own: a model in float64 takes float32 data too
+        # the parameters' own: a model in float64 takes float32 data too
+        dtype = torch.get_default_dtype()
         self.register_buffer("mean", torch.as_tensor(mean, dtype=dtype)[:, None].clone())  # (C, 1)
         self.register_buffer("std", torch.as_tensor(std, dtype=dtype)[:, None].clone())
 
@@ -91,10 +115,12 @@ class Standardise(nn.Module):
 
 
 class Quantiles(nn.Module):
-    """Uniform draws in [0, 1) -> draws of another distribution, by a table of 2^16 equally likely quantiles.
+    """Uniform draws in [0, 1) -> draws of another distribution, by a table of 2^16 equally likely
+    quantiles.
 
-    A gather gives the same bits on every device and at every place in a batch; the functions that it replaces (erfinv,
-    pow) may not. The tails are cut at probability 2^-17: a normal draw stays within +-4.33.
+    A gather gives the same bits on every device and at every place in a batch; the functions that
+    it replaces (erfinv, pow) may not. The tails are cut at probability 2^-17: a normal draw stays
+    within +-4.33.
     """
 
     table: Tensor
@@ -117,8 +143,9 @@ def normal_quantiles() -> Quantiles:
 class Normalizer(nn.Module):
     """Normalises each feature from recorded units, and back.
 
-    stats  {feature: {mean, std, min, max, q01, q99, ...}}, arrays that broadcast against the feature's trailing axes
-    modes  {feature: mode}: MEAN_STD to mean 0 and deviation 1; MIN_MAX, QUANTILES (1 % to 99 %) and QUANTILE10 (10 % to
+    stats  {feature: {mean, std, min, max, q01, q99, ...}}, arrays that broadcast against the
+    feature's trailing axes modes  {feature: mode}: MEAN_STD to mean 0 and deviation 1; MIN_MAX,
+    QUANTILES (1 % to 99 %) and QUANTILE10 (10 % to
            90 %) to [-1, 1]; IDENTITY leaves a feature as it is
 
     A dimension that is constant in the data becomes 0, and `inverse` restores its value.
@@ -140,10 +167,16 @@ class Normalizer(nn.Module):
         for feature, mode in modes.items():
             if mode == "IDENTITY":
                 continue
-            a, b = (torch.as_tensor(stats[feature][name], dtype=torch.float64) for name in self.NEEDS[mode])
+            a, b = (
+                torch.as_tensor(stats[feature][name], dtype=torch.float64)
+                for name in self.NEEDS[mode]
+            )
             middle, half = (a, b) if mode == "MEAN_STD" else ((a + b) / 2, (b - a) / 2)
-            # A constant has no scale; the test is relative, because sums of float32 leave rounding errors.
-            half = torch.where(half.abs() <= 1e-6 * middle.abs().clamp(min=1e-6), torch.ones_like(half), half)
+            # A constant has no scale; the test is relative, because sums of float32 leave rounding
+            # errors.
+            half = torch.where(
+                half.abs() <= 1e-6 * middle.abs().clamp(min=1e-6), torch.ones_like(half), half
+            )
             self.register_buffer(self._name(feature, "middle"), middle.to(dtype))
             self.register_buffer(self._name(feature, "half"), half.to(dtype))
 
@@ -161,7 +194,9 @@ class Normalizer(nn.Module):
         """Return {feature: {statistic of its mode: ...}}; the scale of a constant is 1."""
         found: dict[str, dict[str, Tensor]] = {}
         for feature, mode in self.modes.items():
-            middle, half = (getattr(self, self._name(feature, what), None) for what in ("middle", "half"))
+            middle, half = (
+                getattr(self, self._name(feature, what), None) for what in ("middle", "half")
+            )
             if middle is not None and half is not None:
                 ends = (middle, half) if mode == "MEAN_STD" else (middle - half, middle + half)
                 found[feature] = dict(zip(self.NEEDS[mode], ends, strict=True))

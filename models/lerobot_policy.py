@@ -1,7 +1,8 @@
 """Any policy of the `lerobot` package, which must be installed, as a network of this project.
 
-What LeRobot's classes draw in a forward pass comes from torch's generator, in the order of the batch: other cuts of it,
-other noise. Here each sample's noise and time are a function of the sample's own seed; see `Drawn`.
+What LeRobot's classes draw in a forward pass comes from torch's generator, in the order of the
+batch: other cuts of it, other noise. Here each sample's noise and time are a function of the
+sample's own seed; see `Drawn`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ SEED_BITS = 24  # of each of the two draws that make a seed
 
 
 class Drawn(TorchFunctionMode):
-    """Within it, torch's random tensors of B rows, or of a multiple, are functions of the B samples' seeds.
+    """Within it, torch's random tensors of B rows, or of a multiple, are functions of the B
+    samples' seeds.
 
     seeds    (B,) int64
     uniform  see `Uniform`
-    spread   `torch.rand(1)` is a start from which a forward pass spreads its B times evenly over [0, 1): it becomes B
+    spread   `torch.rand(1)` is a start from which a forward pass spreads its B times evenly over
+             [0, 1): it becomes B
              numbers, so that the times are B independent draws
 
-    Dropout's masks are not replaced: their layout does not tell which numbers belong to which sample.
+    Dropout's masks are not replaced: their layout does not tell which numbers belong to which
+    sample.
     """
 
     def __init__(self, seeds: Tensor, uniform: Uniform, spread: bool = False):
@@ -63,11 +67,14 @@ class Drawn(TorchFunctionMode):
     def _uniform(self, like: Tensor) -> Tensor:
         """Return fresh draws in the shape of `like`, on its device; each call has its own."""
         self.calls += 1
-        draws = self.uniform(self.seeds + (self.calls << 2 * SEED_BITS), like.numel() // len(self.seeds))
+        draws = self.uniform(
+            self.seeds + (self.calls << 2 * SEED_BITS), like.numel() // len(self.seeds)
+        )
         return draws.to(like.device).reshape(like.shape)
 
 
-# ---- from uniform draws, in the shape of `made`, to what a function of torch's gives ---------------------------------
+# ---- from uniform draws, in the shape of `made`, to what a function of torch's gives
+# ---------------------------------
 
 
 def _as_drawn(u: Tensor, made: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -78,11 +85,15 @@ def _normal(u: Tensor, made: Tensor, *args: Any, **options: Any) -> Tensor:
     return _table("normal", 0, 0, u.device)(u)
 
 
-def _normal_of(u: Tensor, made: Tensor, mean: Any = 0.0, std: Any = 1.0, *args: Any, **options: Any) -> Tensor:
+def _normal_of(
+    u: Tensor, made: Tensor, mean: Any = 0.0, std: Any = 1.0, *args: Any, **options: Any
+) -> Tensor:
     return mean + std * _normal(u, made)
 
 
-def _normal_in_place(u: Tensor, made: Tensor, x: Tensor, mean: float = 0.0, std: float = 1.0, **options: Any) -> Tensor:
+def _normal_in_place(
+    u: Tensor, made: Tensor, x: Tensor, mean: float = 0.0, std: float = 1.0, **options: Any
+) -> Tensor:
     return mean + std * _normal(u, made)
 
 
@@ -93,8 +104,11 @@ def _uniform_in_place(
     return low + (high - low) * u
 
 
-def _whole(u: Tensor, made: Tensor, *args: Any, low: int = 0, high: int | None = None, **options: Any) -> Tensor:
-    given = [each for each in args if isinstance(each, int)]  # randint(high, size), randint(low, high, size)
+def _whole(
+    u: Tensor, made: Tensor, *args: Any, low: int = 0, high: int | None = None, **options: Any
+) -> Tensor:
+    # randint(high, size), randint(low, high, size)
+    given = [each for each in args if isinstance(each, int)]
     if high is None:
         low, high = (low, given[0]) if len(given) == 1 else (given[0], given[1])
     elif given:
@@ -109,7 +123,9 @@ def _whole_like(u: Tensor, made: Tensor, like: Tensor, *args: Any, **options: An
 def _one_of(u: Tensor, made: Tensor, shares: Tensor, *args: Any, **options: Any) -> Tensor:
     """multinomial: (N, C) shares, (N, n) drawn with replacement."""
     edges = shares.double().cumsum(-1)
-    found = torch.searchsorted(edges.contiguous(), (u.double() * edges[..., -1:]).contiguous(), right=True)
+    found = torch.searchsorted(
+        edges.contiguous(), (u.double() * edges[..., -1:]).contiguous(), right=True
+    )
     return found.clamp(max=shares.shape[-1] - 1)
 
 
@@ -138,7 +154,11 @@ DRAWS: dict[Any, Any] = {
 
 @functools.lru_cache(16)
 def _table(kind: str, a: float, b: float, device: torch.device) -> Quantiles:
-    return (normal_quantiles() if kind == "normal" else Quantiles(functools.partial(beta_quantiles, a, b))).to(device)
+    return (
+        normal_quantiles()
+        if kind == "normal"
+        else Quantiles(functools.partial(beta_quantiles, a, b))
+    ).to(device)
 
 
 def beta_quantiles(a: float, b: float, p: Tensor) -> Tensor:
@@ -157,7 +177,8 @@ def beta_quantiles(a: float, b: float, p: Tensor) -> Tensor:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from torch's generators as after `torch.manual_seed(seed)`, for what `Drawn` does not replace: dropout."""
+    """Draw from torch's generators as after `torch.manual_seed(seed)`, for what `Drawn` does not
+    replace: dropout."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -171,12 +192,13 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             each.set_state(state)
 
 
-# ---- the network ----------------------------------------------------------------------------------------------------
+# ---- the network
+# --------------------------------------------------------------------------------------------------
 
 
 class Statistics(nn.Module):
-    """What a dataset told of each feature, {feature: {mean, std, min, max, q01, ...}}, as buffers: every checkpoint has
-    it. LeRobot's pipelines normalise by it."""
+    """What a dataset told of each feature, {feature: {mean, std, min, max, q01, ...}}, as buffers:
+    every checkpoint has it. LeRobot's pipelines normalise by it."""
 
     def __init__(self, stats: dict[str, dict[str, Any]], modes: dict[str, str]):
         super().__init__()
@@ -184,14 +206,19 @@ class Statistics(nn.Module):
         self.names = {name: sorted(values) for name, values in stats.items()}
         for feature, values in stats.items():
             for name, value in values.items():
-                self.register_buffer(self._name(feature, name), torch.as_tensor(value, dtype=torch.float32).clone())
+                self.register_buffer(
+                    self._name(feature, name), torch.as_tensor(value, dtype=torch.float32).clone()
+                )
 
     @staticmethod
     def _name(feature: str, what: str) -> str:
         return f"{feature.replace('.', '_')}__{what}"  # a buffer's name may hold no dot
 
     def stats(self) -> dict[str, dict[str, Tensor]]:
-        return {f: {name: getattr(self, self._name(f, name)) for name in names} for f, names in self.names.items()}
+        return {
+            f: {name: getattr(self, self._name(f, name)) for name in names}
+            for f, names in self.names.items()
+        }
 
 
 class Net(nn.Module):
@@ -216,7 +243,8 @@ class Adapted(Policy):
 
     policy     LeRobot's module, on the CPU
     pipelines  {feature: statistics} -> LeRobot's pre- and postprocessor
-    weigh      the batch as the policy sees it -> (B,), over how many numbers a sample's loss is a mean: their sum is
+    weigh      the batch as the policy sees it -> (B,), over how many numbers a sample's loss is a
+               mean: their sum is
                what the mean of several samples was divided by
     exact      compute one sample at a time
     """
@@ -233,7 +261,13 @@ class Adapted(Policy):
         exact: bool = False,
     ):
         super().__init__(Net(policy), statistics, cameras)  # type: ignore[arg-type]
-        self.make, self.weigh, self.uniform, self.spread, self.exact = pipelines, weigh, uniform, spread, exact
+        self.make, self.weigh, self.uniform, self.spread, self.exact = (
+            pipelines,
+            weigh,
+            uniform,
+            spread,
+            exact,
+        )
         self.made: tuple[Any, Any] | None = None
         self.of_each = "reduction" in inspect.signature(policy.forward).parameters
         self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "made", None))
@@ -241,11 +275,14 @@ class Adapted(Policy):
     def pipelines(self) -> tuple[Any, Any]:
         """Return LeRobot's pre- and postprocessor with the statistics of this model."""
         if self.made is None:
-            self.made = self.make({f: {n: v.cpu() for n, v in s.items()} for f, s in self.normalizer.stats().items()})
+            self.made = self.make(
+                {f: {n: v.cpu() for n, v in s.items()} for f, s in self.normalizer.stats().items()}
+            )
         return self.made
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch as LeRobot's policy gets it: pictures from 0 to 1, commands as texts, then its pipeline."""
+        """Return the batch as LeRobot's policy gets it: pictures from 0 to 1, commands as texts,
+        then its pipeline."""
         found = {name: batch[name] for name in (*STATES, "action") if name in batch}
         found |= {name: value for name, value in batch.items() if name.endswith("_is_pad")}
         found |= {name: batch[name].to(self.like.dtype) / 255 for name in self.cameras}
@@ -258,18 +295,23 @@ class Adapted(Policy):
             ]  # a sync point: tokens are made on the host
         self.net.policy.config.device = str(words.device)
         processed: dict[str, Any] = self.pipelines()[0](found)
-        return {name: value for name, value in found.items() if name.endswith("_is_pad")} | processed
+        return {
+            name: value for name, value in found.items() if name.endswith("_is_pad")
+        } | processed
 
     def forward(self, batch: dict[str, Any], draws: Tensor) -> dict[str, Tensor]:
-        """Training: {"error": (B,) each sample's sum, "weight": (B,) of how many numbers}. Where LeRobot's class gives
-        one mean for all, each sample has its share by weight, and only the sum of all means anything."""
+        """Training: {"error": (B,) each sample's sum, "weight": (B,) of how many numbers}. Where
+        LeRobot's class gives one mean for all, each sample has its share by weight, and only the
+        sum of all means anything."""
         if not self.exact:
             return self._sums(batch, draws)
         parts = [self._one(batch, draws, n) for n in range(len(draws))]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _one(self, batch: dict[str, Any], draws: Tensor, n: int) -> dict[str, Tensor]:
-        some = {name: value[n : n + 1] for name, value in batch.items() if isinstance(value, Tensor)}
+        some = {
+            name: value[n : n + 1] for name, value in batch.items() if isinstance(value, Tensor)
+        }
         with seeded(int(_seeds(draws[n : n + 1])), draws.device):
             return self._sums(some, draws[n : n + 1])
 
@@ -284,9 +326,14 @@ class Adapted(Policy):
         return {"error": loss * weight.to(loss.dtype), "weight": weight}
 
     @torch.no_grad()
-    def act(self, batch: dict[str, Any], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
-        """Return (B, T, A) actions in recorded units, from now on. Without draws, all samples have the same noise."""
-        assert committed is None, "LeRobot's policies are given no actions that are executed meanwhile"
+    def act(
+        self, batch: dict[str, Any], draws: Tensor | None = None, committed: Tensor | None = None
+    ) -> Tensor:
+        """Return (B, T, A) actions in recorded units, from now on. Without draws, all samples have
+        the same noise."""
+        assert committed is None, (
+            "LeRobot's policies are given no actions that are executed meanwhile"
+        )
         names = [*STATES, *self.cameras, "words"]
         inputs = self.inputs({name: batch[name] for name in names if name in batch})
         inputs = {name: value for name, value in inputs.items() if name != "action"}
@@ -301,7 +348,8 @@ class Adapted(Policy):
         return found.to(actions.device)
 
     def _seen(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Show a policy the observations (B, T, ...) of a batch as if it had seen them one after the other."""
+        """Show a policy the observations (B, T, ...) of a batch as if it had seen them one after
+        the other."""
         policy = self.net.policy
         policy.reset()
         queues = getattr(policy, "_queues", None) or {}

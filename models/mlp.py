@@ -12,7 +12,8 @@ from models.layers import Standardise
 class MLP(nn.Module):
     """Windows (B, C, T) of exactly `length` steps -> logits (B, num_classes).
 
-    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go in
+    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go
+               in
     width      units of the hidden layers
     depth      number of hidden layers, at least 1
     """
@@ -32,7 +33,12 @@ class MLP(nn.Module):
         sizes = [len(mean) * length] + [width] * depth
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(sizes):
-            layers += [nn.Linear(before, after), nn.LayerNorm(after), nn.GELU(), nn.Dropout(dropout)]
+            layers += [
+                nn.Linear(before, after),
+                nn.LayerNorm(after),
+                nn.GELU(),
+                nn.Dropout(dropout),
+            ]
         self.body = nn.Sequential(*layers)
         self.head = nn.Linear(width, num_classes)
 

@@ -19,11 +19,15 @@ class Policy(nn.Module):
     net  takes normalised inputs, see `inputs`, and has
          num_draws   uniform draws that a training sample needs
          penalty     weight of `kl` in the loss
-         net(inputs, draws (B, num_draws)) -> {"error": (B,), and perhaps "kl": (B,)}: sums over the sample's steps and
-                     dimensions that are not padding, never means; "weight" (B,): of how many, where draws decide
+         net(inputs, draws (B, num_draws)) -> {"error": (B,), and perhaps "kl": (B,)}: sums over the
+             sample's steps and
+                     dimensions that are not padding, never means; "weight" (B,): of how many, where
+                     draws decide
          num_noise   uniform draws that an action needs
-         net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): its actions; without draws, from their mean
-         max_committed  (may be missing: 0) the most first actions that `sample` takes as given, as its third argument
+         net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): its actions; without draws, from
+             their mean
+         max_committed  (may be missing: 0) the most first actions that `sample` takes as given, as
+                        its third argument
     """
 
     def __init__(self, net: nn.Module, normalizer: Normalizer, cameras: list[str]):
@@ -31,8 +35,11 @@ class Policy(nn.Module):
         self.like: Tensor
         self.net: Any = net
         self.normalizer, self.cameras = normalizer, cameras
-        # Has the network's dtype. Not taken from a parameter, because a replica of nn.DataParallel has none.
-        self.register_buffer("like", torch.zeros((), dtype=torch.get_default_dtype()), persistent=False)
+        # Has the network's dtype. Not taken from a parameter, because a replica of nn.DataParallel
+        # has none.
+        self.register_buffer(
+            "like", torch.zeros((), dtype=torch.get_default_dtype()), persistent=False
+        )
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Normalise every feature; pictures (B, C, H, W) of 0 to 255 are first divided by 255."""
@@ -50,10 +57,14 @@ class Policy(nn.Module):
         return sums
 
     @torch.no_grad()
-    def act(self, batch: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
-        """Return (B, chunk, A) actions in recorded units, sampled by draws (B, net.num_noise) in [0, 1).
+    def act(
+        self, batch: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None
+    ) -> Tensor:
+        """Return (B, chunk, A) actions in recorded units, sampled by draws (B, net.num_noise) in
+        [0, 1).
 
-        committed  (B, d, A), in recorded units: the first ones, as a network with `max_committed` >= d takes them
+        committed  (B, d, A), in recorded units: the first ones, as a network with `max_committed`
+        >= d takes them
         """
         given = () if committed is None else (self.normalizer("action", committed),)
         return self.normalizer.inverse("action", self.net.sample(self.inputs(batch), draws, *given))

@@ -1,4 +1,5 @@
-"""The residual network of He et al. (CVPR 2016) as a feature extractor: ResNet-18 or -34, without a head."""
+"""The residual network of He et al. (CVPR 2016) as a feature extractor: ResNet-18 or -34, without a
+head."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 class FrozenBatchNorm2d(nn.Module):
     """(B, C, H, W) -> (B, C, H, W), by the constant statistics and affine map of a checkpoint.
 
-    Without a checkpoint it is the identity. Either way the step does not depend on how the batch is cut.
+    Without a checkpoint it is the identity. Either way the step does not depend on how the batch is
+    cut.
     """
 
     weight: Tensor
@@ -30,7 +32,9 @@ class FrozenBatchNorm2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Not x * scale + shift, which under autocast would widen every feature map to float32.
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, training=False)
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, training=False
+        )
 
 
 def conv3x3(before: int, after: int, stride: int, dilation: int) -> nn.Conv2d:
@@ -38,7 +42,8 @@ def conv3x3(before: int, after: int, stride: int, dilation: int) -> nn.Conv2d:
 
 
 class Block(nn.Module):
-    """(B, before, H, W) -> (B, after, ceil(H / stride), ceil(W / stride)): two convolutions beside a shortcut.
+    """(B, before, H, W) -> (B, after, ceil(H / stride), ceil(W / stride)): two convolutions beside
+    a shortcut.
 
     dilations  of the two convolutions
     """
@@ -51,7 +56,9 @@ class Block(nn.Module):
         self.bn2 = FrozenBatchNorm2d(after)
         self.downsample = nn.Sequential()
         if before != after:
-            self.downsample.extend([nn.Conv2d(before, after, 1, stride, bias=False), FrozenBatchNorm2d(after)])
+            self.downsample.extend(
+                [nn.Conv2d(before, after, 1, stride, bias=False), FrozenBatchNorm2d(after)]
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -61,14 +68,18 @@ class Block(nn.Module):
 def stage(before: int, after: int, depth: int, stride: int, dilation: int = 1) -> nn.Sequential:
     # Where dilation replaces the stride, the first convolution has none.
     first = Block(before, after, stride, (1, dilation))
-    return nn.Sequential(first, *(Block(after, after, 1, (dilation, dilation)) for _ in range(depth - 1)))
+    return nn.Sequential(
+        first, *(Block(after, after, 1, (dilation, dilation)) for _ in range(depth - 1))
+    )
 
 
 class ResNet(nn.Module):
-    """Pictures (B, 3, H, W), normalised as the weights expect them -> features (B, 512, ceil(H / 32), ceil(W / 32)).
+    """Pictures (B, 3, H, W), normalised as the weights expect them -> features (B, 512, ceil(H /
+    32), ceil(W / 32)).
 
     name    "resnet18" (11.2 million parameters) or "resnet34" (21.3 million)
-    dilate  the last stage keeps its resolution and dilates its convolutions instead: ceil(H / 16), ceil(W / 16)
+    dilate  the last stage keeps its resolution and dilates its convolutions instead: ceil(H / 16),
+            ceil(W / 16)
 
     Parameters and buffers have torchvision's names, so that its weights fit.
     """
@@ -83,12 +94,20 @@ class ResNet(nn.Module):
         self.layer1 = stage(64, 64, depths[0], stride=1)
         self.layer2 = stage(64, 128, depths[1], stride=2)
         self.layer3 = stage(128, 256, depths[2], stride=2)
-        self.layer4 = stage(256, self.num_features, depths[3], stride=1 if dilate else 2, dilation=2 if dilate else 1)
-        # No norm rescales a random network's signal: with this start, ResNet-18 takes a root mean square of 1 to 2.5.
+        self.layer4 = stage(
+            256,
+            self.num_features,
+            depths[3],
+            stride=1 if dilate else 2,
+            dilation=2 if dilate else 1,
+        )
+        # No norm rescales a random network's signal: with this start, ResNet-18 takes a root mean
+        # square of 1 to 2.5.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, stride=2, padding=1)  # (B, 64, H / 4, W / 4)
+        # (B, 64, H / 4, W / 4)
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, stride=2, padding=1)
         return self.layer4(self.layer3(self.layer2(self.layer1(x))))

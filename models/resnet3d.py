@@ -1,4 +1,5 @@
-"""Residual networks of 18 layers for clips (Tran et al., CVPR 2018), with torchvision's names: its weights fit."""
+"""Residual networks of 18 layers for clips (Tran et al., CVPR 2018), with torchvision's names: its
+weights fit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ KINDS = {
 """The convolutions of the four stages."""
 
 MEAN, STD = (0.43216, 0.394666, 0.37645), (0.22803, 0.22145, 0.216989)
-"""Of Kinetics-400's pixels in [0, 1], red, green and blue: the input that the published weights expect."""
+"""Of Kinetics-400's pixels in [0, 1], red, green and blue: the input that the published weights
+expect."""
 
 Triple = tuple[int, int, int]
 
@@ -29,44 +31,56 @@ def conv(before: int, after: int, kernel: Triple, stride: Triple = (1, 1, 1)) ->
 
 
 def convolution(kind: str, before: int, after: int, middle: int, stride: int) -> nn.Module:
-    """A 3 x 3 (x 3) convolution of a kind; `middle` channels between space and time where they are split."""
+    """A 3 x 3 (x 3) convolution of a kind; `middle` channels between space and time where they are
+    split."""
     if kind == SPACE_TIME:
         return conv(before, after, (3, 3, 3), (stride, stride, stride))
     in_space = conv(before, after if kind == SPACE else middle, (1, 3, 3), (1, stride, stride))
     if kind == SPACE:
         return in_space
-    return nn.Sequential(in_space, nn.BatchNorm3d(middle), nn.ReLU(), conv(middle, after, (3, 1, 1), (stride, 1, 1)))
+    return nn.Sequential(
+        in_space, nn.BatchNorm3d(middle), nn.ReLU(), conv(middle, after, (3, 1, 1), (stride, 1, 1))
+    )
 
 
 class Block(nn.Module):
-    """(B, before, T, H, W) -> (B, after, T', ceil(H / stride), ceil(W / stride)): two convolutions beside a shortcut.
+    """(B, before, T, H, W) -> (B, after, T', ceil(H / stride), ceil(W / stride)): two convolutions
+    beside a shortcut.
 
     T' is T where the kind is space alone, else ceil(T / stride).
     """
 
     def __init__(self, kind: str, before: int, after: int, stride: int):
         super().__init__()
-        # As many weights as a full 3 x 3 x 3 kernel between these two widths; the same for both convolutions.
+        # As many weights as a full 3 x 3 x 3 kernel between these two widths; the same for both
+        # convolutions.
         middle = 27 * before * after // (9 * before + 3 * after)
-        self.conv1 = nn.Sequential(convolution(kind, before, after, middle, stride), nn.BatchNorm3d(after), nn.ReLU())
-        self.conv2 = nn.Sequential(convolution(kind, after, after, middle, 1), nn.BatchNorm3d(after))
+        self.conv1 = nn.Sequential(
+            convolution(kind, before, after, middle, stride), nn.BatchNorm3d(after), nn.ReLU()
+        )
+        self.conv2 = nn.Sequential(
+            convolution(kind, after, after, middle, 1), nn.BatchNorm3d(after)
+        )
         self.downsample = nn.Sequential()
         if before != after:
             in_time = 1 if kind == SPACE else stride
-            self.downsample.extend([conv(before, after, (1, 1, 1), (in_time, stride, stride)), nn.BatchNorm3d(after)])
+            self.downsample.extend(
+                [conv(before, after, (1, 1, 1), (in_time, stride, stride)), nn.BatchNorm3d(after)]
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.conv2(self.conv1(x)) + self.downsample(x))
 
 
 class ResNet3d(Backbone):
-    """Clips -> logits (B, num_classes). A clip is gray, (B, T, H, W) in 0..255 of any size, or (B, 3, T, H, W).
+    """Clips -> logits (B, num_classes). A clip is gray, (B, T, H, W) in 0..255 of any size, or (B,
+    3, T, H, W).
 
     name  one of KINDS: 11.7, 33.4 and 31.5 million parameters with 400 classes
 
-    A gray clip becomes three equal channels, each normalised with the mean and the standard deviation of its own.
-    Stem weights summed over the channels would save work, but the padding is 0 after that normalisation, so they would
-    see other borders.
+    A gray clip becomes three equal channels, each normalised with the mean and the standard
+    deviation of its own. Stem weights summed over the channels would save work, but the padding is
+    0 after that normalisation, so they would see other borders.
     """
 
     parts = ("stem", "layer1", "layer2", "layer3", "layer4")

@@ -10,7 +10,8 @@ from models.layers import Standardise, sine_code
 
 
 class Block(nn.Module):
-    """(B, L, W) -> (B, L, W): attention and a feed-forward layer, normalised before each (pre-norm)."""
+    """(B, L, W) -> (B, L, W): attention and a feed-forward layer, normalised before each
+    (pre-norm)."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -19,7 +20,9 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,7 +36,8 @@ class Block(nn.Module):
 class Transformer1d(nn.Module):
     """Windows (B, C, T) of up to `length` steps -> logits (B, num_classes).
 
-    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go in
+    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go
+               in
     width      size of a token, a multiple of `heads`
     depth      number of encoder blocks
     patch      steps per token; tokens overlap by half
@@ -58,7 +62,9 @@ class Transformer1d(nn.Module):
         self.patches = nn.Conv1d(len(mean), width, patch, stride=patch // 2, padding=patch // 2)
         positions = sine_code(torch.arange(length // (patch // 2) + 1), width)
         self.register_buffer("positions", positions, persistent=False)
-        self.body = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)), nn.LayerNorm(width))
+        self.body = nn.Sequential(
+            *(Block(width, heads, dropout) for _ in range(depth)), nn.LayerNorm(width)
+        )
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""A compact vision-language-action policy: a transformer reads cameras, command and state, and an action expert
-samples a chunk of actions by flow matching. It is trained from scratch, the expert by SmolVLA's recipe (Shukor et al.,
-arXiv 2506.01844)."""
+"""A compact vision-language-action policy: a transformer reads cameras, command and state, and an
+action expert samples a chunk of actions by flow matching. It is trained from scratch, the expert by
+SmolVLA's recipe (Shukor et al., arXiv 2506.01844)."""
 
 from __future__ import annotations
 
@@ -76,9 +76,11 @@ class VLASettings:
     chunk_size    actions predicted at once
     n_action_steps  how many of them the caller executes before the next prediction; 0 = all
     num_steps     Euler steps of sampling
-    rtc_max_delay  in training, up to so many first actions of a chunk are given, as they are of a robot that executes
+    rtc_max_delay  in training, up to so many first actions of a chunk are given, as they are of a
+                   robot that executes
                   them while the rest is computed; 0 = none
-    gradient_checkpointing  recompute the blocks' activations in the backward pass: a third more time, far less memory
+    gradient_checkpointing  recompute the blocks' activations in the backward pass: a third more
+                            time, far less memory
     freeze_vision_encoder   the convolutions, positions and camera embeddings keep their weights
     train_expert_only       all but the action expert keeps its weights
     """
@@ -103,20 +105,37 @@ class VLASettings:
     train_expert_only: bool = False
 
     def resolved(self) -> VLASettings:
-        """Return a copy with every 0 replaced. Raises ValueError if the sizes do not fit together."""
+        """Return a copy with every 0 replaced. Raises ValueError if the sizes do not fit
+        together."""
         if self.preset not in PRESETS:
             raise ValueError(f"no preset {self.preset!r}: choose one of {', '.join(PRESETS)}")
         own = PRESETS[self.preset] | {"n_action_steps": self.chunk_size}
-        full = replace(self, **{name: value for name, value in own.items() if not getattr(self, name)})
+        full = replace(
+            self, **{name: value for name, value in own.items() if not getattr(self, name)}
+        )
         for name in ("width", "expert_width"):
             if getattr(full, name) % full.head_width or getattr(full, name) % 4:
-                raise ValueError(f"{name} {getattr(full, name)} is no multiple of head_width {full.head_width} and 4")
-        if full.patch_size < 2 or full.patch_size & (full.patch_size - 1) or full.image_size % full.patch_size:
-            raise ValueError(f"patch_size {full.patch_size} is no power of two that divides {full.image_size} pixels")
+                raise ValueError(
+                    f"{name} {getattr(full, name)} is no multiple of head_width "
+                    f"{full.head_width} and 4"
+                )
+        if (
+            full.patch_size < 2
+            or full.patch_size & (full.patch_size - 1)
+            or full.image_size % full.patch_size
+        ):
+            raise ValueError(
+                f"patch_size {full.patch_size} is no power of two that divides {full.image_size} "
+                "pixels"
+            )
         if not 1 <= full.n_action_steps <= full.chunk_size:
-            raise ValueError(f"n_action_steps {full.n_action_steps} of a chunk of {full.chunk_size}")
+            raise ValueError(
+                f"n_action_steps {full.n_action_steps} of a chunk of {full.chunk_size}"
+            )
         if not 0 <= full.rtc_max_delay < full.chunk_size:
-            raise ValueError(f"rtc_max_delay {full.rtc_max_delay} must be below chunk_size {full.chunk_size}")
+            raise ValueError(
+                f"rtc_max_delay {full.rtc_max_delay} must be below chunk_size {full.chunk_size}"
+            )
         return full
 
 
@@ -125,20 +144,23 @@ _WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")
 
 
 def hash_words(text: str, length: int, vocabulary: int) -> list[int]:
-    """Return `length` numbers: CRC-32 of each word modulo `vocabulary`, then 0 for padding; later words are cut off.
+    """Return `length` numbers: CRC-32 of each word modulo `vocabulary`, then 0 for padding; later
+    words are cut off.
 
-    Case and punctuation do not count. It needs no tokeniser file and no unknown word; two words may share a number.
+    Case and punctuation do not count. It needs no tokeniser file and no unknown word; two words may
+    share a number.
     """
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())[:length]
-    numbers = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words]  # Python's hash() is salted
+    # Python's hash() is salted
+    numbers = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words]
     return numbers + [0] * (length - len(numbers))
 
 
 def grid_positions(side: int, width: int) -> Tensor:
     """(side^2, width) float32 in row-major order: sines and cosines of the row, then of the column.
 
-    The slowest wave is half a turn over the picture, so that a linear map can decode a place; the fastest separates
-    neighbours.
+    The slowest wave is half a turn over the picture, so that a linear map can decode a place; the
+    fastest separates neighbours.
     """
     rates = math.pi * torch.logspace(0, math.log2(max(2, side / 2)), width // 4, base=2)
     angles = ((torch.arange(side) + 0.5) / side)[:, None] * rates  # (side, width / 4)
@@ -160,8 +182,8 @@ def fit(images: Tensor, size: int) -> Tensor:
 
 
 def linear(before: int, after: int) -> nn.Linear:
-    """Return a layer with DiT's initialisation, Xavier's: from torch's own, attention starts flat and takes far longer
-    to relate words to places."""
+    """Return a layer with DiT's initialisation, Xavier's: from torch's own, attention starts flat
+    and takes far longer to relate words to places."""
     layer = nn.Linear(before, after)
     nn.init.xavier_uniform_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -177,20 +199,23 @@ def silent(before: int, after: int) -> nn.Linear:
 
 
 class Eyes(nn.Module):
-    """Pictures (B, N, C, S, S) of N cameras, about -1 to 1 -> tokens (B, N * (S / patch)^2, width)."""
+    """Pictures (B, N, C, S, S) of N cameras, about -1 to 1 -> tokens (B, N * (S / patch)^2,
+    width)."""
 
     positions: Tensor
 
     def __init__(self, cameras: int, channels: int, image_size: int, patch_size: int, width: int):
         super().__init__()
         steps = patch_size.bit_length() - 1
-        sizes = [max(8, width >> (steps - 1 - i)) for i in range(steps)]  # doubling, up to the width
+        # doubling, up to the width
+        sizes = [max(8, width >> (steps - 1 - i)) for i in range(steps)]
         stem: list[nn.Module] = []
         for before, after in zip([channels, *sizes], sizes, strict=False):
             stem += [nn.Conv2d(before, after, 3, stride=2, padding=1), group_norm(after), nn.GELU()]
         self.stem = nn.Sequential(*stem)
         self.out = linear(sizes[-1], width)
-        # Fixed, because a learned table takes far longer to encode places; the linear map learns the scale.
+        # Fixed, because a learned table takes far longer to encode places; the linear map learns
+        # the scale.
         positions = grid_positions(image_size // patch_size, width).to(torch.get_default_dtype())
         self.register_buffer("positions", positions, persistent=False)
         self.place = linear(width, width)
@@ -199,11 +224,13 @@ class Eyes(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features = self.stem(images.flatten(0, 1)).flatten(2).transpose(1, 2)  # (B * N, P, width)
         tokens = self.out(features) + self.place(self.positions)
-        return (tokens.unflatten(0, images.shape[:2]) + self.camera).flatten(1, 2)  # (B, N * P, width)
+        # (B, N * P, width)
+        return (tokens.unflatten(0, images.shape[:2]) + self.camera).flatten(1, 2)
 
 
 class Attention(nn.Module):
-    """(B, L, width) attends to a source (B, M, source width), whose keys and values `recall` computes once."""
+    """(B, L, width) attends to a source (B, M, source width), whose keys and values `recall`
+    computes once."""
 
     def __init__(self, width: int, head_width: int, source_width: int):
         super().__init__()
@@ -213,12 +240,17 @@ class Attention(nn.Module):
         self.out = linear(width, width)
 
     def recall(self, source: Tensor) -> Tensor:
-        return self.kv(source).unflatten(2, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # (2, B, H, M, width / H)
+        # (2, B, H, M, width / H)
+        return self.kv(source).unflatten(2, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
         """mask (B, 1, 1, M) bool: True where the source may be attended to."""
         q = self.q(x).unflatten(2, (-1, self.head_width)).transpose(1, 2)  # (B, H, L, width / H)
-        mixed = F.scaled_dot_product_attention(q, memory[0], memory[1], attn_mask=mask, is_causal=causal)
+        mixed = F.scaled_dot_product_attention(
+            q, memory[0], memory[1], attn_mask=mask, is_causal=causal
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -227,7 +259,8 @@ def feed_forward(width: int) -> nn.Sequential:
 
 
 class TrunkBlock(nn.Module):
-    """(B, M, width) -> (B, M, width): masked self-attention and a feed-forward layer, each normalised before."""
+    """(B, M, width) -> (B, M, width): masked self-attention and a feed-forward layer, each
+    normalised before."""
 
     def __init__(self, width: int, head_width: int, dropout: float):
         super().__init__()
@@ -244,8 +277,8 @@ class TrunkBlock(nn.Module):
 
 
 class Modulation(nn.Module):
-    """AdaLN-zero (Peebles & Xie, ICCV 2023): a code (B, width) -> `parts` tensors (B, 1, width), all 0 at first; of a
-    code for each step of a chunk, (B, T, width), as many of them."""
+    """AdaLN-zero (Peebles & Xie, ICCV 2023): a code (B, width) -> `parts` tensors (B, 1, width),
+    all 0 at first; of a code for each step of a chunk, (B, T, width), as many of them."""
 
     def __init__(self, width: int, parts: int):
         super().__init__()
@@ -266,9 +299,11 @@ Memory = Callable[[Attention], Tensor]
 
 
 class ExpertBlock(nn.Module):
-    """(B, T, width) -> (B, T, width): each step of the chunk attends to earlier ones, then to the trunk's output.
+    """(B, T, width) -> (B, T, width): each step of the chunk attends to earlier ones, then to the
+    trunk's output.
 
-    Causal as in SmolVLA, so that padding at the end of an episode cannot affect the steps before it.
+    Causal as in SmolVLA, so that padding at the end of an episode cannot affect the steps before
+    it.
     """
 
     def __init__(self, width: int, head_width: int, source_width: int, dropout: float):
@@ -282,8 +317,12 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor, code: Tensor, memory: Memory, mask: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = self.modulation(code)
         normed = modulated(x, shift1, scale1)
-        x = x + gate1 * self.dropout(self.attention(normed, self.attention.recall(normed), causal=True))
-        x = x + gate2 * self.dropout(self.cross(modulated(x, shift2, scale2), memory(self.cross), mask))
+        x = x + gate1 * self.dropout(
+            self.attention(normed, self.attention.recall(normed), causal=True)
+        )
+        x = x + gate2 * self.dropout(
+            self.cross(modulated(x, shift2, scale2), memory(self.cross), mask)
+        )
         return x + gate3 * self.dropout(self.mlp(modulated(x, shift3, scale3)))
 
 
@@ -301,8 +340,8 @@ class Prefix(NamedTuple):
 
 
 class Expert(nn.Module):
-    """The velocity field: noisy chunk (B, T, A), its time (B,), or of each step (B, T), in [0, 1] and the prefix ->
-    (B, T, A)."""
+    """The velocity field: noisy chunk (B, T, A), its time (B,), or of each step (B, T), in [0, 1]
+    and the prefix -> (B, T, A)."""
 
     positions: Tensor
     rates: Tensor
@@ -312,10 +351,14 @@ class Expert(nn.Module):
         width = settings.expert_width
         self.checkpointing = settings.gradient_checkpointing
         self.enter = linear(action_dim, width)
-        positions = sine_code(torch.arange(settings.chunk_size), width).to(torch.get_default_dtype())
+        positions = sine_code(torch.arange(settings.chunk_size), width).to(
+            torch.get_default_dtype()
+        )
         self.register_buffer("positions", positions, persistent=False)
         # SmolVLA's: periods from 0.004 to 4.
-        rates = torch.logspace(math.log10(2 * math.pi / 4), math.log10(2 * math.pi / 0.004), width // 2)
+        rates = torch.logspace(
+            math.log10(2 * math.pi / 4), math.log10(2 * math.pi / 0.004), width // 2
+        )
         self.register_buffer("rates", rates.to(torch.get_default_dtype()), persistent=False)
         self.time = nn.Sequential(linear(width, width), nn.SiLU(), linear(width, width))
         self.command = linear(settings.width, width)
@@ -329,7 +372,8 @@ class Expert(nn.Module):
     def forward(self, x: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         angles = time[..., None] * self.rates
         command = self.command(prefix.command)  # (B, width)
-        # With the words in its query, the expert finds the object that they name in one layer instead of two.
+        # With the words in its query, the expert finds the object that they name in one layer
+        # instead of two.
         code = self.time(torch.cat([angles.sin(), angles.cos()], -1)) + (
             command if time.ndim == 1 else command[:, None]
         )
@@ -350,14 +394,16 @@ class VLA(nn.Module):
 
     state_dim, env_dim, action_dim  S and E, which may be 0, and A
     cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
-    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A for the noise, and 1
+    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A
+               for the noise, and 1
                for the delay if rtc_max_delay is set
     penalty    weight of "kl" in the loss; `forward` returns none here
     max_committed  most actions that `sample` has learned to be given
 
-    `inputs` holds "observation.state" (B, S), "observation.environment_state" (B, E), each camera's (B, channels, H, W)
-    of about -1 to 1, and "words" (B, L) int64 of `hash_words`, L at most num_words; for training also "action"
-    (B, chunk, A) and "action_is_pad" (B, chunk) bool, True from where an episode has ended.
+    `inputs` holds "observation.state" (B, S), "observation.environment_state" (B, E), each camera's
+    (B, channels, H, W) of about -1 to 1, and "words" (B, L) int64 of `hash_words`, L at most
+    num_words; for training also "action" (B, chunk, A) and "action_is_pad" (B, chunk) bool, True
+    from where an episode has ended.
     """
 
     penalty = 0.0
@@ -379,11 +425,16 @@ class VLA(nn.Module):
         self.num_noise = settings.chunk_size * action_dim
         self.max_committed = settings.rtc_max_delay
         self.num_draws = 1 + self.num_noise + bool(self.max_committed)
-        # SmolVLA's Beta(1.5, 1), with inverse distribution function p^(1 / 1.5), kept away from time 0 (no noise).
+        # SmolVLA's Beta(1.5, 1), with inverse distribution function p^(1 / 1.5), kept away from
+        # time 0 (no noise).
         self.time = Quantiles(lambda p: 0.999 * p ** (1 / 1.5) + 0.001)
         self.noise = normal_quantiles()
         width = settings.width
-        self.eyes = Eyes(len(cameras), channels, settings.image_size, settings.patch_size, width) if cameras else None
+        self.eyes = (
+            Eyes(len(cameras), channels, settings.image_size, settings.patch_size, width)
+            if cameras
+            else None
+        )
         self.words = nn.Embedding(settings.vocabulary, width, padding_idx=0)
         order = sine_code(torch.arange(settings.num_words), width).to(torch.get_default_dtype())
         self.register_buffer("order", order, persistent=False)
@@ -403,7 +454,9 @@ class VLA(nn.Module):
     def encode(self, commands: list[str]) -> Tensor:
         """Return (N, num_words) int64, the "words" of `inputs`."""
         settings = self.settings
-        return torch.tensor([hash_words(text, settings.num_words, settings.vocabulary) for text in commands])
+        return torch.tensor(
+            [hash_words(text, settings.num_words, settings.vocabulary) for text in commands]
+        )
 
     def prefix(self, inputs: dict[str, Tensor]) -> Prefix:
         """Encode everything but the actions."""
@@ -422,16 +475,19 @@ class VLA(nn.Module):
         for block in self.trunk:
             x = run(self.settings.gradient_checkpointing, block, x, mask)
         source = self.norm(x)
-        # Keys and values are computed inside the expert's blocks; checkpointed blocks would mostly hold them.
+        # Keys and values are computed inside the expert's blocks; checkpointed blocks would mostly
+        # hold them.
         command = words.sum(1) / is_word.sum(1, keepdim=True).clamp(min=1)
         return Prefix(lambda attention: attention.recall(source), mask, command)
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
-        """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over unpadded
-        steps and dimensions. With rtc_max_delay, over those that are not given; "weight" (B,) is their number.
+        """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity,
+        summed over unpadded steps and dimensions. With rtc_max_delay, over those that are not
+        given; "weight" (B,) is their number.
 
-        A sample's delay d is uniform in 0..rtc_max_delay, and leaves at least one step to learn: its first d actions
-        enter as they are, at time 0 (training-time action conditioning: Black et al., arXiv 2512.05964).
+        A sample's delay d is uniform in 0..rtc_max_delay, and leaves at least one step to learn:
+        its first d actions enter as they are, at time 0 (training-time action conditioning: Black
+        et al., arXiv 2512.05964).
         """
         action = inputs["action"]  # (B, T, A)
         time = self.time(draws[:, 0]).to(action.dtype)  # (B,)
@@ -449,14 +505,22 @@ class VLA(nn.Module):
         return sums | {"error": errors.masked_fill(silent[:, :, None], 0.0).sum((1, 2))}
 
     @torch.no_grad()
-    def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
-        """Predict (B, chunk, A) by Euler steps from time 1, the noise of draws (B, chunk * A) or 0, to time 0.
+    def sample(
+        self,
+        inputs: dict[str, Tensor],
+        draws: Tensor | None = None,
+        committed: Tensor | None = None,
+    ) -> Tensor:
+        """Predict (B, chunk, A) by Euler steps from time 1, the noise of draws (B, chunk * A) or 0,
+        to time 0.
 
-        committed  (B, d, A), d at most max_committed: the first actions, which are executed meanwhile and kept
+        committed  (B, d, A), d at most max_committed: the first actions, which are executed
+        meanwhile and kept
         """
         prefix = self.prefix(inputs)
         prefix = prefix._replace(memory=functools.cache(prefix.memory))  # the same at every step
-        x = self.words.weight.new_zeros(inputs["words"].shape[0], *self.shape)  # len() is a constant in an export
+        # len() is a constant in an export
+        x = self.words.weight.new_zeros(inputs["words"].shape[0], *self.shape)
         if draws is not None:
             x = self.noise(draws).to(x.dtype).view_as(x)
         steps = self.settings.num_steps

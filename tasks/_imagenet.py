@@ -1,4 +1,5 @@
-"""The start of ACT's eyes: ImageNet's weights of a ResNet, from a local file of torchvision's or timm's."""
+"""The start of ACT's eyes: ImageNet's weights of a ResNet, from a local file of torchvision's or
+timm's."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from engine.contract import LockstepError
 from formats import backbones
 
 KEY = "policy.pretrained_backbone_weights"
-_NAME = re.compile(r"(ResNet\d+_Weights\.)?(IMAGENET1K_V\d|DEFAULT)")  # torchvision's names of weights
+# torchvision's names of weights
+_NAME = re.compile(r"(ResNet\d+_Weights\.)?(IMAGENET1K_V\d|DEFAULT)")
 
 
 def check(policy: Any) -> None:
-    """Raise LockstepError for a name of weights instead of a file, and for a file beside other weights."""
+    """Raise LockstepError for a name of weights instead of a file, and for a file beside other
+    weights."""
     given = policy.pretrained_backbone_weights
     if not given:
         return
@@ -25,7 +28,9 @@ def check(policy: Any) -> None:
             return
         how = backbones.how_to_get(policy.vision_backbone)
         raise LockstepError(
-            "this is a name of weights, and a file of them belongs here", f"{KEY}={given}", f"give the file: {how}"
+            "this is a name of weights, and a file of them belongs here",
+            f"{KEY}={given}",
+            f"give the file: {how}",
         )
     if policy.pretrained_path:
         what = "policy.pretrained_path has weights of the whole policy, its backbone's included"
@@ -33,7 +38,8 @@ def check(policy: Any) -> None:
 
 
 def start(policy: Any, backbone: nn.Module | None, imagenet_stats: bool) -> str:
-    """Load the weights of the config's file into the backbone, None without cameras; return lines on them.
+    """Load the weights of the config's file into the backbone, None without cameras; return lines
+    on them.
 
     imagenet_stats  whether pictures are normalised as those that the weights have learned from
 
@@ -45,7 +51,14 @@ def start(policy: Any, backbone: nn.Module | None, imagenet_stats: bool) -> str:
     shapes = {each: tuple(value.shape) for each, value in backbone.state_dict().items()}
     weights, line = backbones.read(file, name, shapes, KEY)
     backbone.load_state_dict(weights)
-    told = [line, f"  licence  {backbones.PUBLISHED[name].licence}", f"  new      all but the {name} that sees"]
+    told = [
+        line,
+        f"  licence  {backbones.PUBLISHED[name].licence}",
+        f"  new      all but the {name} that sees",
+    ]
     if not imagenet_stats:
-        told.append("  pictures are normalised by other statistics than ImageNet's: dataset.use_imagenet_stats")
+        told.append(
+            "  pictures are normalised by other statistics than ImageNet's: "
+            "dataset.use_imagenet_stats"
+        )
     return "\n".join(told)

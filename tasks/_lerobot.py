@@ -1,4 +1,5 @@
-"""Policies of the installed `lerobot` package as types of `policy.type`: their settings, data, defaults and promises.
+"""Policies of the installed `lerobot` package as types of `policy.type`: their settings, data,
+defaults and promises.
 
 Nothing of the package is imported before such a type is asked for.
 """
@@ -30,28 +31,38 @@ from engine.contract import LockstepError
 from models.lerobot_policy import Adapted, Statistics
 
 KNOWN = (
-    "diffusion eo1 evo1 fastwam groot lingbot_va molmoact2 multi_task_dit pi0 pi05 pi0_fast smolvla tdmpc vla_jepa "
+    "diffusion eo1 evo1 fastwam groot lingbot_va molmoact2 multi_task_dit pi0 pi05 pi0_fast "
+    "smolvla tdmpc vla_jepa "
     "vqbet wall_x xvla gaussian_actor"
 ).split()
 """Those of lerobot 0.6.1, for words where it is not installed."""
 
 REFUSED = {
-    "gaussian_actor": "it learns from rewards, by an actor and a critic that run beside the training",
-    "tdmpc": "it learns from rewards, and changes a second network after each step by a rule of its own",
+    "gaussian_actor": (
+        "it learns from rewards, by an actor and a critic that run beside the training"
+    ),
+    "tdmpc": (
+        "it learns from rewards, and changes a second network after each step by a rule of its own"
+    ),
 }
 
 OURS = frozenset(
-    "input_features output_features device use_amp use_peft push_to_hub repo_id private tags license".split()
+    (
+        "input_features output_features device use_amp use_peft push_to_hub repo_id private tags "
+        "license"
+    ).split()
 )
 OURS |= {"pretrained_path", "pretrained_revision", "normalization_mapping", "type"}
-"""Fields of LeRobot's configs that are no settings of a policy here: keys of the run, or from the data."""
+"""Fields of LeRobot's configs that are no settings of a policy here: keys of the run, or from the
+data."""
 
 
 BACKBONE = "pretrained_backbone_weights"
 
 
 class LeRobotSettings:
-    """Marks the sections that are made here. `lerobot_fields`: {name: annotation of LeRobot's dataclass}."""
+    """Marks the sections that are made here. `lerobot_fields`: {name: annotation of LeRobot's
+    dataclass}."""
 
     lerobot_fields: ClassVar[dict[str, Any]]
 
@@ -62,15 +73,18 @@ def is_lerobots(policy: Any) -> bool:
 
 
 def knows(name: str) -> bool:
-    """Return whether NAME is a policy of the installed lerobot package, which this imports; False without it."""
+    """Return whether NAME is a policy of the installed lerobot package, which this imports; False
+    without it."""
     return find_spec("lerobot") is not None and name in _choices()
 
 
-# ---- types ----------------------------------------------------------------------------------------------------------
+# ---- types
+# --------------------------------------------------------------------------------------------------
 
 
 class Kinds(dict[str, type]):
-    """{policy.type: its section}: our own, and one for each policy of the installed lerobot, made when it is asked for.
+    """{policy.type: its section}: our own, and one for each policy of the installed lerobot, made
+    when it is asked for.
 
     ours   our own
     base   the settings of every policy, to inherit
@@ -95,15 +109,22 @@ class Kinds(dict[str, type]):
         else:
             if name in (known := _choices()):
                 return True
-            others = f"or of lerobot {_version()}: {', '.join(sorted({*known} - {*ours.split(', ')} - {*REFUSED}))}"
+            others = (
+                f"or of lerobot {_version()}: "
+                f"{', '.join(sorted({*known} - {*ours.split(', ')} - {*REFUSED}))}"
+            )
         near = difflib.get_close_matches(name, [*ours.split(", "), *KNOWN], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise LockstepError(f"there is no policy {name!r}", "policy.type", f"{hint}choose one of {ours}, {others}")
+        raise LockstepError(
+            f"there is no policy {name!r}", "policy.type", f"{hint}choose one of {ours}, {others}"
+        )
 
     def __missing__(self, name: str) -> type:
         if why := REFUSED.get(name):
             raise LockstepError(
-                f"{name} cannot be trained here: {why}", "policy.type", f"choose one of {', '.join(self)}"
+                f"{name} cannot be trained here: {why}",
+                "policy.type",
+                f"choose one of {', '.join(self)}",
             )
         self[name] = _section_of(name, self.base, self.modes)
         return self[name]
@@ -136,35 +157,67 @@ def _theirs(what: str, where: str = "policy.type", todo: str = "") -> Iterator[N
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         why = f"{type(error).__name__}: {lines[0]}"[:300]
         if isinstance(error, ImportError):
-            todo = todo or "install what it names, such as pip install 'lerobot[NAME]' with the policy's name"
+            todo = todo or (
+                "install what it names, such as pip install 'lerobot[NAME]' with the policy's name"
+            )
         elif isinstance(error, OSError):
-            todo = "nothing is downloaded: `hf download` it before, or give the key that names it a local folder"
-        raise LockstepError(f"LeRobot {what}: {why}", where, todo or "change the setting that it names") from error
+            todo = (
+                "nothing is downloaded: `hf download` it before, or give the key that names "
+                "it a local folder"
+            )
+        raise LockstepError(
+            f"LeRobot {what}: {why}", where, todo or "change the setting that it names"
+        ) from error
 
 
 def _section_of(name: str, base: type, modes: type) -> type:
     """Make the dataclass of settings from LeRobot's own."""
     with _theirs(f"has no settings of {name}", f"policy.type={name}"):
         cls = _choices()[name]
-        hints = {f.name: _hint(cls, f) for f in dataclasses.fields(cls) if f.init and f.name not in OURS}
+        hints = {
+            f.name: _hint(cls, f) for f in dataclasses.fields(cls) if f.init and f.name not in OURS
+        }
         plain = {f.name: _default(f) for f in dataclasses.fields(cls)}
-        mapping = {_name(kind): _name(mode) for kind, mode in (plain.get("normalization_mapping") or {}).items()}
+        mapping = {
+            _name(kind): _name(mode)
+            for kind, mode in (plain.get("normalization_mapping") or {}).items()
+        }
     about = f"of LeRobot's {cls.__name__}"
     made: list[tuple[str, Any, Any]] = [("type", str, option(name, about))]
     for field, hint in hints.items():
         # LeRobot's default would be downloaded.
         kind, default = _kind(hint, None if field == BACKBONE else plain[field])
         made.append((field, kind, option(default, about)))
-    made.append(("exact", bool, option(False, "compute the loss one sample at a time: exact on any cut, and slow")))
+    made.append(
+        (
+            "exact",
+            bool,
+            option(False, "compute the loss one sample at a time: exact on any cut, and slow"),
+        )
+    )
     own = [
-        (f.name, f.type, option(mapping.get(f.name, "IDENTITY"), f.metadata["help"])) for f in dataclasses.fields(modes)
+        (f.name, f.type, option(mapping.get(f.name, "IDENTITY"), f.metadata["help"]))
+        for f in dataclasses.fields(modes)
     ]
     hinted = typing.get_type_hints(modes)
     own = [(field, hinted[field], default) for field, _, default in own]
-    made.append(("normalization_mapping", modes, section(dataclasses.make_dataclass("Modes", own, bases=(modes,)))))
-    defaults = {"batch_size": 8, "epochs": 0, "steps": 100_000, "ddp.find_unused_parameters": rule_of(name).unused}
+    made.append(
+        (
+            "normalization_mapping",
+            modes,
+            section(dataclasses.make_dataclass("Modes", own, bases=(modes,))),
+        )
+    )
+    defaults = {
+        "batch_size": 8,
+        "epochs": 0,
+        "steps": 100_000,
+        "ddp.find_unused_parameters": rule_of(name).unused,
+    }
     space = {"defaults": defaults, "lerobot_fields": hints}
-    return dataclasses.make_dataclass(f"{name}Settings", made, bases=(LeRobotSettings, base), namespace=space)
+    return dataclasses.make_dataclass(
+        f"{name}Settings", made, bases=(LeRobotSettings, base), namespace=space
+    )
 
 
 def _name(kind: Any) -> str:
@@ -188,17 +241,21 @@ PLAIN = (bool, int, float, str)
 
 
 def _kind(hint: Any, default: Any) -> tuple[Any, Any]:
-    """Return the type and default of our field for one of LeRobot's: a plain type, a Literal, a list of plain ones, or
-    text, as YAML: `null` or empty for None."""
+    """Return the type and default of our field for one of LeRobot's: a plain type, a Literal, a
+    list of plain ones, or text, as YAML: `null` or empty for None."""
     inner = [each for each in typing.get_args(hint) if each is not type(None)]
-    optional = typing.get_origin(hint) in (typing.Union, types.UnionType) and len(inner) < len(typing.get_args(hint))
+    optional = typing.get_origin(hint) in (typing.Union, types.UnionType) and len(inner) < len(
+        typing.get_args(hint)
+    )
     if hint in PLAIN and isinstance(default, (int, float, str)):
         return hint, hint(default)
     if typing.get_origin(hint) is Literal and all(isinstance(each, str) for each in inner):
         return hint, default
     core = inner[0] if optional and len(inner) == 1 else hint
     if core is tuple or typing.get_origin(core) in (tuple, list):
-        of = {each for each in typing.get_args(core) if each is not Ellipsis} or {type(each) for each in default or ()}
+        of = {each for each in typing.get_args(core) if each is not Ellipsis} or {
+            type(each) for each in default or ()
+        }
         if len(of) == 1 and (each := of.pop()) in PLAIN:
             return list[each], [each(value) for value in default or ()]  # type: ignore[valid-type]
     return str, _as_text(default)
@@ -217,7 +274,8 @@ def _as_text(value: Any) -> str:
 
 
 def _values(policy: Any) -> dict[str, Any]:
-    """Return the settings as arguments of LeRobot's config. Raises LockstepError for a text that is no such value."""
+    """Return the settings as arguments of LeRobot's config. Raises LockstepError for a text that is
+    no such value."""
     found: dict[str, Any] = {}
     for name, hint in policy.lerobot_fields.items():
         value = getattr(policy, name)
@@ -227,16 +285,23 @@ def _values(policy: Any) -> dict[str, Any]:
                 import draccus
 
                 raw = yaml.safe_load(value) if isinstance(value, str) else value
-                value = None if nothing else tuple(raw) if hint is tuple else draccus.decode(hint, raw)
+                value = (
+                    None if nothing else tuple(raw) if hint is tuple else draccus.decode(hint, raw)
+                )
         found[name] = value
     return found
 
 
 def _shown(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    return (
+        hint.__name__
+        if isinstance(hint, type) and not typing.get_args(hint)
+        else str(hint).replace("typing.", "")
+    )
 
 
-# ---- LeRobot's config and what follows from it ----------------------------------------------------------------------
+# ---- LeRobot's config and what follows from it
+# ----------------------------------------------------------------------
 
 
 def config_of(policy: Any, features: dict[str, tuple[str, tuple[int, ...]]] | None = None) -> Any:
@@ -258,12 +323,21 @@ def config_of(policy: Any, features: dict[str, tuple[str, tuple[int, ...]]] | No
             }
             there = config.normalization_mapping.keys()
             config.normalization_mapping = {
-                kind: NormalizationMode(mode) for kind, mode in modes.items() if kind in there or mode != "IDENTITY"
+                kind: NormalizationMode(mode)
+                for kind, mode in modes.items()
+                if kind in there or mode != "IDENTITY"
             }
         if features is not None:
-            made = {name: PolicyFeature(FeatureType(kind), tuple(shape)) for name, (kind, shape) in features.items()}
-            config.input_features = {name: one for name, one in made.items() if one.type is not FeatureType.ACTION}
-            config.output_features = {name: one for name, one in made.items() if one.type is FeatureType.ACTION}
+            made = {
+                name: PolicyFeature(FeatureType(kind), tuple(shape))
+                for name, (kind, shape) in features.items()
+            }
+            config.input_features = {
+                name: one for name, one in made.items() if one.type is not FeatureType.ACTION
+            }
+            config.output_features = {
+                name: one for name, one in made.items() if one.type is FeatureType.ACTION
+            }
     return config
 
 
@@ -291,11 +365,19 @@ def windows(policy: Any, observations: list[str]) -> Windows:
     with _theirs(f"has no windows of {policy.type}", "policy"):
         action, seen = list(config.action_delta_indices or [0]), config.observation_delta_indices
     # One frame alone needs no axis of time: that is how these policies are called on a robot.
-    deltas = {"action": action} | {name: list(seen) for name in (observations if seen and list(seen) != [0] else [])}
+    deltas = {"action": action} | {
+        name: list(seen) for name in (observations if seen and list(seen) != [0] else [])
+    }
     if (future := max([0, *(seen or [])])) > 0:
-        what = f"{policy.type} is trained on pictures up to {future} frames ahead, which no trial has"
+        what = (
+            f"{policy.type} is trained on pictures up to {future} frames ahead, which no trial has"
+        )
         raise LockstepError(what, "policy.type", "choose another; see docs/robots.md")
-    return Windows(deltas, int(getattr(config, "drop_n_last_frames", 0) or 0), action.index(0) if 0 in action else 0)
+    return Windows(
+        deltas,
+        int(getattr(config, "drop_n_last_frames", 0) or 0),
+        action.index(0) if 0 in action else 0,
+    )
 
 
 def steps_of(policy: Any) -> int:
@@ -303,13 +385,15 @@ def steps_of(policy: Any) -> int:
     return int(getattr(policy, "n_action_steps", 0) or getattr(policy, "action_chunk_size", 0) or 1)
 
 
-# ---- what is promised -----------------------------------------------------------------------------------------------
+# ---- what is promised
+# -----------------------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
     """What is known of a policy's forward pass.
 
-    counts  what its mean is over: "samples" (all entries of all samples), "steps" that are not padding, or the
+    counts  what its mean is over: "samples" (all entries of all samples), "steps" that are not
+    padding, or the
             name of a mask that its preprocessor makes
     why     what is not exact, and why; empty where all is
     spread  see `models.lerobot_policy.Drawn`
@@ -341,7 +425,10 @@ RULES = {
 
 
 def rule_of(kind: str) -> Rule:
-    return RULES.get(kind, Rule(why="its class is not known here, and its loss taken for a mean over equal samples"))
+    return RULES.get(
+        kind,
+        Rule(why="its class is not known here, and its loss taken for a mean over equal samples"),
+    )
 
 
 def counts_of(policy: Any, config: Any) -> str:
@@ -355,13 +442,16 @@ def counts_of(policy: Any, config: Any) -> str:
 
 
 def weigh_by(counts: str) -> Callable[[dict[str, Any]], Tensor]:
-    """Return the function that counts, for each sample of a processed batch, what its loss is a mean over."""
+    """Return the function that counts, for each sample of a processed batch, what its loss is a
+    mean over."""
 
     def weigh(batch: dict[str, Any]) -> Tensor:
         if counts == "steps":
             return (~batch["action_is_pad"]).sum(1).double()
         if counts == "samples":
-            return torch.ones(len(batch["action"]), dtype=torch.float64, device=batch["action"].device)
+            return torch.ones(
+                len(batch["action"]), dtype=torch.float64, device=batch["action"].device
+            )
         mask = batch[counts]
         return (mask[:, 1:] if counts == "action.token_mask" else mask).double().flatten(1).sum(1)
 
@@ -388,21 +478,33 @@ def promise(policy: Any) -> str:
 
         of_each = "reduction" in inspect.signature(get_policy_class(policy.type).forward).parameters
     if policy.exact:
-        return f"LeRobot's {policy.type}, one sample at a time: the same step on any cut of the batch, dropout included"
+        return (
+            f"LeRobot's {policy.type}, one sample at a time: the same step on any cut of the "
+            "batch, dropout included"
+        )
     over = {"samples": "entries", "steps": "unpadded steps"}.get(counts, f"entries of its {counts}")
     loss = "its losses of each sample" if of_each else "its mean"
-    line = f"LeRobot's {policy.type}: {loss} times the number of {over}, noise and times from each sample's own seed"
+    line = (
+        f"LeRobot's {policy.type}: {loss} times the number of {over}, noise and times from "
+        "each sample's own seed"
+    )
     if rule.why:
         return f"{line}; the same step on any cut is not promised: {rule.why}; see policy.exact"
-    more = "; its times are drawn for each sample, where LeRobot spreads them over a pass" if rule.spread else ""
+    more = (
+        "; its times are drawn for each sample, where LeRobot spreads them over a pass"
+        if rule.spread
+        else ""
+    )
     return f"{line}: the same step on any cut of the batch{more}"
 
 
-# ---- defaults of the run --------------------------------------------------------------------------------------------
+# ---- defaults of the run
+# --------------------------------------------------------------------------------------------
 
 
 def presets(cfg: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return ({key: value} of LeRobot's own optimizer and schedule for the policy, what they are here otherwise)."""
+    """Return ({key: value} of LeRobot's own optimizer and schedule for the policy, what they are
+    here otherwise)."""
     config = config_of(cfg.policy)
     with _theirs(f"has no optimizer of {cfg.policy.type}", "policy"):
         optimizer, schedule = config.get_optimizer_preset(), config.get_scheduler_preset()
@@ -424,7 +526,9 @@ def presets(cfg: Any) -> tuple[dict[str, Any], list[str]]:
         found["schedule.horizon"] = 0 if short else span
         found["schedule.warmup_steps"] = warmup * steps // span if short else warmup
     elif kind not in ("", "cosine") or "VQBeT" in name:
-        notes.append(f"LeRobot's schedule is {kind or name}; here schedule.kind={found['schedule.kind']}")
+        notes.append(
+            f"LeRobot's schedule is {kind or name}; here schedule.kind={found['schedule.kind']}"
+        )
     return found, notes
 
 
@@ -443,23 +547,31 @@ def _optimizer(preset: Any, config: Any) -> tuple[dict[str, Any], list[str]]:
     found |= {"optim.beta1": float(betas[0]), "optim.beta2": float(betas[1])}
     found |= {"optim.eps": float(getattr(preset, "eps", 1e-8))}
     if type(preset).__name__ == "AdamConfig" and preset.weight_decay:
-        notes.append("LeRobot's Adam adds the weight decay to the gradient; here AdamW keeps it apart")
+        notes.append(
+            "LeRobot's Adam adds the weight decay to the gradient; here AdamW keeps it apart"
+        )
     if type(preset).__name__ == "XVLAAdamWConfig":
         found["optim.lr_scale"] = ["net.policy.model.vlm.*:0.1"]
     elif (factor := getattr(config, "vision_encoder_lr_multiplier", 1.0)) != 1.0:
         found["optim.lr_scale"] = [f"net.policy.observation_encoder.vision_encoder.*:{factor:g}"]
     elif type(preset).__name__ not in ("AdamConfig", "AdamWConfig"):
-        notes.append(f"LeRobot's optimizer is {type(preset).__name__}; here optim.name={name} with one learning rate")
+        notes.append(
+            f"LeRobot's optimizer is {type(preset).__name__}; here optim.name={name} with one "
+            "learning rate"
+        )
     return found, notes
 
 
 def texts(cls: Any, there: Mapping[str, Any]) -> dict[str, str]:
-    """Return {policy.KEY: text} of a config.json of LeRobot's, of the keys that the section `cls` has."""
-    names = (cls.lerobot_fields.keys() & there.keys()) - {BACKBONE}  # its weights are in the folder, too
+    """Return {policy.KEY: text} of a config.json of LeRobot's, of the keys that the section `cls`
+    has."""
+    # its weights are in the folder, too
+    names = (cls.lerobot_fields.keys() & there.keys()) - {BACKBONE}
     return {f"policy.{name}": _as_text(there[name]) or "null" for name in sorted(names)}
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
+# ---- the model
+# --------------------------------------------------------------------------------------------------
 
 
 def build(
@@ -480,12 +592,19 @@ def build(
 
         cls = get_policy_class(kind)
         _check_backbone(getattr(config, BACKBONE, None))
-        tensors = {name: {what: torch.as_tensor(v).float() for what, v in of.items()} for name, of in stats.items()}
+        tensors = {
+            name: {what: torch.as_tensor(v).float() for what, v in of.items()}
+            for name, of in stats.items()
+        }
         if folder is None:
             theirs: Any = cls(config=config, dataset_stats=tensors)
         else:
-            theirs = cls.from_pretrained(str(folder), config=config, strict=policy.pretrained_strict)
-    modes = {name: getattr(policy.normalization_mapping, kind) for name, (kind, _) in features.items()}
+            theirs = cls.from_pretrained(
+                str(folder), config=config, strict=policy.pretrained_strict
+            )
+    modes = {
+        name: getattr(policy.normalization_mapping, kind) for name, (kind, _) in features.items()
+    }
     cameras = [name for name, (kind, _) in features.items() if kind == "VISUAL"]
 
     def pipelines(stats: dict[str, dict[str, Tensor]]) -> tuple[Any, Any]:
@@ -511,18 +630,26 @@ def _check_backbone(name: str | None) -> None:
         return
     import torchvision
 
-    file = Path(torch.hub.get_dir(), "checkpoints", Path(torchvision.models.get_weight(name).url).name)
+    file = Path(
+        torch.hub.get_dir(), "checkpoints", Path(torchvision.models.get_weight(name).url).name
+    )
     if not file.is_file():
         raise LockstepError(
-            f"no weights {name}: there is no {file}", f"policy.{BACKBONE}", "copy the file there, or drop it"
+            f"no weights {name}: there is no {file}",
+            f"policy.{BACKBONE}",
+            "copy the file there, or drop it",
         )
 
 
-def save(model: Adapted, folder: Path, names: Mapping[str, str], resize: Sequence[int] = ()) -> None:
-    """Write config.json, model.safetensors and both pipelines into an empty folder, all by LeRobot's own writers.
+def save(
+    model: Adapted, folder: Path, names: Mapping[str, str], resize: Sequence[int] = ()
+) -> None:
+    """Write config.json, model.safetensors and both pipelines into an empty folder, all by
+    LeRobot's own writers.
 
     names   {a feature's name on the robot: its name in the policy}, which the first step applies
-    resize  (height, width) that pictures are brought to next; empty = as the robot's cameras give them
+    resize  (height, width) that pictures are brought to next; empty = as the robot's cameras give
+            them
     """
     with _theirs("cannot save the policy", str(folder)):
         policy, (before, after) = model.net.policy, model.pipelines()
@@ -549,8 +676,9 @@ Asked = Callable[[dict[str, Any], list[str]], Any]
 def with_history(predict: Asked, history: list[int], steps: int) -> tuple[Asked, int]:
     """Return (a policy for `envs.trials.roll_out`, after how many steps it is to be asked again).
 
-    Where more than the present is seen (`history`: frames relative to it), it is asked at every step and remembers what
-    it has seen: before every `steps` actions, `predict` gets observations (n, T, ...).
+    Where more than the present is seen (`history`: frames relative to it), it is asked at every
+    step and remembers what it has seen: before every `steps` actions, `predict` gets observations
+    (n, T, ...).
     """
     if history == [0]:
         return predict, steps
@@ -563,7 +691,10 @@ def with_history(predict: Asked, history: list[int], steps: int) -> tuple[Asked,
         seen.append(observations)
         if taken >= min(steps, chunk.shape[1]):
             looks = [seen[max(0, now + at)] for at in history]
-            chunk = predict({name: np.stack([look[name] for look in looks], 1) for name in observations}, commands)
+            chunk = predict(
+                {name: np.stack([look[name] for look in looks], 1) for name in observations},
+                commands,
+            )
             taken = 0
         if now + min(history) > 0:
             seen[now + min(history) - 1] = {}  # no longer needed

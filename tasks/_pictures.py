@@ -1,4 +1,5 @@
-"""Text and curves in the pictures of an evaluation. Pillow comes with tensorboard; the first picture imports it."""
+"""Text and curves in the pictures of an evaluation. Pillow comes with tensorboard; the first
+picture imports it."""
 
 from __future__ import annotations
 
@@ -16,10 +17,14 @@ def text_width(line: str, size: int = 14) -> int:
 
 
 def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarray:
-    """Draw lines of text as (18 * lines, width) uint8, white on black; `inverse` is black on white."""
+    """Draw lines of text as (18 * lines, width) uint8, white on black; `inverse` is black on
+    white."""
     from PIL import Image, ImageDraw, ImageFont
 
-    strip, font = Image.new("L", (width, 18 * len(lines)), 255 * inverse), ImageFont.load_default(14)
+    strip, font = (
+        Image.new("L", (width, 18 * len(lines)), 255 * inverse),
+        ImageFont.load_default(14),
+    )
     pen = ImageDraw.Draw(strip)
     for row, line in enumerate(lines):
         pen.text((3, 18 * row), line, fill=255 * (not inverse), font=font)
@@ -33,7 +38,8 @@ def captioned(film: np.ndarray, line: str) -> np.ndarray:
 
 
 class Line(NamedTuple):
-    """A curve of a plot: (T,) values, NaN where there is none; its colour; its width in half pixels."""
+    """A curve of a plot: (T,) values, NaN where there is none; its colour; its width in half
+    pixels."""
 
     values: np.ndarray
     colour: tuple[int, int, int]
@@ -45,9 +51,11 @@ _MARGIN = (58, 24, 10, 12)  # pixels left of, above, right of and below the axes
 
 
 def plots(title: str, given: Sequence[tuple[str, Sequence[Line]]]) -> np.ndarray:
-    """Draw a plot for each of `given`, (its title, its curves), under a title -> (H, W, 3) uint8, on white.
+    """Draw a plot for each of `given`, (its title, its curves), under a title -> (H, W, 3) uint8,
+    on white.
 
-    All curves have one length, and each plot an axis of its own, with its lowest and highest value beside it.
+    All curves have one length, and each plot an axis of its own, with its lowest and highest value
+    beside it.
     """
     kept = given[:MOST_PLOTS]
     columns = 1 if len(kept) < 3 else 2 if len(kept) < 9 else 3
@@ -68,13 +76,17 @@ def _plot(name: str, lines: Sequence[Line]) -> np.ndarray:
 
     width, height = PLOT
     left, top, right, bottom = _MARGIN
-    values = np.concatenate([line.values[np.isfinite(line.values)] for line in lines] or [np.zeros(0)])
+    values = np.concatenate(
+        [line.values[np.isfinite(line.values)] for line in lines] or [np.zeros(0)]
+    )
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     spread, end = (high - low) or 1.0, max(1, max(len(line.values) for line in lines) - 1)
     sheet = Image.new("RGB", (2 * width, 2 * height), "white")
     pen = ImageDraw.Draw(sheet)
     across, down = 2 * (width - left - right), 2 * (height - top - bottom)
-    pen.rectangle((2 * left, 2 * top, 2 * left + across, 2 * top + down), outline=(200, 200, 200), width=2)
+    pen.rectangle(
+        (2 * left, 2 * top, 2 * left + across, 2 * top + down), outline=(200, 200, 200), width=2
+    )
     for line in lines:
         x = 2 * left + across * np.arange(len(line.values)) / end
         y = 2 * top + down * (1 - (line.values - low) / spread)
@@ -96,4 +108,6 @@ def _finite(x: np.ndarray, y: np.ndarray) -> list[list[Any]]:
     """Return the points of each part of a curve without a gap."""
     known = np.flatnonzero(np.isfinite(y))
     parts = np.split(known, np.flatnonzero(np.diff(known) > 1) + 1)
-    return [list(zip(x[part].tolist(), y[part].tolist(), strict=True)) for part in parts if len(part)]
+    return [
+        list(zip(x[part].tolist(), y[part].tolist(), strict=True)) for part in parts if len(part)
+    ]

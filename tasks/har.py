@@ -1,7 +1,8 @@
 """Human activity recognition: classify the exercise in a window of wearable sensor signals.
 
-The people in validation are never in training. The shipped data (data/watch) are 7 shoulder exercises of 10 people with
-a smartwatch; `formats/windows.py` reads UCI HAR, UEA .ts files and your own arrays as well.
+The people in validation are never in training. The shipped data (data/watch) are 7 shoulder
+exercises of 10 people with a smartwatch; `formats/windows.py` reads UCI HAR, UEA .ts files and your
+own arrays as well.
 """
 
 from __future__ import annotations
@@ -31,29 +32,47 @@ from tasks._classification import Deployed, LossSettings
 from tasks._pretrained import BackboneSettings, FromWeights
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
-SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}  # width and depth where the config says 0
+# width and depth where the config says 0
+SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}
 
 
 @dataclass
 class DatasetSettings:
-    root: str = option("", "folder or file of sensor data (see formats/windows.py); empty: the shipped smartwatch data")
+    root: str = option(
+        "",
+        (
+            "folder or file of sensor data (see formats/windows.py); empty: the shipped smartwatch "
+            "data"
+        ),
+    )
     length: int = option(128, "steps of a window; data published as windows keep theirs", low=8)
     stride: int = option(64, "steps from the start of one window to the next", low=1)
     split: Literal["given", "given-test", "random"] = option(
         "given", "the split the data come with if any; the same as train and test; or a random one"
     )
-    val_subjects: list[str] = option([], "subjects to validate on, by name, such as 9,10; they overrule split")
-    val_share: float = option(0.2, "random split: share of the subjects to validate on", low=0.0, high=1.0)
-    test_subjects: list[str] = option([], "subjects to test on, by name: a third set, which no training looks at")
-    test_share: float = option(0.0, "share of the subjects to test on, drawn at random; 0: none", low=0.0, high=0.9)
-    split_seed: int = option(0, "random split: what it is drawn from; not the common seed, so that runs compare", low=0)
+    val_subjects: list[str] = option(
+        [], "subjects to validate on, by name, such as 9,10; they overrule split"
+    )
+    val_share: float = option(
+        0.2, "random split: share of the subjects to validate on", low=0.0, high=1.0
+    )
+    test_subjects: list[str] = option(
+        [], "subjects to test on, by name: a third set, which no training looks at"
+    )
+    test_share: float = option(
+        0.0, "share of the subjects to test on, drawn at random; 0: none", low=0.0, high=0.9
+    )
+    split_seed: int = option(
+        0, "random split: what it is drawn from; not the common seed, so that runs compare", low=0
+    )
 
 
 @dataclass
 class ModelSettings(BackboneSettings):
     mode: Literal["conv", "flatten", "transformer", "harnet"] = option(
         "conv",
-        "1D convolutions, a perceptron on the flattened window, a transformer on patches, or the backbone of "
+        "1D convolutions, a perceptron on the flattened window, a transformer on patches, or the "
+        "backbone of "
         "ssl-wearables (5, 10 or 30 s at 30 Hz), for model.pretrained",
     )
     width: int = option(0, "channels or units of a layer; 0: the mode's own (48, 256, 64)", low=0)
@@ -66,10 +85,18 @@ class AugmentSettings:
     enabled: bool = option(True, "change the training windows at random")
     speed: float = option(0.3, "play up to this share faster or slower", low=0.0, high=0.9)
     shift: float = option(0.2, "move by up to this share of the window in time", low=0.0, high=1.0)
-    rotate_deg: float = option(20.0, "turn the 3-axis sensors by up to this angle about each axis", low=0.0, high=90.0)
-    scale: float = option(0.2, "multiply each 3-axis sensor by 1 plus or minus up to this", low=0.0, high=0.9)
-    jitter: float = option(0.05, "add noise of this share of the channel's standard deviation", low=0.0)
-    mixup: float = option(0.0, "mix pairs of windows in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0)
+    rotate_deg: float = option(
+        20.0, "turn the 3-axis sensors by up to this angle about each axis", low=0.0, high=90.0
+    )
+    scale: float = option(
+        0.2, "multiply each 3-axis sensor by 1 plus or minus up to this", low=0.0, high=0.9
+    )
+    jitter: float = option(
+        0.05, "add noise of this share of the channel's standard deviation", low=0.0
+    )
+    mixup: float = option(
+        0.0, "mix pairs of windows in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0
+    )
 
 
 @dataclass
@@ -103,20 +130,32 @@ class Task(FromWeights):
         cfg = self.cfg.dataset
         self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride)
         given = cfg.split == "given"
-        test = windows.choose_test(self.recordings, cfg.test_subjects, cfg.test_share, cfg.split_seed, cfg.split)
-        self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given, test)
+        test = windows.choose_test(
+            self.recordings, cfg.test_subjects, cfg.test_share, cfg.split_seed, cfg.split
+        )
+        self.val = windows.split(
+            self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given, test
+        )
         rest = ~self.val if test is None else ~self.val & ~test
-        train, val = windows.Windows(self.recordings, rest), windows.Windows(self.recordings, self.val)
+        train, val = (
+            windows.Windows(self.recordings, rest),
+            windows.Windows(self.recordings, self.val),
+        )
         self.test = None if test is None else windows.Windows(self.recordings, test)
         self.classes, self.length = self.recordings.classes, self.recordings.length
         self.counts = len(train), len(val)
         if not all(self.counts):
             what = "{} windows with a label to train on and {} to validate on".format(*self.counts)
-            raise contract.LockstepError(what, self.recordings.where, f"label more, or {self.splitting}")
+            raise contract.LockstepError(
+                what, self.recordings.where, f"label more, or {self.splitting}"
+            )
         self.with_targets(train, val, self.test)
         kept = self.kept(train)
         self.count(train.targets, self.recordings.where, val.targets, kept, self.test)
-        self.sides = {"trained on": self._people(train.recording[kept]), "held out": self._people(val.recording)}
+        self.sides = {
+            "trained on": self._people(train.recording[kept]),
+            "held out": self._people(val.recording),
+        }
         if self.test is not None:
             self.sides["test"] = self._people(self.test.recording)
         self.mean, self.std = train.statistics(kept)
@@ -124,7 +163,9 @@ class Task(FromWeights):
         if self.backbone(self.cfg):
             check_harnet(self.recordings)
         everything = windows.Windows(self.recordings, np.ones_like(self.val))
-        sides = [(train, rest), (val, self.val)] + ([(self.test, test)] if self.test is not None else [])
+        sides = [(train, rest), (val, self.val)] + (
+            [(self.test, test)] if self.test is not None else []
+        )
         parts = [(part, np.flatnonzero(side[everything.recording])) for part, side in sides]
         train_set, val_set, *tested = self.in_features(everything, *parts)
         self.test = tested[0] if tested else None
@@ -145,7 +186,11 @@ class Task(FromWeights):
     def _people(self, chosen: np.ndarray) -> list[str]:
         """Return the subjects of some recordings, or nothing if the data name none."""
         found = self.recordings
-        return [found.subjects[g] for g in sorted({*found.groups[chosen].tolist()})] if found.subjects else []
+        return (
+            [found.subjects[g] for g in sorted({*found.groups[chosen].tolist()})]
+            if found.subjects
+            else []
+        )
 
     def metadata(self) -> dict[str, Any]:
         found = self.recordings
@@ -154,7 +199,8 @@ class Task(FromWeights):
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         super().load_metadata(metadata)
-        self.length, self.about = metadata["length"], {"subjects": {}} | metadata  # an older one does not name them
+        # an older one does not name them
+        self.length, self.about = metadata["length"], {"subjects": {}} | metadata
         self.masked = metadata["names"][-1:] == [windows.VALID]
         # Overwritten by the weights that are loaded.
         self.mean, self.std = torch.zeros(metadata["channels"]), torch.ones(metadata["channels"])
@@ -169,19 +215,23 @@ class Task(FromWeights):
         return every
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
-        """Read other recordings of the same sensors, with their own classes; call it after `load_metadata`. Raises
-        LockstepError if their windows, channels or rate differ."""
+        """Read other recordings of the same sensors, with their own classes; call it after
+        `load_metadata`. Raises LockstepError if their windows, channels or rate differ."""
         found = windows.read(root, self.length, stride, labelled)
-        windows.check_alike(found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"])
+        windows.check_alike(
+            found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"]
+        )
         if self.backbone(self.cfg):
             check_harnet(found)
         return found
 
-    def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+    def export_module(
+        self, model: nn.Module
+    ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module takes windows (B, T, C) in sensor units, as they are stored."""
-        return Deployed(model, by_step=True, binary=not self.exclusive), lambda batch: self.raw(batch)["x"].transpose(
-            1, 2
-        )
+        return Deployed(model, by_step=True, binary=not self.exclusive), lambda batch: self.raw(
+            batch
+        )["x"].transpose(1, 2)
 
     @classmethod
     def backbone(cls, cfg: Any) -> type[Backbone] | None:
@@ -204,7 +254,9 @@ class Task(FromWeights):
         cfg = self.cfg.model
         if cfg.mode == "harnet":
             return super().model()
-        width, depth = (given or own for given, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True))
+        width, depth = (
+            given or own for given, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True)
+        )
         length, num_classes = self.length, len(self.classes)
         if cfg.mode == "conv":
             return Conv1d(self.mean, self.std, num_classes, width, depth, cfg.dropout)
@@ -212,11 +264,14 @@ class Task(FromWeights):
             return MLP(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
         if width % 4:
             what = f"width {width} is not a multiple of 4 heads"
-            raise contract.LockstepError(what, where="model.width", todo=f"give {max(4, width // 4 * 4)}")
+            raise contract.LockstepError(
+                what, where="model.width", todo=f"give {max(4, width // 4 * 4)}"
+            )
         return Transformer1d(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """(B, C, T) -> (B, C, T), by +, -, *, / and gathers within a sample only: any cut gives the same bits."""
+        """(B, C, T) -> (B, C, T), by +, -, *, / and gathers within a sample only: any cut gives the
+        same bits."""
         cfg = self.cfg.augment
         if not cfg.enabled:
             return x
@@ -227,10 +282,16 @@ class Task(FromWeights):
         sensors = channels // 3 if self.axes == 3 and channels % 3 == 0 else 0
         noise = channels * steps if cfg.jitter else 0
         draws = contract.uniform(seeds, 5 + max(1, sensors) + noise) * 2 - 1  # (B, ...) in [-1, 1)
-        speed, shift, turn, gain = draws[:, :1], draws[:, 1:2], draws[:, 2:5], draws[:, 5 : 5 + max(1, sensors)]
+        speed, shift, turn, gain = (
+            draws[:, :1],
+            draws[:, 1:2],
+            draws[:, 2:5],
+            draws[:, 5 : 5 + max(1, sensors)],
+        )
         if (cfg.speed or cfg.shift) and steps > 1:
             how = 1 + cfg.speed * speed, cfg.shift * steps * shift
-            if self.masked:  # where a measured step and padding are mixed, the measured one is repeated
+            # where a measured step and padding are mixed, the measured one is repeated
+            if self.masked:
                 share = resample(valid, *how)
                 valid = (share >= 0.5).to(x.dtype)
                 x = resample(x, *how) / torch.where(share > 0, share, 1.0)
@@ -255,48 +316,76 @@ class Task(FromWeights):
         tested = 0 if self.test is None else len(self.test)
         unlabelled = int(found.windows().sum()) - sum(self.counts) - tested
         more = f" ({unlabelled} more without a label)" if unlabelled else ""
-        out = ", ".join(self._people(val)) or "unknown (the data name none: one person may be on both sides)"
+        out = (
+            ", ".join(self._people(val))
+            or "unknown (the data name none: one person may be on both sides)"
+        )
         test = ""
         if self.test is not None:
-            test = f"\nTest windows: {tested}, test subjects: {', '.join(self.sides['test']) or 'unknown'}"
+            test = (
+                f"\nTest windows: {tested}, test subjects: "
+                f"{', '.join(self.sides['test']) or 'unknown'}"
+            )
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
         return "\n".join(
             [
-                f"Found {len(found)} recordings{people} with {sum(self.counts) + tested} windows{more}"
-                f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {os.path.relpath(found.where)}",
-                "Train windows: {}, Val windows: {}, held-out subjects: {}".format(*self.counts, out) + test,
+                f"Found {len(found)} recordings{people} with {sum(self.counts) + tested} "
+                f"windows{more}"
+                f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in "
+                f"{os.path.relpath(found.where)}",
+                "Train windows: {}, Val windows: {}, held-out subjects: {}".format(
+                    *self.counts, out
+                )
+                + test,
                 self.class_summary(),
             ]
         )
 
 
 def check_harnet(found: windows.Recordings) -> None:
-    """Raise LockstepError unless the recordings are what harnet takes: 3 channels of acceleration in g, gravity
-    included, at 30 Hz, in windows of 5, 10 or 30 s."""
+    """Raise LockstepError unless the recordings are what harnet takes: 3 channels of acceleration
+    in g, gravity included, at 30 Hz, in windows of 5, 10 or 30 s."""
     prepare, rate, channels = "tools/prepare_windows.py", found.rate_hz, found.signal.shape[1]
-    norm = np.sqrt((found.signal[:: max(1, len(found.signal) // 10**6), :3].astype(np.float64) ** 2).sum(1))
+    norm = np.sqrt(
+        (found.signal[:: max(1, len(found.signal) // 10**6), :3].astype(np.float64) ** 2).sum(1)
+    )
     size = float(np.median(norm))
     if channels != 3:
         named = f" ({' '.join(found.channels)})" if found.channels else ""
-        what, todo = f"{channels} channels{named}", f"choose x, y, z of one accelerometer with {prepare} --channels"
+        what, todo = (
+            f"{channels} channels{named}",
+            f"choose x, y, z of one accelerometer with {prepare} --channels",
+        )
     elif rate is None or abs(rate - RATE_HZ) > 0.01 * RATE_HZ:
         what = f"a rate of {rate:g} Hz" if rate else "a rate that the data do not tell"
         todo = f"resample with {prepare} --rate {RATE_HZ}"
     elif found.length not in STAGES:
         what = f"windows of {found.length} steps"
-        todo = f"give dataset.length={', '.join(map(str, STAGES))} (5, 10 or 30 s), or cut them so with {prepare}"
+        todo = (
+            f"give dataset.length={', '.join(map(str, STAGES))} (5, 10 or 30 s), or cut them "
+            f"so with {prepare}"
+        )
     elif not 0.6 < size < 1.7:
         in_si = 6 < size < 17
         what = f"values about {size:.3g} in size, where gravity alone is 1"
-        todo = f"they look like m/s2: divide by 9.81 with {prepare} --scale {1 / 9.80665:.6f}" if in_si else ""
-        todo = todo or "give acceleration in g with gravity in it, neither filtered out nor another sensor's"
+        todo = (
+            f"they look like m/s2: divide by 9.81 with {prepare} --scale {1 / 9.80665:.6f}"
+            if in_si
+            else ""
+        )
+        todo = todo or (
+            "give acceleration in g with gravity in it, neither filtered out nor another sensor's"
+        )
     else:
         return
-    raise contract.LockstepError(f"harnet takes 3 channels at 30 Hz in g, not {what}", found.where, todo)
+    raise contract.LockstepError(
+        f"harnet takes 3 channels at 30 Hz in g, not {what}", found.where, todo
+    )
 
 
 def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:
-    """Resample x (B, C, T) at a speed (B, 1) about its middle and a shift of (B, 1) steps: linear, ends repeated."""
+    """Resample x (B, C, T) at a speed (B, 1) about its middle and a shift of (B, 1) steps: linear,
+    ends repeated."""
     steps = x.shape[2]
     middle = (steps - 1) / 2
     at = (torch.arange(steps, device=x.device) - middle) * speed + (middle + shift)  # (B, T)
@@ -308,7 +397,8 @@ def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate all C / 3 sensors of a sample of x (B, C, T) alike; turn (B, 3) is axis * tan(angle / 2) (Rodrigues).
+    """Rotate all C / 3 sensors of a sample of x (B, C, T) alike; turn (B, 3) is axis * tan(angle /
+    2) (Rodrigues).
 
     This form (Cayley's) needs no sine, whose last bit may depend on a sample's place in the batch.
     """

@@ -1,8 +1,9 @@
-"""Imitation learning: predict a robot's actions from pictures, state and command, given recorded demonstrations.
+"""Imitation learning: predict a robot's actions from pictures, state and command, given recorded
+demonstrations.
 
-The data are in LeRobot's format (formats/lerobot.py). Without a dataset, demonstrations of a simulation are recorded at
-the first start, coloured discs on a table (envs/discs.py) or PushT (envs/pusht.py), and every evaluation also makes
-trials of the policy in it.
+The data are in LeRobot's format (formats/lerobot.py). Without a dataset, demonstrations of a
+simulation are recorded at the first start, coloured discs on a table (envs/discs.py) or PushT
+(envs/pusht.py), and every evaluation also makes trials of the policy in it.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
 
 
 class Task(contract.Task):
-    """Batches hold features by name, and `action` (B, chunk, A) with `action_is_pad` (B, chunk): formats/lerobot.py."""
+    """Batches hold features by name, and `action` (B, chunk, A) with `action_is_pad` (B, chunk):
+    formats/lerobot.py."""
 
     Settings = Settings
     monitor = "action_l1"
     resumable_keys = tuple(
-        "dataset.root dataset.repo_id dataset.revision dataset.cache dataset.cache_dir download eval. "
+        "dataset.root dataset.repo_id dataset.revision dataset.cache dataset.cache_dir download "
+        "eval. "
         "policy.pretrained_path policy.pretrained_revision policy.n_action_steps policy.num_steps "
         "policy.temporal_ensemble_coeff policy.gradient_checkpointing "
         "policy.pretrained_backbone_weights".split()
@@ -66,15 +69,19 @@ class Task(contract.Task):
         """What the config.json of the weights says that a policy starts from."""
         if given["config"].endswith("train_config.json") and os.path.isfile(given["config"]):
             raise _lerobot_keys.cannot_resume(given["config"])
-        return _lerobot_keys.of_weights(given, POLICIES) if given.get("policy.pretrained_path") else {}
+        return (
+            _lerobot_keys.of_weights(given, POLICIES) if given.get("policy.pretrained_path") else {}
+        )
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
-        """The two cadences of LeRobot, of which either may be 0 for never, as one of ours; its policy's optimizer."""
+        """The two cadences of LeRobot, of which either may be 0 for never, as one of ours; its
+        policy's optimizer."""
         found: dict[str, Any] = {"eval_every": every} if (every := eval_every(cfg)) else {}
         if _lerobot.is_lerobots(cfg.policy):
             return found | _lerobot.presets(cfg)[0]
-        if rate := getattr(cfg.policy, "optimizer_lr_backbone", 0.0):  # a policy without cameras has none
+        # a policy without cameras has none
+        if rate := getattr(cfg.policy, "optimizer_lr_backbone", 0.0):
             found["optim.lr_scale"] = [f"?*backbone.*:{rate / cfg.optim.lr!r}"]
         return found
 
@@ -86,7 +93,8 @@ class Task(contract.Task):
         cfg, policy = self.cfg, self.cfg.policy
         check(cfg)
         if policy.pretrained_path and not self.resuming:
-            pretrained.find(policy.pretrained_path, policy.pretrained_revision)  # told before the data are read
+            # told before the data are read
+            pretrained.find(policy.pretrained_path, policy.pretrained_revision)
         self.given = bool(cfg.dataset.root or cfg.dataset.repo_id)
         self.simulation = simulation.which(cfg.env, self.given)
         self.trials_every = max(0, cfg.eval.trials_every)
@@ -96,20 +104,23 @@ class Task(contract.Task):
         said = language.texts_of(self.demos, cfg.dataset.command)
         self.texts = said.texts
         both = language.with_texts(self._chunks(), said)
-        self.never = sorted({*both[1].labels.tolist()} - {*both[0].labels.tolist()})  # no episode of it is trained on
+        # no episode of it is trained on
+        self.never = sorted({*both[1].labels.tolist()} - {*both[0].labels.tolist()})
         self._measure(both[0])
         self.val = both[1]
         return both
 
     def _demonstrations(self) -> lerobot.Demonstrations:
-        """Read the sets under the policy's names, as one. Raises LockstepError for what they do not share, or lack."""
+        """Read the sets under the policy's names, as one. Raises LockstepError for what they do not
+        share, or lack."""
         cfg = self.cfg.dataset
         if self.given:
             sets = lerobot_mix.places(cfg.root, cfg.repo_id, cfg.revision, self.cfg.download)
         else:
             sets = {"": simulation.recorded(self.cfg.env, self.simulation)}
         ids = [cfg.repo_id] if isinstance(cfg.repo_id, str) else cfg.repo_id
-        self.sets = [*filter(None, ids)] or [path.name for path in sets.values()]  # for the card of the policy
+        # for the card of the policy
+        self.sets = [*filter(None, ids)] or [path.name for path in sets.values()]
         lerobot_mix.check_weights(cfg.weights, [*sets])
         read = lerobot_mix.read(sets, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         read, self.names = renamed(self.cfg.rename_map, read)
@@ -117,16 +128,26 @@ class Task(contract.Task):
         cameras = [*dict.fromkeys(cameras)] if len(read) > 1 else cameras
         demos = lerobot_mix.only(lerobot_mix.joined(read, cameras), self.used)
         root = demos.root
-        if len(read) > 1 and not demos.cameras and cameras != ["none"] and all(each.cameras for each in read.values()):
+        if (
+            len(read) > 1
+            and not demos.cameras
+            and cameras != ["none"]
+            and all(each.cameras for each in read.values())
+        ):
             todo = "rename_map gives them one name; dataset.cameras=none trains without"
             raise LockstepError("no camera is in all datasets under one name", str(root), todo)
         self.cameras = _chosen_cameras(cameras, demos.cameras, root)
         refuse_depths(demos, self.cameras)
         demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
-        self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
+        self.dims = {
+            name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns
+        }
         if self.simulation:
-            names = {name: self.names.get(name, name) for name in simulation.features(self.cfg.env, self.simulation)}
+            names = {
+                name: self.names.get(name, name)
+                for name in simulation.features(self.cfg.env, self.simulation)
+            }
             wanted = [*self.dims, *self.cameras, "action"]
             simulation.check_fits(self.cfg.env, self.simulation, demos, wanted, names, self.given)
         return demos
@@ -139,7 +160,9 @@ class Task(contract.Task):
         if self.shared:
             val = train
         self.counts = len(train), len(val)
-        self.sizes = {camera: lerobot_mix.size_of(demos, camera, self._fitted) for camera in self.cameras}
+        self.sizes = {
+            camera: lerobot_mix.size_of(demos, camera, self._fitted) for camera in self.cameras
+        }
         where = _cache_dir(cfg.cache_dir, self.given)
         frames = lerobot_mix.pictures(demos, self.sizes, cfg.cache, where) if self.cameras else None
         if _lerobot.is_lerobots(policy):
@@ -158,9 +181,15 @@ class Task(contract.Task):
         """Measure again what the dataset tells of all episodes, if some are excluded."""
         kept, visual = self.kept(train), self.cfg.policy.normalization_mapping.VISUAL
         if not kept.all():
-            if self.cameras and not self.cfg.dataset.use_imagenet_stats and visual not in ("IDENTITY", "MIN_MAX"):
+            if (
+                self.cameras
+                and not self.cfg.dataset.use_imagenet_stats
+                and visual not in ("IDENTITY", "MIN_MAX")
+            ):
                 what = "the statistics of pictures are known of all episodes together"
-                raise LockstepError(what, "exclude", "give dataset.use_imagenet_stats=true, to both runs")
+                raise LockstepError(
+                    what, "exclude", "give dataset.use_imagenet_stats=true, to both runs"
+                )
             rows = np.ones(len(self.demos.columns["index"]), dtype=bool)
             rows[train.rows.numpy()[~kept]] = False
             self.demos = lerobot.measured_again(self.demos, rows)
@@ -203,7 +232,10 @@ class Task(contract.Task):
             stats[camera] = own | UNIT | (IMAGENET if self.cfg.dataset.use_imagenet_stats else {})
         for name, mode in modes.items():
             if missing := set(Normalizer.NEEDS[mode]) - stats[name].keys():
-                what = f"the dataset tells no {', '.join(sorted(missing))} of {name}, which {mode} needs"
+                what = (
+                    f"the dataset tells no {', '.join(sorted(missing))} of {name}, which "
+                    f"{mode} needs"
+                )
                 raise LockstepError(what, "policy.normalization_mapping", "choose another mode")
         policy = self._policy(stats, modes)
         self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
@@ -224,7 +256,9 @@ class Task(contract.Task):
             if cfg.pretrained_path and not self.resuming:
                 start = pretrained.find(cfg.pretrained_path, cfg.pretrained_revision)
             self.started_from = str(start or "")
-            return _lerobot.build(cfg, self._features(), {name: stats[name] for name in modes}, start)
+            return _lerobot.build(
+                cfg, self._features(), {name: stats[name] for name in modes}, start
+            )
         net: nn.Module
         if cfg.type == "act":
             net = act.ACT(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
@@ -234,26 +268,42 @@ class Task(contract.Task):
         if cfg.pretrained_path and not self.resuming:
             self.started_from = start_from(cfg, policy)
         elif self._backbone_file() and not self.resuming:
-            by_imagenet = self.cfg.dataset.use_imagenet_stats and cfg.normalization_mapping.VISUAL == "MEAN_STD"
+            by_imagenet = (
+                self.cfg.dataset.use_imagenet_stats
+                and cfg.normalization_mapping.VISUAL == "MEAN_STD"
+            )
             self.started_from = imagenet.start(cfg, getattr(net, "backbone", None), by_imagenet)
         return policy
 
     def _features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """{name: (LeRobot's type, shape of one frame)} of what the policy sees and gives, pictures channels first."""
+        """{name: (LeRobot's type, shape of one frame)} of what the policy sees and gives, pictures
+        channels first."""
         shapes: dict[str, tuple[int, ...]] = {name: (dim,) for name, dim in self.dims.items()}
-        shapes |= {"action": (self.action_dim,)} | {camera: (3, *size) for camera, size in self.sizes.items()}
-        return {name: (str(self.demos.features[name].kind), shape) for name, shape in shapes.items()}
+        shapes |= {"action": (self.action_dim,)} | {
+            camera: (3, *size) for camera, size in self.sizes.items()
+        }
+        return {
+            name: (str(self.demos.features[name].kind), shape) for name, shape in shapes.items()
+        }
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
-        """Write a `pretrained_model` folder, which `policy.pretrained_path` takes and, except for a vla, LeRobot."""
-        features = {name: {"type": of, "shape": list(shape)} for name, (of, shape) in self._features().items()}
+        """Write a `pretrained_model` folder, which `policy.pretrained_path` takes and, except for a
+        vla, LeRobot."""
+        features = {
+            name: {"type": of, "shape": list(shape)}
+            for name, (of, shape) in self._features().items()
+        }
         resize = self.cfg.dataset.resize
         if resize and (other := [camera for camera in self.cameras if "image" not in camera]):
             what = f"LeRobot resizes pictures whose name has `image` in it, and {other[0]} has not"
-            raise LockstepError(what, "dataset.resize", "give it another name by rename_map, and train again")
+            raise LockstepError(
+                what, "dataset.resize", "give it another name by rename_map, and train again"
+            )
         card = pretrained.card_of(self.cfg.policy.type, features, self.sets)
         if isinstance(policy, _lerobot.Adapted):
-            pretrained.write_folder(folder, lambda new: _lerobot.save(policy, new, self.names, resize), card)
+            pretrained.write_folder(
+                folder, lambda new: _lerobot.save(policy, new, self.names, resize), card
+            )
             return
         # The statistics of the checkpoint: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
@@ -261,22 +311,32 @@ class Task(contract.Task):
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
         kind, names = self.cfg.policy.type, self.names
-        pretrained.save(folder, kind, config, policy.net, stats, features, modes, names, card, resize)
+        pretrained.save(
+            folder, kind, config, policy.net, stats, features, modes, names, card, resize
+        )
 
-    def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""
+    def export_module(
+        self, model: nn.Module
+    ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+        """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to
+        {"actions"}."""
         assert isinstance(model, Policy)
         if isinstance(model, _lerobot.Adapted):
             what = f"{self.cfg.policy.type} is exported by the lerobot package only"
-            raise LockstepError(what, "policy.type", "tools/save_pretrained.py writes what it loads")
+            raise LockstepError(
+                what, "policy.type", "tools/save_pretrained.py writes what it loads"
+            )
         names = [*self.dims, *self.cameras]
         words = ["words"] if self.words is not None else []
-        return Acting(model), lambda batch: {name: self._with_words(batch)[name] for name in [*names, *words]}
+        return Acting(model), lambda batch: {
+            name: self._with_words(batch)[name] for name in [*names, *words]
+        }
 
     # ---- training ----
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """The mean error over unpadded steps and dimensions, plus the policy's penalty times the mean KL."""
+        """The mean error over unpadded steps and dimensions, plus the policy's penalty times the
+        mean KL."""
         augment, given = self.cfg.augment, batch["lockstep"]
         draws = contract.uniform(given.seed, 3 * augment.enabled + self.num_draws)
         inputs = self._with_words(batch)
@@ -284,11 +344,17 @@ class Task(contract.Task):
             changed = {name: recolour(batch[name], draws[:, :3], augment) for name in self.cameras}
             inputs, draws = inputs | changed, draws[:, 3:]
         out = net(inputs, draws)
-        if "weight" in out:  # of how many numbers the loss is a mean, which no loader knows; there is no other term
-            return Loss(out["error"].sum(), out["weight"].sum(), Sums(count=torch.ones_like(given.seed).sum()))
+        # of how many numbers the loss is a mean, which no loader knows; there is no other term
+        if "weight" in out:
+            return Loss(
+                out["error"].sum(),
+                out["weight"].sum(),
+                Sums(count=torch.ones_like(given.seed).sum()),
+            )
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
         steps = (~batch["action_is_pad"]).sum(1)  # (B,)
-        # The error is a mean over the steps of the global batch, the KL one over its samples: both add up this way.
+        # The error is a mean over the steps of the global batch, the KL one over its samples: both
+        # add up this way.
         weight = given.mean_weight
         mean_steps = steps.to(error.dtype).mean() if weight is None else weight.to(error.dtype)
         total = (error / (mean_steps * self.action_dim)).sum()
@@ -301,13 +367,15 @@ class Task(contract.Task):
     def _with_words(self, batch: Batch) -> Batch:
         if self.words is None:
             return batch
-        self.words = self.words.to(batch["task_index"].device)  # copied once: a copy is a sync point
+        # copied once: a copy is a sync point
+        self.words = self.words.to(batch["task_index"].device)
         return batch | {"words": self.words[batch.get("text_index", batch["task_index"])]}
 
     # ---- evaluation ----
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Sum the training's error under fixed draws, and the L1 error of the predicted actions in recorded units."""
+        """Sum the training's error under fixed draws, and the L1 error of the predicted actions in
+        recorded units."""
         assert isinstance(model, Policy)
         inputs = self._with_words(batch)
         seeds = contract.sample_seeds(0, 0, batch["row"])
@@ -336,14 +404,18 @@ class Task(contract.Task):
             state = state[:, -1] if state.ndim > 2 else state  # of the present
             sums["off_hold"] = l1(state[:, None].expand_as(truth))
         if names := lerobot_mix.names_of(self.demos):
-            of_set = batch["dataset_index"][:, None] == torch.arange(len(names), device=truth.device)  # (B, sets)
+            # (B, sets)
+            of_set = batch["dataset_index"][:, None] == torch.arange(
+                len(names), device=truth.device
+            )
             off = ((actions - truth).abs() * valid).sum((1, 2))
             sums["off_of_each"] = (off[:, None] * of_set).sum(0)
             sums["numbers_of_each"] = (valid.sum((1, 2))[:, None] * of_set).sum(0) * self.action_dim
         return sums
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """`action_l1` beside two baselines: the mean action, and the current state as the action."""
+        """`action_l1` beside two baselines: the mean action, and the current state as the
+        action."""
         numbers, count = float(sums["numbers"]), float(sums["count"])
         weight = float(sums["weight"]) if "weight" in sums else numbers
         metrics: dict[str, float] = {
@@ -354,7 +426,9 @@ class Task(contract.Task):
         if "off_hold" in sums:
             metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
         if names := lerobot_mix.names_of(self.demos):
-            each = zip(names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True)
+            each = zip(
+                names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True
+            )
             metrics |= {f"action_l1/{name}": off / of_it for name, off, of_it in each if of_it}
         return metrics | trials.metrics(sums)
 
@@ -387,23 +461,37 @@ class Task(contract.Task):
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
-        texts = ", ".join(brief(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
+        texts = ", ".join(brief(text) for text in demos.tasks[:3]) + (
+            ", ..." if len(demos.tasks) > 3 else ""
+        )
         command = self.cfg.dataset.command
         given, share = self.given, self.cfg.dataset.eval_split
         recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
-        tries = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
+        tries = (
+            f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
+        )
         if self.num_trials and (delay := self.cfg.eval.delay):
             told = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
-            tries += f", {amount(delay, 'step')} late, {'given' if told else 'ignorant of'} what is executed meanwhile"
+            tries += (
+                f", {amount(delay, 'step')} late, {'given' if told else 'ignorant of'} what "
+                "is executed meanwhile"
+            )
         rows = [
-            f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
+            f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} "
+            "frames at"
             f" {demos.fps:g} Hz in "
-            + (f"{len(lerobot_mix.names_of(demos))} datasets" if self.of_each else os.path.relpath(demos.root))
+            + (
+                f"{len(lerobot_mix.names_of(demos))} datasets"
+                if self.of_each
+                else os.path.relpath(demos.root)
+            )
             + f" ({demos.version})",
             *self.of_each,
-            f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
-            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}"
+            f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action "
+            f"{self.action_dim},"
+            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: "
+            f"{texts}"
             + f"; {amount(len(self.texts), 'text')} with dataset.command={command}"
             * (command != "task"),
             f"Train episodes: {train}, Val episodes: {val}"
@@ -415,9 +503,12 @@ class Task(contract.Task):
             + f"; trials at each evaluation: {tries}",
         ]
         if self.never:
-            names = ", ".join(brief(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (len(self.never) > 3)
+            names = ", ".join(brief(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (
+                len(self.never) > 3
+            )
             rows.append(
-                f"warning: nothing to train on of {names}: all episodes validate; dataset.split_seed draws others"
+                f"warning: nothing to train on of {names}: all episodes validate; "
+                "dataset.split_seed draws others"
             )
         policy = self.cfg.policy
         if _lerobot.is_lerobots(policy):
@@ -425,14 +516,16 @@ class Task(contract.Task):
         from_file = policy.pretrained_path or self._backbone_file()
         if policy.type == "act" and self.cameras and not from_file and not self.resuming:
             rows.append(
-                f"The {policy.vision_backbone} that sees starts at random, its norms frozen as they are;"
+                f"The {policy.vision_backbone} that sees starts at random, its norms frozen as "
+                "they are;"
                 f" LeRobot's starts from ImageNet's weights: {imagenet.KEY}=FILE"
             )
         return "\n".join(rows)
 
 
 class Acting(nn.Module):
-    """A policy for export: actions (B, chunk, A) float32 in recorded units, predicted without noise."""
+    """A policy for export: actions (B, chunk, A) float32 in recorded units, predicted without
+    noise."""
 
     def __init__(self, policy: Policy):
         super().__init__()
@@ -443,10 +536,12 @@ class Acting(nn.Module):
 
 
 def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
-    """Change brightness, colour and contrast: x (B, ..., 3, H, W) in 0..255, u (B, 3) in [0, 1) -> float32."""
+    """Change brightness, colour and contrast: x (B, ..., 3, H, W) in 0..255, u (B, 3) in [0, 1) ->
+    float32."""
     x = x.float()
     amounts = (wanted.brightness, wanted.saturation, wanted.contrast)
-    most = torch.stack([torch.full((), amount, device=u.device) for amount in amounts])  # a copy is a sync point
+    # a copy is a sync point
+    most = torch.stack([torch.full((), amount, device=u.device) for amount in amounts])
     changes = (1 + most * (2 * u - 1)).T  # (3, B)
     light, colour, contrast = changes.view(3, -1, *[1] * (x.ndim - 1))  # each (B, 1, ..., 1)
     x = x * light
@@ -457,8 +552,8 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
 
 
 def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot.Demonstrations:
-    """Keep the chosen cameras, in colour, and the numbers as float32 vectors. Raises LockstepError if `action` or
-    everything to act on is missing."""
+    """Keep the chosen cameras, in colour, and the numbers as float32 vectors. Raises LockstepError
+    if `action` or everything to act on is missing."""
     used, columns = {}, dict(demos.columns)
     for name, feature in demos.features.items():
         if feature.is_picture and name in cameras:
@@ -466,7 +561,9 @@ def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot
         elif not feature.is_picture:
             used[name] = feature
     if "action" not in columns or not (cameras or columns.keys() & set(STATES)):
-        what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
+        what = (
+            "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
+        )
         there = ", ".join(name for name in demos.features if name not in lerobot.BOOKKEEPING)
         todo = f"imitation needs both, under these names; there are {there or 'none'}"
         raise LockstepError(what, str(demos.root), todo)
@@ -489,7 +586,9 @@ def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str
         return []
     if unknown := sorted(set(wanted) - set(there)):
         what = f"no camera {unknown[0]}"
-        raise LockstepError(what, f"dataset.cameras, {root}", f"there are {', '.join(there) or 'none'}")
+        raise LockstepError(
+            what, f"dataset.cameras, {root}", f"there are {', '.join(there) or 'none'}"
+        )
     if len(set(wanted)) < len(wanted):
         raise LockstepError("a camera is named twice", "dataset.cameras", "keep one")
     return wanted or there

@@ -1,4 +1,5 @@
-"""Behaviour of a mouse in short gray clips: rest, walk, rear, groom, paw withdrawal; split by video."""
+"""Behaviour of a mouse in short gray clips: rest, walk, rear, groom, paw withdrawal; split by
+video."""
 
 from __future__ import annotations
 
@@ -30,17 +31,31 @@ GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 
 @dataclass
 class Dataset:
-    root: str = option("", "packed folder of clips (tools/prepare_clips.py makes one); empty = synthetic clips")
-    frames: int = option(0, "frames of a clip: the middle of each trial; 0: all that are packed (synthetic: 17)", low=0)
+    root: str = option(
+        "", "packed folder of clips (tools/prepare_clips.py makes one); empty = synthetic clips"
+    )
+    frames: int = option(
+        0,
+        "frames of a clip: the middle of each trial; 0: all that are packed (synthetic: 17)",
+        low=0,
+    )
     size: int = option(0, "height and width of the synthetic clips in pixels; 0: 64", low=0)
     trials: int = option(980, "number of synthetic trials", low=20)
     videos: int = option(100, "number of videos that the synthetic trials come from", low=2)
     data_seed: int = option(0, "of the synthetic clips", low=0, high=2**31 - 1)
-    val_share: float = option(0.2, "share of the trials to validate on, in whole groups", low=0.01, high=0.9)
+    val_share: float = option(
+        0.2, "share of the trials to validate on, in whole groups", low=0.01, high=0.9
+    )
     split_seed: int = option(0, "of the choice of these groups", low=0, high=2**31 - 1)
-    val_videos: list[str] = option([], "videos to validate on, by name, such as a.mp4,b.mp4; they overrule val_share")
-    val_groups: list[str] = option([], "groups (animals or cages) to validate on, by name; they overrule val_share")
-    test_share: float = option(0.0, "share of the trials to test on, which no training looks at", low=0.0, high=0.9)
+    val_videos: list[str] = option(
+        [], "videos to validate on, by name, such as a.mp4,b.mp4; they overrule val_share"
+    )
+    val_groups: list[str] = option(
+        [], "groups (animals or cages) to validate on, by name; they overrule val_share"
+    )
+    test_share: float = option(
+        0.0, "share of the trials to test on, which no training looks at", low=0.0, high=0.9
+    )
     test_videos: list[str] = option([], "videos to test on, by name; they overrule test_share")
     test_groups: list[str] = option([], "groups to test on, by name; they overrule test_share")
 
@@ -50,19 +65,33 @@ class Model(BackboneSettings):
     name: Literal["cnn3d", "mc3_18", "r3d_18", "r2plus1d_18"] = option(
         "cnn3d", "a small network of our own, or a backbone of torchvision's, for model.pretrained"
     )
-    width: int = option(8, "cnn3d: channels of the stem; 8 gives 0.1 million parameters, 40 gives 2.7 million", low=1)
-    dropout: float = option(0.0, "share of the features dropped before the last layer", low=0.0, high=0.99)
+    width: int = option(
+        8,
+        "cnn3d: channels of the stem; 8 gives 0.1 million parameters, 40 gives 2.7 million",
+        low=1,
+    )
+    dropout: float = option(
+        0.0, "share of the features dropped before the last layer", low=0.0, high=0.99
+    )
 
 
 @dataclass
 class Augment:
     flip: Literal["none", "horizontal", "all"] = option(
-        "all", "horizontal = left and right; all = the eight symmetries of a square, for a view from above"
+        "all",
+        (
+            "horizontal = left and right; all = the eight symmetries of a square, for a view from "
+            "above"
+        ),
     )
     shift: float = option(0.08, "largest shift, as a share of height and width", low=0.0, high=0.5)
     jitter: int = option(1, "largest shift in time, in frames", low=0)
-    brightness: float = option(0.15, "largest change of gain, and of offset as a share of white", low=0.0, high=1.0)
-    mixup: float = option(0.0, "mix pairs of clips in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0)
+    brightness: float = option(
+        0.15, "largest change of gain, and of offset as a share of white", low=0.0, high=1.0
+    )
+    mixup: float = option(
+        0.0, "mix pairs of clips in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0
+    )
 
 
 @dataclass
@@ -81,24 +110,42 @@ class Task(FromWeights):
         "optim.lr": 4e-3,
         "schedule.warmup_epochs": 1.0,
     }
-    splitting = "record it in two videos at least, or choose those to validate on by dataset.val_videos"
-    split_keys = {each: (f"dataset.val_{each}", f"dataset.test_{each}") for each in ("groups", "videos")}
+    splitting = (
+        "record it in two videos at least, or choose those to validate on by dataset.val_videos"
+    )
+    split_keys = {
+        each: (f"dataset.val_{each}", f"dataset.test_{each}") for each in ("groups", "videos")
+    }
     # The data's fingerprint knows frames and size.
     resumable_keys = (*FromWeights.resumable_keys, "dataset.frames", "dataset.size")
     ABOUT = "shape", "cutting", "videos"  # what a checkpoint holds of the data, see `metadata`
     choose_by = "model.name=mc3_18"
-    aliases = {"root": "dataset.root", "frames": "dataset.frames", "size": "dataset.size", "width": "model.width"}
+    aliases = {
+        "root": "dataset.root",
+        "frames": "dataset.frames",
+        "size": "dataset.size",
+        "width": "model.width",
+    }
 
     def _clips(self, frames: int) -> Clips:
         wanted = self.cfg.dataset
         folder = Path(os.path.expanduser(wanted.root))
         if not wanted.root:
-            recipe = Recipe(wanted.trials, wanted.videos, wanted.frames or 17, wanted.size or 64, wanted.data_seed)
+            recipe = Recipe(
+                wanted.trials,
+                wanted.videos,
+                wanted.frames or 17,
+                wanted.size or 64,
+                wanted.data_seed,
+            )
             folder = ensure(GENERATED / recipe.name, recipe)
         elif not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
-            raise LockstepError(f"no folder {wanted.root!r}", "dataset.root", "make it with tools/prepare_clips.py")
+            raise LockstepError(
+                f"no folder {wanted.root!r}", "dataset.root", "make it with tools/prepare_clips.py"
+            )
         clips = Clips(folder, frames)
-        self._guesses = torch.full((len(clips),), -1)  # predicted class by sample index; -1: not scored
+        # predicted class by sample index; -1: not scored
+        self._guesses = torch.full((len(clips),), -1)
         return clips
 
     def datasets(self) -> tuple[Any, Any]:
@@ -109,23 +156,34 @@ class Task(FromWeights):
         self.classes, self.test = clips.classes, clips.subset(test) if len(test) else None
         kept = self.kept(part := clips.subset(train))
         self.count(part.targets, str(clips.folder), clips.targets[val], kept, self.test)
-        held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train[kept], slice(None)))
+        held_out, trained_on, videos = (
+            sorted({*clips.videos[of].tolist()}) for of in (val, train[kept], slice(None))
+        )
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
         self.about |= {"videos": {"trained on": trained_on, "held out": held_out}}
         if self.test is not None:
             self.about["videos"]["test"] = sorted({*self.test.videos.tolist()})
         lines = [f"Found {len(videos)} unique videos with {len(clips)} total trials"]
         lines.append(
-            f"Train trials: {len(train)}, Val trials: {len(val)}" + f", Test trials: {len(test)}" * bool(len(test))
+            f"Train trials: {len(train)}, Val trials: {len(val)}"
+            + f", Test trials: {len(test)}" * bool(len(test))
         )
         for side, of in (("Held-out", val), ("Test", test)):
             if len(of):
-                lines.append(f"{side} videos: {_some(sorted({*clips.videos[of].tolist()}))} of {len(videos)})")
+                lines.append(
+                    f"{side} videos: {_some(sorted({*clips.videos[of].tolist()}))} of "
+                    f"{len(videos)})"
+                )
             if len(of) and (clips.groups != clips.videos).any():
-                lines.append(f"{side} groups: {_some(sorted({*clips.groups[of].tolist()}))} of {len({*clips.groups})})")
+                lines.append(
+                    f"{side} groups: {_some(sorted({*clips.groups[of].tolist()}))} of "
+                    f"{len({*clips.groups})})"
+                )
         self._found = "\n".join([*lines, _of_a_clip(clips, wanted)])
         self._val = clips.subset(val)
-        parts = [(part, train), (self._val, val)] + ([(self.test, test)] if self.test is not None else [])
+        parts = [(part, train), (self._val, val)] + (
+            [(self.test, test)] if self.test is not None else []
+        )
         train_set, val_set, *tested = self.in_features(clips, *parts)
         self.test = tested[0] if tested else None
         return self.with_mixup(train_set), val_set
@@ -138,21 +196,28 @@ class Task(FromWeights):
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         super().load_metadata(metadata)
-        self.about = {"videos": {}} | {name: metadata[name] for name in self.ABOUT if name in metadata}
+        self.about = {"videos": {}} | {
+            name: metadata[name] for name in self.ABOUT if name in metadata
+        }
 
     def full_dataset(self) -> Clips:
         clips = self.fitting(self._clips(self.about["shape"][0]))
-        self._found = f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials"
+        self._found = (
+            f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials"
+        )
         clips = clips.renumbered(self.classes)
         self.with_targets(clips)
         return clips
 
     def fitting(self, clips: Clips) -> Clips:
-        """Return other clips, after `load_metadata`; raises LockstepError if they differ in size from the model's."""
+        """Return other clips, after `load_metadata`; raises LockstepError if they differ in size
+        from the model's."""
         if [*clips.shape] != self.about["shape"]:
             sizes = [" x ".join(map(str, shape)) for shape in (clips.shape, self.about["shape"])]
             what = f"clips of {sizes[0]}, the model was trained on clips of {sizes[1]}"
-            raise LockstepError(what, str(clips.folder), "make them anew from the videos, as large as those")
+            raise LockstepError(
+                what, str(clips.folder), "make them anew from the videos, as large as those"
+            )
         return clips
 
     def model(self) -> nn.Module:
@@ -174,7 +239,8 @@ class Task(FromWeights):
         frames, height, width = self.about["shape"]
         name = self.cfg.model.name
         return (
-            f"{name} is published for 16 frames at 15 fps of 112 x 112 pixels; these are {frames} of {height} x {width}"
+            f"{name} is published for 16 frames at 15 fps of 112 x 112 pixels; these are "
+            f"{frames} of {height} x {width}"
         )
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
@@ -209,7 +275,8 @@ class Task(FromWeights):
 
 
 def _split(clips: Clips, wanted: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the trials to train, to validate and to test on, as indices: first the last of them, then of the rest."""
+    """Return the trials to train, to validate and to test on, as indices: first the last of them,
+    then of the rest."""
     rest, test = np.arange(len(clips)), np.arange(0)
     for unit, both in (
         ("video", {*wanted.val_videos} & {*wanted.test_videos}),
@@ -219,7 +286,13 @@ def _split(clips: Clips, wanted: Dataset) -> tuple[np.ndarray, np.ndarray, np.nd
             what = f"{unit} {', '.join(sorted(both)[:5])} is both to validate and to test on"
             raise LockstepError(what, f"dataset.test_{unit}s", "name it for one of them")
     if wanted.test_videos or wanted.test_groups or wanted.test_share:
-        how = wanted.test_share, wanted.split_seed + OTHER_SEED, wanted.test_videos, clips.groups, wanted.test_groups
+        how = (
+            wanted.test_share,
+            wanted.split_seed + OTHER_SEED,
+            wanted.test_videos,
+            clips.groups,
+            wanted.test_groups,
+        )
         rest, test = split_by_video(clips.videos, clips.labels, *how, side="test")
     left = clips.subset(rest)
     how = wanted.val_share, wanted.split_seed, wanted.val_videos, left.groups, wanted.val_groups
@@ -236,18 +309,25 @@ def _some(names: list[str]) -> str:
 
 
 def _of_a_clip(clips: Clips, wanted: Dataset) -> str:
-    """Return the size of a clip in frames, pixels and seconds, and the setting that it does not follow."""
+    """Return the size of a clip in frames, pixels and seconds, and the setting that it does not
+    follow."""
     frames, height, width = clips.shape
     cut = f", the middle of {clips.longest}" if clips.longest > frames else ""
     lasts = lasting(frames, clips.cutting) if clips.cutting else ""
-    rows = [f"Clips: {frames} frames{cut}, {height} x {width} pixels" + (f", {lasts}" if lasts else "")]
+    rows = [
+        f"Clips: {frames} frames{cut}, {height} x {width} pixels" + (f", {lasts}" if lasts else "")
+    ]
     if wanted.size not in (0, height):
-        rows.append(f"warning: dataset.size={wanted.size} changes no packed clips; tools/prepare_clips.py has --size")
+        rows.append(
+            f"warning: dataset.size={wanted.size} changes no packed clips; "
+            "tools/prepare_clips.py has --size"
+        )
     return "\n".join(rows)
 
 
 def one_of_each(labels: np.ndarray, guesses: np.ndarray, most: int = 12) -> np.ndarray:
-    """Choose samples to show, at most `most`: one of each class, a misclassified one if there is any, those first.
+    """Choose samples to show, at most `most`: one of each class, a misclassified one if there is
+    any, those first.
 
     labels, guesses  (N,) class numbers; samples with guess -1 are left out
     """
@@ -263,7 +343,8 @@ def one_of_each(labels: np.ndarray, guesses: np.ndarray, most: int = 12) -> np.n
 
 
 def stretched(clips: np.ndarray) -> np.ndarray:
-    """Stretch the contrast of each clip of (N, T, H, W) uint8: its 1st percentile to black, its 99th to white."""
+    """Stretch the contrast of each clip of (N, T, H, W) uint8: its 1st percentile to black, its
+    99th to white."""
     low, high = np.percentile(clips, (1, 99), axis=(1, 2, 3), keepdims=True)
     return np.clip((clips - low) * (255 / np.maximum(high - low, 1)), 0, 255).astype(np.uint8)
 
@@ -278,7 +359,8 @@ def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
         columns = torch.where(u[:, 3:4] < 0.5, columns, columns.flip(1))
     if wanted.flip == "all":
         rows = torch.where(u[:, 4:5] < 0.5, rows, rows.flip(1))
-    # Whole rows of pixels first, then columns: on a CPU a tenth of the time of one gather along all axes.
+    # Whole rows of pixels first, then columns: on a CPU a tenth of the time of one gather along all
+    # axes.
     frames = torch.arange(len(x), device=x.device)[:, None] * num_frames + times  # (B, T)
     places = frames[:, :, None] * height + rows[:, None, :]  # (B, T, H)
     x = x.reshape(-1, width).index_select(0, places.flatten()).view(x.shape)
@@ -307,18 +389,21 @@ def draw_ethogram(
     width: int = 1200,
     labels: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Draw the (N, C) probabilities of a video's frames as a uint8 picture (H, W', 3): a strip of the labels' colours,
-    above it the annotation's if there is one, and below a row per class, as high as its probability and pale where
-    another class is the label. The axis is time, or frames if fps is 0.
+    """Draw the (N, C) probabilities of a video's frames as a uint8 picture (H, W', 3): a strip of
+    the labels' colours, above it the annotation's if there is one, and below a row per class, as
+    high as its probability and pale where another class is the label. The axis is time, or frames
+    if fps is 0.
 
     truth  (N,) class numbers, -1 where nothing is annotated
     width  pixels of the axis; W' adds room for the names
     labels  (N,) class numbers, -1 for none; the most probable ones by default
     """
-    from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
+    # comes with tensorboard; imported when the first picture is drawn
+    from PIL import Image, ImageDraw, ImageFont
 
     count, num_classes = probabilities.shape
-    first = np.arange(width) * count // width  # a column of pixels stands for many frames, or for a part of one
+    # a column of pixels stands for many frames, or for a part of one
+    first = np.arange(width) * count // width
     last = np.maximum(first + 1, np.arange(1, width + 1) * count // width)
 
     def columns(values: np.ndarray) -> np.ndarray:
@@ -331,7 +416,10 @@ def draw_ethogram(
         shares = columns(labels[:, None] == np.arange(num_classes))
         return shares @ colours + (1 - shares.sum(1, keepdims=True)) * 235
 
-    colours = np.array([colorsys.hsv_to_rgb(c / num_classes, 0.75, 0.8) for c in range(num_classes)]) * 255
+    colours = (
+        np.array([colorsys.hsv_to_rgb(c / num_classes, 0.75, 0.8) for c in range(num_classes)])
+        * 255
+    )
     labels = probabilities.argmax(1) if labels is None else labels
     strips = ({} if truth is None else {"annotated": strip(truth)}) | {"predicted": strip(labels)}
     font = ImageFont.load_default(14)
@@ -347,7 +435,9 @@ def draw_ethogram(
         filled = (inside <= np.rint(level[:, c] * (row - 6)))[:, :, None]
         shade = 255 - (255 - colours[c]) * (0.35 + 0.65 * won[:, c, None])  # (width, 3)
         base = begin + row * (c + 1) - 1
-        picture[base - (row - 6) : base, margin : margin + width] = np.where(filled, np.rint(shade), 247)
+        picture[base - (row - 6) : base, margin : margin + width] = np.where(
+            filled, np.rint(shade), 247
+        )
         picture[base, margin : margin + width] = 160
     image = Image.fromarray(picture)
     pen = ImageDraw.Draw(image)
@@ -380,14 +470,20 @@ def _ticks(count: int, fps: float) -> list[tuple[float, str]]:
     times = [n * step for n in range(int(whole / step) + 1)]
     clock = [f"{time // 60:.0f}:{time % 60:02.0f}" if in_minutes else f"{time:g}" for time in times]
     unit = " min" if in_minutes else " s" if fps else " frames"
-    return [(time / whole, text + unit * (n == 0)) for n, (time, text) in enumerate(zip(times, clock, strict=True))]
+    return [
+        (time / whole, text + unit * (n == 0))
+        for n, (time, text) in enumerate(zip(times, clock, strict=True))
+    ]
 
 
 def draw_clips(
-    clips: np.ndarray, captions: Sequence[Sequence[str]], wrong: Sequence[bool] | None = None, columns: int = 4
+    clips: np.ndarray,
+    captions: Sequence[Sequence[str]],
+    wrong: Sequence[bool] | None = None,
+    columns: int = 4,
 ) -> np.ndarray:
-    """Tile (N, T, H, W) uint8 into one clip (T, H', W') of at most `columns` per row, each under its caption (equally
-    many lines; black on white where `wrong`)."""
+    """Tile (N, T, H, W) uint8 into one clip (T, H', W') of at most `columns` per row, each under
+    its caption (equally many lines; black on white where `wrong`)."""
     zoom = max(1, -(-128 // clips.shape[3]))
     clips = clips.repeat(zoom, 2).repeat(zoom, 3)
     count, frames, _, width = clips.shape
@@ -401,4 +497,6 @@ def draw_clips(
     rows = -(-count // columns)
     across = -(-count // rows)  # the same number in each row
     tiles += [np.zeros_like(tiles[0])] * (rows * across - count)
-    return np.concatenate([np.concatenate(tiles[n : n + across], 2) for n in range(0, rows * across, across)], 1)
+    return np.concatenate(
+        [np.concatenate(tiles[n : n + across], 2) for n in range(0, rows * across, across)], 1
+    )

@@ -1,4 +1,5 @@
-"""What the command lines of the tools share, without a world: numbers, exit codes, and an end in one line."""
+"""What the command lines of the tools share, without a world: numbers, exit codes, and an end in
+one line."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import Any
 from engine.errors import LockstepError
 
 NOT_KNOWN = 7
-"""The exit code of a tool that cannot give its verdict: a part of what it is about was not tried, or is not there.
-0 is for what was tried and holds, 1 for what was tried and does not."""
+"""The exit code of a tool that cannot give its verdict: a part of what it is about was not tried,
+or is not there. 0 is for what was tried and holds, 1 for what was tried and does not."""
 
 
 def whole_number(low: int) -> Any:
@@ -35,7 +36,8 @@ def rate(text: str) -> float:
 
 
 def printed(work: Callable[[], str], output: Path) -> int:
-    """Print what `work`, which writes `output`, returns, and return the exit code: an error is one line."""
+    """Print what `work`, which writes `output`, returns, and return the exit code: an error is one
+    line."""
     try:
         print(work())
     except LockstepError as error:

@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
-"""Measure how a training scales on this machine: 1, 2, 4, ... processes; and predict more of them over another link.
+"""Measure how a training scales on this machine: 1, 2, 4, ... processes; and predict more of them
+over another link.
 
-python tools/benchmark.py har                                         1 and 2 processes, or as many as there are GPUs
+python tools/benchmark.py har
+    1 and 2 processes, or as many as there are GPUs
 python tools/benchmark.py --processes 1,2,4 --config configs/video.yaml dataset.root=data/mice
 python tools/benchmark.py --predict 8 --link 10gbit,50us video
 python tools/benchmark.py --predict 16 --machines 2 --inside 2tbit,5us --link 100gbit,20us video
 
 Options, before the arguments of a training:
   --processes N,N,...   numbers of processes (powers of two up to the number of GPUs, or of cores)
-  --scaling KIND        weak: each process keeps its batch; strong: the global batch stays; both (both)
+  --scaling KIND        weak: each process keeps its batch; strong: the global batch stays; both
+                        (both)
   --rounds R            repetitions, interleaved (3)
   --seconds S           time of each measurement (4)
-  --predict N           predict the speed of N processes under ddp, fsdp and hsdp, by the model in tools/scaling.py
+  --predict N           predict the speed of N processes under ddp, fsdp and hsdp, by the model in
+                        tools/scaling.py
   --link RATE[,LATENCY] between them, such as 10gbit,50us (as measured between the processes here)
   --machines M          they are on so many machines, and --link is between these (1)
-  --inside RATE[,LATENCY]  between the processes of one of several machines (as measured between the processes here)
+  --inside RATE[,LATENCY]  between the processes of one of several machines (as measured between the
+                           processes here)
   --json                all measurements as JSON, instead of tables
 
 Every measurement runs in new processes. On GPUs, DataParallel is measured beside DDP.
@@ -59,7 +64,9 @@ class Case:
         if self.out_of_memory:
             return
         try:
-            self.found.append(probe(words, self.settings, 1 if self.with_dp else self.processes, seconds, threads))
+            self.found.append(
+                probe(words, self.settings, 1 if self.with_dp else self.processes, seconds, threads)
+            )
         except OutOfMemory:
             self.out_of_memory = True
 
@@ -91,9 +98,11 @@ def cases(cfg: Any, counts: list[int], kinds: list[str], gpus: int) -> list[Case
 
 
 def table(rows: list[Case]) -> str:
-    """Return the rows of one kind of scaling as markdown; speed-up and efficiency are relative to its first row."""
+    """Return the rows of one kind of scaling as markdown; speed-up and efficiency are relative to
+    its first row."""
     lines = [
-        "| processes | batch per process | global batch | steps/s | samples/s (from - to) | speed-up | efficiency "
+        "| processes | batch per process | global batch | steps/s | samples/s (from - to) | "
+        "speed-up | efficiency "
         "| memory MB | data wait | sync wait |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -109,7 +118,8 @@ def table(rows: list[Case]) -> str:
             f"| {name} | {first['batch_size']} | {first['global_batch']} "
             f"| {1e3 / case.median(lambda r: r['step_ms']):.4g} "
             f"| {case.samples_per_s:.4g} ({min(rates):.4g} - {max(rates):.4g}) | {speed_up:.2f} "
-            f"| {100 * speed_up / case.processes:.0f}% | {case.median(lambda r: r['memory_mb']):.0f} "
+            f"| {100 * speed_up / case.processes:.0f}% | "
+            f"{case.median(lambda r: r['memory_mb']):.0f} "
             f"| {100 * case.median(share('data loading', 'host to device')):.0f}% "
             f"| {100 * case.median(share('gradient sync')):.0f}% |"
         )
@@ -118,16 +128,24 @@ def table(rows: list[Case]) -> str:
 
 def share(*phases: str) -> Any:
     """Return a function that gives the share of these phases in a measurement's step time."""
-    return lambda row: sum(row["phases_ms"].get(name, 0.0) for name in phases) / sum(row["phases_ms"].values())
+    return lambda row: (
+        sum(row["phases_ms"].get(name, 0.0) for name in phases) / sum(row["phases_ms"].values())
+    )
 
 
 def measured_link(rows: list[Case]) -> scaling.Link:
-    """Return the link between the processes that were measured. Raises LockstepError if there was one alone."""
-    several = next((case for case in rows if case.processes > 1 and case.found and not case.with_dp), None)
+    """Return the link between the processes that were measured. Raises LockstepError if there was
+    one alone."""
+    several = next(
+        (case for case in rows if case.processes > 1 and case.found and not case.with_dp), None
+    )
     if several is None:
-        raise LockstepError("nothing was measured between processes", "--link", "give one, or --processes 1,2")
+        raise LockstepError(
+            "nothing was measured between processes", "--link", "give one, or --processes 1,2"
+        )
     times = {
-        int(size): 1e-3 * several.median(lambda r, size=size: r["sum_ms"][size]) for size in several.found[0]["sum_ms"]
+        int(size): 1e-3 * several.median(lambda r, size=size: r["sum_ms"][size])
+        for size in several.found[0]["sum_ms"]
     }
     return scaling.fit(several.processes, times)
 
@@ -139,27 +157,34 @@ def predicted(
     machines: int = 1,
     inside: scaling.Link | None = None,
 ) -> Row:
-    """Predict the speed of `processes` from the measured weak scaling, under each strategy. With several machines
-    `link` is between them. Raises LockstepError where a link is neither given nor measured."""
+    """Predict the speed of `processes` from the measured weak scaling, under each strategy. With
+    several machines `link` is between them. Raises LockstepError where a link is neither given nor
+    measured."""
     alone = next(case for case in rows if case.processes == 1 and case.found)
     one = alone.found[0]
     step_s = 1e-3 * alone.median(lambda r: r["step_ms"])
     backward, forward = (
-        step_s * alone.median(share(*names)) for names in (("backward", "gradient sync"), ("forward",))
+        step_s * alone.median(share(*names))
+        for names in (("backward", "gradient sync"), ("forward",))
     )
     step = scaling.Step(backward, step_s - backward - forward, forward)
     if machines == 1:
         inside = between = link or measured_link(rows)
     elif link is None:
         raise LockstepError(
-            f"{machines} machines need the link between them", "--link", "give one, such as 100gbit,20us"
+            f"{machines} machines need the link between them",
+            "--link",
+            "give one, such as 100gbit,20us",
         )
     else:
         inside, between = inside or measured_link(rows), link
     place = scaling.Place(machines, processes // machines, inside, between)
     num_bytes = 1e6 * one["gradients_mb"]
     sums = scaling.ddp_sums(num_bytes, one["bucket_cap_mb"], place)
-    gloo, passes = not one["device"].startswith("cuda"), scaling.Passes(one["accumulation"], one["reduce_every"])
+    gloo, passes = (
+        not one["device"].startswith("cuda"),
+        scaling.Passes(one["accumulation"], one["reduce_every"]),
+    )
     units = [scaling.Unit(*(1e6 * size for size in sizes)) for sizes in one["units_mb"]]
 
     def row(strategy: str, collectives: list[scaling.Collective], took: float) -> Row:
@@ -174,7 +199,9 @@ def predicted(
         }
 
     strategies = [row("ddp", sums, scaling.predict_s(step, sums, place))]
-    for strategy in ("fsdp", "hsdp") if 1 < machines < processes else ("fsdp",) if processes > 1 else ():
+    for strategy in (
+        ("fsdp", "hsdp") if 1 < machines < processes else ("fsdp",) if processes > 1 else ()
+    ):
         each = scaling.shards(units, place, strategy, gloo)
         took = scaling.sharded_s(step, units, each, passes, place, gloo)
         strategies.append(row(strategy, scaling.collectives(each, passes), took))
@@ -184,7 +211,8 @@ def predicted(
         "alpha_us": 1e6 * between.alpha,
         "beta_gbit": 8e-9 * between.beta,
         "gradients_mb": one["gradients_mb"],
-        "all_reduce_ms": 1e3 * sum(each.seconds(place) for each in scaling.ddp_sums(num_bytes, float("inf"), place)),
+        "all_reduce_ms": 1e3
+        * sum(each.seconds(place) for each in scaling.ddp_sums(num_bytes, float("inf"), place)),
         "strategies": strategies,
         **{name: strategies[0][name] for name in ("step_ms", "samples_per_s", "efficiency")},
     }
@@ -193,13 +221,18 @@ def predicted(
 def strategy_table(rows: list[Row]) -> str:
     """Return what was predicted of each strategy as markdown."""
     lines = [
-        "| strategy | a rank sends MB | a machine sends MB | collectives ms | step ms | samples/s | efficiency |",
+        (
+            "| strategy | a rank sends MB | a machine sends MB | collectives ms | step ms | "
+            "samples/s | efficiency |"
+        ),
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['strategy']} | {row['sent_mb']:.4g} | {row['cable_mb']:.4g} | {row['collectives_ms']:.4g} "
-            f"| {row['step_ms']:.4g} | {row['samples_per_s']:.4g} | {100 * row['efficiency']:.0f}% |"
+            f"| {row['strategy']} | {row['sent_mb']:.4g} | {row['cable_mb']:.4g} | "
+            f"{row['collectives_ms']:.4g} "
+            f"| {row['step_ms']:.4g} | {row['samples_per_s']:.4g} | "
+            f"{100 * row['efficiency']:.0f}% |"
         )
     return "\n".join(lines)
 
@@ -230,10 +263,17 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
         for text, key in ((options.link, "--link"), (options.inside, "--inside"))
     )
     if options.machines < 1 or options.predict % options.machines:
-        what = f"{options.predict} processes are not the same number on each of {options.machines} machines"
+        what = (
+            f"{options.predict} processes are not the same number on each of "
+            f"{options.machines} machines"
+        )
         raise LockstepError(what, "--machines", "give a number that divides them")
     try:
-        counts = sorted({int(text) for text in options.processes.split(",")}) if options.processes else []
+        counts = (
+            sorted({int(text) for text in options.processes.split(",")})
+            if options.processes
+            else []
+        )
         fit = not counts or counts[0] > 0
     except ValueError:
         fit = False
@@ -275,15 +315,20 @@ def _machine(row: Row) -> str:
     here = row["environment"]
     commit = (here["git_commit"] or "?")[:12] + ("+" if here["git_dirty"] else "")
     devices = ", ".join(sorted({*here["devices"]}))
-    return f"{devices}, {here['cpu_cores']} cores, torch {here['packages']['torch']}, commit {commit}"
+    return (
+        f"{devices}, {here['cpu_cores']} cores, torch {here['packages']['torch']}, commit {commit}"
+    )
 
 
 def _sentence(one: Row) -> str:
     machines = f" on {one['machines']} machines" if one["machines"] > 1 else ""
     return (
-        f"Predicted for {one['processes']} processes{machines} (weak scaling; model in tools/scaling.py): "
-        f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; {one['gradients_mb']:.3g} MB of gradients "
-        f"take {one['all_reduce_ms']:.3g} ms, a step {one['step_ms']:.4g} ms: {one['samples_per_s']:.4g} samples/s, "
+        f"Predicted for {one['processes']} processes{machines} (weak scaling; model in "
+        "tools/scaling.py): "
+        f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; "
+        f"{one['gradients_mb']:.3g} MB of gradients "
+        f"take {one['all_reduce_ms']:.3g} ms, a step {one['step_ms']:.4g} ms: "
+        f"{one['samples_per_s']:.4g} samples/s, "
         f"efficiency {100 * one['efficiency']:.0f}%"
     )
 

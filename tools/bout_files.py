@@ -17,7 +17,9 @@ from formats.behaviour import BACKGROUND
 from formats.partial import Partial
 from tools.evaluate import aligned
 
-COLUMNS = "source,side,by,behaviour,first_frame,stop_frame,start_s,stop_s,duration_s,matched".split(",")
+COLUMNS = "source,side,by,behaviour,first_frame,stop_frame,start_s,stop_s,duration_s,matched".split(
+    ","
+)
 
 
 class Bouts:
@@ -36,7 +38,15 @@ class Bouts:
         self.rows: list[list[Any]] = []
         self.videos: list[boris_writer.Video] = []
 
-    def add(self, name: str, side: str, fps: float, on: np.ndarray, truth: np.ndarray | None, counts: bool) -> None:
+    def add(
+        self,
+        name: str,
+        side: str,
+        fps: float,
+        on: np.ndarray,
+        truth: np.ndarray | None,
+        counts: bool,
+    ) -> None:
         """Add a source: (N, C) of 1 where a behaviour is predicted, and (N, C) annotated 1, 0, -1.
 
         counts  whether it was not trained on
@@ -45,15 +55,33 @@ class Bouts:
         predicted = [bouts.runs(on[:, c] == 1) for c in range(len(self.classes))]
         found = [(self.classes[c], *bout) for c in shown for bout in predicted[c].tolist()]
         about = {"predicted by": self.model, "this video was": side or "perhaps trained on"}
-        self.videos.append(boris_writer.Video(name, len(on), fps, sorted(found, key=lambda each: each[1]), about))
-        seen = None if truth is None else [bouts.runs(truth[:, c] == 1) for c in range(len(self.classes))]
+        self.videos.append(
+            boris_writer.Video(name, len(on), fps, sorted(found, key=lambda each: each[1]), about)
+        )
+        seen = (
+            None
+            if truth is None
+            else [bouts.runs(truth[:, c] == 1) for c in range(len(self.classes))]
+        )
         for c in shown:
             pairs = bouts.by_overlap(seen[c], predicted[c]) if seen else []
             sides = [("annotated", seen[c], {n for n, _ in pairs})] if seen else []
             for by, of, hits in [*sides, ("predicted", predicted[c], {m for _, m in pairs})]:
                 for n, (first, stop) in enumerate(of.tolist()):
-                    times = [round(frame / fps, 6) if fps else "" for frame in (first, stop, stop - first)]
-                    row = [name, side, by, self.classes[c], first, stop, *times, int(n in hits) if seen else ""]
+                    times = [
+                        round(frame / fps, 6) if fps else ""
+                        for frame in (first, stop, stop - first)
+                    ]
+                    row = [
+                        name,
+                        side,
+                        by,
+                        self.classes[c],
+                        first,
+                        stop,
+                        *times,
+                        int(n in hits) if seen else "",
+                    ]
                     self.rows.append(row)
         if truth is not None and (truth >= 0).any():
             if not counts:
@@ -76,28 +104,55 @@ class Bouts:
             report = each.report(self.classes, BACKGROUND)
             videos = amount(each.videos, "source")
             chosen = f"; {self.chosen} chosen on such" * side.startswith("held out")
-            title = f"Bouts, {side} ({videos}{chosen}): matched by overlap (half of the union) | by onset "
-            found += ["", title + f"(within {bouts.TOLERANCE_S:g} s) | median seconds, annotated/predicted"]
-            header = ["", "annotated", "predicted", *["precision", "recall", "F1"] * 2, "duration", "latency", "kappa"]
+            title = (
+                f"Bouts, {side} ({videos}{chosen}): matched by overlap (half of the union) | "
+                "by onset "
+            )
+            found += [
+                "",
+                title + f"(within {bouts.TOLERANCE_S:g} s) | median seconds, annotated/predicted",
+            ]
+            header = [
+                "",
+                "annotated",
+                "predicted",
+                *["precision", "recall", "F1"] * 2,
+                "duration",
+                "latency",
+                "kappa",
+            ]
             rows = [_row(name, report[name]) for name in self.classes if name != BACKGROUND]
             rows += [_row("all", report["all"])]
             found += aligned([header, *rows])
             if self.exclusive and len(self.classes) <= 12:
                 found += ["  from row to column, annotated/predicted:"]
-                pairs = [[name, *(f"{a}/{b}" for a, b in zip(*cells, strict=True))] for name, *cells in
-                         zip(self.classes, *each.transitions.tolist(), strict=True)]  # fmt: skip
+                pairs = [
+                    [name, *(f"{a}/{b}" for a, b in zip(*cells, strict=True))]
+                    for name, *cells in zip(self.classes, *each.transitions.tolist(), strict=True)
+                ]
                 found += aligned([["", *self.classes], *pairs])
         if self.trained:
             found += ["", f"Not scored, because trained on: {', '.join(self.trained)}"]
         if self.unknown:
-            found += ["", f"Not scored, because the checkpoint does not know its videos: {', '.join(self.unknown)}"]
+            found += [
+                "",
+                (
+                    "Not scored, because the checkpoint does not know its videos: "
+                    f"{', '.join(self.unknown)}"
+                ),
+            ]
         return found
 
     def write(self, table: Path | None, events: Path | None, boris: Path | None) -> list[str]:
-        """Write what is asked for; returns a line for each. Raises LockstepError where it cannot be."""
+        """Write what is asked for; returns a line for each. Raises LockstepError where it cannot
+        be."""
         lines = []
-        if (events or boris) and (odd := next((video.name for video in self.videos if not video.fps), "")):
-            raise LockstepError(f"{odd} has no frame rate", "--events", "BORIS counts in seconds: convert the video")
+        if (events or boris) and (
+            odd := next((video.name for video in self.videos if not video.fps), "")
+        ):
+            raise LockstepError(
+                f"{odd} has no frame rate", "--events", "BORIS counts in seconds: convert the video"
+            )
         try:
             if table:
                 text = io.StringIO()
@@ -105,7 +160,10 @@ class Bouts:
                 _write(table, text.getvalue())
                 lines.append(f"Wrote {table}: {len(self.rows)} bouts")
             if events:
-                _write(events, boris_writer.aggregated(self.videos, "\t" if events.suffix == ".tsv" else ","))
+                _write(
+                    events,
+                    boris_writer.aggregated(self.videos, "\t" if events.suffix == ".tsv" else ","),
+                )
                 lines.append(f"Wrote {events}: aggregated events as BORIS exports them")
             if boris:
                 partial = Partial(boris)
@@ -127,10 +185,15 @@ class Bouts:
 
 def check_paths(table: Path | None, events: Path | None, boris: Path | None, out: Path) -> None:
     """Raise LockstepError, before any work, if a result could not be written."""
-    for path, flag, kinds in ((table, "--bouts", (".csv",)), (events, "--events", (".csv", ".tsv"))):
+    for path, flag, kinds in (
+        (table, "--bouts", (".csv",)),
+        (events, "--events", (".csv", ".tsv")),
+    ):
         if path and path.suffix not in kinds:
             raise LockstepError(
-                f"{path} is not the name of a table", flag, f"give one that ends in {' or '.join(kinds)}"
+                f"{path} is not the name of a table",
+                flag,
+                f"give one that ends in {' or '.join(kinds)}",
             )
     given = [path.resolve() for path in (table, events, out) if path]
     if len({*given}) < len(given):
@@ -138,7 +201,9 @@ def check_paths(table: Path | None, events: Path | None, boris: Path | None, out
     if boris:
         boris_writer.import_openpyxl()
         if boris.exists():
-            raise LockstepError("the folder exists already", str(boris), "remove it or choose another")
+            raise LockstepError(
+                "the folder exists already", str(boris), "remove it or choose another"
+            )
 
 
 def _write(path: Path, text: str) -> None:
@@ -151,7 +216,11 @@ def _row(name: str, row: dict[str, Any]) -> list[str]:
         return "" if row.get(key) is None else f"{row[key]:.3f}"
 
     cells = [name, *(str(row.get(key, "")) for key in ("true", "predicted"))]
-    cells += [number(f"{how}_{what}") for how in ("overlap", "onset") for what in ("precision", "recall", "f1")]
+    cells += [
+        number(f"{how}_{what}")
+        for how in ("overlap", "onset")
+        for what in ("precision", "recall", "f1")
+    ]
     for which in ("duration_s", "latency_s"):
         both = [number(f"{which}_{side}") or "-" for side in ("true", "predicted")]
         cells.append("" if both == ["-", "-"] else "/".join(both))

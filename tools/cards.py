@@ -1,7 +1,9 @@
-"""Where the processes that a tool starts compute: on the GPUs that are visible, several on one where there are fewer.
+"""Where the processes that a tool starts compute: on the GPUs that are visible, several on one
+where there are fewer.
 
-NCCL refuses two ranks on one GPU. gloo does not: it adds up through the host's memory, and `pick_device` gives process
-N the GPU N modulo the number of GPUs. The bits are those of the GPU's kernels; only the sums are not NCCL's.
+NCCL refuses two ranks on one GPU. gloo does not: it adds up through the host's memory, and
+`pick_device` gives process N the GPU N modulo the number of GPUs. The bits are those of the GPU's
+kernels; only the sums are not NCCL's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from engine.errors import LockstepError, amount
 
 
 def visible(cfg: Any) -> int:
-    """Return the number of GPUs on which a training with this config may compute; 0: it computes on the CPU."""
+    """Return the number of GPUs on which a training with this config may compute; 0: it computes on
+    the CPU."""
     return torch.cuda.device_count() if cfg.device != "cpu" and torch.cuda.is_available() else 0
 
 
@@ -25,7 +28,8 @@ def shares(cards: int, processes: int) -> bool:
 
 
 def sharing(cards: int, processes: int, backend: str) -> dict[str, Any]:
-    """Return the settings with which so many processes of this machine compute on its GPUs; empty where none is needed.
+    """Return the settings with which so many processes of this machine compute on its GPUs; empty
+    where none is needed.
 
     backend  the config's ddp.backend
 
@@ -34,8 +38,13 @@ def sharing(cards: int, processes: int, backend: str) -> dict[str, Any]:
     if not shares(cards, processes):
         return {}
     if backend == "nccl":
-        what = f"NCCL needs a GPU for each of {amount(processes, 'process')}, and {amount(cards, 'GPU')} visible"
-        raise LockstepError(what, "ddp.backend", "leave it out: processes share a GPU by gloo; or start fewer")
+        what = (
+            f"NCCL needs a GPU for each of {amount(processes, 'process')}, and "
+            f"{amount(cards, 'GPU')} visible"
+        )
+        raise LockstepError(
+            what, "ddp.backend", "leave it out: processes share a GPU by gloo; or start fewer"
+        )
     return {"ddp.backend": "gloo"}
 
 
@@ -45,7 +54,8 @@ def shared_by(cards: int, processes: int) -> str:
 
 
 def not_covered(cards: int, on_gpu: bool, most: int, asked: str) -> str:
-    """Return which part of a training on GPUs a proof with these processes does not cover; empty where there is none.
+    """Return which part of a training on GPUs a proof with these processes does not cover; empty
+    where there is none.
 
     cards   number of visible GPUs, however the proof was made
     on_gpu  whether it was made on them
@@ -60,16 +70,19 @@ def not_covered(cards: int, on_gpu: bool, most: int, asked: str) -> str:
     return f"GPUs: none is visible, so nothing was tried of {kernels}"
 
 
-# ---- several trainings at once --------------------------------------------------------------------------------------
+# ---- several trainings at once
+# --------------------------------------------------------------------------------------
 
 
 def jobs_for(cards: int, processes: int) -> int:
-    """Return how many trainings of so many processes run at once: as many as have GPUs of their own, at least one."""
+    """Return how many trainings of so many processes run at once: as many as have GPUs of their
+    own, at least one."""
     return max(1, cards // processes)
 
 
 def place(job: int, jobs: int, cards: int, processes: int) -> list[int]:
-    """Return the numbers of the GPUs, among the visible ones, that the processes of a job use; empty without GPUs.
+    """Return the numbers of the GPUs, among the visible ones, that the processes of a job use;
+    empty without GPUs.
 
     job   its number, from 0 to `jobs` - 1; jobs have GPUs of their own as long as there are enough
     """
@@ -80,7 +93,8 @@ def place(job: int, jobs: int, cards: int, processes: int) -> list[int]:
 
 
 def showing(numbers: list[int]) -> dict[str, str]:
-    """Return the environment in which a process sees these of the GPUs that are visible here; empty for none."""
+    """Return the environment in which a process sees these of the GPUs that are visible here; empty
+    for none."""
     if not numbers:
         return {}
     entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -1,4 +1,5 @@
-"""How probabilities become labels: what tools/decide.py has chosen on validation, in a file beside the checkpoint."""
+"""How probabilities become labels: what tools/decide.py has chosen on validation, in a file beside
+the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Decision:
 
     @property
     def smoothes(self) -> bool:
-        return bool(self.smoothing and (self.smoothing.median > 1 or any(self.smoothing.least.values())))
+        return bool(
+            self.smoothing and (self.smoothing.median > 1 or any(self.smoothing.least.values()))
+        )
 
     def lines(self, calibrated: bool) -> list[str]:
         """Say what is applied of it."""
@@ -36,7 +39,10 @@ class Decision:
         if self.temperature and calibrated:
             found.append(f"Calibrated: temperature {self.temperature:.4g}")
         if self.thresholds:
-            found.append("Thresholds: " + ", ".join(f"{name} {each:.2f}" for name, each in self.thresholds.items()))
+            found.append(
+                "Thresholds: "
+                + ", ".join(f"{name} {each:.2f}" for name, each in self.thresholds.items())
+            )
         if self.smoothes:
             found.append(f"Smoothed: {self.smoothing}")
         return found
@@ -50,24 +56,35 @@ def path_of(checkpoint: Path) -> Path:
 def write(checkpoint: Path, decision: Decision) -> Path:
     path = path_of(checkpoint)
     try:
-        write_json(path, {"checkpoint": checkpoint.resolve().name, "sha256": sha256_of(checkpoint)} | asdict(decision))
+        write_json(
+            path,
+            {"checkpoint": checkpoint.resolve().name, "sha256": sha256_of(checkpoint)}
+            | asdict(decision),
+        )
     except OSError as error:
-        raise LockstepError(f"cannot write: {error.strerror or error}", str(path), "make room, or give leave") from None
+        raise LockstepError(
+            f"cannot write: {error.strerror or error}", str(path), "make room, or give leave"
+        ) from None
     return path
 
 
 def read(checkpoint: Path) -> Decision:
-    """Return what was chosen for this very checkpoint; nothing, with a warning, if it was for another one of its name.
-    Raises LockstepError for a file that cannot be read."""
+    """Return what was chosen for this very checkpoint; nothing, with a warning, if it was for
+    another one of its name. Raises LockstepError for a file that cannot be read."""
     path = path_of(checkpoint)
     if not path.is_file():
         return Decision()
     try:
         found = json.loads(path.read_bytes())
         if found["sha256"] != sha256_of(checkpoint):
-            print(f"warning: {path} was chosen for another checkpoint, and is not used", file=sys.stderr)
+            print(
+                f"warning: {path} was chosen for another checkpoint, and is not used",
+                file=sys.stderr,
+            )
             return Decision()
-        temperature, thresholds, smoothing = (found[name] for name in ("temperature", "thresholds", "smoothing"))
+        temperature, thresholds, smoothing = (
+            found[name] for name in ("temperature", "thresholds", "smoothing")
+        )
         if smoothing is not None:
             least = {str(name): int(frames) for name, frames in smoothing["least"].items()}
             smoothing = Smoothing(int(smoothing["median"]), least, float(smoothing["fps"]))
@@ -78,4 +95,6 @@ def read(checkpoint: Path) -> Decision:
         return Decision(temperature, thresholds, smoothing, dict(found["about"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"no decision: {type(error).__name__}: {error}"
-        raise LockstepError(what, str(path), "remove it, or choose again with tools/decide.py") from None
+        raise LockstepError(
+            what, str(path), "remove it, or choose again with tools/decide.py"
+        ) from None

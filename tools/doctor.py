@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Check whether this machine is fit for a training before it starts: a line for each check, ok, warning or failure,
-with what to do about it.
+"""Check whether this machine is fit for a training before it starts: a line for each check, ok,
+warning or failure, with what to do about it.
 
 python tools/doctor.py                                       the default task, in one process
-python tools/doctor.py --launch 2 har num_workers=4          as two processes of torchrun, with the speed of their sums
+python tools/doctor.py --launch 2 har num_workers=4
+    as two processes of torchrun, with the speed of their sums
 python tools/doctor.py --json --config configs/video.yaml    for programs
-torchrun --nnodes=2 ... tools/doctor.py har                  on several machines, started as the training will be
+torchrun --nnodes=2 ... tools/doctor.py har
+    on several machines, started as the training will be
 
-The other arguments are those of the training, whose data, batch, workers and save_dir are checked. Nothing is trained,
-and nothing is written into save_dir. With --launch processes share GPUs by gloo where these are fewer. Exit code 0: no
-failure, perhaps warnings; 1: a failure; 7: no failure, but a check could not be made; 2: invalid arguments.
+The other arguments are those of the training, whose data, batch, workers and save_dir are checked.
+Nothing is trained, and nothing is written into save_dir. With --launch processes share GPUs by gloo
+where these are fewer. Exit code 0: no failure, perhaps warnings; 1: a failure; 7: no failure, but a
+check could not be made; 2: invalid arguments.
 """
 
 from __future__ import annotations
@@ -52,7 +55,13 @@ try:
     from engine.preflight import strategies
     from engine.report import describe
     from engine.run import Run
-    from engine.speed.cores import CpuContention, available, bound_to, contention_warning, threads_at_most
+    from engine.speed.cores import (
+        CpuContention,
+        available,
+        bound_to,
+        contention_warning,
+        threads_at_most,
+    )
     from engine.survive import agent, blame
     from engine.survive.signals import StopRequest
     from tools import cards, machine, nvidia
@@ -61,7 +70,10 @@ try:
     from tools.probe import time_sum
     from tools.running import guarded, in_world
 except ModuleNotFoundError as error:  # the doctor itself needs these packages
-    sys.exit(f"failure  {error.name} is not installed: {sys.executable} -m pip install -r {ROOT / 'requirements.txt'}")
+    sys.exit(
+        f"failure  {error.name} is not installed: {sys.executable} -m pip install -r "
+        f"{ROOT / 'requirements.txt'}"
+    )
 
 SHM = Path("/dev/shm")
 MB = 1e6
@@ -76,10 +88,12 @@ SHARE_OF_LINK = {"NVLink": 0.5, "PCIe": 0.25}
 """A bus bandwidth below this share of a link's one-way bandwidth is a warning."""
 
 TINY_S = 1.5e-3
-"""Seconds per batch below which loader processes do not help, because handing a batch over costs as much."""
+"""Seconds per batch below which loader processes do not help, because handing a batch over costs as
+much."""
 
 FILES, FILES_PER_WORKER = 10, 3
-"""Files that a training opens itself (log, TensorBoard, lock, checkpoint, sockets); pipes per loader process."""
+"""Files that a training opens itself (log, TensorBoard, lock, checkpoint, sockets); pipes per
+loader process."""
 
 
 class Report:
@@ -93,7 +107,10 @@ class Report:
     def add(self, check: str, lines: Iterable[Line]) -> None:
         for line in lines:
             self.lines.append((check, line))
-            self._print(f"{line.level:<8} {line.text}" + (f": {line.remedy}" if line.remedy else ""), as_json=False)
+            self._print(
+                f"{line.level:<8} {line.text}" + (f": {line.remedy}" if line.remedy else ""),
+                as_json=False,
+            )
 
     def run(self, check: Callable[..., Iterable[Line]], *given: Any) -> None:
         """Add the lines of a check that needs this process alone."""
@@ -102,12 +119,22 @@ class Report:
     def close(self) -> int:
         """Print the summary and return the exit code."""
         levels = [line.level for _, line in self.lines]
-        failures, warned, unknowns = (levels.count(level) for level in ("failure", "warning", "unknown"))
+        failures, warned, unknowns = (
+            levels.count(level) for level in ("failure", "warning", "unknown")
+        )
         code = 1 if failures else NOT_KNOWN if unknowns else status.DONE
         rest = f", {amount(unknowns, 'check')} not made" if unknowns else ""
-        self._print(f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}{rest}", as_json=False)
+        self._print(
+            f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}{rest}", as_json=False
+        )
         lines = [{"check": check, **line._asdict()} for check, line in self.lines]
-        whole = {"exit_code": code, "failures": failures, "warnings": warned, "unknown": unknowns, "lines": lines}
+        whole = {
+            "exit_code": code,
+            "failures": failures,
+            "warnings": warned,
+            "unknown": unknowns,
+            "lines": lines,
+        }
         self._print(json.dumps(whole, indent=1), as_json=True)
         return code
 
@@ -116,7 +143,8 @@ class Report:
             print(text, file=self.out, flush=True)
 
 
-# ---- the checks in order ---------------------------------------------------------------------------------------------
+# ---- the checks in order
+# ---------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
@@ -126,7 +154,9 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--launch", type=int, metavar="N", help="start so many processes, as torchrun does")
+    parser.add_argument(
+        "--launch", type=int, metavar="N", help="start so many processes, as torchrun does"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     own, words = parser.parse_known_args(argv)
     if own.launch is not None:
@@ -137,7 +167,8 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(processes: int, words: list[str], as_json: bool) -> None:
-    """Become torchrun, with ./train_multigpu.sh's number of threads per process. Does not return."""
+    """Become torchrun, with ./train_multigpu.sh's number of threads per process. Does not
+    return."""
     os.environ |= threads_at_most(max(1, available() // processes))
     given = [*(["--json"] if as_json else []), *words, *_shared(processes, words)]
     command = [agent.__file__, "--standalone", f"--nproc_per_node={processes}", __file__, *given]
@@ -145,7 +176,8 @@ def _launch(processes: int, words: list[str], as_json: bool) -> None:
 
 
 def _shared(processes: int, words: list[str]) -> list[str]:
-    """Return the arguments with which so many processes share the visible GPUs; none where there are enough.
+    """Return the arguments with which so many processes share the visible GPUs; none where there
+    are enough.
 
     words  of the training; where they are wrong, the processes will say so
     """
@@ -160,7 +192,8 @@ def _shared(processes: int, words: list[str]) -> list[str]:
 
 
 def examine(args: config.Args, as_json: bool) -> int:
-    """(all ranks) Run every check, in the order in which a training would meet them. Returns the exit code."""
+    """(all ranks) Run every check, in the order in which a training would meet them. Returns the
+    exit code."""
     args = args._replace(cfg=config.changed(args.cfg, {"oom": "stop"}))
     cores = available()  # before this process is bound to some of them
     env, started = machine.launch_of(args.cfg)
@@ -173,7 +206,9 @@ def examine(args: config.Args, as_json: bool) -> int:
         if not env.launched:  # else they have met already
             report.run(machine.port)
     if any(line.level == "failure" for line in started):
-        report.add("launch", [unknown("not checked for that reason: data, loader, sums", "fix it first")])
+        report.add(
+            "launch", [unknown("not checked for that reason: data, loader, sums", "fix it first")]
+        )
         report.close()
         return (
             status.set_exit_code(1) if env.rank == 0 else 0
@@ -199,7 +234,9 @@ def examine(args: config.Args, as_json: bool) -> int:
         return status.set_exit_code(report.close())
 
 
-def _together(args: config.Args, world: World, stop: StopRequest, report: Report, cores: int) -> None:
+def _together(
+    args: config.Args, world: World, stop: StopRequest, report: Report, cores: int
+) -> None:
     """(all ranks) Check what takes all of them. Rank 0 adds what other machines complain of."""
     cfg = args.cfg
     add = report.add if world.main else (lambda check, lines: None)
@@ -210,7 +247,8 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     lines, ready = prepare(args, world, stop)
     add("data", lines)
     report.run(threads, cfg, world, cores)
-    source = ready.loaders.train if ready else None  # a batch without the tensors that the loader adds
+    # a batch without the tensors that the loader adds
+    source = ready.loaders.train if ready else None
     batch = [*tensors(source.source.get(next(iter(source.sampler))))] if source else []
     workers = 0 if source and isinstance(source.dataset, CachedDataset) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
@@ -229,19 +267,29 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
 
 
 def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Return the warnings and failures of machines other than rank 0's, from each rank's (host, lines)."""
-    others = [(host, line) for host, lines in everyones for line in lines if host != everyones[0][0]]
-    return [line._replace(text=f"{host}: {line.text}") for host, line in others if line.level != "ok"]
+    """Return the warnings and failures of machines other than rank 0's, from each rank's (host,
+    lines)."""
+    others = [
+        (host, line) for host, lines in everyones for line in lines if host != everyones[0][0]
+    ]
+    return [
+        line._replace(text=f"{host}: {line.text}") for host, line in others if line.level != "ok"
+    ]
 
 
-# ---- what the run needs ----------------------------------------------------------------------------------------------
+# ---- what the run needs
+# ----------------------------------------------------------------------------------------------
 
 
 def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Line], Run | None]:
-    """(all ranks) Do all that a training does before its first step: read the data, build the model, inspect the run's
-    folder and checkpoint, compare the ranks. No loader processes are started, because they may not have room."""
+    """(all ranks) Do all that a training does before its first step: read the data, build the
+    model, inspect the run's folder and checkpoint, compare the ranks. No loader processes are
+    started, because they may not have room."""
     output, cfg = io.StringIO(), args.cfg
-    fixed = {"num_workers": 0, "cache": "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache}
+    fixed = {
+        "num_workers": 0,
+        "cache": "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache,
+    }
     try:
         with contextlib.redirect_stdout(output):
             ready = train.build(args._replace(cfg=config.changed(cfg, fixed)), world, stop)
@@ -249,12 +297,20 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     except Exception as error:
         if world.size > 1 and not getattr(error, "everywhere", False):
             raise  # the other ranks wait for this one, so all must end
-        left_out = unknown("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
+        left_out = unknown(
+            "not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first"
+        )
         return [failure(str(blame.translate(error, world))), left_out], None
-    said = [line.removeprefix("warning: ") for line in output.getvalue().splitlines() if line.startswith("warning: ")]
+    said = [
+        line.removeprefix("warning: ")
+        for line in output.getvalue().splitlines()
+        if line.startswith("warning: ")
+    ]
     scored = len(ready.loaders.val.dataset) if ready.loaders.val else 0
     read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
-    agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
+    agree = (
+        f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
+    )
     resumed = f"; resumes {ready.record.resumed.path}" if ready.record.resumed.path else ""
     return [
         *(warning(text, "a training would say so, too") for text in said),
@@ -264,7 +320,11 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
 
 def threads(cfg: Any, world: World, cores: int) -> list[Line]:
     """Compare the cores with processes x (threads + loader processes)."""
-    processes, own, workers = max(1, launch.environment().local_size), torch.get_num_threads(), cfg.num_workers
+    processes, own, workers = (
+        max(1, launch.environment().local_size),
+        torch.get_num_threads(),
+        cfg.num_workers,
+    )
     started, there, lines = amount(processes, "process"), amount(cores, "core"), []
     if processes > cores:
         lines.append(warning(f"{started} on {there}: they take turns", f"start at most {cores}"))
@@ -287,24 +347,41 @@ def busy(share: float) -> list[Line]:
 
 
 def open_files(workers: int, tensors: int) -> list[Line]:
-    """Compare `ulimit -n` with the pipes of loader processes and a handle for each of their tensors in flight."""
+    """Compare `ulimit -n` with the pipes of loader processes and a handle for each of their tensors
+    in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return [ok("ulimit -n is unlimited")]
     now = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 64
-    needed = now + FILES + 2 * workers * (FILES_PER_WORKER + 2 * tensors)  # to train, and to validate
+    # to train, and to validate
+    needed = now + FILES + 2 * workers * (FILES_PER_WORKER + 2 * tensors)
     wanted = max(4096, 2 * needed)
     todo = f"ulimit -n {wanted}"
     if hard != resource.RLIM_INFINITY and hard < wanted:
         todo = (
-            f"the hard limit is {hard}: raise it in /etc/security/limits.conf, or docker run --ulimit nofile={wanted}"
+            f"the hard limit is {hard}: raise it in /etc/security/limits.conf, or docker run "
+            f"--ulimit nofile={wanted}"
         )
-    return [_compared(needed, soft, f"ulimit -n is {soft}, and a process of this run opens up to {needed} files", todo)]
+    return [
+        _compared(
+            needed,
+            soft,
+            f"ulimit -n is {soft}, and a process of this run opens up to {needed} files",
+            todo,
+        )
+    ]
 
 
 def _compared(needed: float, there: float, text: str, todo: str) -> Line:
-    """Too little is a failure; less than twice as much a warning, because it is an estimate and others need some."""
-    return failure(text, todo) if needed > there else warning(text, todo) if 2 * needed > there else ok(text)
+    """Too little is a failure; less than twice as much a warning, because it is an estimate and
+    others need some."""
+    return (
+        failure(text, todo)
+        if needed > there
+        else warning(text, todo)
+        if 2 * needed > there
+        else ok(text)
+    )
 
 
 def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
@@ -315,13 +392,21 @@ def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     if not workers:
         return [ok(f"/dev/shm has {free / MB:.0f} MB free; no loader process needs it")]
     scored = ready.loaders.val.sampler.batch_size if ready.loaders.val else 0
-    batches = (batch_bytes, batch_bytes * scored // ready.plan.micro_batch)  # to train, and to validate
-    together = sum(batches) if ready.cfg.eval_every > 0 else max(batches)  # amid an epoch both are in flight
+    # to train, and to validate
+    batches = (batch_bytes, batch_bytes * scored // ready.plan.micro_batch)
+    # amid an epoch both are in flight
+    together = sum(batches) if ready.cfg.eval_every > 0 else max(batches)
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
     needed = processes * ahead * together
     each = f"{amount(processes, 'process')} x {ahead} batches of {together / MB:.3g} MB"
-    text = f"/dev/shm has {free / MB:.0f} MB free, loader processes need up to {needed / MB:.3g} MB ({each})"
-    todo = f"give it more (docker run --shm-size={max(1, math.ceil(2 * needed / 1e9))}g), or fewer num_workers"
+    text = (
+        f"/dev/shm has {free / MB:.0f} MB free, loader processes need up to {needed / MB:.3g} "
+        f"MB ({each})"
+    )
+    todo = (
+        f"give it more (docker run --shm-size={max(1, math.ceil(2 * needed / 1e9))}g), or "
+        "fewer num_workers"
+    )
     return [_compared(needed, free, text, todo)]
 
 
@@ -333,28 +418,50 @@ def disk(ready: Run) -> list[Line]:
     free = shutil.disk_usage(there).free
     count = cfg.keep_checkpoints + 3  # the last, the best, and one that is being written
     held = sum(path.stat().st_size for path in folder.glob("*.pt") if not path.is_symlink())
-    text = f"{free / MB:.0f} MB free at {there}, the run keeps up to {count} checkpoints of {one / MB:.3g} MB"
-    return [_compared(count * one - held, free, text, "free some, or another save_dir, or a smaller keep_checkpoints")]
+    text = (
+        f"{free / MB:.0f} MB free at {there}, the run keeps up to {count} checkpoints of "
+        f"{one / MB:.3g} MB"
+    )
+    return [
+        _compared(
+            count * one - held,
+            free,
+            text,
+            "free some, or another save_dir, or a smaller keep_checkpoints",
+        )
+    ]
 
 
 def model_memory(ready: Run) -> list[Line]:
-    """Compare weights, gradients, moments and average of a process with its memory, by ddp.strategy."""
+    """Compare weights, gradients, moments and average of a process with its memory, by
+    ddp.strategy."""
     found, strategy = strategies.footprint(ready), ready.cfg.ddp.strategy
     held = next(size for name, size in found.by_strategy.items() if name.startswith(strategy))
     text = f"model in a process: {strategies.describe(ready)}"
     less = [name for name, size in found.by_strategy.items() if size < min(held, found.there)]
-    todo = f"ddp.strategy={less[-1].split()[0]}" if less else "more processes with ddp.strategy=fsdp, a smaller model"
+    todo = (
+        f"ddp.strategy={less[-1].split()[0]}"
+        if less
+        else "more processes with ddp.strategy=fsdp, a smaller model"
+    )
     return [_compared(held, found.there, text, todo)]
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """Return the bytes of a checkpoint's tensors: weights, their EMA, and two moments of each trained one."""
+    """Return the bytes of a checkpoint's tensors: weights, their EMA, and two moments of each
+    trained one."""
     states = [run.model.state_dict(), *([run.ema.state_dict()] if run.ema else [])]
-    weights = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    weights = sum(
+        value.nbytes
+        for state in states
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
     return weights + sum(2 * p.nbytes for p in run.model.parameters() if p.requires_grad)
 
 
-# ---- how fast it is --------------------------------------------------------------------------------------------------
+# ---- how fast it is
+# --------------------------------------------------------------------------------------------------
 
 
 class Speed(NamedTuple):
@@ -372,8 +479,8 @@ class Speed(NamedTuple):
 
 
 def measure(run: Run, workers: int) -> Speed | str:
-    """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the same time. Returns
-    the error's text if one fails."""
+    """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the
+    same time. Returns the error's text if one fails."""
     given = run.loaders.train
     alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None, given.prepare)
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
@@ -381,30 +488,39 @@ def measure(run: Run, workers: int) -> Speed | str:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
         val_set = run.loaders.val and run.loaders.val.dataset
         works["loaded"] = _batches(
-            create_data_loaders(cfg, run.world, run.plan, given.sampler.dataset, val_set, run.task)[0]
+            create_data_loaders(cfg, run.world, run.plan, given.sampler.dataset, val_set, run.task)[
+                0
+            ]
         )
     found: dict[str, tuple[float, float]] = {}
     problem = ""
     for name, work in works.items():
         run.world.gather(None)  # all begin together
         try:
-            rounds = 5 if run.plan.sharded and name == "step" else 0  # each is a collective: as many on all ranks
+            # each is a collective: as many on all ranks
+            rounds = 5 if run.plan.sharded and name == "step" else 0
             found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device, rounds)
         except Exception as error:
             problem = str(blame.translate(error, run.world))
-    return problem or Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])
+    return problem or Speed(
+        *found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0]
+    )
 
 
-def _seconds_each(work: Generator[None, None, None], device: torch.device, rounds: int = 0) -> tuple[float, float]:
-    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two; of so many `rounds`, or
-    of as many as BUDGET_S allows."""
+def _seconds_each(
+    work: Generator[None, None, None], device: torch.device, rounds: int = 0
+) -> tuple[float, float]:
+    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two; of
+    so many `rounds`, or of as many as BUDGET_S allows."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
     with contextlib.closing(work):
         for _ in range(2):  # processes start, kernels are chosen
             next(work)
         wait(device)
         began, computed, count = time.perf_counter(), time.process_time(), 0
-        while not count or (count < rounds if rounds else time.perf_counter() - began < BUDGET_S and count < 1000):
+        while not count or (
+            count < rounds if rounds else time.perf_counter() - began < BUDGET_S and count < 1000
+        ):
             next(work)
             count += 1
         wait(device)
@@ -423,7 +539,11 @@ def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
     batch = loader.example()
     run.net.train()
     while True:
-        with run.net.no_sync() if isinstance(run.net, DistributedDataParallel) else contextlib.nullcontext():
+        with (
+            run.net.no_sync()
+            if isinstance(run.net, DistributedDataParallel)
+            else contextlib.nullcontext()
+        ):
             with run.precision.autocast():
                 total = run.task.loss(run.net, batch).total
             run.scaler.scale(total / run.plan.global_batch).backward()
@@ -439,10 +559,18 @@ def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> L
     slowest = Speed(*map(max, zip(*everyone, strict=True)))
     on_gpu = run.world.device.type == "cuda"
     share = waiting(slowest.loaded, slowest.step, bool(workers) or on_gpu)
-    loads, steps = (run.plan.micro_batch * run.world.size / seconds for seconds in (slowest.loaded, slowest.step))
-    text = f"the loader gives {loads:.0f} samples/s (num_workers={workers}), forward and backward take {steps:.0f}: "
+    loads, steps = (
+        run.plan.micro_batch * run.world.size / seconds
+        for seconds in (slowest.loaded, slowest.step)
+    )
+    text = (
+        f"the loader gives {loads:.0f} samples/s (num_workers={workers}), forward and "
+        f"backward take {steps:.0f}: "
+    )
     text += f"{100 * share:.0f} % of the time is waiting for data"
-    spare = cores // max(1, launch.environment().local_size) - (1 if on_gpu else torch.get_num_threads())
+    spare = cores // max(1, launch.environment().local_size) - (
+        1 if on_gpu else torch.get_num_threads()
+    )
     best = recommend(slowest, max(0, spare), on_gpu)
     if workers and not best:
         return (ok if share <= WAITS else warning)(text, "num_workers=0 does as well")
@@ -450,14 +578,19 @@ def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> L
         return ok(text)
     if best > workers:
         return warning(text, f"num_workers={best}")
-    todo = "no core is free for more loader processes: fewer training processes, cache=host if the data fit, or data "
+    todo = (
+        "no core is free for more loader processes: fewer training processes, cache=host if "
+        "the data fit, or data "
+    )
     return warning(text, todo + "prepared so that a sample takes less")
 
 
 def waiting(load: float, step: float, meanwhile: bool) -> float:
-    """Return the share of time that a training waits for data that take `load` seconds, with steps of `step` seconds.
+    """Return the share of time that a training waits for data that take `load` seconds, with steps
+    of `step` seconds.
 
-    meanwhile  whether the next batch is fetched during a step: by loader processes, or for a GPU by a thread
+    meanwhile  whether the next batch is fetched during a step: by loader processes, or for a GPU by
+    a thread
     """
     return max(0.0, 1 - step / load) if meanwhile else load / (load + step)
 
@@ -484,24 +617,37 @@ def sums(cfg: Any, world: World, gradients: int) -> Line:
     on_gpu = world.device.type == "cuda"
     count = 256_000_000 if on_gpu else 16_000_000
     speed = bus_gb_s(world, count)
-    through = "NCCL" if on_gpu and cfg.ddp.backend != "gloo" else "shared memory" if shm_backend.channel() else "gloo"
+    through = (
+        "NCCL"
+        if on_gpu and cfg.ddp.backend != "gloo"
+        else "shared memory"
+        if shm_backend.channel()
+        else "gloo"
+    )
     text = (
-        f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth {speed:.3g} GB/s through {through}"
+        f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth "
+        f"{speed:.3g} GB/s through {through}"
     )
     if shm_backend.channel():
         text += f", {bus_gb_s(world, count, dist.new_group(backend='gloo')):.3g} GB/s through gloo"
     if not on_gpu:
         text += f" (a copy in memory: {_copy_gb_s(count):.3g} GB/s)"
     if gradients:
-        text += f"; the gradients, {gradients / MB:.3g} MB, take {1e3 * time_sum(world, gradients):.3g} ms"
+        text += (
+            f"; the gradients, {gradients / MB:.3g} MB, take "
+            f"{1e3 * time_sum(world, gradients):.3g} ms"
+        )
     several = len(set(world.gather(socket.gethostname()))) > 1  # a network's bandwidth is unknown
     if several or through != "NCCL" or not world.main:
         return ok(text)
-    return _against_the_link(text, speed, machine.shown_cards()[: max(1, launch.environment().local_size)])
+    return _against_the_link(
+        text, speed, machine.shown_cards()[: max(1, launch.environment().local_size)]
+    )
 
 
 def bus_gb_s(world: World, count: int, group: Any = None) -> float:
-    """(all ranks) Return the bus bandwidth as nccl-tests define it: each byte crosses a link 2 (n - 1) / n times."""
+    """(all ranks) Return the bus bandwidth as nccl-tests define it: each byte crosses a link 2 (n -
+    1) / n times."""
     return 2 * (world.size - 1) / world.size * count / time_sum(world, count, group) / 1e9
 
 
@@ -516,16 +662,22 @@ def _copy_gb_s(count: int) -> float:
 
 def _against_the_link(text: str, speed: float, cards: list[nvidia.Card]) -> Line:
     kind, limit = "", math.nan
-    with contextlib.suppress(Exception):  # nvidia-smi's output varies; the measurement does not need it
+    # nvidia-smi's output varies; the measurement does not need it
+    with contextlib.suppress(Exception):
         ways = machine.ways_between(cards)
         kind = "NVLink" if ways and all(way.startswith("NV") for way in ways) else "PCIe"
-        each = [nvidia.nvlink_gb_s(card.index) if kind == "NVLink" else card.pcie_gb_s for card in cards]
+        each = [
+            nvidia.nvlink_gb_s(card.index) if kind == "NVLink" else card.pcie_gb_s for card in cards
+        ]
         limit = min(each) if all(value > 0 for value in each) else math.nan
     if math.isnan(limit):
         return ok(f"{text}; what the link should give is not known")
     text += f"; {kind} carries {limit:.3g} GB/s"
     if speed < SHARE_OF_LINK[kind] * limit:
-        return warning(text, "NCCL_DEBUG=INFO says which way it takes, `nvidia-smi topo -m` which ways there are")
+        return warning(
+            text,
+            "NCCL_DEBUG=INFO says which way it takes, `nvidia-smi topo -m` which ways there are",
+        )
     return ok(text)
 
 

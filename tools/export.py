@@ -2,14 +2,17 @@
 """Export a trained model as one file that runs without this code, and check it on real batches.
 
 python tools/export.py RUN                        RUN/model.pt2, for torch.export.load
-python tools/export.py RUN --format onnx          RUN/model.onnx; pip install onnx onnxscript onnxruntime
+python tools/export.py RUN --format onnx          RUN/model.onnx; pip install onnx onnxscript
+                                                  onnxruntime
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints. Inputs are raw and of any batch size: gray
-clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's units, a robot's observation in recorded
-units, its pictures as uint8 of the size that it was trained on, its command as numbers; the file normalises them.
-Outputs are logits and probabilities, or actions. The file also holds the classes' names and a description of its
-inputs, as JSON under "lockstep". Batches of several sizes of the validation split, or else of the training data, go
-through the file and the model: the largest difference is printed, and beyond --tolerance nothing is written.
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints. Inputs are raw and of
+any batch size: gray clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's
+units, a robot's observation in recorded units, its pictures as uint8 of the size that it was
+trained on, its command as numbers; the file normalises them. Outputs are logits and probabilities,
+or actions. The file also holds the classes' names and a description of its inputs, as JSON under
+"lockstep". Batches of several sizes of the validation split, or else of the training data, go
+through the file and the model: the largest difference is printed, and beyond --tolerance nothing is
+written.
 """
 
 from __future__ import annotations
@@ -63,17 +66,27 @@ class Exported:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="export.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, or a checkpoint")
     add("--format", choices=FORMATS, default="pt2", help="pt2 (torch.export) or onnx")
     add("--out", type=Path, help="the file (default: model.pt2 or model.onnx in the run's folder)")
-    add("--tolerance", type=float, default=1e-4, help="largest difference, where outputs are about 1 (default: 1e-4)")
+    add(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="largest difference, where outputs are about 1 (default: 1e-4)",
+    )
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
-    return guarded([asked.run, *rest], lambda args: _export(args, asked), partial(of_run, asked.trust))
+    return guarded(
+        [asked.run, *rest], lambda args: _export(args, asked), partial(of_run, asked.trust)
+    )
 
 
 def _export(args: config.Args, asked: argparse.Namespace) -> int:
@@ -81,10 +94,14 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
     run = Path(asked.run)
     out = asked.out or (run if run.is_dir() else run.parent) / f"model.{asked.format}"
     args = args._replace(
-        cfg=config.changed(args.cfg, {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False})
+        cfg=config.changed(
+            args.cfg, {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False}
+        )
     )
     with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
-        about, exported, found = in_world(args.cfg, lambda world, _: _compared(args, world, asked.format))
+        about, exported, found = in_world(
+            args.cfg, lambda world, _: _compared(args, world, asked.format)
+        )
     worst = float(np.max([relative for _, _, relative in found]))
     if not worst <= asked.tolerance:  # NaN fails too, and Python's own max would lose it
         what = f"the exported model is off by {worst:.3g} of its largest output"
@@ -94,7 +111,9 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, lambda file: file.write(exported.data))
     except OSError as error:
-        raise LockstepError(f"cannot write: {error.strerror}", str(out), "give another --out") from None
+        raise LockstepError(
+            f"cannot write: {error.strerror}", str(out), "give another --out"
+        ) from None
     path = about.pop("path")
     sizes = [{"batch": size, "largest_difference": largest} for size, largest, _ in found]
     if asked.json:
@@ -102,16 +121,25 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
         return 0
     print(f"{path}, step {about['step']}:")
     for row in sizes:
-        print(f"  batch of {row['batch']:<4}  largest difference to the model {row['largest_difference']:.3g}")
+        print(
+            f"  batch of {row['batch']:<4}  largest difference to the model "
+            f"{row['largest_difference']:.3g}"
+        )
     for name in ("inputs", "outputs"):
         for one in about[name]:
-            print(f"  {name[:-1]:<7} {one['name']}: {one['dtype']} ({', '.join(map(str, one['shape']))})")
+            print(
+                f"  {name[:-1]:<7} {one['name']}: {one['dtype']} "
+                f"({', '.join(map(str, one['shape']))})"
+            )
     print(f"Wrote {out} ({len(exported.data) / 1e6:.1f} MB)")
     return 0
 
 
-def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any], Exported, list[Any]]:
-    """Return (the file's description, the file, (size, largest difference, relative) of each real batch)."""
+def _compared(
+    args: config.Args, world: World, kind: str
+) -> tuple[dict[str, Any], Exported, list[Any]]:
+    """Return (the file's description, the file, (size, largest difference, relative) of each real
+    batch)."""
     run = train.build(args, world, split="any")
     describe.print_plan(run, steps=False)
     with run.evaluated() as averaged:
@@ -128,14 +156,17 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
             "inputs": _described(inputs[-1]),
             "outputs": _described(outputs),
             # Not the names of the recordings: the file is handed on.
-            "known": {name: value for name, value in run.task.metadata().items() if name != "videos"},
+            "known": {
+                name: value for name, value in run.task.metadata().items() if name != "videos"
+            },
         }
         exported = FORMATS[kind](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
         found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
     return about | {"path": shown(run.record.resumed.path or "")}, exported, found
 
 
-# ---- real batches ---------------------------------------------------------------------------------------------------
+# ---- real batches
+# --------------------------------------------------------------------------------------------------
 
 
 def real_inputs(whole: Iterator[Input]) -> Iterator[Input]:
@@ -148,7 +179,11 @@ def real_inputs(whole: Iterator[Input]) -> Iterator[Input]:
 
 
 def _mapped(x: Input, change: Callable[[Tensor], Tensor]) -> Input:
-    return {name: change(value).contiguous() for name, value in x.items()} if isinstance(x, dict) else change(x)
+    return (
+        {name: change(value).contiguous() for name, value in x.items()}
+        if isinstance(x, dict)
+        else change(x)
+    )
 
 
 def _size(x: Input) -> int:
@@ -161,24 +196,34 @@ def _two_at_least(x: Input) -> Input:
 
 
 def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, float]:
-    """Return the largest absolute difference over all outputs, and the largest relative to the output's largest number
-    or to 1 if that is more. Raises LockstepError for other outputs."""
+    """Return the largest absolute difference over all outputs, and the largest relative to the
+    output's largest number or to 1 if that is more. Raises LockstepError for other outputs."""
     if ours.keys() != theirs.keys():
-        raise LockstepError(f"the exported model gives {', '.join(theirs)} instead of {', '.join(ours)}", exit_code=1)
+        raise LockstepError(
+            f"the exported model gives {', '.join(theirs)} instead of {', '.join(ours)}",
+            exit_code=1,
+        )
     pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
     gaps = [(float((a - b).abs().max()), max(1.0, float(a.abs().max()))) for a, b in pairs]
-    return float(np.max([gap for gap, _ in gaps])), float(np.max([gap / size for gap, size in gaps]))
+    return float(np.max([gap for gap, _ in gaps])), float(
+        np.max([gap / size for gap, size in gaps])
+    )
 
 
 def _described(values: Input) -> list[dict[str, Any]]:
     named = values if isinstance(values, dict) else {"x": values}
     return [
-        {"name": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": ["batch", *value.shape[1:]]}
+        {
+            "name": name,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": ["batch", *value.shape[1:]],
+        }
         for name, value in named.items()
     ]
 
 
-# ---- formats --------------------------------------------------------------------------------------------------------
+# ---- formats
+# --------------------------------------------------------------------------------------------------
 
 
 def _traced(module: nn.Module, example: Input) -> Any:
@@ -197,18 +242,25 @@ def pt2(module: nn.Module, example: Input, outputs: list[str], about: str) -> Ex
 
 def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> Exported:
     """ONNX in one file, weights included."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it is on by default, and leaves a file in /tmp
+    # it is on by default, and leaves a file in /tmp
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
         import onnxscript  # noqa: F401, torch's exporter needs it
     except ImportError as error:
         todo = "pip install onnx onnxscript onnxruntime"
-        raise LockstepError(f"the ONNX format needs more packages: {error}", "--format onnx", todo) from None
+        raise LockstepError(
+            f"the ONNX format needs more packages: {error}", "--format onnx", todo
+        ) from None
     names = [*example] if isinstance(example, dict) else ["x"]
     logging.disable(logging.WARNING)  # of packages that are not needed
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, about itself
     program: Any = torch.onnx.export(
-        _traced(module, example), input_names=names, output_names=outputs, dynamo=True, verbose=False
+        _traced(module, example),
+        input_names=names,
+        output_names=outputs,
+        dynamo=True,
+        verbose=False,
     )
     model = program.model_proto
     model.metadata_props.add(key=META, value=about)
@@ -224,7 +276,10 @@ def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> E
     return Exported(data, run)
 
 
-FORMATS: dict[str, Callable[[nn.Module, Input, list[str], str], Exported]] = {"pt2": pt2, "onnx": onnx}
+FORMATS: dict[str, Callable[[nn.Module, Input, list[str], str], Exported]] = {
+    "pt2": pt2,
+    "onnx": onnx,
+}
 
 
 if __name__ == "__main__":

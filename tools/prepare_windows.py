@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
-"""Turn recordings of sensors, as tables or as cases of an archive, into one .npz that the har task trains on.
+"""Turn recordings of sensors, as tables or as cases of an archive, into one .npz that the har task
+trains on.
 
-    python tools/prepare_windows.py walks/ walks.npz --rate 50        a file per recording, recordings.csv names them
-    python tools/prepare_windows.py all.csv all.npz --time ms --time-unit ms --subject who --label activity
+    python tools/prepare_windows.py walks/ walks.npz --rate 50
+        a file per recording, recordings.csv names them
+    python tools/prepare_windows.py all.csv all.npz --time ms --time-unit ms --subject who --label
+        activity
     python tools/prepare_windows.py PAMAP2_Dataset/Protocol pamap2.npz --like pamap2
     python tools/prepare_windows.py Gun_TRAIN.tsv gun.npz             with Gun_TEST.tsv beside it
     python train.py har dataset.root=walks.npz
 
-A table is CSV, or separated by semicolons, tabs or blanks, gzipped or not, or parquet (pip install pyarrow): a row for
-each sample. Cases are .tsv of UCR, .arff or .ts of UEA. In a folder every table is a recording; a table recordings.csv
-there (file, subject, label) names them and what they are. Columns are known by their names or by --time, --channels,
---label, --subject and --recording; what was taken is printed.
+A table is CSV, or separated by semicolons, tabs or blanks, gzipped or not, or parquet (pip install
+pyarrow): a row for each sample. Cases are .tsv of UCR, .arff or .ts of UEA. In a folder every table
+is a recording; a table recordings.csv there (file, subject, label) names them and what they are.
+Columns are known by their names or by --time, --channels, --label, --subject and --recording; what
+was taken is printed.
 
-A recording is cut where samples are missing (--max-gap), where time goes back and, unless --mixed, where the label
-changes, so that a window has one label; what is shorter than a window (--length) is left out, or padded (--pad). A
-lower --rate filters first (pip install scipy). What is wrong is refused with file, line and column; the file appears
-only when it is complete.
+A recording is cut where samples are missing (--max-gap), where time goes back and, unless --mixed,
+where the label changes, so that a window has one label; what is shorter than a window (--length) is
+left out, or padded (--pad). A lower --rate filters first (pip install scipy). What is wrong is
+refused with file, line and column; the file appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -52,12 +56,14 @@ TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
 SOME = 5  # sentences of a kind that are printed
 
-# ---- what is written ------------------------------------------------------------------------------------------------
+# ---- what is written
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Piece:
-    """(T, C) float32 of one recording, and its label or, with `--mixed`, (T,) labels; both index the classes."""
+    """(T, C) float32 of one recording, and its label or, with `--mixed`, (T,) labels; both index
+    the classes."""
 
     signal: np.ndarray
     label: int
@@ -99,7 +105,8 @@ class Output:
             self.steps.append(steps.astype(np.int32))
 
     def save(self, out: Path, arrays: dict[str, np.ndarray], channels: int) -> None:
-        """Write the .npz, the same bytes each time; the signal is copied from the temporary file in blocks."""
+        """Write the .npz, the same bytes each time; the signal is copied from the temporary file in
+        blocks."""
 
         def fill(file: Any) -> None:
             with zipfile.ZipFile(file, "w") as archive:
@@ -119,7 +126,8 @@ class Output:
         write_atomically(out, fill)
 
 
-# ---- recordings in tables -------------------------------------------------------------------------------------------
+# ---- recordings in tables
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -149,12 +157,17 @@ class Said(list[str]):
             self.add(kind, text)
 
     def closed(self) -> list[str]:
-        more = [f"{count - SOME} more places: {kind}" for kind, count in self.kinds.items() if count > SOME]
+        more = [
+            f"{count - SOME} more places: {kind}"
+            for kind, count in self.kinds.items()
+            if count > SOME
+        ]
         return [*self, *more]
 
 
 def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
-    """Return the files to read, as the table, or the command line's pattern, names them. Raises LockstepError."""
+    """Return the files to read, as the table, or the command line's pattern, names them. Raises
+    LockstepError."""
     data: Path = asked.data
     if data.is_file():
         return [Source(data)]
@@ -162,13 +175,21 @@ def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
     if table:
         return _listed(data, table, said)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
-    found = sorted(path for path in data.rglob(asked.files or "*") if path.is_file() and not path.name.startswith("."))
+    found = sorted(
+        path
+        for path in data.rglob(asked.files or "*")
+        if path.is_file() and not path.name.startswith(".")
+    )
     found = [path for path in found if path.name.lower().endswith(endings)]
     mapped = asked.label_map.partition(":")[0]
-    found = [path for path in found if path != data / mapped and path.resolve() != asked.output.resolve()]
+    found = [
+        path for path in found if path != data / mapped and path.resolve() != asked.output.resolve()
+    ]
     if not found:
         what = f"no tables{f' {asked.files}' if asked.files else ''}"
-        raise LockstepError(what, str(data), f"give a folder with {', '.join(TABLES)}, or name one in --files")
+        raise LockstepError(
+            what, str(data), f"give a folder with {', '.join(TABLES)}, or name one in --files"
+        )
     return [Source(path) for path in found]
 
 
@@ -176,25 +197,40 @@ def _listed(folder: Path, table: Path, said: Said) -> list[Source]:
     lines = text_lines(table)
     header, rows = csv_rows(table, lines)
     if "file" not in header:
-        raise LockstepError(f"the header has {', '.join(header)}", f"{table}:1", "it needs file, and label and subject")
+        raise LockstepError(
+            f"the header has {', '.join(header)}",
+            f"{table}:1",
+            "it needs file, and label and subject",
+        )
     found: list[Source] = []
     for line, cells in rows:
         row = dict(zip(header, [cell.strip() for cell in cells], strict=False))
         where, path = f"{table}:{line}", folder / row.get("file", "")
         for name in ("file", *sorted({"subject", "label"} & {*header})):
             if not row.get(name):
-                raise LockstepError(f"{name} is empty", where, "give each recording a file, a person and a label")
+                raise LockstepError(
+                    f"{name} is empty", where, "give each recording a file, a person and a label"
+                )
         if not path.is_file():
-            raise LockstepError(f"no file {row['file']}", where, f"put it into {folder}, or fix the name")
+            raise LockstepError(
+                f"no file {row['file']}", where, f"put it into {folder}, or fix the name"
+            )
         if twin := [other.where for other in found if os.path.samefile(other.path, path)]:
             raise LockstepError(f"{row['file']} stands twice, also in {twin[0]}", where, "keep one")
         found.append(Source(path, row.get("subject", ""), row.get("label", ""), where))
     if not found:
         raise LockstepError("no recordings", str(table), "write a row for each")
     known = {source.path.resolve() for source in found} | {table.resolve()}
-    left = sorted(path.name for path in folder.glob("*") if path.suffix in TABLES and path.resolve() not in known)
+    left = sorted(
+        path.name
+        for path in folder.glob("*")
+        if path.suffix in TABLES and path.resolve() not in known
+    )
     if left:
-        said.add("files", f"{table}: it names no {', '.join(left[:SOME])}{', ...' if left[SOME:] else ''}")
+        said.add(
+            "files",
+            f"{table}: it names no {', '.join(left[:SOME])}{', ...' if left[SOME:] else ''}",
+        )
     return found
 
 
@@ -209,17 +245,27 @@ class Labels:
         if "=" in asked.label_map:
             pairs = [pair.split("=", 1) for pair in _words(asked.label_map)]
             if any(len(pair) != 2 for pair in pairs):
-                raise LockstepError(f"{asked.label_map!r}", self.where, "write old=new,old=new, or FILE:COLUMN")
+                raise LockstepError(
+                    f"{asked.label_map!r}", self.where, "write old=new,old=new, or FILE:COLUMN"
+                )
             self.mapping = {old.strip(): new.strip() for old, new in pairs}
         elif asked.label_map:
             self._read_map(asked)
 
     def _read_map(self, asked: argparse.Namespace) -> None:
         name, _, column = asked.label_map.partition(":")
-        path = Path(name) if Path(name).is_file() else (asked.data if asked.data.is_dir() else asked.data.parent) / name
+        path = (
+            Path(name)
+            if Path(name).is_file()
+            else (asked.data if asked.data.is_dir() else asked.data.parent) / name
+        )
         header, rows = csv_rows(path, text_lines(path))
         if column not in header:
-            raise LockstepError(f"no column {column!r}", f"{path}:1", f"--label-map {name}:{' or :'.join(header[1:])}")
+            raise LockstepError(
+                f"no column {column!r}",
+                f"{path}:1",
+                f"--label-map {name}:{' or :'.join(header[1:])}",
+            )
         for line, cells in rows:
             if len(cells) <= header.index(column):
                 raise LockstepError(f"{column} is empty", f"{path}:{line}", "name a class")
@@ -227,22 +273,33 @@ class Labels:
         self.all_mapped, self.where = True, str(path)
 
     def number(self, text: str, where: str) -> int:
-        """Return a class's number, new ones counting on, or -1. Raises LockstepError for one that a file lacks."""
+        """Return a class's number, new ones counting on, or -1. Raises LockstepError for one that a
+        file lacks."""
         text = "" if text.lower() == "nan" else text
         if self.all_mapped and text and text not in self.mapping:
-            raise LockstepError(f"label {text[:60]!r} is not in {self.where}", where, "add it there")
+            raise LockstepError(
+                f"label {text[:60]!r} is not in {self.where}", where, "add it there"
+            )
         name = self.mapping.get(text, text)
         self.seen |= {text, name}
-        if not name or {text, name} & self.exclude or (self.keep and not {text, name} & {*self.keep}):
+        if (
+            not name
+            or {text, name} & self.exclude
+            or (self.keep and not {text, name} & {*self.keep})
+        ):
             return -1
         return self.names.setdefault(name, len(self.names))
 
     def check(self) -> None:
         if missing := [name for name in self.keep if name not in self.seen]:
             some = ", ".join(sorted(self.seen - {""}, key=cases.natural)[:12])
-            raise LockstepError(f"no label {missing[0]!r}", "--keep-classes", f"the data have {some}")
+            raise LockstepError(
+                f"no label {missing[0]!r}", "--keep-classes", f"the data have {some}"
+            )
         if not self.names:
-            raise LockstepError("not one sample has a label", "--label", "name its column, or give --no-label")
+            raise LockstepError(
+                "not one sample has a label", "--label", "name its column, or give --no-label"
+            )
 
 
 def _words(text: str) -> list[str]:
@@ -270,7 +327,9 @@ class Recordings:
         """Yield the pieces of a file: of each person in it, and of each recording of theirs."""
         self.scale = _factors(self.asked, len(sheet.channels))
         labels = self._labels(sheet, source)
-        subject = self._pattern(self.asked.file_subject, "--file-subject", sheet.path) or source.subject
+        subject = (
+            self._pattern(self.asked.file_subject, "--file-subject", sheet.path) or source.subject
+        )
         codes, names = sheet.texts.get("subject", (np.zeros(len(labels), np.int64), [subject]))
         others, _ = sheet.texts.get("recording", (np.zeros(len(labels), np.int64), [""]))
         whole = codes + len(names) * others
@@ -282,14 +341,18 @@ class Recordings:
                 yield piece
 
     def _pattern(self, pattern: str, flag: str, path: Path) -> str:
-        """Return what a pattern's group finds in the name of a file, below the folder that was given."""
+        """Return what a pattern's group finds in the name of a file, below the folder that was
+        given."""
         if not pattern:
             return ""
         found = re.search(
-            pattern, path.relative_to(self.asked.data).as_posix() if path != self.asked.data else path.name
+            pattern,
+            path.relative_to(self.asked.data).as_posix() if path != self.asked.data else path.name,
         )
         if not found or not found[1]:
-            raise LockstepError(f"{pattern!r} finds nothing in the name", str(path), f"change {flag}")
+            raise LockstepError(
+                f"{pattern!r} finds nothing in the name", str(path), f"change {flag}"
+            )
         return found[1]
 
     def _labels(self, sheet: Sheet, source: Source) -> np.ndarray:
@@ -305,34 +368,55 @@ class Recordings:
             return table[codes]
         text = self._pattern(self.asked.file_label, "--file-label", sheet.path) or source.label
         if not text:
-            todo = f"name its column in --label, its place in the file's name in --file-label, or write {TABLE}"
-            raise LockstepError("no label", str(sheet.path), f"{todo}; --no-label is for data to predict")
+            todo = (
+                "name its column in --label, its place in the file's name in --file-label, "
+                f"or write {TABLE}"
+            )
+            raise LockstepError(
+                "no label", str(sheet.path), f"{todo}; --no-label is for data to predict"
+            )
         return np.full(len(sheet.values), self.labels.number(text, source.where or str(sheet.path)))
 
     def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
-        """Yield the pieces of one recording, without a gap and, unless --mixed, of one label each."""
+        """Yield the pieces of one recording, without a gap and, unless --mixed, of one label
+        each."""
         if sheet.time is None and not self.rate:
-            raise LockstepError("no column of times", str(sheet.path), "name it in --time, or give --rate")
-        values, time = sheet.values[rows], np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows]
+            raise LockstepError(
+                "no column of times", str(sheet.path), "name it in --time, or give --rate"
+            )
+        values, time = (
+            sheet.values[rows],
+            np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows],
+        )
         breaks = np.zeros(len(rows), dtype=bool)  # whether a piece begins here
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
             what = f"time goes back {len(back)} times, the first to {time[back[0]]:.10g} s"
-            raise LockstepError(what, sheet.at(rows[back[0]]), "sort the rows, or name --recording or --subject")
+            raise LockstepError(
+                what, sheet.at(rows[back[0]]), "sort the rows, or name --recording or --subject"
+            )
         for row in back.tolist():
             text = f"time goes back by {time[row - 1] - time[row]:.3g} s: cut there"
             self.said.add("time goes back", f"{sheet.at(rows[row])}: {text}")
         breaks[back] = True
-        firsts = np.flatnonzero(np.append(True, np.diff(time) != 0))  # of samples of one time, which are averaged
+        # of samples of one time, which are averaged
+        firsts = np.flatnonzero(np.append(True, np.diff(time) != 0))
         if len(rows) > 1 and len(firsts) < max(2, len(rows) / 2):
             what = f"{len(rows)} samples have {len(firsts)} different times"
-            raise LockstepError(what, str(sheet.path), "give each sample a time of its own, or name --subject")
+            raise LockstepError(
+                what, str(sheet.path), "give each sample a time of its own, or name --subject"
+            )
         if len(rows) - len(firsts) > len(rows) / 10:
-            text = f"{sheet.path}: {len(rows) - len(firsts)} of {len(rows)} samples have the time of the one before"
+            text = (
+                f"{sheet.path}: {len(rows) - len(firsts)} of {len(rows)} samples have the "
+                "time of the one before"
+            )
             self.said.add("samples of one time", f"{text}: such are averaged")
         values = np.add.reduceat(values, firsts) / np.diff(np.append(firsts, len(rows)))[:, None]
         time, rows, labels, breaks = time[firsts], rows[firsts], labels[firsts], breaks[firsts]
-        parts = [part for part in np.split(np.arange(len(time)), np.flatnonzero(breaks)) if len(part)]
+        parts = [
+            part for part in np.split(np.arange(len(time)), np.flatnonzero(breaks)) if len(part)
+        ]
         steady = max(parts, key=len)
         if len(steady) < 2:
             return
@@ -340,18 +424,32 @@ class Recordings:
         usual = float(np.median(np.diff(time[steady])))
         if other := changed(time[steady]):
             row, interval = steady[other[0]], other[1]
-            text = f"a sample every {interval:.3g} s from here on, usually every {usual:.3g} s: has the rate changed?"
+            text = (
+                f"a sample every {interval:.3g} s from here on, usually every {usual:.3g} s: "
+                "has the rate changed?"
+            )
             self.said.add("the rate", f"{sheet.at(rows[row])}: {text}")
         gap = self.asked.max_gap or widest_gap(usual, self.asked.length / self.rate)
         for part in parts:
-            yield from self._stretches(sheet, rows[part], time[part], values[part], labels[part], gap)
+            yield from self._stretches(
+                sheet, rows[part], time[part], values[part], labels[part], gap
+            )
 
     def _check_rate(self, own: float, path: Path) -> None:
         if not self.rate:
             near = round(own)
-            self.rate, self.first = near if near and abs(own - near) < 0.01 * own else float(f"{own:.4g}"), str(path)
+            self.rate, self.first = (
+                near if near and abs(own - near) < 0.01 * own else float(f"{own:.4g}"),
+                str(path),
+            )
             if not 0.2 < own < 20000:
-                self.said.add("unit", f"{path}: {own:.3g} samples a second: is the time in another unit (--time-unit)?")
+                self.said.add(
+                    "unit",
+                    (
+                        f"{path}: {own:.3g} samples a second: is the time in another unit "
+                        "(--time-unit)?"
+                    ),
+                )
         if self.first and abs(own - self.rate) > 0.05 * self.rate:
             what = f"{own:.4g} samples a second, {self.first} has {self.rate:g}"
             raise LockstepError(what, str(path), "--rate takes all at one rate")
@@ -360,7 +458,13 @@ class Recordings:
             raise LockstepError(what, str(path), "give another --time-unit or --rate")
 
     def _stretches(
-        self, sheet: Sheet, rows: np.ndarray, time: np.ndarray, values: np.ndarray, labels: np.ndarray, gap: float
+        self,
+        sheet: Sheet,
+        rows: np.ndarray,
+        time: np.ndarray,
+        values: np.ndarray,
+        labels: np.ndarray,
+        gap: float,
     ) -> Iterator[Piece]:
         """Cut where values or samples are missing; `time` rises."""
         if self.asked.missing == "fill":
@@ -368,10 +472,15 @@ class Recordings:
         alive = ~np.isnan(values).any(1)
         lost = np.flatnonzero(~alive & np.append(True, alive[:-1]))  # the first of each hole
         for row in lost[(lost > 0)].tolist():
-            self.said.add("values are missing", f"{sheet.at(rows[row])}: values are missing: cut there")
+            self.said.add(
+                "values are missing", f"{sheet.at(rows[row])}: values are missing: cut there"
+            )
         wide = np.flatnonzero(np.diff(time) > 1.001 * gap)
         for row in wide.tolist():
-            text = f"no sample for {time[row + 1] - time[row]:.3g} s, {time[row]:.4f} s after the first: cut there"
+            text = (
+                f"no sample for {time[row + 1] - time[row]:.3g} s, {time[row]:.4f} s after "
+                "the first: cut there"
+            )
             self.said.add("no sample", f"{sheet.at(rows[row + 1])}: {text}")
         begins = np.zeros(len(time), dtype=bool)
         begins[wide + 1] = True
@@ -394,7 +503,8 @@ class Recordings:
 
 
 def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
-    """Draw a line over the missing values of each channel where the samples beside them are at most `gap` s apart."""
+    """Draw a line over the missing values of each channel where the samples beside them are at most
+    `gap` s apart."""
     values = values.copy()
     for column in values.T:
         known = np.flatnonzero(~np.isnan(column))
@@ -409,13 +519,17 @@ def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
     return values
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line
+# -----------------------------------------------------------------------------------------------
 
 TEXTS = {
     "--files": ("PATTERN", "the files of the folder to read, such as *.csv"),
     "--columns": ("A,B,…", "names of the columns, for files without a header"),
     "--time": ("COLUMN", "default: time, timestamp, …; none: the samples are even, at --rate"),
-    "--time-unit": ("UNIT", "s (the default), ms, us, ns, datetime, or a form such as %%d.%%m.%%Y %%H:%%M:%%S"),
+    "--time-unit": (
+        "UNIT",
+        "s (the default), ms, us, ns, datetime, or a form such as %%d.%%m.%%Y %%H:%%M:%%S",
+    ),
     "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
     "--label": ("COLUMN", "default: label, activity, …"),
     "--subject": ("COLUMN", "the person; default: subject, user, …"),
@@ -433,27 +547,63 @@ TEXTS = {
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="prepare_windows.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="prepare_windows.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("data", type=Path, metavar="TABLE|FOLDER", help="a table, a folder of them, or cases of an archive")
+    add(
+        "data",
+        type=Path,
+        metavar="TABLE|FOLDER",
+        help="a table, a folder of them, or cases of an archive",
+    )
     add("output", type=Path, metavar="OUT.npz", help="the file to write; must not exist")
-    add("--like", choices=sorted(LIKE), help="a public set as it is published: its columns, labels and people")
+    add(
+        "--like",
+        choices=sorted(LIKE),
+        help="a public set as it is published: its columns, labels and people",
+    )
     told = f"names file, subject and label (default: FOLDER/{TABLE} if it is there)"
     add("--table", type=Path, metavar="CSV", help=told)
     for flag, (form, told) in TEXTS.items():
         add(flag, default="s" if flag == "--time-unit" else "", metavar=form, help=told)
     add("--no-label", action="store_true", help="of data to predict")
-    add("--mixed", action="store_true", help="keep recordings whole: a window has the label of its middle")
-    add("--rate", type=float, default=0.0, metavar="HZ", help="steps a second to write (default: the recordings' own)")
+    add(
+        "--mixed",
+        action="store_true",
+        help="keep recordings whole: a window has the label of its middle",
+    )
+    add(
+        "--rate",
+        type=float,
+        default=0.0,
+        metavar="HZ",
+        help="steps a second to write (default: the recordings' own)",
+    )
     told = "of a window (default: 128; cases: their own)"
     add("--length", type=whole_number(2), default=0, metavar="STEPS", help=told)
-    add("--pad", action="store_true", help="pad what is shorter, and add a channel `valid`; cases to the longest")
-    told = "cut where no sample came for longer (default: 20 usual intervals, or a quarter of a window if that is more"
+    add(
+        "--pad",
+        action="store_true",
+        help="pad what is shorter, and add a channel `valid`; cases to the longest",
+    )
+    told = (
+        "cut where no sample came for longer (default: 20 usual intervals, or a quarter of a "
+        "window if that is more"
+    )
     add("--max-gap", type=float, default=0.0, metavar="S", help=f"{told} than 3)")
-    told = "empty cells and NaN: refuse them (the default), draw a line over them up to --max-gap, or cut there"
+    told = (
+        "empty cells and NaN: refuse them (the default), draw a line over them up to "
+        "--max-gap, or cut there"
+    )
     add("--missing", choices=("refuse", "fill", "cut"), default="refuse", help=told)
-    add("--bad-lines", choices=("refuse", "skip"), default="refuse", help="lines that cannot be read")
+    add(
+        "--bad-lines",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="lines that cannot be read",
+    )
     first, _ = parser.parse_known_args(argv)
     parser.set_defaults(**LIKE.get(first.like or "", {}))
     asked = parser.parse_args(argv)
@@ -480,10 +630,14 @@ def prepare(asked: argparse.Namespace) -> str:
     if asked.output.exists():
         raise LockstepError("it exists", str(asked.output), "remove it, or give another name")
     if not data.exists():
-        raise LockstepError("no such file or folder", str(data), "give a table, or a folder of tables")
+        raise LockstepError(
+            "no such file or folder", str(data), "give a table, or a folder of tables"
+        )
     for folder in (data, data / "UCI HAR Dataset"):
         if (folder / "train" / "Inertial Signals").is_dir() or data.suffix == ".npz":
-            raise LockstepError("har reads it as it is", str(folder), f"python train.py har dataset.root={data}")
+            raise LockstepError(
+                "har reads it as it is", str(folder), f"python train.py har dataset.root={data}"
+            )
     archive = cases.find(data) if data.is_dir() else data if _is_cases(asked) else None
     asked.output.parent.mkdir(parents=True, exist_ok=True)
     said = Said()
@@ -519,13 +673,18 @@ def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
     for series, label, where in zip(found.series, found.labels.tolist(), found.where, strict=True):
         holes = np.argwhere(np.isnan(series))
         if len(holes) and asked.missing != "fill":
-            what = f"{len(holes)} values are missing, the first in channel {holes[0, 1] + 1}, step {holes[0, 0] + 1}"
+            what = (
+                f"{len(holes)} values are missing, the first in channel {holes[0, 1] + 1}, "
+                f"step {holes[0, 0] + 1}"
+            )
             raise LockstepError(what, where, "--missing fill draws a line over them")
         for channel in series.T if len(holes) else ():
             known = ~np.isnan(channel)
             if not known.any():
                 raise LockstepError("a channel without a value", where, "delete the line")
-            channel[~known] = np.interp(np.flatnonzero(~known), np.flatnonzero(known), channel[known])
+            channel[~known] = np.interp(
+                np.flatnonzero(~known), np.flatnonzero(known), channel[known]
+            )
         chosen.append(labels.number(found.classes[label], where))
     labels.check()
     sizes = [len(series) for series in found.series]
@@ -568,23 +727,37 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
                 said.add("lines and commas", note)
             if "subject" not in sheet.texts and not source.subject and not asked.file_subject:
                 source.subject = source.path.name if len(sources) > 1 else ""
-                todo = "each file counts as a person of its own" if source.subject else "training will split by piece"
-                said.once("person", f"nothing says who was recorded: {todo} (--subject, --file-subject)")
+                todo = (
+                    "each file counts as a person of its own"
+                    if source.subject
+                    else "training will split by piece"
+                )
+                said.once(
+                    "person", f"nothing says who was recorded: {todo} (--subject, --file-subject)"
+                )
             rows, used = rows + len(sheet.lines), used | sheet.used
             for piece in recordings.pieces(sheet, source):
                 out.add(piece, str(source.path))
     if not asked.no_label:
         labels.check()
     if VALID in how.channels:
-        raise LockstepError(f"a channel of the name {VALID!r}", str(sources[0].path), "rename it: it means padding")
+        raise LockstepError(
+            f"a channel of the name {VALID!r}", str(sources[0].path), "rename it: it means padding"
+        )
     taken = "".join(f"{what} {name}, " for what, name in used.items())
-    line = f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels {', '.join(how.channels)}"
-    return About([*labels.names], line, how.channels, {"rate_hz": np.array(float(recordings.rate))}, "step")
+    line = (
+        f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels "
+        f"{', '.join(how.channels)}"
+    )
+    return About(
+        [*labels.names], line, how.channels, {"rate_hz": np.array(float(recordings.rate))}, "step"
+    )
 
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Collect no garbage: the lists of cells are no cycles, and looking for some takes as long as reading them."""
+    """Collect no garbage: the lists of cells are no cycles, and looking for some takes as long as
+    reading them."""
     gc.disable()
     try:
         yield
@@ -609,10 +782,13 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
     left = sum(out.short.values())
     if not out.lengths:
         what = f"all {left} steps are in pieces shorter than the {out.length} of a window"
-        raise LockstepError(what, str(asked.data), "give a smaller --length, a longer --max-gap, --mixed or --pad")
+        raise LockstepError(
+            what, str(asked.data), "give a smaller --length, a longer --max-gap, --mixed or --pad"
+        )
     arrays = {"lengths": np.array(out.lengths)} | about.more
     order = sorted(range(len(about.classes)), key=lambda n: cases.natural(about.classes[n]))
-    classes, place = [about.classes[n] for n in order], np.append(np.argsort(order), -1)  # old number -> new
+    # old number -> new
+    classes, place = [about.classes[n] for n in order], np.append(np.argsort(order), -1)
     labels = place[out.labels]
     if asked.mixed:
         steps = place[np.concatenate(out.steps)].astype(np.int32)
@@ -629,34 +805,48 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
     whom = f" of {amount(len(people), 'person').replace('persons', 'people')}" if people else ""
     rate = f" at {about.more['rate_hz']:g} Hz" if about.more else ""
     size = f"{sum(out.lengths)} steps x {amount(len(channels), 'channel')}"
-    lines = [about.line, f"Wrote {amount(len(out.lengths), 'recording')}{whom}, {size}{rate}, to {asked.output}"]
+    lines = [
+        about.line,
+        f"Wrote {amount(len(out.lengths), 'recording')}{whom}, {size}{rate}, to {asked.output}",
+    ]
     doubts = said.closed()
     if left:
-        text = f"{left} of {left + sum(out.lengths)} steps are left out, in pieces shorter than {out.length}"
+        text = (
+            f"{left} of {left + sum(out.lengths)} steps are left out, in pieces shorter than "
+            f"{out.length}"
+        )
         doubts.append(f"{text} (--length, --mixed, --pad)")
     if not asked.no_label:
         seen = [
             (classes[n], who)  # of each recording, or of each label in it
             for piece, (label, who) in enumerate(zip(labels.tolist(), out.subjects, strict=True))
-            for n in ({*place[np.unique(out.steps[piece])].tolist()} - {-1} if asked.mixed else [label])
+            for n in (
+                {*place[np.unique(out.steps[piece])].tolist()} - {-1} if asked.mixed else [label]
+            )
         ]
         counts = Counter(name for name, _ in seen)
         lines[-1] += f" ({', '.join(f'{name} {counts[name]}' for name in classes)})"
-        words = {name: count for name, count in counts.items() if cases.natural(name)[0]}  # -1 is no typo of 1
+        # -1 is no typo of 1
+        words = {name: count for name, count in counts.items() if cases.natural(name)[0]}
         doubts += look_alikes(words) + look_alikes(Counter(out.subjects), typos=False)
         for name, count in counts.items():
             of = {who for other, who in seen if other == name}
             if count == 1:
                 doubts.append(f"{name!r} occurs once: trained on or validated, never both")
             elif len(people) > 1 and len(of) == 1:
-                doubts.append(f"all of {name!r} is of {of.pop()}: trained on or validated, never both")
+                doubts.append(
+                    f"all of {name!r} is of {of.pop()}: trained on or validated, never both"
+                )
         if len(counts) < 2:
             doubts.append("all is of one class; there is nothing to tell apart")
         if len(people) == 1:
             doubts.append("all is of one person; training divides people, so it needs two or more")
     lines += [f"warning: {doubt}" for doubt in doubts]
     stride = max(1, asked.length // 2) if about.unit == "step" else asked.length
-    command = f"train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
+    command = (
+        f"train.py har dataset.root={asked.output} dataset.length={asked.length} "
+        f"dataset.stride={stride}"
+    )
     lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else command}")
     return "\n".join(lines)
 

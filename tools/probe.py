@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measure a training for some seconds in new processes, for tools/tune.py and tools/benchmark.py.
 
-python tools/probe.py OUT.json SECONDS [arguments of a training]    one process; as many as torchrun starts
+python tools/probe.py OUT.json SECONDS [arguments of a training]    one process; as many as torchrun
+starts
 
 There is no folder, no checkpoint and no evaluation. Rank 0 writes OUT.json.
 """
@@ -51,7 +52,8 @@ WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
 """Steps before the measurement, the fewest and most of a timed block, and the number of blocks."""
 
 
-# ---- in the processes that are measured -----------------------------------------------------------------------------
+# ---- in the processes that are measured
+# -----------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +65,13 @@ def main(argv: list[str]) -> int:
 
 
 def _main(out: Path, seconds: float, args: config.Args) -> int:
-    fixed = {"save_dir": "", "resume": "never", "wandb.enable": False, "mlflow.enable": False, "oom": "stop"}
+    fixed = {
+        "save_dir": "",
+        "resume": "never",
+        "wandb.enable": False,
+        "mlflow.enable": False,
+        "oom": "stop",
+    }
     args = args._replace(cfg=config.changed(args.cfg, fixed))
 
     def work(world: World, stop: StopRequest) -> None:
@@ -73,7 +81,8 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
             found = measure(run, seconds)
         except Exception as error:
             if blame.ran_out(error):
-                out.with_suffix(".oom").touch()  # by any rank, because the others only lose their connection
+                # by any rank, because the others only lose their connection
+                out.with_suffix(".oom").touch()
             raise
         if world.main:
             write_json(out, found)
@@ -83,7 +92,8 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
 
 
 def endless(run: Run) -> Iterator[Due]:
-    """(all ranks) Take a training's steps, one epoch after the other, without its evaluations; yield what is due."""
+    """(all ranks) Take a training's steps, one epoch after the other, without its evaluations;
+    yield what is due."""
     take_step = speed.recorded(run, train.train_step)
     while True:
         run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
@@ -95,7 +105,8 @@ def endless(run: Run) -> Iterator[Due]:
 
 
 def measure(run: Run, seconds: float) -> dict[str, Any]:
-    """(all ranks) Time a training's steps for about so many seconds, then again where their time goes."""
+    """(all ranks) Time a training's steps for about so many seconds, then again where their time
+    goes."""
     cfg, world, steps = run.cfg, run.world, endless(run)
     timed(run, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
     pace, _ = timed(run, steps, FEWEST)
@@ -121,7 +132,9 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
         "step_ms": 1e3 * step_s,
         "samples_per_s": samples_per_s,
         "memory_mb": peak,
-        "phases_ms": {name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()},
+        "phases_ms": {
+            name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()
+        },
         "gradients_mb": sum(p.numel() * p.element_size() for p in trained) / 1e6,
         "units_mb": units_mb(run),
         "reduce_every": cfg.ddp.reduce_every,
@@ -139,8 +152,8 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def units_mb(run: Run) -> list[tuple[float, float]]:
-    """Return (weights as they are sent, gradients) in MB of each unit that ddp.strategy=fsdp gathers at once; first
-    what is left of the model, which it gathers first."""
+    """Return (weights as they are sent, gradients) in MB of each unit that ddp.strategy=fsdp
+    gathers at once; first what is left of the model, which it gathers first."""
     units, seen = fsdp.units(run.model, run.task), set[nn.Parameter]()
     sizes = []
     for module in [*units, run.model]:
@@ -153,8 +166,8 @@ def units_mb(run: Run) -> list[tuple[float, float]]:
 
 
 def timed(run: Run, steps: Any, count: int) -> tuple[float, float]:
-    """(all ranks) Return seconds per step and samples per second of `count` steps and the log point after them. An
-    epoch's last step may have fewer samples."""
+    """(all ranks) Return seconds per step and samples per second of `count` steps and the log point
+    after them. An epoch's last step may have fewer samples."""
     _wait_for(run.world.device)
     began, before = time.perf_counter(), run.progress.samples
     for _ in itertools.islice(steps, count):
@@ -166,10 +179,14 @@ def timed(run: Run, steps: Any, count: int) -> tuple[float, float]:
 
 
 def time_sum(world: World, count: int, group: Any = None, rounds: int = 8) -> float:
-    """(all ranks) Return the seconds that a sum of `count` bytes takes, in the median; 0 in a world of one."""
+    """(all ranks) Return the seconds that a sum of `count` bytes takes, in the median; 0 in a world
+    of one."""
     if world.size == 1:
         return 0.0
-    numbers, start = torch.zeros(max(1, count // 4), device=world.device), torch.zeros(1, device=world.device)
+    numbers, start = (
+        torch.zeros(max(1, count // 4), device=world.device),
+        torch.zeros(1, device=world.device),
+    )
     times = []
     for _ in range(rounds + 1):  # the first one connects
         dist.all_reduce(start, group=group)  # all begin together
@@ -182,9 +199,16 @@ def time_sum(world: World, count: int, group: Any = None, rounds: int = 8) -> fl
 
 
 def peak_memory_mb(run: Run) -> float:
-    """Return this process's peak in MB: of the memory that torch reserved on its GPUs, or of the host's memory."""
+    """Return this process's peak in MB: of the memory that torch reserved on its GPUs, or of the
+    host's memory."""
     if run.world.device.type == "cuda":
-        return max(torch.cuda.max_memory_reserved(gpu) for gpu in run.plan.devices or [run.world.device]) / 1e6
+        return (
+            max(
+                torch.cuda.max_memory_reserved(gpu)
+                for gpu in run.plan.devices or [run.world.device]
+            )
+            / 1e6
+        )
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
@@ -193,14 +217,17 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ---- from outside ---------------------------------------------------------------------------------------------------
+# ---- from outside
+# --------------------------------------------------------------------------------------------------
 
 
 class OutOfMemory(Exception):
     """Memory ran out: a result, not a failure."""
 
 
-def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: float, threads: int) -> dict[str, Any]:
+def probe(
+    words: list[str], settings: dict[str, Any], processes: int, seconds: float, threads: int
+) -> dict[str, Any]:
     """Measure a training in `processes` new processes, all of which end with the call.
 
     settings  key: value, a delta over the arguments `words`
@@ -211,17 +238,26 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
         out, log = Path(scratch) / "out.json", Path(scratch) / "log"
         command = [*python(processes), __file__, str(out), f"{seconds:g}", *words]
-        env = os.environ | {launch.RESTART: json.dumps({"settings": settings})} | threads_at_most(threads)
+        env = (
+            os.environ
+            | {launch.RESTART: json.dumps({"settings": settings})}
+            | threads_at_most(threads)
+        )
         with started(command, env, log) as child:
             child.wait()
         if child.returncode == 0 and out.exists():
             return json.loads(out.read_text())
         text = log.read_text(errors="replace")
-        killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text  # by the kernel: no memory
+        # by the kernel: no memory
+        killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text
         if out.with_suffix(".oom").exists() or killed:
             raise OutOfMemory
-        errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
-        lines = errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
+        errors = [
+            line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")
+        ]
+        lines = (
+            errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
+        )
         raise LockstepError(lines[0], exit_code=child.returncode if child.returncode > 0 else 1)
 
 

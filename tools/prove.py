@@ -1,36 +1,44 @@
 #!/usr/bin/env python3
-"""Try on your own task what Lockstep promises: the same global batch, however it is cut, takes the same step.
+"""Try on your own task what Lockstep promises: the same global batch, however it is cut, takes the
+same step.
 
-python tools/prove.py mine.py                           a task of your own; or har, video, robot, with key=value ...
+python tools/prove.py mine.py                           a task of your own; or har, video, robot,
+                                                        with key=value ...
 python tools/prove.py checkpoints/har_20260101-120000   the config of a run, from its first step
 python tools/prove.py --processes 1,2 --seconds 60 har
 
-Real trainings of some steps are started and compared:
-- with virtual workers (the config's number, or one that it chooses) on one process twice, on two, on three, and on
-  four of which one is killed (SIGKILL) and which are resumed on two. Each step's digest and logged numbers, and the
-  whole final state, must have the same bits. Two starts have different hash seeds, as two days have.
-- without, on one process in one pass and in more, on two and on three: the logged numbers and the weights must be the
-  same up to rounding. What rounding explains is measured: in float64 the same differences must be a billion times
-  smaller (below 1e-9). Where a task cannot compute in float64, or only in part, they must be at most 100 times as large
-  as those that follow from changing each weight by one unit in the last place. Dropout is off here, because its masks
-  depend on the cut without virtual workers; a run that draws random numbers otherwise, or has BatchNorm, is left out.
+Real trainings of some steps are started and compared: - with virtual workers (the config's number,
+or one that it chooses) on one process twice, on two, on three, and on
+  four of which one is killed (SIGKILL) and which are resumed on two. Each step's digest and logged
+  numbers, and the whole final state, must have the same bits. Two starts have different hash seeds,
+  as two days have.
+- without, on one process in one pass and in more, on two and on three: the logged numbers and the
+weights must be the
+  same up to rounding. What rounding explains is measured: in float64 the same differences must be a
+  billion times smaller (below 1e-9). Where a task cannot compute in float64, or only in part, they
+  must be at most 100 times as large as those that follow from changing each weight by one unit in
+  the last place. Dropout is off here, because its masks depend on the cut without virtual workers;
+  a run that draws random numbers otherwise, or has BatchNorm, is left out.
 
-Where something differs, both runs are repeated with a record of the first different step, which names the module.
+Where something differs, both runs are repeated with a record of the first different step, which
+names the module.
 
 Options, before the arguments of a training:
   --steps N       steps of each run (20), fewer where one takes long
-  --seconds S     about the time for all of it (120): what does not fit is left out and named. Preparing data once, and
+  --seconds S     about the time for all of it (120): what does not fit is left out and named.
+                  Preparing data once, and
                   the two runs that explain a difference, come in addition
   --processes P   the numbers of processes; the last of them is killed (1,2,3,4)
   --keep FOLDER   keep the runs in this new folder
   --trust         run a task file that lies in RUN's own folder
   --json          print one JSON object
 
-A proof is of the machine that it ran on. Where GPUs are visible the runs compute on them; where they are fewer than
-processes, several share one by gloo. `device=cpu` proves it on the CPU.
+A proof is of the machine that it ran on. Where GPUs are visible the runs compute on them; where
+they are fewer than processes, several share one by gloo. `device=cpu` proves it on the CPU.
 
-Exit code 0: the promise holds, as far as it was checked; 1: it does not; 7: not known, because no run on another cut
-has ended and agreed, or a run was ended from outside; 2: wrong usage; others as of a training.
+Exit code 0: the promise holds, as far as it was checked; 1: it does not; 7: not known, because no
+run on another cut has ended and agreed, or a run was ended from outside; 2: wrong usage; others as
+of a training.
 """
 
 from __future__ import annotations
@@ -69,14 +77,16 @@ from tools.evaluate import SAME_STATE, TRUST, of_run, tensors_of
 from tools.running import guarded, last_step, python, started
 
 FLOAT64, GROWTH = 1e-9, 100
-"""The largest relative difference in float64, and how many times as large as that of weights changed in the last place
-a difference in float32 may be, to be taken for rounding."""
+"""The largest relative difference in float64, and how many times as large as that of weights
+changed in the last place a difference in float32 may be, to be taken for rounding."""
 
 CLEAR = 1e-2
-"""A relative difference that a mistake makes at least: where rounding alone may explain more, nothing is said."""
+"""A relative difference that a mistake makes at least: where rounding alone may explain more,
+nothing is said."""
 
 AMPLIFIED = 1e-4
-"""The relative difference in float32 from which it is compared also with that of weights changed in the last place."""
+"""The relative difference in float32 from which it is compared also with that of weights changed in
+the last place."""
 
 CONTINUOUS = ("loss", "grad_norm")
 """Logged numbers that rounding moves a little; a hit of an accuracy jumps."""
@@ -88,13 +98,24 @@ REFUSED = {
     r"a mean\?": "a mean",
     r"different the second time": "a generator of its own, a clock, or something that `loss` keeps",
     r"check_sums=false": "no sum over the samples",
-    r"changes between two fetches": "random samples: a generator of the dataset's own, or samples that are changed in "
-    "place",
+    (
+        r"changes between two "
+        r"fetches"
+    ): "random samples: a generator of the dataset's own, or samples that are changed in place",
     r"check_resume=false": "an optimizer that forgets: what it keeps is in no checkpoint",
-    r"no checkpoint of this model|a checkpoint cannot hold": "a state that no checkpoint brings back",
-    r"differs from rank 0 in data": "the data are others in each process: a generator without a seed, the order of a "
+    (
+        r"no checkpoint of this model|a checkpoint cannot "
+        r"hold"
+    ): "a state that no checkpoint brings back",
+    (
+        r"differs from rank 0 in "
+        r"data"
+    ): "the data are others in each process: a generator without a seed, the order of a "
     "set, or the rank",
-    r"differs from rank 0 in (parameter|code)": "the weights are others in each process: a generator without a seed, "
+    (
+        r"differs from rank 0 in "
+        r"(parameter|code)"
+    ): "the weights are others in each process: a generator without a seed, "
     "the order of a set, or the rank",
     r"^the buffer ": "a buffer that each process changes in its own way, such as one that counts",
 }
@@ -107,7 +128,8 @@ PARTS = {
     "gradient": "the backward pass",
     "weight": "the optimizer",
 }
-"""The kind of the first tensor that differs in a step -> the part of the task that is the likely cause."""
+"""The kind of the first tensor that differs in a step -> the part of the task that is the likely
+cause."""
 
 ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 """Exit codes of a training that a signal has ended before it handled signals."""
@@ -115,10 +137,19 @@ ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 HOLDS, BROKEN, UNKNOWN = "holds", "does not hold", "not known"
 
 WHY = {
-    "again": "depends on the time of the start: a clock, a generator without a seed, or the order of a set",
-    "cut": "depends on the process: a generator of its own, something it keeps from pass to pass, or the rank",
+    "again": (
+        "depends on the time of the start: a clock, a generator without a seed, or the "
+        "order of a set"
+    ),
+    "cut": (
+        "depends on the process: a generator of its own, something it keeps from pass to "
+        "pass, or the rank"
+    ),
     "resumed": "keeps something from step to step that no checkpoint holds",
-    "plain": "depends on how many samples a pass has: a mean, statistics over the batch, or something it keeps",
+    "plain": (
+        "depends on how many samples a pass has: a mean, statistics over the batch, or "
+        "something it keeps"
+    ),
 }
 
 
@@ -126,7 +157,8 @@ WHY = {
 class Trial:
     """One training, in `processes` processes.
 
-    kind     virtual, plain, double (plain in float64), or nudged (plain, each weight changed in the last place)
+    kind     virtual, plain, double (plain in float64), or nudged (plain, each weight changed in the
+             last place)
     passes   twice as many passes a step as needed
     killed   at this step, and resumed on `after` processes
     seed     of the hashes of texts, by which sets are ordered
@@ -155,8 +187,15 @@ class Trial:
     def lines(self) -> dict[tuple[str, int], dict[str, Any]]:
         """{(event, step): the line of the log}"""
         with contextlib.suppress(OSError):
-            found = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-            return {(line["event"], line["step"]): line for line in found if line["event"] in ("train", "eval")}
+            found = [
+                json.loads(line)
+                for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+            ]
+            return {
+                (line["event"], line["step"]): line
+                for line in found
+                if line["event"] in ("train", "eval")
+            }
         return {}
 
     @cached_property
@@ -171,7 +210,8 @@ class Trial:
 
     @property
     def ended_by(self) -> str:
-        """What has ended the training from outside, such as a signal; empty where it ended by itself."""
+        """What has ended the training from outside, such as a signal; empty where it ended by
+        itself."""
         if self.code == status.STOPPED and not self.limit_s:
             return "it was stopped by a signal"
         if self.code == -signal.SIGKILL or "was killed by SIGKILL" in self.text:
@@ -183,7 +223,11 @@ class Trial:
         """The training's error, or empty."""
         if self.code in (status.DONE, status.STOPPED):
             return ""
-        errors = [line.removeprefix("error: ") for line in self.text.splitlines() if line.startswith("error: ")]
+        errors = [
+            line.removeprefix("error: ")
+            for line in self.text.splitlines()
+            if line.startswith("error: ")
+        ]
         return [*errors, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
 
     @property
@@ -214,7 +258,8 @@ class Finding:
     step: int = 0
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line
+# -----------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
@@ -259,22 +304,32 @@ def _place(keep: str) -> Iterator[Path]:
 
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.isdigit() and 1 <= int(part) <= 64 for part in parts) or len({*parts}) < len(parts):
-        raise LockstepError(f"{text!r} are no numbers of processes", "--processes", "give some such as 1,2,4")
+    if not all(part.isdigit() and 1 <= int(part) <= 64 for part in parts) or len({*parts}) < len(
+        parts
+    ):
+        raise LockstepError(
+            f"{text!r} are no numbers of processes", "--processes", "give some such as 1,2,4"
+        )
     return sorted(map(int, parts))
 
 
-# ---- the runs -------------------------------------------------------------------------------------------------------
+# ---- the runs
+# --------------------------------------------------------------------------------------------------
 
 
 class Proof:
-    """The trainings of one proof, in the order in which they matter; what they show, and what was left out."""
+    """The trainings of one proof, in the order in which they matter; what they show, and what was
+    left out."""
 
     def __init__(self, asked: argparse.Namespace, words: list[str], cfg: Any, folder: Path):
         if asked.steps < 2:
-            raise LockstepError(f"{asked.steps} are too few to be killed between", "--steps", "give 2 or more")
+            raise LockstepError(
+                f"{asked.steps} are too few to be killed between", "--steps", "give 2 or more"
+            )
         if not 0 < asked.seconds < 1e6:
-            raise LockstepError(f"{asked.seconds:g} is no time", "--seconds", "give the seconds that it may take")
+            raise LockstepError(
+                f"{asked.seconds:g} is no time", "--seconds", "give the seconds that it may take"
+            )
         self.asked, self.words, self.cfg, self.folder = asked, words, cfg, folder
         self.counts = _numbers(asked.processes)
         self.steps, self.evaluate, self.cores = asked.steps, True, available()
@@ -292,7 +347,8 @@ class Proof:
         self.global_batch = max(1, self.wanted // multiple) * multiple
         self.workers = cfg.virtual_workers or max(self.counts) + 1
         self.cards = cards.visible(cfg)
-        cards.sharing(self.cards, max(self.counts), cfg.ddp.backend)  # refuses what cannot be, before a run is started
+        # refuses what cannot be, before a run is started
+        cards.sharing(self.cards, max(self.counts), cfg.ddp.backend)
         self.bar: Any = None
 
     def say(self, text: str = "") -> None:
@@ -305,7 +361,9 @@ class Proof:
         from tqdm import tqdm
 
         quiet = self.asked.json or not sys.stderr.isatty()
-        with tqdm(total=self.asked.seconds, unit="s", disable=quiet, leave=False, bar_format=BAR) as self.bar:
+        with tqdm(
+            total=self.asked.seconds, unit="s", disable=quiet, leave=False, bar_format=BAR
+        ) as self.bar:
             self._prove()
         self.bar = None
         code = {HOLDS: status.DONE, BROKEN: 1, UNKNOWN: NOT_KNOWN}[self.verdict]
@@ -316,7 +374,11 @@ class Proof:
         return status.set_exit_code(code)
 
     def _prove(self) -> None:
-        name = " ".join(self.words[:1]) if self.words and not self.words[0].startswith("-") else self.cfg.task
+        name = (
+            " ".join(self.words[:1])
+            if self.words and not self.words[0].startswith("-")
+            else self.cfg.task
+        )
         first = self._first()
         if first is None:
             self.say(f"{name}: refused before its first step")
@@ -324,16 +386,24 @@ class Proof:
             return
         batch = f"{self.global_batch} samples"
         if self.global_batch != self.wanted:
-            divide = " and ".join(map(str, self.counts[-2:] if len(self.counts) > 1 else self.counts))
-            batch += f" (the config's {self.wanted} do not divide by {divide}: not checked with these)"
+            divide = " and ".join(
+                map(str, self.counts[-2:] if len(self.counts) > 1 else self.counts)
+            )
+            batch += (
+                f" (the config's {self.wanted} do not divide by {divide}: not checked with these)"
+            )
         precision = first.notes["precision"].replace("off", "float32")
-        self.say(f"{name}: {amount(self.steps, 'step')} of {batch}, {first.notes['device']}, {precision}")
+        self.say(
+            f"{name}: {amount(self.steps, 'step')} of {batch}, {first.notes['device']}, {precision}"
+        )
         if cards.shares(self.cards, max(self.counts)):
             self.say(f"up to {cards.shared_by(self.cards, max(self.counts))}")
         if self.said_adds_up:
             self.say(self.said_adds_up)
         if first.kind == "virtual":
-            self.say(f"\nOn any number of processes, with virtual_workers={self.workers}: the same bits?")
+            self.say(
+                f"\nOn any number of processes, with virtual_workers={self.workers}: the same bits?"
+            )
         else:
             self.say("\nOn the same cut, without virtual workers: the same bits?")
         self.say(ROW.format("processes", "interruption", "last loss", "digest of the weights"))
@@ -355,13 +425,16 @@ class Proof:
         self._note_limits(first)
 
     def _first(self) -> Trial | None:
-        """Take the steps on one process, as many as a twentieth of the time is enough for; raise what is no matter of
-        cuts, such as a file that is missing. Return None where the training finds a mistake by itself."""
+        """Take the steps on one process, as many as a twentieth of the time is enough for; raise
+        what is no matter of cuts, such as a file that is missing. Return None where the training
+        finds a mistake by itself."""
         for kind in ("virtual", "plain"):
             first = self._new(kind, 1)
             first.limit_s = self.asked.seconds / 20
             self._start([first])
-            if kind == "virtual" and re.search(r"gather_batch in a step|with virtual_workers=", first.error):
+            if kind == "virtual" and re.search(
+                r"gather_batch in a step|with virtual_workers=", first.error
+            ):
                 self.left_out.append(f"virtual workers: {first.error}")
                 continue
             break
@@ -369,7 +442,9 @@ class Proof:
             self.finding = Finding(f"a training ends with an error: {first.error}", cause=cause)
             return None
         if first.ended_by:
-            raise LockstepError(f"the first run: {first.ended_by}", todo="start it again", exit_code=NOT_KNOWN)
+            raise LockstepError(
+                f"the first run: {first.ended_by}", todo="start it again", exit_code=NOT_KNOWN
+            )
         if first.error:
             raise LockstepError(first.error, exit_code=first.code if first.code > 0 else NOT_KNOWN)
         found = re.search(r"^the loss adds up.*", first.text, re.M)
@@ -377,9 +452,14 @@ class Proof:
         steps = [step for event, step in first.lines if event == "train"]
         if not steps:
             what = f"not one step was taken within {first.limit_s:.0f} s"
-            raise LockstepError(what, "--seconds", "give more, or a smaller batch_size", exit_code=NOT_KNOWN)
+            raise LockstepError(
+                what, "--seconds", "give more, or a smaller batch_size", exit_code=NOT_KNOWN
+            )
         if steps[-1] < self.steps:
-            self.left_out.append(f"steps after the {_nth(max(2, steps[-1]))}: one takes too long for the {self.steps}")
+            self.left_out.append(
+                f"steps after the {_nth(max(2, steps[-1]))}: one takes too long for the "
+                f"{self.steps}"
+            )
         self.steps = min(self.steps, max(2, steps[-1]))
         if first.notes["scored"] and not any(event == "eval" for event, _ in first.lines):
             self.evaluate = False
@@ -390,35 +470,58 @@ class Proof:
         return first
 
     def _new(self, kind: str, processes: int, **how: Any) -> Trial:
-        each = Trial(kind, processes, self.folder / f"{len(self.trials) + 1:02}_{kind}_{processes}", **how)
+        each = Trial(
+            kind, processes, self.folder / f"{len(self.trials) + 1:02}_{kind}_{processes}", **how
+        )
         each.seed = len(self.trials) + 1
         self.trials.append(each)
         return each
 
     def _groups(self, first: Trial) -> Iterator[list[Trial]]:
-        """Yield the runs that are still of use, those together that have a core for each process."""
+        """Yield the runs that are still of use, those together that have a core for each
+        process."""
         most, plain = self.counts[-1], [n for n in self.counts if n <= 3] or self.counts[:1]
         kill = min(self.steps // 2 + 1, self.steps - 1)
         if kill % self._save_every == 0 and kill + 1 < self.steps:  # a step is repeated
             kill += 1
         after = min(2, max(1, most - 1)) if first.kind == "virtual" else 1
-        # The one that is killed comes first: it is another cut, and a resume. The same run once more shows less.
+        # The one that is killed comes first: it is another cut, and a resume. The same run once
+        # more shows less.
         plan: list[dict[str, Any]] = [
-            {"kind": first.kind, "processes": most if first.kind == "virtual" else 1, "killed": kill, "after": after},
+            {
+                "kind": first.kind,
+                "processes": most if first.kind == "virtual" else 1,
+                "killed": kill,
+                "after": after,
+            },
             {"kind": first.kind, "processes": 1},  # on the same cut the bits must be the same
         ]
         more = self._in_one_pass() > 1 and first.kind == "virtual"
         wide = [n for n in plain if n > 1]
-        plan += [{"kind": kind, "processes": 1} for kind in ("double", "plain") if kind != first.kind]
-        plan += [{"kind": kind, "processes": 1, "passes": True} for kind in ("double", "plain") if more]
-        virtual = [{"kind": "virtual", "processes": n} for n in self.counts if 1 < n < most and first.kind == "virtual"]
+        plan += [
+            {"kind": kind, "processes": 1} for kind in ("double", "plain") if kind != first.kind
+        ]
+        plan += [
+            {"kind": kind, "processes": 1, "passes": True} for kind in ("double", "plain") if more
+        ]
+        virtual = [
+            {"kind": "virtual", "processes": n}
+            for n in self.counts
+            if 1 < n < most and first.kind == "virtual"
+        ]
         for n in range(max(len(virtual), len(wide))):
             plan += virtual[n : n + 1]
-            plan += [{"kind": kind, "processes": each} for each in wide[n : n + 1] for kind in ("double", "plain")]
+            plan += [
+                {"kind": kind, "processes": each}
+                for each in wide[n : n + 1]
+                for kind in ("double", "plain")
+            ]
         while plan:
             group = [plan.pop(0)]
             while plan and not group[0].get("killed"):
-                if sum(each["processes"] for each in [*group, plan[0]]) > self.cores or plan[0].get("killed"):
+                if sum(each["processes"] for each in [*group, plan[0]]) > self.cores or plan[0].get(
+                    "killed"
+                ):
                     break
                 group.append(plan.pop(0))
             wanted = [each for each in group if self._is_of_use(each)]
@@ -435,11 +538,19 @@ class Proof:
         if kind == "virtual" and each["processes"] > self.workers:
             self.left_out.append(f"{name}: virtual_workers={self.workers} is the most")
             return False
-        if kind != "virtual" and (self._why_no_plain() or (kind == "double" and self._no_float64())):
+        if kind != "virtual" and (
+            self._why_no_plain() or (kind == "double" and self._no_float64())
+        ):
             return False
-        cost = self.one_s * max(1.0, each["processes"] / self.cores) * (1.8 if each.get("killed") else 1.0)
+        cost = (
+            self.one_s
+            * max(1.0, each["processes"] / self.cores)
+            * (1.8 if each.get("killed") else 1.0)
+        )
         if time.monotonic() - self.began + cost > self.asked.seconds:
-            what = {"virtual": "", "plain": " without virtual workers", "double": " in float64"}[kind]
+            what = {"virtual": "", "plain": " without virtual workers", "double": " in float64"}[
+                kind
+            ]
             self.left_out.append(f"{name}{what}: {self.asked.seconds:.0f} s are over (--seconds)")
             return False
         return True
@@ -451,15 +562,28 @@ class Proof:
     def _settings(self, each: Trial) -> dict[str, Any]:
         cfg = self.cfg
         settings: dict[str, Any] = {
-            "epochs": 0, "steps": self.steps, "schedule.horizon": cfg.schedule.horizon or self.asked.steps,
-            "log_every": 1, "eval_every": self.steps, "check_every": 1, "digest_every": 1, "patience": 0,
-            "save_every": self._save_every, "keep_checkpoints": 0, "max_time_s": 0, "oom": "stop",
-            "save_dir": str(each.folder), "resume": "auto", "wandb.enable": False, "mlflow.enable": False,
+            "epochs": 0,
+            "steps": self.steps,
+            "schedule.horizon": cfg.schedule.horizon or self.asked.steps,
+            "log_every": 1,
+            "eval_every": self.steps,
+            "check_every": 1,
+            "digest_every": 1,
+            "patience": 0,
+            "save_every": self._save_every,
+            "keep_checkpoints": 0,
+            "max_time_s": 0,
+            "oom": "stop",
+            "save_dir": str(each.folder),
+            "resume": "auto",
+            "wandb.enable": False,
+            "mlflow.enable": False,
             "multi_gpu": "none",
-            "global_batch": self.global_batch, "gradient_accumulation_steps": 0,
+            "global_batch": self.global_batch,
+            "gradient_accumulation_steps": 0,
             "virtual_workers": self.workers if each.kind == "virtual" else 0,
             "check_sums": cfg.check_sums and len(self.trials) <= 2,
-        }  # fmt: skip
+        }
         if each.kind != "virtual":
             settings |= {"amp": "off", "check_sums": cfg.check_sums and each.kind == "plain"}
         if each.passes:
@@ -469,7 +593,9 @@ class Proof:
     def _in_one_pass(self) -> int:
         """Return the samples of a pass on one process without virtual workers."""
         size = self.global_batch
-        return max(n for n in range(1, size + 1) if size % n == 0 and n <= max(1, self.cfg.batch_size))
+        return max(
+            n for n in range(1, size + 1) if size % n == 0 and n <= max(1, self.cfg.batch_size)
+        )
 
     def _start(self, group: Sequence[Trial], record: int = 0) -> None:
         """Run these trainings at the same time, and wait for their ends.
@@ -490,9 +616,14 @@ class Proof:
                     self._tick(group)
                 for each, child in children:
                     if leg == 0 and each.killed and child.returncode == status.DONE:
-                        self.left_out.append(f"a resume: the run on {each} ended before it was killed")
+                        self.left_out.append(
+                            f"a resume: the run on {each} ended before it was killed"
+                        )
                         each.killed = 0
-                    each.code, each.took_s = child.returncode, each.took_s + time.monotonic() - began
+                    each.code, each.took_s = (
+                        child.returncode,
+                        each.took_s + time.monotonic() - began,
+                    )
             for each, _ in children:
                 each.text = each.folder.with_suffix(f".log{leg}").read_text(errors="replace")
                 each.__dict__.pop("lines", None)
@@ -512,7 +643,11 @@ class Proof:
         }
         settings = self._settings(each) | cards.sharing(self.cards, processes, self.cfg.ddp.backend)
         settings |= {"record": record, "compile": "off", "cuda_graph": False} if record else {}
-        env = {"OMP_NUM_THREADS": "1"} | os.environ | {launch.RESTART: json.dumps({"settings": settings})}
+        env = (
+            {"OMP_NUM_THREADS": "1"}
+            | os.environ
+            | {launch.RESTART: json.dumps({"settings": settings})}
+        )
         if "PYTHONHASHSEED" not in os.environ:
             env |= {"PYTHONHASHSEED": str(each.seed)}
         command = [*python(processes), trial.__file__, json.dumps(order), *self.words]
@@ -521,14 +656,18 @@ class Proof:
     def _tick(self, group: Sequence[Trial]) -> None:
         if self.bar is not None and not self.bar.disable:
             self.bar.n = min(self.asked.seconds, round(time.monotonic() - self.began))
-            names = "; ".join(f"{each.kind}, {each}: step {last_step(each.folder)}" for each in group)
+            names = "; ".join(
+                f"{each.kind}, {each}: step {last_step(each.folder)}" for each in group
+            )
             self.bar.set_description_str(names)
 
     # ---- what they show ----
 
     def _show(self, each: Trial, again: str = "") -> None:
         """Print a run's row of the table of equal bits."""
-        how = f"killed at step {each.killed}, resumed at {each.resumed_at}" if each.killed else "none"
+        how = (
+            f"killed at step {each.killed}, resumed at {each.resumed_at}" if each.killed else "none"
+        )
         name = f"{each.processes}{again}" + (f", then {each.after}" if each.killed else "")
         self.say(ROW.format(name, how, f"{each.last['loss']:.6g}", each.last["digest"]))
 
@@ -566,8 +705,8 @@ class Proof:
             self.finding = self._explained(first, each, step, what)
 
     def _start_again(self, first: Trial, each: Trial) -> None:
-        """Before a run that shows something is explained, set the finding where the first is another when it is started
-        once more: then the cut is not the cause."""
+        """Before a run that shows something is explained, set the finding where the first is
+        another when it is started once more: then the cut is not the cause."""
         if self._is_again(first, each) or any(self._is_again(first, one) for one in self.agreed):
             return
         again = self._new(first.kind, first.processes)
@@ -575,7 +714,8 @@ class Proof:
         self._look(again, first)
 
     def _look_at_the_end(self, first: Trial) -> None:
-        """Compare those that have agreed up to its last step with a run that has the final state."""
+        """Compare those that have agreed up to its last step with a run that has the final
+        state."""
         for each in self.agreed:
             if self.finding or each is first:
                 continue
@@ -585,19 +725,34 @@ class Proof:
                 self.agreed_at_the_end.append(each)
 
     def _is_again(self, first: Trial, each: Trial) -> bool:
-        """Return whether it is the first run once more, on the same cut and without an interruption."""
+        """Return whether it is the first run once more, on the same cut and without an
+        interruption."""
         return _same_cut(first, each) and not each.killed
 
     def _explained(self, one: Trial, other: Trial, step: int, what: str) -> Finding:
-        """Repeat two runs with a record of the step at which they part, and name the first tensor that differs."""
+        """Repeat two runs with a record of the step at which they part, and name the first tensor
+        that differs."""
         again = _same_cut(one, other) and not other.killed
         resumed = bool(other.killed and step > other.resumed_at)
-        how = "again" if again else "resumed" if resumed else "cut" if other.kind == "virtual" else "plain"
+        how = (
+            "again"
+            if again
+            else "resumed"
+            if resumed
+            else "cut"
+            if other.kind == "virtual"
+            else "plain"
+        )
         name = {
             "again": "the same run, started twice, is another",
             "cut": f"on {amount(other.processes, 'process')} the run is not that of one process",
-            "resumed": f"killed, and resumed on {amount(other.after, 'process')}, the run is not that of one process",
-            "plain": f"without virtual workers the run on {other} is not that of one process in one pass",
+            "resumed": (
+                f"killed, and resumed on {amount(other.after, 'process')}, the run is not "
+                "that of one process"
+            ),
+            "plain": (
+                f"without virtual workers the run on {other} is not that of one process in one pass"
+            ),
         }[how]
         finding = Finding(f"{name}: {what}", cause=f"it {WHY[how]}", step=step)
         if not step:
@@ -606,7 +761,16 @@ class Proof:
         pair = []
         for n, each in enumerate((one, other)):
             kill = (each.killed, each.after) if how == "resumed" else (0, 0)
-            pair.append(Trial(each.kind, each.processes, self.folder / f"why_{n}", each.passes, *kill, each.seed))
+            pair.append(
+                Trial(
+                    each.kind,
+                    each.processes,
+                    self.folder / f"why_{n}",
+                    each.passes,
+                    *kill,
+                    each.seed,
+                )
+            )
             self._start(pair[-1:], record=step)
         paths = [each.folder / f"record_step_{step}.npz" for each in pair]
         finding.seen = _seen(pair)
@@ -614,7 +778,10 @@ class Proof:
             finding.where = next((each.error for each in pair if each.error), "")
             return finding
         if again and all(_apart(a, b) is None for a, b in zip((one, other), pair, strict=True)):
-            finding.cause = "the order of a set (or a hash of a text): with the same PYTHONHASHSEED the runs are equal"
+            finding.cause = (
+                "the order of a set (or a hash of a text): with the same "
+                "PYTHONHASHSEED the runs are equal"
+            )
         found = records.compare(*map(records.read, paths))
         first = next(iter(found.differences), None)
         if how == "plain":
@@ -626,7 +793,8 @@ class Proof:
         if first is found.differences[0] and found.before:
             finding.where += "; everything before is equal in bits"
         if not finding.cause.startswith("the order of a set"):
-            kind = "weight" if how == "resumed" and first.kind == "gradient" else first.kind  # it may change them
+            # it may change them
+            kind = "weight" if how == "resumed" and first.kind == "gradient" else first.kind
             finding.cause = f"{PARTS[kind]} {WHY[how]}"
         return finding
 
@@ -635,22 +803,36 @@ class Proof:
     def _of(self, kind: str) -> list[Trial]:
         """Return the runs of a kind that have come to their end."""
         runs = [each for each in self.trials if each.kind == kind and each.lines]
-        return [each for each in runs if not (each.error or each.ended_by or _lacking(self.trials[0], each))]
+        return [
+            each
+            for each in runs
+            if not (each.error or each.ended_by or _lacking(self.trials[0], each))
+        ]
 
     def _why_no_plain(self) -> str:
-        """Why equal numbers are not promised without virtual workers, known once one such run is there."""
-        notes = next((each.notes for each in self.trials if each.kind in ("plain", "double") and each.notes), {})
+        """Why equal numbers are not promised without virtual workers, known once one such run is
+        there."""
+        notes = next(
+            (each.notes for each in self.trials if each.kind in ("plain", "double") and each.notes),
+            {},
+        )
         if depends := notes.get("depends_on_cut", ""):
             return f"the numbers of {depends} depend on the cut"
         if draws := " and ".join(notes.get("draws", [])):
-            return f"the loss draws from the generator of {draws} in each pass, so that its numbers depend on the cut"
+            return (
+                f"the loss draws from the generator of {draws} in each pass, so that its "
+                "numbers depend on the cut"
+            )
         return ""
 
     def _no_float64(self) -> str:
-        return next((each.error for each in self.trials if each.kind == "double" and each.error), "")
+        return next(
+            (each.error for each in self.trials if each.kind == "double" and each.error), ""
+        )
 
     def _gaps(self, kind: str) -> list[tuple[Trial, float, float]]:
-        """[(run, the largest relative difference of a logged number to one process, that of a weight)]"""
+        """[(run, the largest relative difference of a logged number to one process, that of a
+        weight)]"""
         one, *others = self._of(kind) or [self.trials[0]]
         return [(each, *_gap(one, each)) for each in others if not _same_cut(one, each)]
 
@@ -661,23 +843,32 @@ class Proof:
 
     def _needs_yardstick(self) -> bool:
         plain = self._gaps("plain")
-        return bool(plain) and (not self._in_float64() or max(numbers for _, numbers, _ in plain) > AMPLIFIED)
+        return bool(plain) and (
+            not self._in_float64() or max(numbers for _, numbers, _ in plain) > AMPLIFIED
+        )
 
     def _plain_table(self) -> None:
         gaps = {str(each): (each, *gap) for each, *gap in self._gaps("plain")}
         in_float64 = {str(each): gap for each, *gap in self._gaps("double")}
         if not gaps and not in_float64:
             return
-        self.say("\nWithout virtual workers: the same up to rounding? The largest relative difference to one process:")
+        self.say(
+            "\nWithout virtual workers: the same up to rounding? The largest relative difference "
+            "to one process:"
+        )
         self.say(PLAIN_ROW.format("processes", "numbers", "weights", "float64: numbers", "weights"))
         for name in dict.fromkeys([*gaps, *in_float64]):
             cells = [f"{n:.1e}" for n in gaps[name][1:]] if name in gaps else ["-", "-"]
             doubles = [f"{n:.1e}" for n in in_float64[name]] if name in in_float64 else ["-", "-"]
-            self.say(PLAIN_ROW.format(name.replace(" processes", "").replace(" process", ""), *cells, *doubles))
+            self.say(
+                PLAIN_ROW.format(
+                    name.replace(" processes", "").replace(" process", ""), *cells, *doubles
+                )
+            )
 
     def _judge_plain(self) -> None:
-        """Set the finding where a difference without virtual workers is more than rounding; else note the other cuts
-        that were within it."""
+        """Set the finding where a difference without virtual workers is more than rounding; else
+        note the other cuts that were within it."""
         self.within_rounding = []
         if why := self._why_no_plain():
             self.left_out.append(f"other cuts without virtual workers: {why}")
@@ -686,7 +877,10 @@ class Proof:
             self.left_out.append(f"float64: {why}")
         plain, nudged = self._gaps("plain"), next(iter(self._of("nudged")), None)
         if plain and not nudged and not self._gaps("double") and self._needs_yardstick():
-            what = "what weights changed in the last place make is not known, and rounding is measured by it"
+            what = (
+                "what weights changed in the last place make is not known, and rounding is "
+                "measured by it"
+            )
             self.left_out.append(f"other cuts without virtual workers in float32: {what}")
         if nudged and plain:
             one = self._of("plain")[0]
@@ -697,7 +891,9 @@ class Proof:
                 gaps = []
                 if not self._in_float64():
                     what = f"weights changed in the last place move the numbers by {moved[0]:.0e}"
-                    self.left_out.append(f"other cuts without virtual workers: {what}, so a difference says little")
+                    self.left_out.append(
+                        f"other cuts without virtual workers: {what}, so a difference says little"
+                    )
         else:
             limits, gaps = [FLOAT64, FLOAT64], self._gaps("double")
         for each, *gap in gaps:
@@ -706,26 +902,38 @@ class Proof:
                     first = self._of(each.kind)[0]
                     step = _first_step(first, each, limit) if name != "weights" else self.steps
                     what = f"{name} differ by {size:.1e}, and rounding explains {limit:.0e}"
-                    self.finding = self._explained(first, each, step, what + f" (from step {step} on)" * (step > 0))
+                    self.finding = self._explained(
+                        first, each, step, what + f" (from step {step} on)" * (step > 0)
+                    )
                     return
-        self.within_rounding = [each for each, *_ in gaps or (self._gaps("double") if self._in_float64() else [])]
+        self.within_rounding = [
+            each for each, *_ in gaps or (self._gaps("double") if self._in_float64() else [])
+        ]
 
     # ---- the end ----
 
     def _note_limits(self, first: Trial) -> None:
         last, notes = first.last, first.notes
         if self.finding:
-            self.left_out = [f"what comes after the first difference ({amount(len(self.trials), 'run')} started)",
-                             *self.left_out]  # fmt: skip
+            self.left_out = [
+                (
+                    f"what comes after the first difference ({amount(len(self.trials), 'run')} "
+                    "started)"
+                ),
+                *self.left_out,
+            ]
         if last["samples"] < notes["samples"]:
             self.left_out.append(f"the end of an epoch: it has {notes['samples']} samples")
         if first.kind == "virtual" and self._of("plain"):
             if notes["precision"] != "off":
                 self.left_out.append(
-                    f"other cuts without virtual workers in {notes['precision']}: they were in float32"
+                    f"other cuts without virtual workers in {notes['precision']}: they were in "
+                    "float32"
                 )
             if "dropout" in notes["depends_on_cut"] and not self._why_no_plain():
-                self.left_out.append("dropout without virtual workers, where its masks depend on the cut: it was off")
+                self.left_out.append(
+                    "dropout without virtual workers, where its masks depend on the cut: it was off"
+                )
         if not notes["scored"] and self.evaluate:
             self.left_out.append("an evaluation: the task has no validation data")
         if not self.cfg.num_workers:
@@ -734,14 +942,19 @@ class Proof:
         if gpus := cards.not_covered(self.cards, on_gpu, self.counts[-1], self.cfg.device):
             self.left_out.append(gpus)
         most = amount(self.counts[-1], "process")
-        self.left_out.append(f"more than {most}, several machines, another kind of machine, later steps")
+        self.left_out.append(
+            f"more than {most}, several machines, another kind of machine, later steps"
+        )
 
     @property
     def verdict(self) -> str:
-        """Whether the promise holds. It is about other cuts: without one that was tried, nothing is known."""
+        """Whether the promise holds. It is about other cuts: without one that was tried, nothing is
+        known."""
         if self.finding:
             return BROKEN
-        others = [each for each in self.agreed if {each.processes, each.after or each.processes} != {1}]
+        others = [
+            each for each in self.agreed if {each.processes, each.after or each.processes} != {1}
+        ]
         return HOLDS if (others or self.within_rounding) and not self.not_known else UNKNOWN
 
     def _verdict(self) -> list[str]:
@@ -749,7 +962,9 @@ class Proof:
         if self.verdict == HOLDS:
             lines += ["The promise holds.", *self._same_bits(), *self._rounding()]
         elif self.verdict == UNKNOWN:
-            why = self.not_known or ["no run on another cut has ended and could be compared; --seconds gives more time"]
+            why = self.not_known or [
+                "no run on another cut has ended and could be compared; --seconds gives more time"
+            ]
             lines += [f"Not known whether the promise holds: {text}" for text in why]
             lines += [*self._same_bits(), *self._rounding()]
         elif found := self.finding:
@@ -769,7 +984,9 @@ class Proof:
         if self.agreed_at_the_end:
             scored = any(event == "eval" for event, _ in self.agreed_at_the_end[0].lines)
             where += ["in the evaluation"] if scored else []
-            where.append("and in the whole final state" + (f" of {ended} of them" if ended < total else ""))
+            where.append(
+                "and in the whole final state" + (f" of {ended} of them" if ended < total else "")
+            )
         return [f"  the same bits in {amount(total, 'run')}: {', '.join(where)}"]
 
     def _rounding(self) -> list[str]:
@@ -787,32 +1004,53 @@ class Proof:
             moved, _ = _gap(self._of("plain")[0], nudged, CONTINUOUS)
             text += f", where weights changed in the last place make {moved:.0e}"
         if double:
-            text += f"{', ' * bool(plain)}to {max(numbers for _, numbers, _ in double):.0e} in float64"
+            text += (
+                f"{', ' * bool(plain)}to {max(numbers for _, numbers, _ in double):.0e} in float64"
+            )
         return [text]
 
     def _as_json(self, code: int) -> dict[str, Any]:
         runs = [
             {
-                "kind": each.kind, "processes": each.processes, "more_passes": each.passes, "killed_at": each.killed,
-                "resumed_at": each.resumed_at if each.killed else 0, "resumed_on": each.after, "error": each.error,
+                "kind": each.kind,
+                "processes": each.processes,
+                "more_passes": each.passes,
+                "killed_at": each.killed,
+                "resumed_at": each.resumed_at if each.killed else 0,
+                "resumed_on": each.after,
+                "error": each.error,
                 "seconds": round(each.took_s, 2),
-            } | ({"loss": each.last["loss"], "digest": each.last["digest"]} if each.lines else {})
+            }
+            | ({"loss": each.last["loss"], "digest": each.last["digest"]} if each.lines else {})
             for each in self.trials
-        ]  # fmt: skip
+        ]
         gaps = {
-            kind: {str(each): {"numbers": numbers, "weights": weights} for each, numbers, weights in self._gaps(kind)}
+            kind: {
+                str(each): {"numbers": numbers, "weights": weights}
+                for each, numbers, weights in self._gaps(kind)
+            }
             for kind in ("plain", "double")
         }
         for nudged in self._of("nudged"):
             numbers, weights = _gap(self._of("plain")[0], nudged)
-            gaps["plain"]["weights changed in the last place"] = {"numbers": numbers, "weights": weights}
+            gaps["plain"]["weights changed in the last place"] = {
+                "numbers": numbers,
+                "weights": weights,
+            }
         found = vars(self.finding) if self.finding else None
         return {
-            "holds": {HOLDS: True, BROKEN: False, UNKNOWN: None}[self.verdict], "verdict": self.verdict,
-            "exit_code": code, "steps": self.steps, "global_batch": self.global_batch,
-            "virtual_workers": self.workers, "finding": found, "runs": runs, "differences": gaps,
-            "not_known": self.not_known, "not_checked": self.left_out,
-        }  # fmt: skip
+            "holds": {HOLDS: True, BROKEN: False, UNKNOWN: None}[self.verdict],
+            "verdict": self.verdict,
+            "exit_code": code,
+            "steps": self.steps,
+            "global_batch": self.global_batch,
+            "virtual_workers": self.workers,
+            "finding": found,
+            "runs": runs,
+            "differences": gaps,
+            "not_known": self.not_known,
+            "not_checked": self.left_out,
+        }
 
 
 ROW = "  {:<14}{:<36}{:<12}{}"
@@ -820,7 +1058,8 @@ PLAIN_ROW = "  {:<16}{:>10}{:>10}{:>20}{:>10}"
 BAR = "{desc}: {percentage:3.0f}% |{bar}| {n:.0f} of {total:.0f} s"
 
 
-# ---- comparisons ----------------------------------------------------------------------------------------------------
+# ---- comparisons
+# --------------------------------------------------------------------------------------------------
 
 
 def _numbers_of(line: dict[str, Any]) -> dict[str, Any]:
@@ -828,18 +1067,28 @@ def _numbers_of(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
-    """Return (the first step at which two runs have other bits, what differs), step 0 if only the final state does; or
-    None."""
-    for key in sorted(one.lines.keys() & other.lines.keys(), key=lambda key: (key[1], key[0] == "eval")):
+    """Return (the first step at which two runs have other bits, what differs), step 0 if only the
+    final state does; or None."""
+    for key in sorted(
+        one.lines.keys() & other.lines.keys(), key=lambda key: (key[1], key[0] == "eval")
+    ):
         mine, theirs = (_numbers_of(each.lines[key]) for each in (one, other))
         if mine != theirs:
             names = [name for name in mine if mine[name] != theirs.get(name)]
             name = next((name for name in ("loss", *names) if name in names), "digest")
-            return key[1], f"at step {key[1]}: {name} {_shown(mine[name])} and {_shown(theirs.get(name))}"
-    if one.code != status.DONE:  # it was stopped early, as the first may be: it ends at another step
+            return key[
+                1
+            ], f"at step {key[1]}: {name} {_shown(mine[name])} and {_shown(theirs.get(name))}"
+    # it was stopped early, as the first may be: it ends at another step
+    if one.code != status.DONE:
         return None
-    mine, theirs = (digests.each(tensors_of("", {n: each.state[n] for n in SAME_STATE})) for each in (one, other))
-    if wrong := [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]:
+    mine, theirs = (
+        digests.each(tensors_of("", {n: each.state[n] for n in SAME_STATE}))
+        for each in (one, other)
+    )
+    if wrong := [
+        name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
+    ]:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return 0, f"in the final state alone: {min(wrong)}{more}"
     return None
@@ -848,7 +1097,9 @@ def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
 def _lacking(one: Trial, other: Trial) -> str:
     """Return what the log of a run lacks of the lines of another, empty where it has them all."""
     steps = sorted(step for _, step in one.lines.keys() - other.lines.keys())
-    return f"its log lacks {amount(len(steps), 'line')}, the first of step {steps[0]}" if steps else ""
+    return (
+        f"its log lacks {amount(len(steps), 'line')}, the first of step {steps[0]}" if steps else ""
+    )
 
 
 def _shown(value: Any) -> str:
@@ -856,21 +1107,25 @@ def _shown(value: Any) -> str:
 
 
 def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, float]:
-    """Return the largest relative difference of the logged numbers, and of the weights, each by its norm."""
+    """Return the largest relative difference of the logged numbers, and of the weights, each by its
+    norm."""
     largest, apart = dict[str, float](), dict[str, float]()
     for key, line in one.lines.items():
         for name, value in _numbers_of(line).items():
             theirs = _numbers_of(other.lines.get(key, {})).get(name, value)
             if key[0] == "train" and isinstance(value, float) and (not names or name in names):
                 largest[name] = max(largest.get(name, 0.0), abs(value))
-                apart[name] = max(apart.get(name, 0.0), abs(value - theirs) if theirs is not None else math.inf)
+                apart[name] = max(
+                    apart.get(name, 0.0), abs(value - theirs) if theirs is not None else math.inf
+                )
     numbers = max((gap / (largest[name] or 1.0) for name, gap in apart.items()), default=0.0)
     mine, theirs = one.state["model"], other.state["model"]
     return numbers, max((_distance(theirs[name], mine[name]) for name in mine), default=0.0)
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Return the norm of the difference over the norm of `b`, which counts as a thousandth an element at least."""
+    """Return the norm of the difference over the norm of `b`, which counts as a thousandth an
+    element at least."""
     if not isinstance(a, Tensor) or a.shape != b.shape:
         return 0.0 if not isinstance(a, Tensor) else math.inf
     a, b = a.double(), b.double()
@@ -882,7 +1137,9 @@ def _first_step(one: Trial, other: Trial, limit: float) -> int:
     for (event, step), line in sorted(one.lines.items(), key=lambda item: item[0][1]):
         theirs = other.lines.get((event, step), {})
         for name, value in _numbers_of(line).items() if event == "train" else ():
-            if isinstance(value, float) and abs(value - (theirs.get(name) or 0.0)) > limit * max(abs(value), 1e-12):
+            if isinstance(value, float) and abs(value - (theirs.get(name) or 0.0)) > limit * max(
+                abs(value), 1e-12
+            ):
                 return step
     return 0
 
@@ -897,7 +1154,8 @@ def _cause_of(error: str) -> str:
 
 
 def _seen(pair: Sequence[Trial]) -> list[str]:
-    """Return what the task has kept that differs between the runs, and what its code was seen to do in either."""
+    """Return what the task has kept that differs between the runs, and what its code was seen to do
+    in either."""
     sentences, kept = dict[str, None](), list[dict[str, Any]]()
     for each in pair:
         for path in sorted(each.folder.parent.glob(f"{each.folder.name}.json.seen.*")):
@@ -906,13 +1164,19 @@ def _seen(pair: Sequence[Trial]) -> list[str]:
             if path.suffix == ".0":
                 kept.append(found["kept"])
     one, other = (kept[0], kept[1]) if len(kept) > 1 else ({}, {})
-    apart = [f"{name} is {one[name]!s:.60} in one and {other[name]!s:.60} in the other" for name in one
-             if name in other and one[name] != other[name]]  # fmt: skip
+    apart = [
+        f"{name} is {one[name]!s:.60} in one and {other[name]!s:.60} in the other"
+        for name in one
+        if name in other and one[name] != other[name]
+    ]
     return [*apart, *sentences][:5]
 
 
 def _nth(number: int) -> str:
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 if __name__ == "__main__":

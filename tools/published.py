@@ -1,5 +1,5 @@
-"""A published folder, as tools/publish.py writes it, is read as a run of one checkpoint, so every tool that takes RUN
-takes it. It has no optimizer and cannot be resumed."""
+"""A published folder, as tools/publish.py writes it, is read as a run of one checkpoint, so every
+tool that takes RUN takes it. It has no optimizer and cannot be resumed."""
 
 from __future__ import annotations
 
@@ -38,27 +38,30 @@ def safetensors() -> Any:
 
 
 def as_run(given: Path) -> Path:
-    """Return the path of a run or a checkpoint as it is; for a published folder a checkpoint with a config beside it,
-    which go with this process."""
+    """Return the path of a run or a checkpoint as it is; for a published folder a checkpoint with a
+    config beside it, which go with this process."""
     if not (given / STATE).is_file():
         return given
     state = read(given)
     folder = Path(tempfile.mkdtemp(dir=own_scratch())).resolve()
     path = folder / f"step_{state['progress']['step']}.pt"
-    (folder / CONFIG).write_text(yaml.safe_dump(state["config"], sort_keys=False, allow_unicode=True), encoding="utf-8")
+    (folder / CONFIG).write_text(
+        yaml.safe_dump(state["config"], sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
     torch.save(state, path)
     _given[path] = str(given)
     return path
 
 
 def shown(checkpoint: Path | str) -> str:
-    """Return the name of a checkpoint to print: that of the published folder, if it stands for one."""
+    """Return the name of a checkpoint to print: that of the published folder, if it stands for
+    one."""
     return _given.get(Path(checkpoint), str(checkpoint))
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint of the published model would hold, without an optimizer. Raises LockstepError (exit code
-    3) if a file is missing, damaged, or of a newer layout."""
+    """Return what a checkpoint of the published model would hold, without an optimizer. Raises
+    LockstepError (exit code 3) if a file is missing, damaged, or of a newer layout."""
     try:
         about = json.loads((folder / STATE).read_bytes())
         config = yaml.safe_load((folder / CONFIG).read_bytes())
@@ -66,17 +69,31 @@ def read(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{WEIGHTS} is missing")
         if about["layout"] > LAYOUT:
             raise LockstepError(
-                f"its layout is {about['layout']}, this version reads {LAYOUT}", str(folder), "update Lockstep"
+                f"its layout is {about['layout']}, this version reads {LAYOUT}",
+                str(folder),
+                "update Lockstep",
             )
         found = safetensors().load_file(folder / WEIGHTS)
         weights = {name: found[about["tied"].get(name, name)] for name in about["names"]}
-        state = {"format": FORMAT, **about["state"], "config": config | {"task": _task(folder, config)}}
-        state |= {"tally": {"totals": {}, "skipped": 0.0}, "optimizer": {}, "scaler": {}, "model": weights, "ema": None}
+        state = {
+            "format": FORMAT,
+            **about["state"],
+            "config": config | {"task": _task(folder, config)},
+        }
+        state |= {
+            "tally": {"totals": {}, "skipped": 0.0},
+            "optimizer": {},
+            "scaler": {},
+            "model": weights,
+            "ema": None,
+        }
         if about["averaged"] is not None:
             state["ema"] = {"n_averaged": torch.tensor(about["averaged"])}
             state["ema"] |= {f"module.{name}": value for name, value in weights.items()}
         if (sha256 := digests.of_tensors(weights.items())) != about["sha256"]:
-            raise ValueError(f"SHA-256 of the weights is {sha256[:12]}, {STATE} says {str(about['sha256'])[:12]}")
+            raise ValueError(
+                f"SHA-256 of the weights is {sha256[:12]}, {STATE} says {str(about['sha256'])[:12]}"
+            )
         return state
     except LockstepError:
         raise
@@ -86,18 +103,23 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _task(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the task's name, or the path of its file in the folder: nothing outside of it is ever run."""
+    """Return the task's name, or the path of its file in the folder: nothing outside of it is ever
+    run."""
     if not (task := str(config["task"])).endswith(".py"):
         return task
     file = folder.resolve() / Path(task).name
     if not file.is_file():
-        what, todo = f"its task {file.name} is not in it", "put that file there, or publish it with --with-task"
+        what, todo = (
+            f"its task {file.name} is not in it",
+            "put that file there, or publish it with --with-task",
+        )
         raise LockstepError(what, str(folder), todo)
     return str(file)
 
 
 def shared(weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: first name} of entries that are the same tensor under a second name, such as tied weights."""
+    """Return {name: first name} of entries that are the same tensor under a second name, such as
+    tied weights."""
     first: dict[Any, str] = {}
     found = {}
     for name, value in weights.items():

@@ -1,4 +1,5 @@
-"""Read two records of a step, which `record=N` writes, and name what differs first; see tools/compare.py."""
+"""Read two records of a step, which `record=N` writes, and name what differs first; see
+tools/compare.py."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from engine.files.archive import reason
 from engine.report.step_record import ARRAYS, SIGNS
 
 ROUNDINGS, ROUNDINGS_IN_HALF = 16, 4
-"""Units in the last place, relative to the norm of a tensor, up to which a difference is taken for rounding; and in
-half precision, in which sums are added up in float32."""
+"""Units in the last place, relative to the norm of a tensor, up to which a difference is taken for
+rounding; and in half precision, in which sums are added up in float32."""
 
 JUMP = 10
-"""Times as large as all before it must be what is not taken for rounding that the network has amplified."""
+"""Times as large as all before it must be what is not taken for rounding that the network has
+amplified."""
 
 KINDS = {
     "batch": "batch",
@@ -45,19 +47,26 @@ class Record(NamedTuple):
 
 
 def read(path: Path) -> Record:
-    """Read a record, without running code hidden in it or taking much more memory than a record needs."""
+    """Read a record, without running code hidden in it or taking much more memory than a record
+    needs."""
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            if sum(item.file_size for item in archive.infolist()) > 1000_000 + 100 * path.stat().st_size:
+            if (
+                sum(item.file_size for item in archive.infolist())
+                > 1000_000 + 100 * path.stat().st_size
+            ):
                 raise ValueError("it unpacks to far more than a record")
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             arrays = {name: file[name] for name in ARRAYS}
         _check(about, arrays)
-    except Exception as error:  # zipfile, zlib, json and NumPy raise a dozen kinds for a damaged file
+    # zipfile, zlib, json and NumPy raise a dozen kinds for a damaged file
+    except Exception as error:
         what = f"the record cannot be read ({reason(error)})"
-        raise LockstepError(what, str(path), "it is damaged or none; give a file that record=N has written") from error
+        raise LockstepError(
+            what, str(path), "it is damaged or none; give a file that record=N has written"
+        ) from error
     return Record(path, about, arrays)
 
 
@@ -69,11 +78,22 @@ def _check(about: Any, arrays: dict[str, np.ndarray]) -> None:
     for name, array in arrays.items():
         if array.shape != forms[name] or array.dtype != types.get(name, "int64"):
             raise ValueError(f"{name} has another form")
-    keys = {"step": int, "processes": int, "lr": float, "config": dict, "environment": dict, "entries": list}
-    if not isinstance(about, dict) or any(not isinstance(about.get(key), kind) for key, kind in keys.items()):
+    keys = {
+        "step": int,
+        "processes": int,
+        "lr": float,
+        "config": dict,
+        "environment": dict,
+        "entries": list,
+    }
+    if not isinstance(about, dict) or any(
+        not isinstance(about.get(key), kind) for key, kind in keys.items()
+    ):
         raise ValueError("what it is about is missing")
     for entry in about["entries"]:
-        if entry["kind"] not in KINDS or not (0 <= entry["first"] <= entry["first"] + entry["rows"] <= rows):
+        if entry["kind"] not in KINDS or not (
+            0 <= entry["first"] <= entry["first"] + entry["rows"] <= rows
+        ):
             raise ValueError("an entry has no rows")
         str.lower(entry["name"] + entry["dtype"]), len(entry["shape"]), len(entry["pass"])
 
@@ -81,7 +101,8 @@ def _check(about: Any, arrays: dict[str, np.ndarray]) -> None:
 class Difference(NamedTuple):
     """A tensor of the step that differs.
 
-    relative  the norm of the difference divided by that of A, estimated; NaN where it has no meaning
+    relative  the norm of the difference divided by that of A, estimated; NaN where it has no
+              meaning
     samples   numbers in the dataset of those that differ, empty where it has no row for each
     of        samples that both have
     why       what is different but for the numbers, such as its shape; or empty
@@ -109,11 +130,13 @@ class Found(NamedTuple):
     """How two records of a step differ.
 
     same_cut     both runs cut the step into the same passes, so that equal bits can be expected
-    differences  all of them, in the order of the step: batch, forward, loss, gradients from the last module to the
+    differences  all of them, in the order of the step: batch, forward, loss, gradients from the
+                 last module to the
                  first, weights
     compared     tensors that both have
     before       those before the first difference
-    unmatched    tensors that cannot be compared, because they have no row for each sample and the passes differ
+    unmatched    tensors that cannot be compared, because they have no row for each sample and the
+                 passes differ
     """
 
     same_cut: bool
@@ -128,9 +151,11 @@ class Found(NamedTuple):
         return next((each for each in self.differences if not each.rounding), None)
 
     def sentence(self, settings: str = "") -> str | None:
-        """Name the first difference, or the first beyond rounding where the passes differ; None: equal in bits.
+        """Name the first difference, or the first beyond rounding where the passes differ; None:
+        equal in bits.
 
-        settings  words on settings that differ, whose effect is no rounding however small it is; or empty
+        settings  words on settings that differ, whose effect is no rounding however small it is; or
+        empty
         """
         if not self.differences:
             return None
@@ -140,7 +165,9 @@ class Found(NamedTuple):
         before = "; everything before is equal in bits" if self.before else ""
         if beyond == first:
             return f"{first}{before}"
-        most = max(self.differences, key=lambda each: (each.relative == each.relative, each.relative))
+        most = max(
+            self.differences, key=lambda each: (each.relative == each.relative, each.relative)
+        )
         then = f"first beyond rounding: {beyond}" if beyond else "nothing is beyond rounding"
         if settings and not beyond:
             then = f"nothing is larger than rounding, but {settings}"
@@ -149,14 +176,15 @@ class Found(NamedTuple):
 
 
 def first_difference(a: Record, b: Record) -> str | None:
-    """Return a sentence on what differs first, None where all that both have is equal in bits. Raises LockstepError if
-    the records are of other steps."""
+    """Return a sentence on what differs first, None where all that both have is equal in bits.
+    Raises LockstepError if the records are of other steps."""
     return compare(a, b).sentence()
 
 
 def compare(a: Record, b: Record) -> Found:
-    """Compare two records of the same step. Rows are matched by the position of their sample in the epoch, other rows
-    by their pass if both have it with the same samples. Raises LockstepError if they are of other steps."""
+    """Compare two records of the same step. Rows are matched by the position of their sample in the
+    epoch, other rows by their pass if both have it with the same samples. Raises LockstepError if
+    they are of other steps."""
     if a.about["step"] != b.about["step"]:
         what = f"the records are of step {a.about['step']} and of step {b.about['step']}"
         raise LockstepError(what, f"{a.path}, {b.path}", "give two of the same step")
@@ -167,21 +195,30 @@ def compare(a: Record, b: Record) -> Found:
     rounding = max(_rounding(a), _rounding(b))
     modules = a.about.get("modules", {})
     same_rate = a.about["lr"] == b.about["lr"]
-    largest = max([_norm(a, rows) for (kind, _), rows in rows_a.items() if kind == "gradient"], default=0.0)
+    largest = max(
+        [_norm(a, rows) for (kind, _), rows in rows_a.items() if kind == "gradient"], default=0.0
+    )
     found, compared, unmatched, equal, before = list[Difference](), 0, 0, 0, 0.0
     for kind, name in _ordered(a, b):
         mine, theirs = (rows.get((kind, name)) for rows in (rows_a, rows_b))
         module = modules.get(_module(name), "") if kind == "forward" else ""
         if mine is None or theirs is None:
             there, other = ("A", "B") if theirs is None else ("B", "A")
-            found.append(Difference(kind, name, module, np.nan, (), 0, f"{there} has it and {other} has not", False))
+            found.append(
+                Difference(
+                    kind, name, module, np.nan, (), 0, f"{there} has it and {other} has not", False
+                )
+            )
             continue
         common = [key for key in mine if key in theirs]
         if not common:
             unmatched += 1
             continue
         compared += 1
-        at, to = np.array([mine[key] for key in common]).T, np.array([theirs[key] for key in common]).T
+        at, to = (
+            np.array([mine[key] for key in common]).T,
+            np.array([theirs[key] for key in common]).T,
+        )
         of = sum(key[0] == "sample" for key in common)
         why, differs = _other_form(a, b, kind, at, to)
         if not differs.any():
@@ -190,11 +227,21 @@ def compare(a: Record, b: Record) -> Found:
         rows, others = at[0][differs], to[0][differs]
         relative = _relative(a, b, rows, others)
         samples = tuple(a.arrays["indices"][rows].tolist()) if of else ()
-        # A gradient that is zero but for rounding, such as a bias's before a norm, has no digits in common.
-        seen = relative if kind != "gradient" else min(relative, relative * _norm(a, mine) / (largest or 1))
+        # A gradient that is zero but for rounding, such as a bias's before a norm, has no digits in
+        # common.
+        seen = (
+            relative
+            if kind != "gradient"
+            else min(relative, relative * _norm(a, mine) / (largest or 1))
+        )
         limit = max(rounding, JUMP * before)
         by_rounding = not why and kind != "batch" and seen <= limit
-        by_rounding |= kind == "weight" and not same_cut and not why and not any(not each.rounding for each in found)
+        by_rounding |= (
+            kind == "weight"
+            and not same_cut
+            and not why
+            and not any(not each.rounding for each in found)
+        )
         by_rounding &= kind != "weight" or same_rate
         found.append(Difference(kind, name, module, relative, samples, of, why, bool(by_rounding)))
         before = max(before, seen) if by_rounding and kind == "forward" else before
@@ -248,9 +295,13 @@ def _module(name: str) -> str:
 
 
 def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of all tensors in the order of a step; gradients in that of the backward pass: those of the
-    module that has ended last come first."""
-    names = list(dict.fromkeys((entry["kind"], entry["name"]) for each in (a, b) for entry in each.about["entries"]))
+    """Yield (kind, name) of all tensors in the order of a step; gradients in that of the backward
+    pass: those of the module that has ended last come first."""
+    names = list(
+        dict.fromkeys(
+            (entry["kind"], entry["name"]) for each in (a, b) for entry in each.about["entries"]
+        )
+    )
     ended: dict[str, int] = {}
     for place, (kind, name) in enumerate(names):
         if kind == "forward":
@@ -264,18 +315,33 @@ def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
 
 
 def _ended(parameter: str, ended: dict[str, int]) -> int:
-    """Return when the forward pass of a parameter's module has ended, or of the next module around it that was seen: a
-    weight may be used without a call of its module."""
+    """Return when the forward pass of a parameter's module has ended, or of the next module around
+    it that was seen: a weight may be used without a call of its module."""
     parts = parameter.split(".")[:-1]
-    return next((ended[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in ended), -1)
+    return next(
+        (ended[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in ended),
+        -1,
+    )
 
 
 def _rounding(record: Record) -> float:
-    """Return the relative difference that rounding explains in the coarsest numbers of the forward pass."""
-    names = {entry["dtype"].removeprefix("torch.") for entry in record.about["entries"] if entry["kind"] == "forward"}
+    """Return the relative difference that rounding explains in the coarsest numbers of the forward
+    pass."""
+    names = {
+        entry["dtype"].removeprefix("torch.")
+        for entry in record.about["entries"]
+        if entry["kind"] == "forward"
+    }
     kinds = [getattr(torch, name, None) for name in names]
-    units = [torch.finfo(kind).eps for kind in kinds if isinstance(kind, torch.dtype) and kind.is_floating_point]
-    unit = max([*units, 2.0**-10 if record.about["environment"].get("TF32") == "True" else 0.0], default=2.0**-23)
+    units = [
+        torch.finfo(kind).eps
+        for kind in kinds
+        if isinstance(kind, torch.dtype) and kind.is_floating_point
+    ]
+    unit = max(
+        [*units, 2.0**-10 if record.about["environment"].get("TF32") == "True" else 0.0],
+        default=2.0**-23,
+    )
     return unit * (ROUNDINGS if unit < 1e-5 else ROUNDINGS_IN_HALF)
 
 
@@ -283,25 +349,37 @@ def _norm(record: Record, rows: dict[Any, tuple[int, int]]) -> float:
     return float(np.sqrt(sum(record.arrays["norms"][row] ** 2 for row, _ in rows.values())))
 
 
-def _other_form(a: Record, b: Record, kind: str, at: np.ndarray, to: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return (why rows differ but for their numbers, or an empty text; which rows of (2, R) row and entry differ)."""
+def _other_form(
+    a: Record, b: Record, kind: str, at: np.ndarray, to: np.ndarray
+) -> tuple[str, np.ndarray]:
+    """Return (why rows differ but for their numbers, or an empty text; which rows of (2, R) row and
+    entry differ)."""
     forms = [(_form(a, *mine), _form(b, *theirs)) for mine, theirs in zip(at.T, to.T, strict=True)]
     by_form = np.array([mine != theirs for mine, theirs in forms])
     if by_form.any():
         mine, theirs = forms[int(by_form.argmax())]
-        one, other = next((one, other) for one, other in zip(mine, theirs, strict=True) if one != other)
+        one, other = next(
+            (one, other) for one, other in zip(mine, theirs, strict=True) if one != other
+        )
         return f"{one} in A, {other} in B", by_form
     ours, others = a.arrays["indices"][at[0]], b.arrays["indices"][to[0]]
     if kind == "batch" and (differs := ours != others).any():
         n = int(differs.argmax())
         where = a.arrays["positions"][at[0][n]]
-        return f"other samples: at position {where} of the epoch is sample {ours[n]} in A, {others[n]} in B", differs
+        return (
+            (
+                f"other samples: at position {where} of the epoch is sample {ours[n]} in A, "
+                f"{others[n]} in B"
+            ),
+            differs,
+        )
     differs = a.arrays["digests"][at[0]] != b.arrays["digests"][to[0]]
     finite = [np.isfinite(each.arrays["norms"][rows[0]]) for each, rows in ((a, at), (b, to))]
     if (broken := differs & ~(finite[0] & finite[1])).any():
         n = int(broken.argmax())
         return " and ".join(
-            f"{'finite' if f[n] else 'not finite'} in {x}" for f, x in zip(finite, "AB", strict=True)
+            f"{'finite' if f[n] else 'not finite'} in {x}"
+            for f, x in zip(finite, "AB", strict=True)
         ), differs
     return "", differs
 
@@ -314,8 +392,11 @@ def _form(record: Record, row: int, number: int) -> tuple[str, str]:
 
 
 def _relative(a: Record, b: Record, rows: np.ndarray, others: np.ndarray) -> float:
-    """Return the norm of the difference of these rows, estimated from their sketches, divided by A's norm."""
+    """Return the norm of the difference of these rows, estimated from their sketches, divided by
+    A's norm."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.square(a.arrays["sketches"][rows] - b.arrays["sketches"][others]).mean(1).sum()
-        norm = np.square(a.arrays["norms"][rows]).sum() or np.square(b.arrays["norms"][others]).sum()
+        norm = (
+            np.square(a.arrays["norms"][rows]).sum() or np.square(b.arrays["norms"][others]).sum()
+        )
         return float(np.sqrt(apart / norm)) if norm else 0.0

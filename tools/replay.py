@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
-"""Take steps of a run again, on any number of processes, and compare them with its log and its checkpoints, bit by bit.
+"""Take steps of a run again, on any number of processes, and compare them with its log and its
+checkpoints, bit by bit.
 
 python tools/replay.py RUN                                 every step, from checkpoint to checkpoint
 python tools/replay.py RUN --jobs 2 --processes 1          two stretches between checkpoints at once
 python tools/replay.py RUN --step 400                      one step; --from 200 --to 400: some
-python tools/replay.py RUN --stretch 3/8                   the third of eight shares, on one of eight machines
+python tools/replay.py RUN --stretch 3/8                   the third of eight shares, on one of
+                                                           eight machines
 
-RUN is the folder of a run, which is only read. A stretch starts from the checkpoint before it, or from the seed, in a
-folder of its own, with the config that the checkpoint at its end holds; other arguments change it (dataset.root=...,
-device=cpu). Compared are each line of the log (the digest of the weights, all numbers but times) and, at a checkpoint,
-all of its state. So a stretch ends with the state that the next one begins with, and all of them prove the whole run.
+RUN is the folder of a run, which is only read. A stretch starts from the checkpoint before it, or
+from the seed, in a folder of its own, with the config that the checkpoint at its end holds; other
+arguments change it (dataset.root=..., device=cpu). Compared are each line of the log (the digest of
+the weights, all numbers but times) and, at a checkpoint, all of its state. So a stretch ends with
+the state that the next one begins with, and all of them prove the whole run.
 
-Said first is what differs anyway: config, data, code, machine. With `virtual_workers` any number of processes takes the
-same steps; without it only the run's own does. Exit code 0: the same bits; 1: other numbers; 7: not known, because
-neither a digest of the weights nor a checkpoint of the last step could be compared. The verdict tells whether rounding
-explains other numbers, where machine, versions or code are others: they must be at most ten times as far off as the
-same steps are here with a learning rate that is larger by a rounding error (a part in 2^20, with TF32 or mixed
+Said first is what differs anyway: config, data, code, machine. With `virtual_workers` any number of
+processes takes the same steps; without it only the run's own does. Exit code 0: the same bits; 1:
+other numbers; 7: not known, because neither a digest of the weights nor a checkpoint of the last
+step could be compared. The verdict tells whether rounding explains other numbers, where machine,
+versions or code are others: they must be at most ten times as far off as the same steps are here
+with a learning rate that is larger by a rounding error (a part in 2^20, with TF32 or mixed
 precision in 2^8).
 """
 
@@ -85,27 +89,63 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--all", action="store_true", help="every step that the run has recorded (the default)")
-    which.add_argument("--step", type=int, metavar="N", help="this step; if the log has no line of it, up to the next")
-    parser.add_argument("--from", type=int, dest="begin", metavar="A", help="the steps after A (with --to; default 0)")
-    parser.add_argument("--to", type=int, metavar="B", help="up to B (with --from; default: the last recorded one)")
-    parser.add_argument("--processes", type=int, metavar="P", help="of each stretch; default: as many as the run had")
-    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="stretches at once (default 1)")
+    which.add_argument(
+        "--all", action="store_true", help="every step that the run has recorded (the default)"
+    )
+    which.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="this step; if the log has no line of it, up to the next",
+    )
+    parser.add_argument(
+        "--from",
+        type=int,
+        dest="begin",
+        metavar="A",
+        help="the steps after A (with --to; default 0)",
+    )
+    parser.add_argument(
+        "--to", type=int, metavar="B", help="up to B (with --from; default: the last recorded one)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="P",
+        help="of each stretch; default: as many as the run had",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="J", help="stretches at once (default 1)"
+    )
     parser.add_argument("--stretch", metavar="I/N", help="of the stretches, this of N shares")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the replayed runs there: a new folder")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the replayed runs there: a new folder"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there, as JSON")
-    parser.add_argument("--write", action="store_true", help="write it to RUN/replay.json, which tools/report.py shows")
-    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, the rest on stderr")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write it to RUN/replay.json, which tools/report.py shows",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as one line of JSON, the rest on stderr",
+    )
     parser.add_argument("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
 
     def work(args: config.Args) -> int:
-        aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
+        aside: Any = (
+            contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
+        )
         with aside:
             result = _replay(args.cfg, asked, rest)
         if asked.json:
             print(json.dumps(result))
-        for path in filter(None, (asked.out, Path(result["run"]) / RESULT if asked.write else None)):
+        for path in filter(
+            None, (asked.out, Path(result["run"]) / RESULT if asked.write else None)
+        ):
             write_json(path, result)
         return {SAME: 0, UNKNOWN: NOT_KNOWN}.get(result["verdict"], 1)
 
@@ -116,7 +156,8 @@ RESULT = "replay.json"
 SAME, UNKNOWN, ROUNDING, DIFFERS = "same bits", "not known", "rounding", "differs"
 
 
-# ---- what the run has left ------------------------------------------------------------------------------------------
+# ---- what the run has left
+# ------------------------------------------------------------------------------------------
 
 
 class Stretch(NamedTuple):
@@ -153,7 +194,8 @@ class Stretch(NamedTuple):
 
 
 class Recorded:
-    """A run's folder. Reads only; raises LockstepError where it is no whole run, or one that is still running.
+    """A run's folder. Reads only; raises LockstepError where it is no whole run, or one that is
+    still running.
 
     cfg  of its config.yaml
     log  its lines
@@ -170,20 +212,30 @@ class Recorded:
         self.log, self.unreadable = log_of(folder)
         self.changed = [line for line in _lines(folder) if line and line.get("event") == "changed"]
         entries = Checkpoints(folder).entries
-        steps = [e.step if e.sha256 else archive.read(folder / e.file)["progress"]["step"] for e in entries]
-        self.at = {step: (folder / entry.file, entry.sha256) for step, entry in zip(steps, entries, strict=True)}
+        steps = [
+            e.step if e.sha256 else archive.read(folder / e.file)["progress"]["step"]
+            for e in entries
+        ]
+        self.at = {
+            step: (folder / entry.file, entry.sha256)
+            for step, entry in zip(steps, entries, strict=True)
+        }
         self.steps = sorted({*self.at, *(step for step, _ in self.log)})
         self.came_to = _read_json(folder / "status.json").get("step")
         if not self.steps:
-            raise LockstepError("the run has neither a log nor a checkpoint", str(folder), "give another one")
+            raise LockstepError(
+                "the run has neither a log nor a checkpoint", str(folder), "give another one"
+            )
 
     @property
     def lost(self) -> int:
-        """How many steps at its end the run has taken, as status.json says, and has no record of."""
+        """How many steps at its end the run has taken, as status.json says, and has no record
+        of."""
         return max(0, self.came_to - self.steps[-1]) if isinstance(self.came_to, int) else 0
 
     def has_bits(self, step: int) -> bool:
-        """Return whether the run has recorded the bits of its weights at this step: a checkpoint, or a digest."""
+        """Return whether the run has recorded the bits of its weights at this step: a checkpoint,
+        or a digest."""
         return step in self.at or "digest" in self.log.get((step, "train"), {})
 
     def checkpoint(self, step: int) -> Saved:
@@ -191,7 +243,9 @@ class Recorded:
         path, sha256 = self.at[step]
         if problem := archive.verify(path, sha256):
             near = "start after it: --from, or end before it: --to"
-            raise LockstepError(f"the checkpoint is damaged: {problem}", str(path), near, exit_code=3)
+            raise LockstepError(
+                f"the checkpoint is damaged: {problem}", str(path), near, exit_code=3
+            )
         saved = checkpoint.opened(archive.read(path), path)
         if saved.progress["step"] != step:
             what = f"it is of step {saved.progress['step']}, and the manifest says {step}"
@@ -206,12 +260,16 @@ class Recorded:
         for step in [*inner, to]:
             end = self.checkpoint(step) if step in self.at else None
             later = None
-            if end is None and (after_it := min((each for each in self.at if each > step), default=0)):
+            if end is None and (
+                after_it := min((each for each in self.at if each > step), default=0)
+            ):
                 with contextlib.suppress(LockstepError):  # it is not needed
                     later = self.checkpoint(after_it)
             told = end or later
             if before.path is None:
-                before = _begun_elsewhere(told.config if told else config.to_dict(self.cfg), self.folder)
+                before = _begun_elsewhere(
+                    told.config if told else config.to_dict(self.cfg), self.folder
+                )
             found.append(Stretch(before, step, end, later, note if step == to else 0))
             before = end or Saved()
         if found[0].start >= found[0].to:
@@ -220,39 +278,55 @@ class Recorded:
         return found
 
     def decisive(self, then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the keys that would make another run, see `checkpoint.FREE_KEYS`, with both values."""
-        usual, sections = config.defaults(self.cfg), tuple(key for key in self.free if key.endswith("."))
+        """Return the keys that would make another run, see `checkpoint.FREE_KEYS`, with both
+        values."""
+        usual, sections = (
+            config.defaults(self.cfg),
+            tuple(key for key in self.free if key.endswith(".")),
+        )
         before, after = (usual | config.flatten(tree) for tree in (then, now))
         return {
             key: (before.get(key), after.get(key))
             for key in sorted(before.keys() | after.keys())
-            if before.get(key) != after.get(key) and key not in self.free and not key.startswith(sections)
-            if key != "task" or Path(before[key]).name != Path(after[key]).name  # what it does is in the code's digest
+            if before.get(key) != after.get(key)
+            and key not in self.free
+            and not key.startswith(sections)
+            # what it does is in the code's digest
+            if key != "task" or Path(before[key]).name != Path(after[key]).name
         }
 
     def processes(self, stretch: Stretch) -> int:
-        """Return how many took the stretch's last step: a checkpoint knows how the global batch was cut."""
+        """Return how many took the stretch's last step: a checkpoint knows how the global batch was
+        cut."""
         saved = None if self.cfg.virtual_workers else stretch.after
-        if saved and (cut := re.match(r"(\d+), (\d+) ", saved.environment.get("samples of a pass", ""))):
+        if saved and (
+            cut := re.match(r"(\d+), (\d+) ", saved.environment.get("samples of a pass", ""))
+        ):
             return saved.global_batch // (int(cut[1]) * int(cut[2]))
         return int(self.environment.get("processes", 1))
 
 
 def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> Saved:
-    """Return the checkpoint of another folder from which the run began; empty where it began from the seed."""
+    """Return the checkpoint of another folder from which the run began; empty where it began from
+    the seed."""
     path = Path(str(cfg.get("resume", "auto")))
     if str(path) in ("auto", "never") or path.resolve().parent == folder.resolve():
         return Saved()
     if not path.is_file():
         todo = "put it back, or start at a checkpoint of the run: --from"
-        raise LockstepError(f"the run began with {path}, which is not there", str(folder), todo, exit_code=3)
+        raise LockstepError(
+            f"the run began with {path}, which is not there", str(folder), todo, exit_code=3
+        )
     return checkpoint.opened(archive.read(path), path)._replace(model={}, ema=None, optimizer={})
 
 
 def _check_not_running(folder: Path) -> None:
     import fcntl
 
-    with contextlib.suppress(FileNotFoundError), open(folder / LOCK, encoding="utf-8", errors="replace") as file:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(folder / LOCK, encoding="utf-8", errors="replace") as file,
+    ):
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -271,7 +345,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the lines of a log; None: one that cannot be read. The last may be torn."""
-    content = (folder / "metrics.jsonl").read_bytes() if (folder / "metrics.jsonl").exists() else b""
+    content = (
+        (folder / "metrics.jsonl").read_bytes() if (folder / "metrics.jsonl").exists() else b""
+    )
     *lines, torn = content.split(b"\n")
     for raw in filter(None, [*lines, torn]):
         try:
@@ -283,18 +359,27 @@ def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def log_of(folder: Path) -> tuple[Log, int]:
-    """Return the lines about training and evaluation, in order, and how many lines cannot be read."""
+    """Return the lines about training and evaluation, in order, and how many lines cannot be
+    read."""
     lines = [*_lines(folder)]
-    found = {(line["step"], line["event"]): line for line in lines if line and line["event"] in ("train", "eval")}
-    return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] == "eval"))), lines.count(None)
+    found = {
+        (line["step"], line["event"]): line
+        for line in lines
+        if line and line["event"] in ("train", "eval")
+    }
+    return dict(
+        sorted(found.items(), key=lambda item: (item[0][0], item[0][1] == "eval"))
+    ), lines.count(None)
 
 
-# ---- what differs anyway --------------------------------------------------------------------------------------------
+# ---- what differs anyway
+# --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Anyway:
-    """What is not as it was, before a step is taken: name -> line. `facts`: of this machine, for the result."""
+    """What is not as it was, before a step is taken: name -> line. `facts`: of this machine, for
+    the result."""
 
     lines: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -317,10 +402,20 @@ def look(run: Recorded, task: Any, stretches: list[Stretch]) -> Anyway:
     if others:
         found.first = found.first or {"what": "data", "run": others[0].data, "replay": here}
         found.say(
-            "data", f"fingerprint {others[0].data} in {_name(others[0])}, {here} here: other data, or another split"
+            "data",
+            (
+                f"fingerprint {others[0].data} in {_name(others[0])}, {here} here: other data, or "
+                "another split"
+            ),
         )
     elif saved:
-        found.say("data", f"the same: fingerprint {here}, of their number and of the first, middle and last sample")
+        found.say(
+            "data",
+            (
+                f"the same: fingerprint {here}, of their number and of the first, middle and last "
+                "sample"
+            ),
+        )
     else:
         found.say("data", f"fingerprint {here}; the run has no checkpoint that says which it had")
     _look_at_code(run, task, found)
@@ -337,13 +432,21 @@ def _look_at_config(run: Recorded, saved: list[Saved], found: Anyway) -> None:
         found.say("config", "of config.yaml: there is no checkpoint to compare it with")
         return
     newest = saved[-1]
-    forced = [str(line.get("change")) for line in run.changed if line["step"] >= newest.progress["step"]]
+    forced = [
+        str(line.get("change")) for line in run.changed if line["step"] >= newest.progress["step"]
+    ]
     keys = run.decisive(newest.config, config.to_dict(run.cfg))
-    keys = {key: both for key, both in keys.items() if not any(text.startswith(f"{key}:") for text in forced)}
+    keys = {
+        key: both
+        for key, both in keys.items()
+        if not any(text.startswith(f"{key}:") for text in forced)
+    }
     if keys:
         key, (then, now) = next(iter(keys.items()))
         found.first = {"what": "config.yaml", "name": key, "run": then, "replay": now}
-        shown = ", ".join(f"{key}={now} ({_name(newest)}: {then})" for key, (then, now) in keys.items())
+        shown = ", ".join(
+            f"{key}={now} ({_name(newest)}: {then})" for key, (then, now) in keys.items()
+        )
         found.say("config", f"not that of the steps: {shown}; replayed is the checkpoints'")
     else:
         found.say("config", f"the same in config.yaml and {_name(newest)}")
@@ -366,7 +469,9 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
     before: dict[str, Any] = {"python": then.get("python")} | (then.get("packages") or {})
     after = {"python": now["python"]} | now["packages"]
     moved = [
-        f"{name} {before[name]} -> {after[name]}" for name in ("python", "numpy") if before.get(name) != after[name]
+        f"{name} {before[name]} -> {after[name]}"
+        for name in ("python", "numpy")
+        if before.get(name) != after[name]
     ]
     if moved and then:
         found.say("packages", ", ".join(moved))
@@ -375,7 +480,11 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
 
 def _commit(about: dict[str, Any]) -> str:
     commit = str(about.get("git_commit") or "")[:12]
-    return f"commit {commit}{', changed since' if about.get('git_dirty') else ''}" if commit else "no commit"
+    return (
+        f"commit {commit}{', changed since' if about.get('git_dirty') else ''}"
+        if commit
+        else "no commit"
+    )
 
 
 def _look_at_machine(run: Recorded, saved: list[Saved], found: Anyway) -> None:
@@ -398,14 +507,25 @@ def _look_at_machine(run: Recorded, saved: list[Saved], found: Anyway) -> None:
         if each.get(name, value) != value
     )
     if moved:
-        found.say("machine", f"{'; '.join(moved)}: other bits are expected, the verdict is about rounding")
+        found.say(
+            "machine", f"{'; '.join(moved)}: other bits are expected, the verdict is about rounding"
+        )
         found.explains.append("machine")
     else:
-        known = [here["device"], f"torch {here['torch']}", *([here["CPU instructions"]] if not on_gpu else [])]
-        found.say("machine", f"the same: {', '.join(known)}" + ("" if saved else ", as far as environment.json tells"))
+        known = [
+            here["device"],
+            f"torch {here['torch']}",
+            *([here["CPU instructions"]] if not on_gpu else []),
+        ]
+        found.say(
+            "machine",
+            f"the same: {', '.join(known)}"
+            + ("" if saved else ", as far as environment.json tells"),
+        )
 
 
-# ---- take the steps -------------------------------------------------------------------------------------------------
+# ---- take the steps
+# -------------------------------------------------------------------------------------------------
 
 
 class Enough(Exception):
@@ -437,11 +557,17 @@ class Taker:
 
         lr_more  relative change of the learning rate
         """
-        folder = self.folder / f"steps_{stretch.start}_to_{stretch.to}{'_yardstick' if lr_more else ''}"
+        folder = (
+            self.folder / f"steps_{stretch.start}_to_{stretch.to}{'_yardstick' if lr_more else ''}"
+        )
         tree = stretch.after.config if stretch.after else config.to_dict(self.run.cfg)
-        tree = tree | {"task": self.run.cfg.task}  # that of config.yaml was checked: a checkpoint may name any program
+        # that of config.yaml was checked: a checkpoint may name any program
+        tree = tree | {"task": self.run.cfg.task}
         keys = [*self.run.decisive(stretch.begin.config, tree)] if stretch.begin.path else []
-        moved = stretch.begin.path and _horizon(stretch.begin) != config.flatten(tree)["schedule.horizon"]
+        moved = (
+            stretch.begin.path
+            and _horizon(stretch.begin) != config.flatten(tree)["schedule.horizon"]
+        )
         flat = config.flatten(tree)
         flat |= self._fixed(stretch, flat["log_every"])
         if lr_more:
@@ -450,24 +576,33 @@ class Taker:
         keys += ["schedule.horizon"] if moved else []
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{folder.name}.yaml"
-        file.write_text(yaml.safe_dump({key: value for key, value in flat.items() if key != "save_dir"}))
+        file.write_text(
+            yaml.safe_dump({key: value for key, value in flat.items() if key != "save_dir"})
+        )
         force = ["--force", ",".join(dict.fromkeys(keys))] if keys and stretch.begin.path else []
         words = ["--config", str(file), *self.rest, *force]
         done = Trained(0, "")
         with contextlib.suppress(Enough):
-            done = train_in(folder, words, self.processes(stretch), tell=partial(self._tell, stretch, folder))
+            done = train_in(
+                folder, words, self.processes(stretch), tell=partial(self._tell, stretch, folder)
+            )
         if self.stop.is_set():
             raise LockstepError("interrupted", exit_code=128 + self.number)
         if done.code:
             what = f"{stretch} could not be taken: {done.problem}"
             code = done.code if done.code in (2, 3, 4, 5, 6) else NOT_KNOWN
-            raise LockstepError(what, str(stretch.begin.path or "from the seed"), "correct that", exit_code=code)
+            raise LockstepError(
+                what, str(stretch.begin.path or "from the seed"), "correct that", exit_code=code
+            )
         return folder
 
     def _fixed(self, stretch: Stretch, log_every: int) -> dict[str, Any]:
-        """Return what is set whatever the config says: the places, and what was decided where it has auto."""
+        """Return what is set whatever the config says: the places, and what was decided where it
+        has auto."""
         cfg, known = self.run.cfg, stretch.known
-        on_gpu = bool(known.environment.get("cuDNN")) if known.path else self.run.environment.get("cuda")
+        on_gpu = (
+            bool(known.environment.get("cuDNN")) if known.path else self.run.environment.get("cuda")
+        )
         fixed = {
             "resume": str(stretch.begin.path.resolve()) if stretch.begin.path else "never",
             "log_every": log_every or (50 if on_gpu else 10),
@@ -510,19 +645,24 @@ def saved_at(folder: Path) -> dict[int, Path]:
     return {entry["step"]: folder / entry["file"] for entry in entries}
 
 
-# ---- compare --------------------------------------------------------------------------------------------------------
+# ---- compare
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Compared:
     """Two runs over one stretch.
 
-    points   lines of the log that both have, and the state at a checkpoint; `equal` of them are the same bits
-    digests  of them with a digest of the weights, the state among them; the others have only numbers
+    points   lines of the log that both have, and the state at a checkpoint; `equal` of them are the
+             same bits
+    digests  of them with a digest of the weights, the state among them; the others have only
+             numbers
     first    the first of them that is not
-    largest  relative difference of a logged number, where it is, and the same of all weights at the end
+    largest  relative difference of a logged number, where it is, and the same of all weights at the
+             end
     missing  lines of the run's log that should be there
-    proven   the last step at which the bits of the weights were compared, by a digest or a checkpoint
+    proven   the last step at which the bits of the weights were compared, by a digest or a
+             checkpoint
     """
 
     points: int = 0
@@ -532,7 +672,8 @@ class Compared:
     largest: float = 0.0
     where: str = ""
     missing: list[int] = field(default_factory=list)
-    state: bool | None = None  # whether all state at the end is the same; None: there is no checkpoint
+    # whether all state at the end is the same; None: there is no checkpoint
+    state: bool | None = None
     digest: str = ""  # of the second run's weights at the end
     left_out: str = ""
     proven: int = 0
@@ -541,23 +682,35 @@ class Compared:
         self.points += 1
         self.equal += not differences
         if differences and self.first is None:
-            self.first = {"step": step, "what": what, "differences": differences[:8], "number": len(differences)}
-        for each in differences:  # others may jump, such as an accuracy, or be next to zero, such as a moment
+            self.first = {
+                "step": step,
+                "what": what,
+                "differences": differences[:8],
+                "number": len(differences),
+            }
+        # others may jump, such as an accuracy, or be next to zero, such as a moment
+        for each in differences:
             counts = each["name"] in SMOOTH or each["name"].startswith("model/")
             if counts and each["relative"] is not None and each["relative"] > self.largest:
                 self.largest, self.where = each["relative"], f"{each['name']} at step {step}"
 
 
 def compare(
-    stretch: Stretch, theirs: Log, ours: Log, checkpoints: tuple[Path | None, Path | None], but: tuple[str, ...] = ()
+    stretch: Stretch,
+    theirs: Log,
+    ours: Log,
+    checkpoints: tuple[Path | None, Path | None],
+    but: tuple[str, ...] = (),
 ) -> Compared:
-    """Compare two logs over a stretch, and the checkpoints at its end, where there is one. `but`: not these numbers."""
+    """Compare two logs over a stretch, and the checkpoints at its end, where there is one. `but`:
+    not these numbers."""
     found, again = Compared(), stretch.begin.progress.get("evaluation_due")
     start, to = stretch.start, stretch.to
     inside = [key for key in ours if start < key[0] <= to or (again and key == (start, "eval"))]
     if stretch.end and stretch.end.progress["evaluation_due"]:  # it was stopped just before
         inside = [key for key in inside if key != (to, "eval")]
-    before: dict[str, int | None] = dict.fromkeys(("run", "replay"), start)  # the line before, of each
+    # the line before, of each
+    before: dict[str, int | None] = dict.fromkeys(("run", "replay"), start)
     steps_of = {"run": theirs, "replay": ours}
     for step, event in inside:
         if (step, event) not in theirs:
@@ -568,10 +721,16 @@ def compare(
         names = [name for name in names if name not in (*TIMES, *but)]
         if event == "train":
             for who, log in steps_of.items():
-                before[who] = max((s for s, e in log if e == "train" and start < s < step), default=start)
+                before[who] = max(
+                    (s for s, e in log if e == "train" and start < s < step), default=start
+                )
             if before["run"] != before["replay"]:
                 names = [name for name in names if name in OF_ITS_STEP]
-        found.add(step, event, [_difference(name, one[name], two[name]) for name in names if one[name] != two[name]])
+        found.add(
+            step,
+            event,
+            [_difference(name, one[name], two[name]) for name in names if one[name] != two[name]],
+        )
         if "digest" in one and "digest" in two:
             found.digests, found.proven = found.digests + 1, max(found.proven, step)
         found.digest = two.get("digest", found.digest)
@@ -583,7 +742,8 @@ def compare(
             else set()
         )
         if found.missing or any(start < key[0] <= to and key not in ours for key in theirs):
-            leave_out |= {"tally", "progress/epoch_totals"}  # sums that begin at the line before, which is another
+            # sums that begin at the line before, which is another
+            leave_out |= {"tally", "progress/epoch_totals"}
         found.left_out = ", ".join(sorted(leave_out))
         differences = _of_states(one, two, leave_out)
         found.state, found.digest, found.digests = not differences, two["digest"], found.digests + 1
@@ -594,13 +754,18 @@ def compare(
 
 def _difference(name: str, one: Any, two: Any) -> dict[str, Any]:
     relative = None
-    if name not in ("digest", "epoch", "samples") and all(isinstance(each, int | float) for each in (one, two)):
+    if name not in ("digest", "epoch", "samples") and all(
+        isinstance(each, int | float) for each in (one, two)
+    ):
         relative = abs(one - two) / max(abs(one), abs(two))
     return {"name": name, "run": one, "replay": two, "relative": relative}
 
 
-def _of_states(one: dict[str, Any], two: dict[str, Any], leave_out: set[str]) -> list[dict[str, Any]]:
-    """Return the differences of two checkpoints, in the parts that are the same on any number of processes."""
+def _of_states(
+    one: dict[str, Any], two: dict[str, Any], leave_out: set[str]
+) -> list[dict[str, Any]]:
+    """Return the differences of two checkpoints, in the parts that are the same on any number of
+    processes."""
     sides = [dict(leaves("", {name: state[name] for name in SAME_STATE})) for state in (one, two)]
     found = list[dict[str, Any]]()
     for name in dict.fromkeys([*sides[0], *sides[1]]):
@@ -620,7 +785,9 @@ def _of_norm(one: Tensor, two: Tensor) -> float | None:
     """Return the norm of the difference over the first one's; None where that is no number."""
     if one.shape != two.shape:
         return None
-    one, two = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, two))
+    one, two = (
+        each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, two)
+    )
     norm = float(one.norm())
     return float((one - two).norm()) / norm if norm else None
 
@@ -635,7 +802,8 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-# ---- the verdict ----------------------------------------------------------------------------------------------------
+# ---- the verdict
+# --------------------------------------------------------------------------------------------------
 
 
 def _replay(cfg: Any, asked: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -656,20 +824,36 @@ def _replay(cfg: Any, asked: argparse.Namespace, rest: list[str]) -> dict[str, A
     points, equal = (sum(each[name] for each in taken) for name in ("points", "equal"))
     verdicts = {each["verdict"] for each in taken} | ({DIFFERS} if anyway.first else set())
     verdict = next(each for each in (DIFFERS, ROUNDING, UNKNOWN, SAME) if each in verdicts)
-    first = anyway.first or next((each["first_difference"] for each in taken if each["first_difference"]), None)
+    first = anyway.first or next(
+        (each["first_difference"] for each in taken if each["first_difference"]), None
+    )
     chain = all(one.to == two.start and one.end for one, two in itertools.pairwise(stretches))
     if verdict == SAME and run.lost and asked.step is None and asked.to is None:
         verdict = UNKNOWN
-        print(f"status.json has step {run.came_to}: of the last {amount(run.lost, 'step')} the run has no record")
+        print(
+            f"status.json has step {run.came_to}: of the last {amount(run.lost, 'step')} the run "
+            "has no record"
+        )
     whole = chain and verdict == SAME and stretches[0].begin.path is None and to == run.steps[-1]
     if len(taken) > 1:
         print(f"steps {begin} to {to}: {_in_words(verdict, equal, points)}")
     if chain and len(taken) > 1 and verdict == SAME:
         which = "the whole run, from its seed to its last step" if whole else "all these steps"
-        print(f"Each stretch ends with the state that the next one begins with: this proves {which}")
-    result = {"run": str(folder), "from": begin, "to": to, "share": asked.stretch, "verdict": verdict}
+        print(
+            f"Each stretch ends with the state that the next one begins with: this proves {which}"
+        )
+    result = {
+        "run": str(folder),
+        "from": begin,
+        "to": to,
+        "share": asked.stretch,
+        "verdict": verdict,
+    }
     result |= {"points": points, "equal": equal, "first_difference": first, "whole_run": whole}
-    result |= {"digest": taken[-1]["digest"], "processes": counts[0] if len(counts) == 1 else counts}
+    result |= {
+        "digest": taken[-1]["digest"],
+        "processes": counts[0] if len(counts) == 1 else counts,
+    }
     result |= {"stretches": taken, "anyway": anyway.lines} | anyway.facts
     return result | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
@@ -687,17 +871,28 @@ def _in_words(verdict: str, equal: int, points: int) -> str:
 
 def _check_options(folder: Path, asked: argparse.Namespace) -> None:
     """Raise LockstepError where options exclude each other, or a result could not be written."""
-    some = [name for name, value in (("--from", asked.begin), ("--to", asked.to)) if value is not None]
+    some = [
+        name for name, value in (("--from", asked.begin), ("--to", asked.to)) if value is not None
+    ]
     whole = "--all" if asked.all else "--step" if asked.step is not None else ""
     if whole and some:
         raise LockstepError(f"{whole} and {some[0]}", "command line", "give one of them")
     for name in ("processes", "jobs"):
         if (value := getattr(asked, name)) is not None and value < 1:
             raise LockstepError(f"--{name} {value}", "command line", "give 1 or more")
-    for option, path in (("--out", asked.out), ("--write", folder / RESULT if asked.write else None)):
+    for option, path in (
+        ("--out", asked.out),
+        ("--write", folder / RESULT if asked.write else None),
+    ):
         if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise LockstepError(f"{path} cannot be written", option, "give --out FILE in a folder of yours")
-    if asked.keep and asked.keep.exists() and (not asked.keep.is_dir() or any(asked.keep.iterdir())):
+            raise LockstepError(
+                f"{path} cannot be written", option, "give --out FILE in a folder of yours"
+            )
+    if (
+        asked.keep
+        and asked.keep.exists()
+        and (not asked.keep.is_dir() or any(asked.keep.iterdir()))
+    ):
         raise LockstepError(f"{asked.keep} is not empty", "--keep", "give a new folder")
 
 
@@ -718,25 +913,41 @@ def _chosen(run: Recorded, asked: argparse.Namespace) -> list[Stretch]:
     if asked.stretch:
         parts = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", asked.stretch)
         if not parts or int(parts[1]) > int(parts[2]):
-            raise LockstepError(f"--stretch {asked.stretch}", "command line", "give such as 3/8, the third of 8 shares")
+            raise LockstepError(
+                f"--stretch {asked.stretch}",
+                "command line",
+                "give such as 3/8, the third of 8 shares",
+            )
         stretches = stretches[int(parts[1]) - 1 :: int(parts[2])]
         if not stretches:
-            raise LockstepError(f"--stretch {asked.stretch}", "command line", "there are fewer stretches than shares")
+            raise LockstepError(
+                f"--stretch {asked.stretch}",
+                "command line",
+                "there are fewer stretches than shares",
+            )
     return stretches
 
 
 def _processes(run: Recorded, asked: int | None, stretches: list[Stretch]) -> list[int]:
-    """Return the numbers of processes of the stretches. Raises LockstepError where `asked` would take other steps."""
+    """Return the numbers of processes of the stretches. Raises LockstepError where `asked` would
+    take other steps."""
     own, workers = list(dict.fromkeys(map(run.processes, stretches))), run.cfg.virtual_workers
     if asked and workers and asked > workers:
         raise LockstepError(
-            f"{asked} processes with virtual_workers={workers}", "--processes", f"give {workers} at most"
+            f"{asked} processes with virtual_workers={workers}",
+            "--processes",
+            f"give {workers} at most",
         )
     if asked and not workers and own != [asked]:
-        what = f"the run had {_number(own)}, and others add up in another order: without virtual_workers no replay on "
+        what = (
+            f"the run had {_number(own)}, and others add up in another order: without "
+            "virtual_workers no replay on "
+        )
         what += f"{asked} has its bits"
         raise LockstepError(
-            what, f"--processes {asked}", "drop it; a run with virtual_workers=N is replayed on any number"
+            what,
+            f"--processes {asked}",
+            "drop it; a run with virtual_workers=N is replayed on any number",
         )
     return [asked] if asked else own
 
@@ -750,27 +961,45 @@ def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
     else:
         trained = [line for (_, event), line in run.log.items() if event == "train"]
         held = sum("digest" in line for line in trained)
-        rest = "; at the others numbers are compared, to their last digit" if held < len(trained) else ""
+        rest = (
+            "; at the others numbers are compared, to their last digit"
+            if held < len(trained)
+            else ""
+        )
         anyway.say(
-            "log", f"{held} of {amount(len(trained), 'line')} of the training have a digest of the weights{rest}"
+            "log",
+            (
+                f"{held} of {amount(len(trained), 'line')} of the training have a digest of the "
+                f"weights{rest}"
+            ),
         )
     if len(counts) > 1:
         text = (
-            f"the run went on with {' then '.join(map(str, counts))}; where, between two checkpoints, is not recorded"
+            f"the run went on with {' then '.join(map(str, counts))}; where, between two "
+            "checkpoints, is not recorded"
         )
         anyway.say("processes", text)
 
 
 def _take_all(
-    run: Recorded, asked: argparse.Namespace, rest: list[str], anyway: Anyway, stretches: list[Stretch]
+    run: Recorded,
+    asked: argparse.Namespace,
+    rest: list[str],
+    anyway: Anyway,
+    stretches: list[Stretch],
 ) -> list[dict[str, Any]]:
     """Take the stretches again, some at once; print and return what came out, in their order."""
     from tqdm import tqdm
 
     taker = Taker(run, asked.processes, rest)
-    before = {number: signal.signal(number, taker.end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, taker.end)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     total = sum(stretch.to - stretch.start for stretch in stretches)
-    bar = tqdm(total=total, unit="step", leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
+    bar = tqdm(
+        total=total, unit="step", leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty()
+    )
     pool = ThreadPoolExecutor(asked.jobs, thread_name_prefix="stretch")
     with contextlib.ExitStack() as places, bar:
         if asked.keep:
@@ -799,7 +1028,11 @@ def _take_all(
 def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
     """Take a stretch and return the verdict on it, with `text` as its line."""
     known, here = stretch.known, anyway.facts["data"]
-    about: dict[str, Any] = {"from": stretch.start, "to": stretch.to, "checkpoint": stretch.end and _name(stretch.end)}
+    about: dict[str, Any] = {
+        "from": stretch.start,
+        "to": stretch.to,
+        "checkpoint": stretch.end and _name(stretch.end),
+    }
     about |= {"processes": taker.processes(stretch), "digest": "", "points": 0, "equal": 0}
     if known.path and known.data != here:
         first = {"step": stretch.to, "what": "data", "run": known.data, "replay": here}
@@ -815,11 +1048,23 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
         if moved := _moved(stretch, folder):
             explains.append(moved)
         yardstick = _yardstick(taker, stretch, folder) if explains and found.points else None
-        verdict = ROUNDING if yardstick and found.largest <= FARTHER * yardstick.largest else DIFFERS
+        verdict = (
+            ROUNDING if yardstick and found.largest <= FARTHER * yardstick.largest else DIFFERS
+        )
     noted = _digest_at(folder, stretch.note) if stretch.note else ""
     about |= {"digests": found.digests}
-    about |= {"points": found.points, "equal": found.equal, "verdict": verdict, "first_difference": found.first}
-    about |= {"state": found.state, "digest": found.digest, "missing": found.missing, "left_out": found.left_out}
+    about |= {
+        "points": found.points,
+        "equal": found.equal,
+        "verdict": verdict,
+        "first_difference": found.first,
+    }
+    about |= {
+        "state": found.state,
+        "digest": found.digest,
+        "missing": found.missing,
+        "left_out": found.left_out,
+    }
     about |= {"largest": found.largest, "yardstick": yardstick.largest if yardstick else None}
     about |= {"digest_at_step": noted or None, "seconds": round(time.monotonic() - began, 1)}
     return about | {"text": _line(stretch, found, verdict, yardstick, explains, noted)}
@@ -836,16 +1081,23 @@ def _moved(stretch: Stretch, folder: Path) -> str:
         return ""
     now = archive.read(newest)["environment"]
     return "; ".join(
-        f"{name} {was} -> {now[name]}" for name, was in known.environment.items() if now.get(name, was) != was
+        f"{name} {was} -> {now[name]}"
+        for name, was in known.environment.items()
+        if now.get(name, was) != was
     )
 
 
 def _yardstick(taker: Taker, stretch: Stretch, folder: Path) -> Compared:
-    """Compare the replay with one of the same steps whose learning rate is off by a rounding error."""
+    """Compare the replay with one of the same steps whose learning rate is off by a rounding
+    error."""
     known = stretch.known
     coarse = known.environment.get("TF32") == "True" or known.precision not in ("off", "")
     other = taker.take(stretch, 2.0 ** (-8 if coarse else -20))
-    pair = (saved_at(folder).get(stretch.to), saved_at(other).get(stretch.to)) if stretch.end else (None, None)
+    pair = (
+        (saved_at(folder).get(stretch.to), saved_at(other).get(stretch.to))
+        if stretch.end
+        else (None, None)
+    )
     return compare(stretch, log_of(folder)[0], log_of(other)[0], pair, but=("lr",))
 
 
@@ -855,12 +1107,20 @@ def _digest_at(folder: Path, step: int) -> str:
 
 
 def _line(
-    stretch: Stretch, found: Compared, verdict: str, yardstick: Compared | None, explains: list[str], noted: str
+    stretch: Stretch,
+    found: Compared,
+    verdict: str,
+    yardstick: Compared | None,
+    explains: list[str],
+    noted: str,
 ) -> str:
     parts = [f"{stretch}: {_in_words(verdict, found.equal, found.points)}"]
     if verdict == UNKNOWN:
         last = f"the last are of step {found.proven}" if found.proven else "there are none"
-        parts.append(f"at step {stretch.to} no bits of the weights could be compared (digests, checkpoints): {last}")
+        parts.append(
+            f"at step {stretch.to} no bits of the weights could be compared (digests, "
+            f"checkpoints): {last}"
+        )
     if found.state:
         parts.append(f"one of them all state of {_name(stretch.end) if stretch.end else ''}")
     if noted:
@@ -868,19 +1128,27 @@ def _line(
     if first := found.first:
         shown = ", ".join(_shown(each) for each in first["differences"][:3])
         more = f" and {first['number'] - 3} more" if first["number"] > 3 else ""
-        parts.append(f"the first that differs, step {first['step']}, {first['what']}: {shown}{more}")
+        parts.append(
+            f"the first that differs, step {first['step']}, {first['what']}: {shown}{more}"
+        )
         if any(each["name"] == "lr" for each in first["differences"]):
             parts.append(
-                "the schedule was another then: was the run continued with more steps from a checkpoint now gone?"
+                "the schedule was another then: was the run continued with more steps from a "
+                "checkpoint now gone?"
             )
     if yardstick:
         parts.append(
-            f"the largest relative difference is {found.largest:.1e} ({found.where or 'none'}), the yardstick's "
-            f"{yardstick.largest:.1e}: rounding {'explains' if verdict == ROUNDING else 'does not explain'} it "
+            f"the largest relative difference is {found.largest:.1e} ({found.where or 'none'}), "
+            "the yardstick's "
+            f"{yardstick.largest:.1e}: rounding "
+            f"{'explains' if verdict == ROUNDING else 'does not explain'} it "
             f"(another {', '.join(explains)})"
         )
     if found.missing:
-        parts.append(f"the run's log lacks {amount(len(found.missing), 'line')}, the first of step {found.missing[0]}")
+        parts.append(
+            f"the run's log lacks {amount(len(found.missing), 'line')}, the first of step "
+            f"{found.missing[0]}"
+        )
     if found.left_out:
         parts.append(f"left out of the state: {found.left_out}")
     return "; ".join(parts)

@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
 """Write a page for a person who looks rather than reads: one HTML file of one or several runs.
 
-python tools/report.py RUN                            report.html: curves, tables, worst samples, what proves the result
-python tools/report.py RUN OTHER --out both.html      curves over each other, what differs between them, and each run
+python tools/report.py RUN                            report.html: curves, tables, worst samples,
+                                                      what proves the result
+python tools/report.py RUN OTHER --out both.html      curves over each other, what differs between
+                                                      them, and each run
 python tools/report.py RUN --split train --worst 24   another split, more of its worst samples
-python tools/report.py RUN --no-samples               the log alone: needs neither the data nor the checkpoint
-python tools/report.py STUDY                          the tables of tools/study.py, and the log of each of its runs
+python tools/report.py RUN --no-samples               the log alone: needs neither the data nor the
+                                                      checkpoint
+python tools/report.py STUDY                          the tables of tools/study.py, and the log of
+                                                      each of its runs
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; key=value changes the runs' config
-(device=cpu, dataset.root=...). The file needs no other file and no network, and no program runs in it: it can be sent.
-Samples are scored in the batches of an evaluation, and once more one by one. A run that is not over, or that cannot be
-scored, gets a page of what is there. It needs matplotlib and jinja2: pip install matplotlib jinja2
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints; key=value changes the
+runs' config (device=cpu, dataset.root=...). The file needs no other file and no network, and no
+program runs in it: it can be sent. Samples are scored in the batches of an evaluation, and once
+more one by one. A run that is not over, or that cannot be scored, gets a page of what is there. It
+needs matplotlib and jinja2: pip install matplotlib jinja2
 """
 
 from __future__ import annotations
@@ -56,19 +61,40 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="report.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="+", help="folder of a run, or a checkpoint")
     add("--out", type=Path, help="the page (default: report.html, or a free number)")
-    add("--split", choices=("val", "train", "test", "all"), default="val", help="all: or others, by dataset.root")
-    add("--worst", type=whole_number(0), default=12, metavar="N", help="samples to show of those with the highest loss")
+    add(
+        "--split",
+        choices=("val", "train", "test", "all"),
+        default="val",
+        help="all: or others, by dataset.root",
+    )
+    add(
+        "--worst",
+        type=whole_number(0),
+        default=12,
+        metavar="N",
+        help="samples to show of those with the highest loss",
+    )
     add("--no-samples", action="store_true", help="score nothing: show what the runs have written")
-    add("--json", action="store_true", help="print the numbers of the page as one JSON object on stdout")
+    add(
+        "--json",
+        action="store_true",
+        help="print the numbers of the page as one JSON object on stdout",
+    )
     add("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
     settings = [word for word in asked.runs if "=" in word and not Path(word).exists()]
-    asked.runs, asked.rest = [word for word in asked.runs if word not in settings], [*settings, *rest]
+    asked.runs, asked.rest = (
+        [word for word in asked.runs if word not in settings],
+        [*settings, *rest],
+    )
     return guarded(["--debug"] * ("--debug" in rest), lambda _: _report(asked))
 
 
@@ -79,7 +105,11 @@ def _report(asked: argparse.Namespace) -> int:
     if not asked.runs:
         raise LockstepError("no run", "the first word", "give the folder of a run")
     asked.out = asked.out or _free()
-    if asked.out.suffix not in (".html", ".htm") or not asked.out.parent.is_dir() or asked.out.is_dir():
+    if (
+        asked.out.suffix not in (".html", ".htm")
+        or not asked.out.parent.is_dir()
+        or asked.out.is_dir()
+    ):
         todo = "give one that ends in .html, in a folder that is there"
         raise LockstepError(f"{asked.out} is not the name of a page", "--out", todo)
     study, asked.study = [run for run in asked.runs if (Path(run) / STUDY).is_file()], None
@@ -87,10 +117,17 @@ def _report(asked: argparse.Namespace) -> int:
         raise LockstepError("a study is a page of its own", study[0], "give it alone")
     if study:
         asked.study, asked.no_samples = load(Path(study[0])), True
-        asked.runs = [str(Path(study[0]) / run["folder"]) for each in asked.study["configs"] for run in each["runs"]]
+        asked.runs = [
+            str(Path(study[0]) / run["folder"])
+            for each in asked.study["configs"]
+            for run in each["runs"]
+        ]
     if not asked.runs:
-        raise LockstepError("no training of the study is tested yet", study[0], "let tools/study.py go on")
-    words = [of_run(asked.trust, [run, *asked.rest]) for run in asked.runs]  # all, before the first is scored
+        raise LockstepError(
+            "no training of the study is tested yet", study[0], "let tools/study.py go on"
+        )
+    # all, before the first is scored
+    words = [of_run(asked.trust, [run, *asked.rest]) for run in asked.runs]
     with contextlib.redirect_stdout(sys.stderr):
         runs = [_read(run, argv, asked) for run, argv in zip(asked.runs, words, strict=True)]
         _name_apart(runs)
@@ -102,7 +139,11 @@ def _report(asked: argparse.Namespace) -> int:
         for note in run.notes:
             print(f"warning: {run.name}: {note}", file=sys.stderr)
     if asked.json:
-        about = {"report": str(asked.out), "bytes": len(page), "runs": [_as_json(run) for run in runs]}
+        about = {
+            "report": str(asked.out),
+            "bytes": len(page),
+            "runs": [_as_json(run) for run in runs],
+        }
         print(json.dumps(finite(about)))
     else:
         of = [f"{study[0]}, {amount(len(runs), 'run')}"] if study else [run.name for run in runs]
@@ -115,7 +156,8 @@ def _free() -> Path:
     return next(name for name in names if not name.exists())
 
 
-# ---- what a run has written ------------------------------------------------------------------------------------------
+# ---- what a run has written
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -157,7 +199,9 @@ class Run:
     def column(self, event: str, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) of a number of the log."""
         rows = [(line["step"], number(line[name])) for line in self.of(event) if name in line]
-        return np.array([step for step, _ in rows], np.float64), np.array([value for _, value in rows], np.float64)
+        return np.array([step for step, _ in rows], np.float64), np.array(
+            [value for _, value in rows], np.float64
+        )
 
 
 def number(value: Any) -> float:
@@ -175,7 +219,9 @@ def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
     run = Run(given, folder, folder.resolve().name)
     run.log, unreadable = _read_log(folder / "metrics.jsonl")
     if unreadable:
-        run.notes.append(f"{amount(unreadable, 'line')} of metrics.jsonl cannot be read and are left out.")
+        run.notes.append(
+            f"{amount(unreadable, 'line')} of metrics.jsonl cannot be read and are left out."
+        )
     if not run.log:
         run.notes.append("The log is empty: no step has been logged yet.")
     run.environment, run.status, run.replay = (
@@ -186,7 +232,9 @@ def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
     except LockstepError:
         run.owned = True
     with contextlib.suppress(OSError, yaml.YAMLError):  # `of_run` has read it
-        run.settings = config.flatten(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+        run.settings = config.flatten(
+            yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        )
     try:
         args = command.read(words, tasks)
         task = tasks.load(args.cfg.task)
@@ -236,8 +284,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _defaults(run: Run, cfg: Any) -> dict[str, Any]:
-    """Return the keys of the run's task as they are without a command line, with those of the types it has chosen."""
-    chosen = [f"{key}={value}" for key, value in run.settings.items() if key.endswith(".type") and value]
+    """Return the keys of the run's task as they are without a command line, with those of the types
+    it has chosen."""
+    chosen = [
+        f"{key}={value}" for key, value in run.settings.items() if key.endswith(".type") and value
+    ]
     for words in ([cfg.task, *chosen], [cfg.task]):
         with contextlib.suppress(LockstepError):
             return config.flatten(config.to_dict(config.parse(words, tasks.load).cfg))
@@ -252,7 +303,8 @@ def _name_apart(runs: list[Run]) -> None:
             run.name = run.given
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page
+# --------------------------------------------------------------------------------------------------
 
 
 def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
@@ -267,7 +319,10 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
     text = template.render(
         title=_title(runs, asked.study),
         runs=[_about(run, n, asked) for n, run in enumerate(runs)],
-        facts=[(name, [each.get(name, "") for each in facts]) for name in dict.fromkeys(itertools.chain(*facts))],
+        facts=[
+            (name, [each.get(name, "") for each in facts])
+            for name in dict.fromkeys(itertools.chain(*facts))
+        ],
         study=_about_study(asked.study) if asked.study else None,
         panels=_panels(runs),
         differing=_differing(runs),
@@ -279,11 +334,14 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
 def _title(runs: list[Run], study: dict[str, Any] | None) -> str:
     if study:
         return f"{Path(study['task']).name}: {study['what']}"
-    return ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
+    return ", ".join(run.name for run in runs[:3]) + (
+        f" and {len(runs) - 3} more" if len(runs) > 3 else ""
+    )
 
 
 def _about_study(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of a study: its tables, and the plot of people with the colour of each config."""
+    """Return what the template shows of a study: its tables, and the plot of people with the colour
+    of each config."""
     from tools.study_figure import panel, points
 
     metric, what, sides = points(found)
@@ -294,7 +352,9 @@ def _about_study(found: dict[str, Any]) -> dict[str, Any]:
         "configs": names,
         "plot": panel(found),
         "note": f"{metric} of {len(sides[0])} {what}; the bar is the mean with its 95 % interval",
-        "tables": [{"title": title, "head": rows[0], "rows": rows[1:]} for title, rows in all_tables(found)],
+        "tables": [
+            {"title": title, "head": rows[0], "rows": rows[1:]} for title, rows in all_tables(found)
+        ],
         "command": shlex.join(["python", "tools/study.py", *found["words"]]),
     }
 
@@ -311,8 +371,8 @@ def shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a text without control characters, which HTML does not allow or which turn the direction of what follows;
-    anything else as it is."""
+    """Return a text without control characters, which HTML does not allow or which turn the
+    direction of what follows; anything else as it is."""
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
 
 
@@ -346,13 +406,18 @@ def _facts(run: Run) -> dict[str, str]:
     elif losses := run.of("train"):
         found["best"] = f"not evaluated; last training loss {shown(number(losses[-1].get('loss')))}"
     found |= {"steps": shown(last.get("step")), "samples": shown(last.get("samples"))}
-    found["time"] = _seconds(max((number(line.get("time_s")) for line in run.log), default=math.nan))
+    found["time"] = _seconds(
+        max((number(line.get("time_s")) for line in run.log), default=math.nan)
+    )
     devices = [str(name) for name in env["devices"]] if isinstance(env.get("devices"), list) else []
     on = ", ".join(
-        f"{devices.count(name)} × {name}" if devices.count(name) > 1 else name for name in dict.fromkeys(devices)
+        f"{devices.count(name)} × {name}" if devices.count(name) > 1 else name
+        for name in dict.fromkeys(devices)
     )
     found["machine"] = (
-        f"{amount(env['processes'], 'process')} on {on or '?'}" if isinstance(env.get("processes"), int) else "unknown"
+        f"{amount(env['processes'], 'process')} on {on or '?'}"
+        if isinstance(env.get("processes"), int)
+        else "unknown"
     )
     packages = env["packages"] if isinstance(env.get("packages"), dict) else {}
     found["torch"] = str(packages.get("torch") or "unknown")
@@ -362,13 +427,32 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _panels(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the panels of curves: {title, image, note}. Those of several runs lie over each other."""
+    """Return the panels of curves: {title, image, note}. Those of several runs lie over each
+    other."""
     monitors = [run.monitor for run in runs if run.monitor]
     scored = [name for run in runs for line in run.of("eval") for name in line if "/" not in name]
     trained = [name for run in runs for line in run.of("train") for name in line]
-    hidden = {"count", "event", "step", "epoch", "samples", "time_s", "digest", "skipped_steps", "data_wait_share"}
-    last = {"lr": "learning rate", "grad_norm": "norm of the gradient", "samples_per_s": "samples per second"}
-    own = [name for name in dict.fromkeys([*monitors, *scored, *trained]) if name not in hidden | last.keys()]
+    hidden = {
+        "count",
+        "event",
+        "step",
+        "epoch",
+        "samples",
+        "time_s",
+        "digest",
+        "skipped_steps",
+        "data_wait_share",
+    }
+    last = {
+        "lr": "learning rate",
+        "grad_norm": "norm of the gradient",
+        "samples_per_s": "samples per second",
+    }
+    own = [
+        name
+        for name in dict.fromkeys([*monitors, *scored, *trained])
+        if name not in hidden | last.keys()
+    ]
     names = dict.fromkeys(["loss", *own][:9]) | dict.fromkeys(last)
     panels = []
     for name in names:
@@ -381,7 +465,12 @@ def _panels(runs: list[Run]) -> list[dict[str, Any]]:
             steps = [number(line.get("skipped_step")) for line in run.of("skipped")]
             if name == "loss" and steps:
                 given.append(
-                    figures.Curve(n, "mark", np.array([step for step in steps if math.isfinite(step)]), np.array([]))
+                    figures.Curve(
+                        n,
+                        "mark",
+                        np.array([step for step in steps if math.isfinite(step)]),
+                        np.array([]),
+                    )
                 )
         kinds = {curve.kind for curve in given}
         if kinds - {"mark"}:
@@ -405,7 +494,9 @@ def _panels(runs: list[Run]) -> list[dict[str, Any]]:
 
 def _differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return the keys whose values are not the same in all runs: (key, the value of each run)."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in ("save_dir", "resume"))
+    keys = dict.fromkeys(
+        key for run in runs for key in run.settings if key not in ("save_dir", "resume")
+    )
     rows = [(key, [str(run.settings.get(key, "–")) for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if len({*values}) > 1]
 
@@ -414,7 +505,9 @@ def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
     """Return what the template shows of one run."""
     scores = run.scores
     changed = [
-        (key, value, run.defaults[key]) for key, value in run.settings.items() if run.defaults.get(key, value) != value
+        (key, value, run.defaults[key])
+        for key, value in run.settings.items()
+        if run.defaults.get(key, value) != value
     ]
     return {
         "number": n,
@@ -436,35 +529,51 @@ def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
         "time": _time(run),
         "machine": _machine(run),
         "changed": changed,
-        "unchanged": [(key, value) for key, value in run.settings.items() if key not in {key for key, *_ in changed}],
+        "unchanged": [
+            (key, value)
+            for key, value in run.settings.items()
+            if key not in {key for key, *_ in changed}
+        ],
         "proof": _proof(run),
     }
 
 
 def _metrics(run: Run, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each metric: as recorded at the checkpoint's step, as scored now, and whether it is one of many
-    of a kind, such as those of a class."""
+    """Return a row for each metric: as recorded at the checkpoint's step, as scored now, and
+    whether it is one of many of a kind, such as those of a class."""
     recorded: dict[str, Any] = {}
     if run.checkpoint and asked.split == "val":
-        recorded = next((line for line in reversed(run.of("eval")) if line["step"] == run.checkpoint.step), {})
+        recorded = next(
+            (line for line in reversed(run.of("eval")) if line["step"] == run.checkpoint.step), {}
+        )
     elif not run.checkpoint and run.of("eval"):
         recorded = run.of("eval")[-1]
     now = run.scores.metrics if run.scores else {}
     names = [name for name in {**now, **recorded} if name not in (*LOGGED, "digest")]
-    return [{"name": name, "recorded": recorded.get(name), "now": now.get(name), "part": "/" in name} for name in names]
+    return [
+        {"name": name, "recorded": recorded.get(name), "now": now.get(name), "part": "/" in name}
+        for name in names
+    ]
 
 
 def _confusion(scores: Scores | None) -> dict[str, Any]:
-    """Return the matrix as rows of (count, share of the row), and the pairs that are confused most."""
+    """Return the matrix as rows of (count, share of the row), and the pairs that are confused
+    most."""
     if scores is None or scores.confusion is None:
         return {}
     counts = scores.confusion
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
-    rows = [[(int(c), float(s)) for c, s in zip(*row, strict=True)] for row in zip(counts, shares, strict=True)]
+    rows = [
+        [(int(c), float(s)) for c, s in zip(*row, strict=True)]
+        for row in zip(counts, shares, strict=True)
+    ]
     off = counts * (1 - np.eye(len(counts), dtype=np.int64))
     most = np.argsort(-off, axis=None, kind="stable")[:5]
     cells = [divmod(int(cell), len(counts)) for cell in most if off.flat[cell] > 0]
-    pairs = [(scores.classes[t], scores.classes[p], int(counts[t, p]), float(shares[t, p])) for t, p in cells]
+    pairs = [
+        (scores.classes[t], scores.classes[p], int(counts[t, p]), float(shares[t, p]))
+        for t, p in cells
+    ]
     return {"classes": scores.classes, "rows": rows, "pairs": pairs, "shown": len(counts) <= 60}
 
 
@@ -473,7 +582,11 @@ def _per_source(run: Run) -> dict[str, Any]:
     if run.scores is None or not run.scores.by_source:
         return {}
     found = run.scores.by_source
-    columns = [name for name in dict.fromkeys(itertools.chain(*found.values())) if "/" not in name and name != "count"]
+    columns = [
+        name
+        for name in dict.fromkeys(itertools.chain(*found.values()))
+        if "/" not in name and name != "count"
+    ]
     columns = columns[:8]
     by = run.monitor if run.monitor in columns else "loss"
     sign = 1 if by == run.monitor and run.higher_is_better else -1
@@ -494,7 +607,12 @@ MOST_STRIPS = 40
 
 def _ethograms(scores: Scores | None) -> dict[str, Any]:
     """Return the labels of each source in the order of the dataset: true above predicted."""
-    if scores is None or scores.sources is None or scores.confusion is None or (scores.true < 0).all():
+    if (
+        scores is None
+        or scores.sources is None
+        or scores.confusion is None
+        or (scores.true < 0).all()
+    ):
         return {}
     members: dict[str, list[int]] = {}
     for n, source in enumerate(scores.sources):
@@ -516,23 +634,38 @@ def _ethograms(scores: Scores | None) -> dict[str, Any]:
     count = len(scores.classes)
     colours = [figures.class_colour(c, count) for c in range(count)]
     return (
-        {"strips": strips, "more": len(names) - len(strips), "colours": colours, "classes": scores.classes}
+        {
+            "strips": strips,
+            "more": len(names) - len(strips),
+            "colours": colours,
+            "classes": scores.classes,
+        }
         if strips
         else {}
     )
 
 
 def _worst(scores: Scores) -> list[dict[str, Any]]:
-    """Return how each of the worst samples is shown: a picture of it, what it is, and what was predicted."""
+    """Return how each of the worst samples is shown: a picture of it, what it is, and what was
+    predicted."""
     seen = [_seen(sample) for sample in scores.worst]
     windows = [array for kind, array in seen if kind == "signal"]
     alike = len({np.atleast_2d(window).shape[0] for window in windows}) == 1
     scale = figures.ranges(windows) if alike else None
     found = []
     for sample, (kind, array) in zip(scores.worst, seen, strict=True):
-        about = {"index": sample.index, "loss": sample.loss, "source": sample.source, "kind": kind, "still": ""}
+        about = {
+            "index": sample.index,
+            "loss": sample.loss,
+            "source": sample.source,
+            "kind": kind,
+            "still": "",
+        }
         about |= {"true": _class(scores, sample.true), "guess": _class(scores, sample.guess)}
-        about |= {"wrong": sample.true != sample.guess, "scaled": kind == "signal" and scale is not None}
+        about |= {
+            "wrong": sample.true != sample.guess,
+            "scaled": kind == "signal" and scale is not None,
+        }
         about["channels"] = _channels(scores, array) if kind == "signal" else []
         if kind == "film":
             about["image"], about["still"] = figures.film(array)
@@ -543,20 +676,26 @@ def _worst(scores: Scores) -> list[dict[str, Any]]:
         else:
             about["image"] = figures.beside(*_by_steps(sample, pairs(sample)[0])) if kind else ""
         shares = {f"p_{each}": each for each in scores.classes}
-        likely = [(shares[key], number(value)) for key, value in sample.predicted.items() if key in shares]
+        likely = [
+            (shares[key], number(value)) for key, value in sample.predicted.items() if key in shares
+        ]
         about["likely"] = sorted(likely, key=lambda pair: -pair[1])[:3]
         rest = {key: value for key, value in sample.predicted.items() if key not in shares}
         if about["guess"]:
             rest.pop("label", None)
-        rest = rest if kind else {f"{key} (recorded)": value for key, value in sample.parts.items()} | rest
+        rest = (
+            rest
+            if kind
+            else {f"{key} (recorded)": value for key, value in sample.parts.items()} | rest
+        )
         about["table"] = [(key, _brief(value)) for key, value in [*rest.items()][:12]]
         found.append(about)
     return found
 
 
 def _seen(sample: Sample) -> tuple[str, Any]:
-    """Return what a sample shows: `beside` if an array of it is predicted, else the first of its arrays that can be
-    drawn, `x` before the others; ("", None) if there is none."""
+    """Return what a sample shows: `beside` if an array of it is predicted, else the first of its
+    arrays that can be drawn, `x` before the others; ("", None) if there is none."""
     if pairs(sample):
         return "beside", None
     names = sorted(sample.parts, key=lambda name: name != "x")
@@ -571,7 +710,11 @@ def _channels(scores: Scores, window: np.ndarray) -> list[tuple[str, str]]:
     """Return (name, colour) of each channel that is drawn as a line."""
     lanes = len(np.atleast_2d(window))
     names = scores.channels if len(scores.channels) == lanes else [str(n) for n in range(lanes)]
-    return [(name, figures.colour(n)) for n, name in enumerate(names)] if 1 < lanes <= figures.MOST_LANES else []
+    return (
+        [(name, figures.colour(n)) for n, name in enumerate(names)]
+        if 1 < lanes <= figures.MOST_LANES
+        else []
+    )
 
 
 def _by_steps(sample: Sample, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -587,7 +730,8 @@ def _brief(value: Any) -> str:
         if len(flat) <= 8:
             return ", ".join(shown(each) for each in flat.tolist())
         return (
-            f"{' × '.join(map(str, value.shape))} numbers from {shown(float(flat.min()))} to {shown(float(flat.max()))}"
+            f"{' × '.join(map(str, value.shape))} numbers from {shown(float(flat.min()))} to "
+            f"{shown(float(flat.max()))}"
         )
     text = shown(value)
     return text if len(text) <= 300 else text[:299] + "…"
@@ -596,7 +740,11 @@ def _brief(value: Any) -> str:
 def _trials(scores: Scores) -> dict[str, Any]:
     """Return the rate of success in words, and the films of trials as (moving, still)."""
     films = [figures.film(film, side=320) for film in scores.trials.values()]
-    return {"rate": of_trials(scores.metrics), "films": films} if "success_rate_low" in scores.metrics else {}
+    return (
+        {"rate": of_trials(scores.metrics), "films": films}
+        if "success_rate_low" in scores.metrics
+        else {}
+    )
 
 
 def _episode(each: Episode) -> dict[str, Any]:
@@ -622,7 +770,10 @@ def _events(run: Run) -> list[tuple[int, str]]:
         event = line["event"]
         if event == "skipped":
             found = line["found"] if isinstance(line.get("found"), dict) else {}
-            why = "; ".join(f"sample {index} has {what}" for index, what in [*found.items()][:5]) or "not finite"
+            why = (
+                "; ".join(f"sample {index} has {what}" for index, what in [*found.items()][:5])
+                or "not finite"
+            )
             rows.append((line["step"], f"step {line.get('skipped_step')} skipped: {why}"))
         elif event not in ("train", "eval"):
             told = {key: value for key, value in line.items() if key not in LOGGED}
@@ -638,8 +789,12 @@ def _time(run: Run) -> list[tuple[str, str]]:
     epochs = np.diff([0.0, *ends.values()])
     rows = []
     if len(epochs):
-        spread = f" ({_seconds(epochs.min())} to {_seconds(epochs.max())})" if len(epochs) > 1 else ""
-        rows.append((f"an epoch, median of {len(epochs)}", _seconds(float(np.median(epochs))) + spread))
+        spread = (
+            f" ({_seconds(epochs.min())} to {_seconds(epochs.max())})" if len(epochs) > 1 else ""
+        )
+        rows.append(
+            (f"an epoch, median of {len(epochs)}", _seconds(float(np.median(epochs))) + spread)
+        )
     for name, words in (
         ("samples_per_s", "samples per second, median"),
         ("data_wait_share", "share of time waiting for data, mean"),
@@ -647,14 +802,23 @@ def _time(run: Run) -> list[tuple[str, str]]:
         _, values = run.column("train", name)
         values = values[np.isfinite(values)]
         if len(values):
-            rows.append((words, f"{100 * values.mean():.1f} %" if "share" in name else f"{np.median(values):.0f}"))
+            rows.append(
+                (
+                    words,
+                    f"{100 * values.mean():.1f} %"
+                    if "share" in name
+                    else f"{np.median(values):.0f}",
+                )
+            )
     return rows
 
 
 def _machine(run: Run) -> list[tuple[str, str]]:
     """Return environment.json and status.json as rows."""
     rows = []
-    for key, value in (run.environment | {f"status: {name}": each for name, each in run.status.items()}).items():
+    for key, value in (
+        run.environment | {f"status: {name}": each for name, each in run.status.items()}
+    ).items():
         if key == "command" and isinstance(value, list):
             value = shlex.join(map(str, value))
         elif isinstance(value, dict):
@@ -672,7 +836,9 @@ def _proof(run: Run) -> dict[str, Any]:
         "checkpoint": run.checkpoint,
         "points": len(logged),
         "last": logged[-1] if logged else None,
-        "replay": {key: value for key, value in run.replay.items() if not isinstance(value, dict | list)},
+        "replay": {
+            key: value for key, value in run.replay.items() if not isinstance(value, dict | list)
+        },
         "commands": [
             (
                 f"python tools/replay.py {here} --all --write",
@@ -682,26 +848,43 @@ def _proof(run: Run) -> dict[str, Any]:
                 f"python tools/prove.py {here}",
                 "trains some steps on one, two, three and four processes, killed and resumed",
             ),
-            (f"python tools/evaluate.py {shlex.quote(run.given)}", "scores the checkpoint: the same digits as above"),
+            (
+                f"python tools/evaluate.py {shlex.quote(run.given)}",
+                "scores the checkpoint: the same digits as above",
+            ),
         ],
     }
 
 
-# ---- for programs ----------------------------------------------------------------------------------------------------
+# ---- for programs
+# --------------------------------------------------------------------------------------------------
 
 
 def _as_json(run: Run) -> dict[str, Any]:
     scores, last = run.scores, (run.log[-1] if run.log else {})
-    about: dict[str, Any] = {"run": run.given, "name": run.name, "facts": _facts(run), "notes": run.notes}
+    about: dict[str, Any] = {
+        "run": run.given,
+        "name": run.name,
+        "facts": _facts(run),
+        "notes": run.notes,
+    }
     about |= {"step": last.get("step"), "best": run.best() or None, "settings_changed": {}}
     about["settings_changed"] = {
         key: value for key, value in run.settings.items() if run.defaults.get(key, value) != value
     }
     if run.checkpoint:
         about["checkpoint"] = {"file": str(run.checkpoint.path), "step": run.checkpoint.step}
-        about["checkpoint"] |= {"sha256": run.checkpoint.sha256, "digest": run.checkpoint.digest or None}
+        about["checkpoint"] |= {
+            "sha256": run.checkpoint.sha256,
+            "digest": run.checkpoint.digest or None,
+        }
     if scores:
-        about |= {"split": scores.split, "count": scores.count, "metrics": scores.metrics, "classes": scores.classes}
+        about |= {
+            "split": scores.split,
+            "count": scores.count,
+            "metrics": scores.metrics,
+            "classes": scores.classes,
+        }
         about["confusion"] = None if scores.confusion is None else scores.confusion.tolist()
         about |= {"per_class": scores.per_class(), "per_source": scores.by_source}
         about["episodes"] = [
@@ -711,7 +894,8 @@ def _as_json(run: Run) -> dict[str, Any]:
         ]
         names = ("index", "loss", "source")
         about["worst"] = [
-            {name: getattr(each, name) for name in names} | {"true": each.true, "predicted": each.guess}
+            {name: getattr(each, name) for name in names}
+            | {"true": each.true, "predicted": each.guess}
             for each in scores.worst
         ]
     return about

@@ -1,7 +1,9 @@
-"""The pictures of a report, each as a data: URI. No name of a run, class or file is drawn: those are text of the page.
+"""The pictures of a report, each as a data: URI. No name of a run, class or file is drawn: those
+are text of the page.
 
-Curves and signals are SVG by matplotlib, transparent, in colours that can be read on white and on black, and that
-people tell apart who confuse red and green (Okabe and Ito). Films are animated WebP, or GIF without it.
+Curves and signals are SVG by matplotlib, transparent, in colours that can be read on white and on
+black, and that people tell apart who confuse red and green (Okabe and Ito). Films are animated
+WebP, or GIF without it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def _line(number: int) -> str:
 
 @dataclass
 class Curve:
-    """A curve over the steps of a run, `run` its number. `kind` is train, val, or mark: vertical lines at `x`."""
+    """A curve over the steps of a run, `run` its number. `kind` is train, val, or mark: vertical
+    lines at `x`."""
 
     run: int
     kind: str
@@ -79,16 +82,20 @@ def _axes(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple
 
 
 def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
-    """Draw the curves of a panel: those of training thin, those of validation with points, in the colour of the run."""
+    """Draw the curves of a panel: those of training thin, those of validation with points, in the
+    colour of the run."""
     from matplotlib import rc_context
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
     with rc_context(STYLE):
         figure, (ax,) = _axes(5.2, 2.5)
-        values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in given if curve.kind != "mark"] or [[]])
+        values = np.concatenate(
+            [curve.y[np.isfinite(curve.y)] for curve in given if curve.kind != "mark"] or [[]]
+        )
         if may_be_log and len(values) and values.min() > 0 and values.max() > 100 * values.min():
             ax.set_yscale("log")
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # the usual one writes mathtext
+            # the usual one writes mathtext
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.yaxis.set_minor_formatter(NullFormatter())
         for curve in given:
             about = {"color": colour(curve.run), "linestyle": _line(curve.run)}
@@ -100,7 +107,13 @@ def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
             dots = "o" if curve.kind == "val" or len(x) == 1 else ""
             thin = curve.kind == "train" and any(other.kind == "val" for other in given)
             ax.plot(
-                x, y, marker=dots, markersize=3.5, linewidth=0.9 if thin else 1.6, alpha=0.6 if thin else 1, **about
+                x,
+                y,
+                marker=dots,
+                markersize=3.5,
+                linewidth=0.9 if thin else 1.6,
+                alpha=0.6 if thin else 1,
+                **about,
             )
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.set_xlabel("step")
@@ -108,14 +121,19 @@ def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keep so many points that a page stays small: of each stretch its lowest and its highest, so that no peak goes."""
+    """Keep so many points that a page stays small: of each stretch its lowest and its highest, so
+    that no peak goes."""
     y = np.where(np.isfinite(y), y, np.nan)
     if len(y) <= MOST_POINTS:
         return x, y
     kept = []
     for part in np.array_split(np.arange(len(y)), MOST_POINTS // 2):
         known = part[np.isfinite(y[part])]
-        kept += sorted({known[y[known].argmin()], known[y[known].argmax()]}) if len(known) else [part[0]]
+        kept += (
+            sorted({known[y[known].argmin()], known[y[known].argmax()]})
+            if len(known)
+            else [part[0]]
+        )
     return x[kept], y[kept]
 
 
@@ -123,8 +141,9 @@ Ranges = tuple[np.ndarray, np.ndarray]
 
 
 def ranges(windows: Sequence[np.ndarray]) -> Ranges | None:
-    """Return the lowest value of each channel of windows (C, T) and its spread, if the spreads differ so much that each
-    channel needs a scale of its own, or there are too many for lines; else None."""
+    """Return the lowest value of each channel of windows (C, T) and its spread, if the spreads
+    differ so much that each channel needs a scale of its own, or there are too many for lines; else
+    None."""
     lanes = [_lanes(window) for window in windows]
     low = np.min([np.nan_to_num(each, nan=np.inf).min(1) for each in lanes], 0)
     high = np.max([np.nan_to_num(each, nan=-np.inf).max(1) for each in lanes], 0)
@@ -132,7 +151,11 @@ def ranges(windows: Sequence[np.ndarray]) -> Ranges | None:
     spread = np.where(known & (high > low), np.where(known, high, 1) - np.where(known, low, 0), 0)
     moving = spread[spread > 0]
     differ = len(moving) > 1 and bool(moving.max() > 20 * moving.min())
-    return (np.where(known, low, 0), np.where(spread > 0, spread, 1)) if differ or len(low) > MOST_LANES else None
+    return (
+        (np.where(known, low, 0), np.where(spread > 0, spread, 1))
+        if differ or len(low) > MOST_LANES
+        else None
+    )
 
 
 def _lanes(window: np.ndarray) -> np.ndarray:
@@ -161,10 +184,13 @@ def signal(window: np.ndarray, scale: Ranges | None = None) -> str:
 
 
 def beside(recorded: np.ndarray, predicted: np.ndarray) -> str:
-    """Draw (T, dims) as predicted beside recorded: a small plot for each of the first MOST_DIMS dims."""
+    """Draw (T, dims) as predicted beside recorded: a small plot for each of the first MOST_DIMS
+    dims."""
     from matplotlib import rc_context
 
-    recorded, predicted = (np.asarray(each, np.float64).reshape(len(each), -1) for each in (recorded, predicted))
+    recorded, predicted = (
+        np.asarray(each, np.float64).reshape(len(each), -1) for each in (recorded, predicted)
+    )
     dims = min(MOST_DIMS, recorded.shape[1])
     columns = 1 if dims == 1 else 2
     with rc_context(STYLE):
@@ -185,12 +211,13 @@ def beside(recorded: np.ndarray, predicted: np.ndarray) -> str:
         return _svg(figure)
 
 
-# ---- pictures and films ---------------------------------------------------------------------------------------------
+# ---- pictures and films
+# ---------------------------------------------------------------------------------------------
 
 
 def seen(part: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return what a sample's array shows: ("signal", (C, T)), ("picture", (H, W[, 3])), ("film", (T, H, W[, 3])), or
-    None for numbers that show nothing."""
+    """Return what a sample's array shows: ("signal", (C, T)), ("picture", (H, W[, 3])), ("film",
+    (T, H, W[, 3])), or None for numbers that show nothing."""
     numbers, shape = part.dtype.kind, part.shape
     if numbers not in "fiub" or 0 in shape:
         return None
@@ -220,7 +247,8 @@ def _bytes(pixels: np.ndarray) -> np.ndarray:
 
 
 def film(frames: np.ndarray, side: int = 160) -> tuple[str, str]:
-    """(T, H, W[, 3]) -> a film of at most MOST_FRAMES frames, as an animation; and its middle frame, as a picture."""
+    """(T, H, W[, 3]) -> a film of at most MOST_FRAMES frames, as an animation; and its middle
+    frame, as a picture."""
     from PIL import Image, features  # comes with matplotlib
 
     frames = frames[np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).astype(int)]
@@ -231,13 +259,16 @@ def film(frames: np.ndarray, side: int = 160) -> tuple[str, str]:
     size = max(1, round(width * zoom / shrink)), max(1, round(height * zoom / shrink))
     kind = "webp" if features.check("webp") else "gif"
     images = [
-        Image.fromarray(frame).resize(size, Image.Resampling.NEAREST if shrink == 1 else None) for frame in pixels
+        Image.fromarray(frame).resize(size, Image.Resampling.NEAREST if shrink == 1 else None)
+        for frame in pixels
     ]
     moving, still = io.BytesIO(), io.BytesIO()
     about: dict[str, Any] = {"quality": 60, "method": 3} if kind == "webp" else {}
     per_frame_ms = max(60, min(200, 3000 // len(images)))
     first, *rest = images
-    first.save(moving, kind, save_all=True, append_images=rest, duration=per_frame_ms, loop=0, **about)
+    first.save(
+        moving, kind, save_all=True, append_images=rest, duration=per_frame_ms, loop=0, **about
+    )
     images[len(images) // 2].save(still, kind, **about)
     return data_uri(kind, moving.getvalue()), data_uri(kind, still.getvalue())
 
@@ -248,11 +279,13 @@ def picture(pixels: np.ndarray, side: int = 160) -> str:
     return still
 
 
-# ---- strips ---------------------------------------------------------------------------------------------------------
+# ---- strips
+# --------------------------------------------------------------------------------------------------
 
 
 def bands(labels: np.ndarray, width: int = 1000) -> list[tuple[float, float, int]]:
-    """Return the runs of equal labels as (begin, length, label), of an axis of `width`; -1 is left out.
+    """Return the runs of equal labels as (begin, length, label), of an axis of `width`; -1 is left
+    out.
 
     Of more samples than there is room for, each place has the label that is most frequent in it.
     """
@@ -262,8 +295,12 @@ def bands(labels: np.ndarray, width: int = 1000) -> list[tuple[float, float, int
         labels = np.array([_most(labels[a:b]) for a, b in itertools.pairwise(edges)])
     cuts = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     scale = width / max(1, len(labels))
-    found = [(a * scale, (b - a) * scale, int(labels[a])) for a, b in itertools.pairwise(cuts) if b > a]
-    return [(round(begin, 2), round(length, 2), label) for begin, length, label in found if label >= 0]
+    found = [
+        (a * scale, (b - a) * scale, int(labels[a])) for a, b in itertools.pairwise(cuts) if b > a
+    ]
+    return [
+        (round(begin, 2), round(length, 2), label) for begin, length, label in found if label >= 0
+    ]
 
 
 def _most(labels: np.ndarray) -> int:
@@ -272,7 +309,8 @@ def _most(labels: np.ndarray) -> int:
 
 
 def class_colour(number: int, count: int) -> str:
-    """Return a colour of its own for each class: those of Okabe and Ito, or hues in three shades if there are more."""
+    """Return a colour of its own for each class: those of Okabe and Ito, or hues in three shades if
+    there are more."""
     if count <= len(COLOURS):
         return COLOURS[number]
     hue = round(360 * (number * 0.61803398875 % 1))

@@ -1,7 +1,9 @@
-"""What the model of a checkpoint makes of a split: metrics of all samples and of each source, and the worst samples.
+"""What the model of a checkpoint makes of a split: metrics of all samples and of each source, and
+the worst samples.
 
-Samples are scored twice: in the batches of an evaluation, whose metrics are those of tools/evaluate.py to the last
-digit, and one by one, for the loss of each sample and the metrics of each source.
+Samples are scored twice: in the batches of an evaluation, whose metrics are those of
+tools/evaluate.py to the last digit, and one by one, for the loss of each sample and the metrics of
+each source.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from tools.predict import LoadedModel, load_model
 from tools.running import in_world
 
 EPISODE = "episode_index"
-"""The tensor of a batch that numbers its episodes, in LeRobot's format: the sources, if the dataset names none."""
+"""The tensor of a batch that numbers its episodes, in LeRobot's format: the sources, if the dataset
+names none."""
 
 
 @dataclass
@@ -62,8 +65,8 @@ class Sample:
 
 @dataclass
 class Episode:
-    """One episode: (frames, dims) of `name`, recorded and as predicted at each frame; pictures (frames, H, W, 3); the
-    names of the dims, empty where the data have none."""
+    """One episode: (frames, dims) of `name`, recorded and as predicted at each frame; pictures
+    (frames, H, W, 3); the names of the dims, empty where the data have none."""
 
     source: str
     loss: float
@@ -115,14 +118,26 @@ class Scores:
     notes: list[str] = field(default_factory=list)
 
     def per_class(self) -> list[dict[str, Any]]:
-        """Return a row for each class: its name, precision, recall, F1, and the counts of true and predicted ones."""
+        """Return a row for each class: its name, precision, recall, F1, and the counts of true and
+        predicted ones."""
         if self.confusion is None:
             return []
         precision, recall, f1 = precision_recall_f1(self.confusion)
-        columns = zip(self.classes, precision, recall, f1, self.confusion.sum(1), self.confusion.sum(0), strict=True)
+        columns = zip(
+            self.classes,
+            precision,
+            recall,
+            f1,
+            self.confusion.sum(1),
+            self.confusion.sum(0),
+            strict=True,
+        )
         names = ("name", "precision", "recall", "f1", "count", "predicted")
         rows = [dict(zip(names, row, strict=True)) for row in columns]
-        return [{name: value if name == "name" else value.item() for name, value in row.items()} for row in rows]
+        return [
+            {name: value if name == "name" else value.item() for name, value in row.items()}
+            for row in rows
+        ]
 
 
 @dataclass
@@ -142,10 +157,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def score(args: config.Args, split: str, most: int) -> Scores:
-    """Score every sample of a split, and look at the `most` worst ones. Raises LockstepError if that is impossible."""
+    """Score every sample of a split, and look at the `most` worst ones. Raises LockstepError if
+    that is impossible."""
     loaded, dataset = in_world(args.cfg, lambda world, _: load_model(args, world, split))
     if loaded.device.type == "cpu":
-        cores.limit_threads(args.cfg.threads, 1)  # to one: the number of threads changes the last digits
+        # to one: the number of threads changes the last digits
+        cores.limit_threads(args.cfg.threads, 1)
     check_scored(loaded.task, split)
     if not len(dataset):
         raise LockstepError("it has no samples", f"split {split}", "give another --split")
@@ -156,7 +173,8 @@ def score(args: config.Args, split: str, most: int) -> Scores:
     return found
 
 
-# ---- scoring --------------------------------------------------------------------------------------------------------
+# ---- scoring
+# --------------------------------------------------------------------------------------------------
 
 
 def _batch(loaded: LoadedModel, dataset: Any, indices: list[int]) -> Batch:
@@ -172,7 +190,10 @@ class _Totals:
     def __init__(self, loaded: LoadedModel):
         self.task: Task = loaded.task
         self.device = loaded.device
-        self.sums, self.collected = Gathered("score"), Gathered("collect", self.task.collect_limit_mb)
+        self.sums, self.collected = (
+            Gathered("score"),
+            Gathered("collect", self.task.collect_limit_mb),
+        )
         self.besides = Sums()  # of trials
 
     def add(self, loaded: LoadedModel, batch: Batch, number: int, *others: _Totals) -> None:
@@ -181,14 +202,19 @@ class _Totals:
         seed_generators(loaded.device, "score", task.cfg.seed, number)
         with loaded.precision.autocast():
             sums = check("score", task.score(loaded.model, batch))
-            values = check("collect", task.collect(loaded.model, batch), samples) if collects(task) else None
+            values = (
+                check("collect", task.collect(loaded.model, batch), samples)
+                if collects(task)
+                else None
+            )
         for each in (self, *others):
             each.sums.add(sums)
             if values is not None:
                 each.collected.collect(values, samples)
 
     def report(self) -> tuple[dict[str, float], Sums]:
-        """Return metrics and sums. No metrics if the task's `report` fails, which may need more samples than these."""
+        """Return metrics and sums. No metrics if the task's `report` fails, which may need more
+        samples than these."""
         world = World(0, 0, 1, self.device)
         sums = Sums(self.sums.summed(world) | self.besides)
         if collects(self.task):
@@ -203,7 +229,9 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
     whole = _Totals(loaded)
     starts = tqdm(range(0, count, size), "Scoring", unit="batch", disable=None)
     for number, first in enumerate(starts):
-        whole.add(loaded, _batch(loaded, dataset, [*range(first, min(first + size, count))]), number)
+        whole.add(
+            loaded, _batch(loaded, dataset, [*range(first, min(first + size, count))]), number
+        )
     films = _tried(loaded, whole) if task.num_trials else {}
     (metrics, summed), notes = whole.report(), list[str]()
     if not metrics:
@@ -228,9 +256,21 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
     by_source = {name: each.report()[0] for name, each in totals.items()} if sources else {}
     channels = _channels(task, dataset)
     return Scores(
-        split, count, classes, channels, metrics, confusion, losses, true, guess, sources, by_source, known,
-        trials=films, notes=notes,
-    )  # fmt: skip
+        split,
+        count,
+        classes,
+        channels,
+        metrics,
+        confusion,
+        losses,
+        true,
+        guess,
+        sources,
+        by_source,
+        known,
+        trials=films,
+        notes=notes,
+    )
 
 
 def _tried(loaded: LoadedModel, whole: _Totals) -> dict[str, np.ndarray]:
@@ -248,23 +288,31 @@ def _tried(loaded: LoadedModel, whole: _Totals) -> dict[str, np.ndarray]:
 
 
 def _loss_of(one: _Totals) -> tuple[float | None, Sums]:
-    """Return the loss of one sample as the task reports it, or else its total, None without either; and the sums."""
+    """Return the loss of one sample as the task reports it, or else its total, None without either;
+    and the sums."""
     found, sums = one.report()
     total = float(sums["loss"]) if "loss" in sums and sums["loss"].numel() == 1 else None
     return found.get("loss", total), sums
 
 
 def _confusion(sums: Sums, classes: list[str]) -> tuple[np.ndarray | None, list[str]]:
-    """Return the counts [true, predicted], if the sums have a square of them, and a name for each class."""
+    """Return the counts [true, predicted], if the sums have a square of them, and a name for each
+    class."""
     found = sums.get("confusion")
-    if found is None or found.ndim != 2 or found.shape[0] != found.shape[1] or found.is_floating_point():
+    if (
+        found is None
+        or found.ndim != 2
+        or found.shape[0] != found.shape[1]
+        or found.is_floating_point()
+    ):
         return None, classes
     names = classes if len(classes) == len(found) else [f"class {c}" for c in range(len(found))]
     return found.cpu().numpy(), [str(name) for name in names]
 
 
 def _cell(sums: Sums, confusion: np.ndarray | None) -> tuple[int, int]:
-    """Return the true and the predicted class of one sample, from its cell of the confusion matrix."""
+    """Return the true and the predicted class of one sample, from its cell of the confusion
+    matrix."""
     if confusion is None:
         return -1, -1
     cells = sums["confusion"].nonzero()
@@ -272,13 +320,17 @@ def _cell(sums: Sums, confusion: np.ndarray | None) -> tuple[int, int]:
 
 
 def _sources(dataset: Any, count: int) -> tuple[list[str] | None, str]:
-    """Return the dataset's own `sources` as texts, and a note if they are not one for each sample."""
+    """Return the dataset's own `sources` as texts, and a note if they are not one for each
+    sample."""
     found = getattr(dataset, "sources", None)
     if found is None:
         return None, ""
     names = [str(name) for name in (found.tolist() if hasattr(found, "tolist") else found)]
     if len(names) != count:
-        return None, f"The dataset names {len(names)} sources for {count} samples: they are left out."
+        return (
+            None,
+            f"The dataset names {len(names)} sources for {count} samples: they are left out.",
+        )
     return names, ""
 
 
@@ -289,11 +341,13 @@ def _channels(task: Task, dataset: Any) -> list[str]:
     return []
 
 
-# ---- the worst ------------------------------------------------------------------------------------------------------
+# ---- the worst
+# --------------------------------------------------------------------------------------------------
 
 
 def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
-    """Fetch the worst samples again with what is predicted of them; of a robot's recordings the worst episodes."""
+    """Fetch the worst samples again with what is predicted of them; of a robot's recordings the
+    worst episodes."""
     if not found.known_losses or not most:
         return
     losses: list[float] = found.losses.tolist()
@@ -311,11 +365,16 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
         )  # not the features of samples, if these are cached
         found.worst.append(Sample(n, losses[n], source, *about, _parts(shown), values))
     if found.worst and found.sources and (name := _action_of(found.worst[0])):
-        members = {source: [n for n in range(found.count) if found.sources[n] == source] for source in found.by_source}
+        members = {
+            source: [n for n in range(found.count) if found.sources[n] == source]
+            for source in found.by_source
+        }
         mean = {source: each.get("loss", math.nan) for source, each in found.by_source.items()}
         for source in sorted(members, key=lambda source: -_badness(mean[source]))[: min(most, 6)]:
             with contextlib.suppress(LockstepError):
-                found.episodes.append(_episode(loaded, dataset, members[source], source, mean[source], name))
+                found.episodes.append(
+                    _episode(loaded, dataset, members[source], source, mean[source], name)
+                )
 
 
 def _badness(loss: float, not_finite: float = math.inf) -> float:
@@ -323,14 +382,16 @@ def _badness(loss: float, not_finite: float = math.inf) -> float:
 
 
 def _action_of(sample: Sample) -> str:
-    """Return the name of a chunk (steps, dims) that is both recorded and predicted of a sample of an episode."""
+    """Return the name of a chunk (steps, dims) that is both recorded and predicted of a sample of
+    an episode."""
     if EPISODE not in sample.parts:
         return ""
     return next((name for name in pairs(sample) if sample.parts[name].ndim == 2), "")
 
 
 def pairs(sample: Sample) -> list[str]:
-    """Return the names of the arrays of numbers that are both in the sample and predicted, in the same shape."""
+    """Return the names of the arrays of numbers that are both in the sample and predicted, in the
+    same shape."""
     return [
         name
         for name, value in sample.predicted.items()
@@ -343,8 +404,11 @@ def pairs(sample: Sample) -> list[str]:
     ]
 
 
-def _episode(loaded: LoadedModel, dataset: Any, members: list[int], source: str, loss: float, name: str) -> Episode:
-    """Predict at each frame of an episode. Of each chunk the first step is kept, the one that would be taken."""
+def _episode(
+    loaded: LoadedModel, dataset: Any, members: list[int], source: str, loss: float, name: str
+) -> Episode:
+    """Predict at each frame of an episode. Of each chunk the first step is kept, the one that would
+    be taken."""
     recorded, predicted, pictures = [], [], []
     keep = {members[int(n)] for n in np.linspace(0, len(members) - 1, min(len(members), 48))}
     for first in range(0, len(members), loaded.batch_size):
@@ -353,7 +417,11 @@ def _episode(loaded: LoadedModel, dataset: Any, members: list[int], source: str,
         values = _predicted(loaded, batch, len(some))[name]
         recorded.append(batch[name][:, 0].float().cpu().numpy())
         predicted.append(np.asarray(values)[:, 0])
-        cameras = [leaf for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and _is_pictures(leaf)][:3]
+        cameras = [
+            leaf
+            for _, leaf in tree_leaves(batch)
+            if isinstance(leaf, Tensor) and _is_pictures(leaf)
+        ][:3]
         for row, n in enumerate(some):
             if n in keep and cameras and len({camera.shape[2] for camera in cameras}) == 1:
                 views = [camera[row].permute(1, 2, 0).cpu().numpy() for camera in cameras]
@@ -361,7 +429,9 @@ def _episode(loaded: LoadedModel, dataset: Any, members: list[int], source: str,
     film = np.stack(pictures) if pictures else None
     features = getattr(getattr(loaded.task, "demos", None), "features", {})
     names = [str(each) for each in getattr(features.get(name), "names", ())]
-    return Episode(source, loss, name, np.concatenate(recorded), np.concatenate(predicted), film, names)
+    return Episode(
+        source, loss, name, np.concatenate(recorded), np.concatenate(predicted), film, names
+    )
 
 
 def _is_pictures(leaf: Tensor) -> bool:
@@ -369,7 +439,8 @@ def _is_pictures(leaf: Tensor) -> bool:
 
 
 def _predicted(loaded: LoadedModel, batch: Batch, samples: int) -> dict[str, Any]:
-    """Return what the task predicts of a batch; nothing if it has no method for that, or the method fails."""
+    """Return what the task predicts of a batch; nothing if it has no method for that, or the method
+    fails."""
     if type(loaded.task).predict is Task.predict:
         return {}
     try:
@@ -384,7 +455,11 @@ def _row(values: Any, n: int) -> Any:
     """Return one sample's value as a number, a text, or an array."""
     value = [*values][n] if isinstance(values, Ragged) else values[n]
     if isinstance(value, Tensor):
-        value = value.detach().cpu().float().numpy() if value.is_floating_point() else value.detach().cpu().numpy()
+        value = (
+            value.detach().cpu().float().numpy()
+            if value.is_floating_point()
+            else value.detach().cpu().numpy()
+        )
     return value.item() if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 else value
 
 

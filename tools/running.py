@@ -29,8 +29,11 @@ from engine.survive.signals import StopRequest
 T = TypeVar("T")
 
 
-def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Callable[..., list[str]] = list) -> int:
-    """Parse a training's command line and return what `work` does with it; an error becomes one line and an exit code.
+def guarded(
+    argv: list[str], work: Callable[[config.Args], int], translate: Callable[..., list[str]] = list
+) -> int:
+    """Parse a training's command line and return what `work` does with it; an error becomes one
+    line and an exit code.
 
     translate  turns the tool's own words into a training's
     """
@@ -39,7 +42,8 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
     def main(words: list[str]) -> int:
         code = work(command.read(translate(words), tasks))
         sys.stdout.flush()
-        for why in terminal.lost_streams:  # a training continues without a stdout, but its output is what a tool is for
+        # a training continues without a stdout, but its output is what a tool is for
+        for why in terminal.lost_streams:
             if why.startswith("stdout cannot be written"):
                 raise LockstepError(why, "the output of a tool", "start it again", exit_code=1)
         return code
@@ -48,7 +52,8 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
 
 
 def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
-    """(all ranks) Join the process group, return what `work` does in it, and leave. `work` keeps no DDP alive."""
+    """(all ranks) Join the process group, return what `work` does in it, and leave. `work` keeps no
+    DDP alive."""
     world = train.setup_distributed(cfg)
     describe.announce(world, cfg, always=False)
     stop = StopRequest()  # max_time_s is for a training
@@ -64,26 +69,39 @@ def alone(what: str, where: str) -> None:
         raise LockstepError(what, where, "start it without torchrun", everywhere=True)
 
 
-# ---- trainings in processes of their own ----------------------------------------------------------------------------
+# ---- trainings in processes of their own
+# ----------------------------------------------------------------------------
 
 
 def python(processes: int) -> list[str]:
-    """Return the command before a script and its arguments, which starts it in so many processes."""
+    """Return the command before a script and its arguments, which starts it in so many
+    processes."""
     return [
         sys.executable,
-        *([agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []),
+        *(
+            [agent.__file__, "--standalone", f"--nproc_per_node={processes}"]
+            if processes > 1
+            else []
+        ),
     ]
 
 
 @contextlib.contextmanager
-def started(command: list[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in a session of its own, its output in the file `log`; it ends with the block at the latest."""
+def started(
+    command: list[str], env: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a session of its own, its output in the file `log`; it ends with the block
+    at the latest."""
     if launch.environment().launched:
         todo = "start it with plain python, and say how many in --processes"
-        raise LockstepError("torchrun started this, which starts processes itself", "environment", todo)
+        raise LockstepError(
+            "torchrun started this, which starts processes itself", "environment", todo
+        )
     how: Any = {"start_new_session": True, "preexec_fn": partial(end_with_parent, signal.SIGTERM)}
     with open(log, "wb") as file:
-        child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **how)
+        child = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **how
+        )
         main = threading.current_thread() is threading.main_thread()  # only there may it be set
         before = signal.signal(signal.SIGINT, signal.default_int_handler) if main else None
         try:
@@ -107,7 +125,11 @@ class Trained(NamedTuple):
     @property
     def problem(self) -> str:
         """Its error, or its last line, or the exit code."""
-        errors = [line.removeprefix("error: ") for line in self.text.splitlines() if line.startswith("error: ")]
+        errors = [
+            line.removeprefix("error: ")
+            for line in self.text.splitlines()
+            if line.startswith("error: ")
+        ]
         return [*errors, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
 
 
@@ -119,14 +141,15 @@ def train_in(
     tell: Callable[[int], object] = lambda step: None,
     env: Mapping[str, str] | None = None,
 ) -> Trained:
-    """Run train.py with these arguments in `processes` processes, with `save_dir=folder`, and wait for its end.
+    """Run train.py with these arguments in `processes` processes, with `save_dir=folder`, and wait
+    for its end.
 
     kill_at  once the log has this step, send SIGKILL to the launcher and to rank 0; 0: never
     tell     called with the last step in the log, a few times a second
     env      in addition to the environment, such as the GPUs that it may use
 
-    A process computes in one thread, because the number of threads changes the last digits, unless OMP_NUM_THREADS is
-    set.
+    A process computes in one thread, because the number of threads changes the last digits, unless
+    OMP_NUM_THREADS is set.
     """
     script = str(Path(train.__file__).resolve())
 
@@ -139,7 +162,9 @@ def train_in(
             os.killpg(child.pid, signal.SIGKILL)
 
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return run_script([script, *words, f"save_dir={folder}"], processes, look, threads | dict(env or {}))
+    return run_script(
+        [script, *words, f"save_dir={folder}"], processes, look, threads | dict(env or {})
+    )
 
 
 def run_script(
@@ -148,13 +173,15 @@ def run_script(
     look: Callable[[subprocess.Popen[bytes]], object],
     env: Mapping[str, str] | None = None,
 ) -> Trained:
-    """Run a script with its arguments in `processes` processes, with `env` in addition to the environment, and wait for
-    its end; `look` is called with its process a few times a second."""
+    """Run a script with its arguments in `processes` processes, with `env` in addition to the
+    environment, and wait for its end; `look` is called with its process a few times a second."""
     with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
         # A process that is ended before it handles signals leaves its temporary files.
         log = Path(scratch) / "log"
         with started(
-            [*python(processes), *words], dict(os.environ) | dict(env or {}) | {"TMPDIR": scratch}, log
+            [*python(processes), *words],
+            dict(os.environ) | dict(env or {}) | {"TMPDIR": scratch},
+            log,
         ) as child:
             while child.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,6 +195,7 @@ def last_step(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         with open(folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
-            *_, last, _ = file.read().split(b"\n")  # the rest after the last newline is no whole line
+            # the rest after the last newline is no whole line
+            *_, last, _ = file.read().split(b"\n")
         return int(json.loads(last)["step"])
     return 0

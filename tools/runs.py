@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""List the runs below a folder: what became of each, its best score, its test, and the command that continues it.
+"""List the runs below a folder: what became of each, its best score, its test, and the command that
+continues it.
 
 python tools/runs.py                         those below checkpoints/
 python tools/runs.py studies --sort best     another folder, the best first
 python tools/runs.py --csv > runs.csv        every column, a row for each run; --json: a list
 
-A run is known by its files. Nothing of a run is executed or changed, and what cannot be read is left empty. States:
-complete, running (a process on this machine owns it), killed (no process is left, and it has not said why), stopped
-(by a signal or its time limit), failed, and unknown. A run on another machine that shares the folder may still run.
+A run is known by its files. Nothing of a run is executed or changed, and what cannot be read is
+left empty. States: complete, running (a process on this machine owns it), killed (no process is
+left, and it has not said why), stopped (by a signal or its time limit), failed, and unknown. A run
+on another machine that shares the folder may still run.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from engine.files import run_folder, status
 from tools.evaluate import TEST, aligned
 from tools.running import alone, guarded
 
-COLUMNS = "folder task state reason epoch epochs step monitor best test looks time_s ended resume_command".split()
+COLUMNS = (
+    "folder task state reason epoch epochs step monitor best test looks time_s ended resume_command"
+).split()
 SORTS = ("folder", "task", "state", "step", "best", "test", "time")
 STATES = {"done": "complete", "stopped": "stopped", "failed": "failed"}
 MOST = 1 << 16
@@ -44,11 +48,26 @@ MOST = 1 << 16
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="runs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="runs.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("checkpoints"), help="where to look")
-    add("--sort", choices=SORTS, default="folder", help="best and test: the best first; step and time: the most first")
+    add(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        default=Path("checkpoints"),
+        help="where to look",
+    )
+    add(
+        "--sort",
+        choices=SORTS,
+        default="folder",
+        help="best and test: the best first; step and time: the most first",
+    )
     add("--csv", action="store_true", help="print a CSV of all columns")
     add("--json", action="store_true", help="print a JSON list of all columns")
     asked = parser.parse_args(argv)
@@ -73,11 +92,13 @@ def _list(asked: argparse.Namespace) -> int:
     return status.set_exit_code(status.DONE)
 
 
-# ---- what is there --------------------------------------------------------------------------------------------------
+# ---- what is there
+# --------------------------------------------------------------------------------------------------
 
 
 def found_in(top: Path) -> Iterator[Path]:
-    """Yield the folders of runs below `top`, itself among them. Links to folders are not followed."""
+    """Yield the folders of runs below `top`, itself among them. Links to folders are not
+    followed."""
     for place, below, files in os.walk(top):
         there = {*files}
         if there & {"status.json", "metrics.jsonl"} or {"config.yaml", "environment.json"} <= there:
@@ -88,20 +109,30 @@ def found_in(top: Path) -> Iterator[Path]:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return a run's columns, None where its files do not say; never raises."""
-    now, log, config = _json(folder / "status.json"), _last(folder / "metrics.jsonl"), _config(folder / "config.yaml")
+    now, log, config = (
+        _json(folder / "status.json"),
+        _last(folder / "metrics.jsonl"),
+        _config(folder / "config.yaml"),
+    )
     task = _text(config.get("task"))
     run: dict[str, Any] = dict.fromkeys(COLUMNS) | {"folder": str(folder), "task": task}
     run["state"], run["reason"] = _state(folder, now)
     step, epoch = _whole(now.get("step")), _whole(log.get("epoch"))
     run["step"] = max(filter(None, (step, _whole(log.get("step")))), default=step)
-    run["epoch"], run["epochs"] = None if epoch is None else epoch + 1, _whole(config.get("epochs")) or None
+    run["epoch"], run["epochs"] = (
+        None if epoch is None else epoch + 1,
+        _whole(config.get("epochs")) or None,
+    )
     run["time_s"] = _number(log.get("time_s"))
     run["monitor"], run["best"] = _text(now.get("monitor")) or None, _number(now.get("best"))
-    if run["monitor"] is None and task in tasks.names():  # an older run; a task of one's own is not executed for it
+    # an older run; a task of one's own is not executed for it
+    if run["monitor"] is None and task in tasks.names():
         run["monitor"], run["best"] = _best(folder / "metrics.jsonl", tasks.load(task))
     tested = _json(folder / TEST)
     metrics = tested.get("metrics")
-    run["test"] = _number(metrics.get(_text(tested.get("monitor")))) if isinstance(metrics, dict) else None
+    run["test"] = (
+        _number(metrics.get(_text(tested.get("monitor")))) if isinstance(metrics, dict) else None
+    )
     run["looks"] = _whole(tested.get("looks"))
     run["ended"] = _text(now.get("time")) or None
     run["resume_command"] = _text(now.get("resume_command")) or None
@@ -125,7 +156,8 @@ def _state(folder: Path, now: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _bytes(path: Path, end: bool = False) -> bytes:
-    """Return the beginning or the end of a regular file, nothing of anything else: to open a pipe would wait."""
+    """Return the beginning or the end of a regular file, nothing of anything else: to open a pipe
+    would wait."""
     with contextlib.suppress(OSError):
         about = os.stat(path)
         if stat.S_ISREG(about.st_mode):
@@ -137,7 +169,9 @@ def _bytes(path: Path, end: bool = False) -> bytes:
 
 def _json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes() if path.name == TEST and path.is_file() else _bytes(path))
+        found = json.loads(
+            path.read_bytes() if path.name == TEST and path.is_file() else _bytes(path)
+        )
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -180,12 +214,19 @@ def _number(value: Any) -> float | None:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+        else None
+    )
 
 
 def _text(value: Any) -> str:
     """Return a text without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value or ""))
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for letter in str(value or "")
+    )
 
 
 def _cell(value: Any) -> Any:
@@ -209,21 +250,37 @@ def _rank(run: dict[str, Any], by: str) -> tuple[Any, ...]:
     return False, value if by in ("best", "test") and run["monitor"] == "loss" else -value, ""
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def lines(runs: list[dict[str, Any]], top: Path) -> list[str]:
-    """Return a row for each run, and below the commands that continue those that are not complete."""
+    """Return a row for each run, and below the commands that continue those that are not
+    complete."""
     if not runs:
         return [f"no run below {_text(top)}"]
     rows = []
     for run in runs:
         done = f"{run['epoch'] or '–'}" + (f"/{run['epochs']}" if run["epochs"] else "")
-        cells = [done, shown(run["step"]), run["monitor"] or "–", shown(run["best"]), shown(run["test"])]
+        cells = [
+            done,
+            shown(run["step"]),
+            run["monitor"] or "–",
+            shown(run["best"]),
+            shown(run["test"]),
+        ]
         rows.append(
-            [_text(_below(run["folder"], top)), Path(run["task"]).name, run["state"], *cells, _time(run["time_s"])]
+            [
+                _text(_below(run["folder"], top)),
+                Path(run["task"]).name,
+                run["state"],
+                *cells,
+                _time(run["time_s"]),
+            ]
         )
-    said = aligned([["", "task", "state", "epoch", "step", "monitor", "best", "test", "time"], *rows])
+    said = aligned(
+        [["", "task", "state", "epoch", "step", "monitor", "best", "test", "time"], *rows]
+    )
     for run in runs:
         if run["state"] != "complete":
             why = f": {run['reason']}" if run["reason"] else ""
@@ -245,7 +302,13 @@ def _time(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     hours, minutes = divmod(round(seconds) // 60, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes >= 10 else f"{seconds:.0f} s"
+    return (
+        f"{hours} h {minutes:02d} min"
+        if hours
+        else f"{minutes} min"
+        if minutes >= 10
+        else f"{seconds:.0f} s"
+    )
 
 
 if __name__ == "__main__":

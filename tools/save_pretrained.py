@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Write a trained policy as a `pretrained_model` folder for `policy.pretrained_path` and, except for a vla, LeRobot.
+"""Write a trained policy as a `pretrained_model` folder for `policy.pretrained_path` and, except
+for a vla, LeRobot.
 
 python tools/save_pretrained.py RUN          to RUN/pretrained_model, from the best checkpoint
 python tools/save_pretrained.py RUN FOLDER
 
-RUN is the folder of a run of the robot task, or one of its checkpoints. --trust runs a task file that lies in RUN's own
-folder.
+RUN is the folder of a run of the robot task, or one of its checkpoints. --trust runs a task file
+that lies in RUN's own folder.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ def main(argv: list[str]) -> int:
         print((__doc__ or "").strip())
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     run = Path(argv[0])
-    folder = Path(argv[1]) if argv[1:] else (run if run.is_dir() else run.parent) / "pretrained_model"
+    folder = (
+        Path(argv[1]) if argv[1:] else (run if run.is_dir() else run.parent) / "pretrained_model"
+    )
 
     def work(args: config.Args, world: World) -> int:
         found = train.build(args, world, split="val")
         describe.print_plan(found, steps=False)
         task: Any = found.task
         if not hasattr(task, "save_pretrained"):
-            raise LockstepError(f"task {args.cfg.task} has no policy to save", argv[0], "give a robot's run")
+            raise LockstepError(
+                f"task {args.cfg.task} has no policy to save", argv[0], "give a robot's run"
+            )
         with survive.sync_errors(world):
             if world.main:
                 with found.evaluated() as model:
@@ -49,7 +54,9 @@ def main(argv: list[str]) -> int:
         return 0
 
     return guarded(
-        argv[:1], lambda args: in_world(args.cfg, lambda world, _: work(args, world)), partial(of_run, trust)
+        argv[:1],
+        lambda args: in_world(args.cfg, lambda world, _: work(args, world)),
+        partial(of_run, trust),
     )
 
 

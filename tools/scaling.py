@@ -1,30 +1,33 @@
 """Predict a step on more processes: the α-β model of rings of processes beside a measured step.
 
-A message of n bytes takes α + n/β: a latency in seconds, and a bandwidth in bytes per second (Hockney). In a ring of N
-processes each sends a part of n/N bytes to its neighbour, at the same time as all others, round after round: N - 1
-rounds for an all-gather or a reduce-scatter of n bytes, and 2 (N - 1) for an all-reduce, which is one after the other:
+A message of n bytes takes α + n/β: a latency in seconds, and a bandwidth in bytes per second
+(Hockney). In a ring of N processes each sends a part of n/N bytes to its neighbour, at the same
+time as all others, round after round: N - 1 rounds for an all-gather or a reduce-scatter of n
+bytes, and 2 (N - 1) for an all-reduce, which is one after the other:
 
     T(N, n) = 2 (N - 1) α + 2 (N - 1) / N · n / β
 
-(Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69, 2009). A ring over several machines goes from one
-machine to the next once, and takes the pace of its slowest link; where k rings cross a cable at the same time, each has
-a k-th of it.
+(Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69, 2009). A ring over several
+machines goes from one machine to the next once, and takes the pace of its slowest link; where k
+rings cross a cable at the same time, each has a k-th of it.
 
 | strategy | what a rank does with n bytes of weights on M machines of S processes, N = M S |
-|---|---|
-| ddp | an all-reduce of n bytes over N, in buckets, in the last pass of a step |
-| fsdp | in each pass, of each unit: an all-gather over N before forward, one before backward, a reduce-scatter after |
-| hsdp | the same over the S of its machine; in the last pass then an all-reduce of n/S bytes over M machines, S rings |
+|---|---| | ddp | an all-reduce of n bytes over N, in buckets, in the last pass of a step | | fsdp |
+in each pass, of each unit: an all-gather over N before forward, one before backward, a
+reduce-scatter after | | hsdp | the same over the S of its machine; in the last pass then an
+all-reduce of n/S bytes over M machines, S rings |
 
-(ddp: Li et al., VLDB 2020; fsdp and hsdp: Zhao et al., VLDB 2023, and torch's `fully_shard`.) With `ddp.reduce_every`
-the reduce-scatter is left out in some passes; with virtual workers an exchange takes its place, which is not modelled.
-DDP sums a bucket as soon as its gradients are there, while the backward pass continues. On GPUs `fully_shard` gathers
-one unit ahead, and scatters while the next unit computes; with gloo it waits for each collective, and gloo's
-reduce-scatter is an all-reduce of which a rank keeps its part.
+(ddp: Li et al., VLDB 2020; fsdp and hsdp: Zhao et al., VLDB 2023, and torch's `fully_shard`.) With
+`ddp.reduce_every` the reduce-scatter is left out in some passes; with virtual workers an exchange
+takes its place, which is not modelled. DDP sums a bucket as soon as its gradients are there, while
+the backward pass continues. On GPUs `fully_shard` gathers one unit ahead, and scatters while the
+next unit computes; with gloo it waits for each collective, and gloo's reduce-scatter is an
+all-reduce of which a rank keeps its part.
 
-What the model leaves out: processes of one machine share its memory and caches, switches are shared by others, a ring
-is not what every library takes for every size, weights whose first dimension the processes do not divide are padded,
-copies into and out of the buffers of a collective take time, too, and hsdp's two links are used one after the other.
+What the model leaves out: processes of one machine share its memory and caches, switches are shared
+by others, a ring is not what every library takes for every size, weights whose first dimension the
+processes do not divide are padded, copies into and out of the buffers of a collective take time,
+too, and hsdp's two links are used one after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from engine.report.describe import buckets
 
 
 class Link(NamedTuple):
-    """A link between neighbours in the ring: alpha in seconds per message, beta in bytes per second."""
+    """A link between neighbours in the ring: alpha in seconds per message, beta in bytes per
+    second."""
 
     alpha: float
     beta: float
@@ -58,7 +62,8 @@ class Step(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the processes are: `machines` of `per_machine` each, joined by one link inside and one between them."""
+    """Where the processes are: `machines` of `per_machine` each, joined by one link inside and one
+    between them."""
 
     machines: int
     per_machine: int
@@ -71,7 +76,8 @@ class Place(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What `fully_shard` gathers at once, in bytes: all weights, and the gradients of those that are trained."""
+    """What `fully_shard` gathers at once, in bytes: all weights, and the gradients of those that
+    are trained."""
 
     weights: float
     gradients: float
@@ -125,14 +131,20 @@ def all_reduce_s(link: Link, processes: int, num_bytes: float) -> float:
 
 
 def fit(processes: int, seconds: dict[int, float]) -> Link:
-    """Return α and β from measured all-reduces over so many processes (bytes -> seconds): the least sum of absolute
-    relative errors. Relative, so that a large one doesn't drown the small ones; absolute, so that a few delayed ones
-    don't bend the line. The best line with two unknowns goes through two of the points: all pairs are tried."""
+    """Return α and β from measured all-reduces over so many processes (bytes -> seconds): the least
+    sum of absolute relative errors. Relative, so that a large one doesn't drown the small ones;
+    absolute, so that a few delayed ones don't bend the line. The best line with two unknowns goes
+    through two of the points: all pairs are tried."""
     sizes, times = np.array([*seconds], dtype=float), np.array([*seconds.values()])
     messages = 2 * (processes - 1)
-    columns = np.stack([np.full(len(sizes), messages), messages / processes * sizes], 1) / times[:, None]
-    lines = [np.linalg.solve(columns[[a, b]], np.ones(2)) for a, b in combinations(range(len(sizes)), 2)]
-    lines += [np.array([0.0, 1 / share]) for share in columns[:, 1]]  # where noise would make the latency negative
+    columns = (
+        np.stack([np.full(len(sizes), messages), messages / processes * sizes], 1) / times[:, None]
+    )
+    lines = [
+        np.linalg.solve(columns[[a, b]], np.ones(2)) for a, b in combinations(range(len(sizes)), 2)
+    ]
+    # where noise would make the latency negative
+    lines += [np.array([0.0, 1 / share]) for share in columns[:, 1]]
     valid = [line for line in lines if line[0] >= 0 and line[1] > 0]
     alpha, inverse = min(valid, key=lambda line: np.abs(columns @ line - 1).sum())
     return Link(float(alpha), 1 / float(inverse))
@@ -145,8 +157,8 @@ def ddp_sums(num_bytes: float, bucket_cap_mb: float, place: Place) -> list[Colle
 
 
 def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
-    """Return the seconds of a step under DDP, each process with the batch of `step`: the sum of a bucket begins when
-    its share of the backward pass is over and the sum before it is done."""
+    """Return the seconds of a step under DDP, each process with the batch of `step`: the sum of a
+    bucket begins when its share of the backward pass is over and the sum before it is done."""
     if place.processes == 1:
         return step.total
     ready = end = 0.0
@@ -158,8 +170,8 @@ def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
 
 
 class Sharded(NamedTuple):
-    """What a unit takes part in: `gather` before each forward and each backward pass, `scatter` after a backward pass,
-    and `copies` after the last one of a step."""
+    """What a unit takes part in: `gather` before each forward and each backward pass, `scatter`
+    after a backward pass, and `copies` after the last one of a step."""
 
     gather: Collective
     scatter: Collective
@@ -171,18 +183,24 @@ def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[S
 
     gloo  its reduce-scatter is an all-reduce
     """
-    ring = Ring(place.processes, place.machines) if strategy == "fsdp" else Ring(place.per_machine, 1)
+    ring = (
+        Ring(place.processes, place.machines) if strategy == "fsdp" else Ring(place.per_machine, 1)
+    )
     between = Ring(place.machines, place.machines, place.per_machine)
     found = []
     for unit in units:
-        scatter = (all_reduce if gloo else all_gather)(ring, unit.gradients)  # as many rounds as a gather, backwards
-        copies = [all_reduce(between, unit.gradients / place.per_machine)] if strategy == "hsdp" else []
+        # as many rounds as a gather, backwards
+        scatter = (all_reduce if gloo else all_gather)(ring, unit.gradients)
+        copies = (
+            [all_reduce(between, unit.gradients / place.per_machine)] if strategy == "hsdp" else []
+        )
         found.append(Sharded(all_gather(ring, unit.weights), scatter, copies))
     return found
 
 
 class Passes(NamedTuple):
-    """Forward passes of a step, and of these how many there are from one sum of gradients to the next; 0: one sum."""
+    """Forward passes of a step, and of these how many there are from one sum of gradients to the
+    next; 0: one sum."""
 
     number: int = 1
     reduce_every: int = 1
@@ -202,16 +220,21 @@ def collectives(each: list[Sharded], passes: Passes) -> list[Collective]:
     return found
 
 
-def sharded_s(step: Step, units: list[Unit], each: list[Sharded], passes: Passes, place: Place, gloo: bool) -> float:
-    """Return the seconds of a step under fsdp or hsdp. A unit has the share of a pass that it has of the weights.
+def sharded_s(
+    step: Step, units: list[Unit], each: list[Sharded], passes: Passes, place: Place, gloo: bool
+) -> float:
+    """Return the seconds of a step under fsdp or hsdp. A unit has the share of a pass that it has
+    of the weights.
 
-    gloo  nothing overlaps; else the links work in the order in which they are asked, beside the processor
+    gloo  nothing overlaps; else the links work in the order in which they are asked, beside the
+    processor
     """
     if gloo:
         return step.total + sum(one.seconds(place) for one in collectives(each, passes))
     whole, spent = sum(unit.weights for unit in units), step.rest
     forward, backward = (
-        [seconds / passes.number * unit.weights / whole for unit in units] for seconds in (step.forward, step.backward)
+        [seconds / passes.number * unit.weights / whole for unit in units]
+        for seconds in (step.forward, step.backward)
     )
     for nth in range(1, passes.number + 1):
         # (gather before it, its seconds, collectives after it), in the order in which they compute.
@@ -220,7 +243,9 @@ def sharded_s(step: Step, units: list[Unit], each: list[Sharded], passes: Passes
         for unit, seconds in zip(each[::-1], backward[::-1], strict=True):
             after = [unit.scatter] * passes.sums(nth) + unit.copies * (nth == passes.number)
             jobs.append((unit.gather, seconds, after))
-        now = 0.0  # when the processor is done; `link`: when the link is; `ready`: when what comes next is gathered
+        # when the processor is done; `link`: when the link is; `ready`: when what comes next is
+        # gathered
+        now = 0.0
         link = ready = jobs[0][0].seconds(place)
         for (_, seconds, after), following in zip(jobs, [*jobs[1:], None], strict=True):
             begun = max(now, ready)

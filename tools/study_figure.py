@@ -13,7 +13,8 @@ from tools.study_numbers import t_quantile
 
 
 def points(found: dict[str, Any]) -> tuple[str, str, list[dict[str, float]]]:
-    """Return (the metric, what a point is, {name: value} of each config): people, or folds where no source is known."""
+    """Return (the metric, what a point is, {name: value} of each config): people, or folds where no
+    source is known."""
     metric = found["monitor"]
     if all(metric in each["over_sources"] for each in found["configs"]):
         of = [{row["name"]: row[metric] for row in each["sources"]} for each in found["configs"]]
@@ -21,12 +22,15 @@ def points(found: dict[str, Any]) -> tuple[str, str, list[dict[str, float]]]:
     key, sides = "fold" if found["folds"] else "seed", list[dict[str, float]]()
     for each in found["configs"]:
         runs = [(str(run[key]), run["metrics"].get(metric, math.nan)) for run in each["runs"]]
-        sides.append({name: float(np.mean([v for other, v in runs if other == name])) for name, _ in runs})
+        sides.append(
+            {name: float(np.mean([v for other, v in runs if other == name])) for name, _ in runs}
+        )
     return metric, f"{key}s", sides
 
 
 def _figure(found: dict[str, Any], names: list[str], width: float) -> Any:
-    """Return a column of points for each config, joined pair by pair; `width` is that of a column, in inches."""
+    """Return a column of points for each config, joined pair by pair; `width` is that of a column,
+    in inches."""
     from matplotlib.figure import Figure  # an extra, and slow to import
 
     metric, what, sides = points(found)
@@ -44,7 +48,9 @@ def _figure(found: dict[str, Any], names: list[str], width: float) -> Any:
         about: Any = {"fmt": "_", "markersize": 14, "capsize": 4, "color": colour(n), "zorder": 3}
         half = None
         if len(values) > 1:
-            half = [t_quantile(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))]
+            half = [
+                t_quantile(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+            ]
         ax.errorbar([n + 0.2], [values.mean()], yerr=half, **about)
     ax.set_xticks(range(len(sides)), names)
     ax.set_xlim(-0.5, len(sides) - 0.5)
@@ -59,7 +65,12 @@ def files(found: dict[str, Any]) -> dict[str, bytes]:
 
     names = [each["name"] for each in found["configs"]]
     width = max(1.6, max(map(len, names)) / 11) if len(names) > 1 else 1.6
-    ink = {"axes.labelcolor": "black", "xtick.color": "black", "ytick.color": "black", "pdf.fonttype": 42}
+    ink = {
+        "axes.labelcolor": "black",
+        "xtick.color": "black",
+        "ytick.color": "black",
+        "pdf.fonttype": 42,
+    }
     contents = {}
     with rc_context(STYLE | ink):
         figure = _figure(found, names, width)
@@ -77,5 +88,7 @@ def panel(found: dict[str, Any]) -> str:
     with rc_context(STYLE):
         file = io.BytesIO()
         figure = _figure(found, [""] * len(found["configs"]), 1.2)
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     return data_uri("svg+xml", file.getvalue())

@@ -13,7 +13,8 @@ from tasks._classification import precision_recall_f1
 
 
 def of_confusion(matrix: np.ndarray) -> dict[str, float]:
-    """(C, C) counts [true, predicted] -> accuracy, macro F1 over the classes that occur or are predicted, and kappa."""
+    """(C, C) counts [true, predicted] -> accuracy, macro F1 over the classes that occur or are
+    predicted, and kappa."""
     known = (matrix.sum(0) + matrix.sum(1)) > 0
     f1 = precision_recall_f1(matrix)[2]
     total = matrix.sum()
@@ -33,27 +34,41 @@ def mean_sd(values: Sequence[float]) -> dict[str, Any]:
     """Return {"mean", "sd", "n"} of the values that are finite; sd with n - 1, NaN below two."""
     known = np.array([value for value in values if math.isfinite(value)], np.float64)
     mean = float(known.mean()) if len(known) else math.nan
-    return {"mean": mean, "sd": float(known.std(ddof=1)) if len(known) > 1 else math.nan, "n": len(known)}
+    return {
+        "mean": mean,
+        "sd": float(known.std(ddof=1)) if len(known) > 1 else math.nan,
+        "n": len(known),
+    }
 
 
 def paired(
     one: Sequence[float], other: Sequence[float], confidence: float = 0.95, tested: float = 0.0
 ) -> dict[str, Any]:
-    """Return the mean of `other` - `one`, pair by pair, with its t interval: mean +- t(n - 1) sd sqrt(1 / n + tested).
+    """Return the mean of `other` - `one`, pair by pair, with its t interval: mean +- t(n - 1) sd
+    sqrt(1 / n + tested).
 
-    tested  0 for the usual interval. Between folds, whose training data overlap, the samples tested over those trained
+    tested  0 for the usual interval. Between folds, whose training data overlap, the samples tested
+    over those trained
             on, 1 / (folds - 1) (Nadeau and Bengio 2003): the usual interval is too narrow
     """
     found = mean_sd([b - a for a, b in zip(one, other, strict=True)])
     half = math.nan
     if found["n"] > 1:
-        half = t_quantile(0.5 + confidence / 2, found["n"] - 1) * found["sd"] * math.sqrt(1 / found["n"] + tested)
-    return found | {"low": found["mean"] - half, "high": found["mean"] + half, "confidence": confidence}
+        half = (
+            t_quantile(0.5 + confidence / 2, found["n"] - 1)
+            * found["sd"]
+            * math.sqrt(1 / found["n"] + tested)
+        )
+    return found | {
+        "low": found["mean"] - half,
+        "high": found["mean"] + half,
+        "confidence": confidence,
+    }
 
 
 def t_probability(t: float, dof: int) -> float:
-    """Return P(T <= t) of Student's t with a whole number of degrees of freedom, by its finite series (Abramowitz and
-    Stegun 26.7.3 and 26.7.4)."""
+    """Return P(T <= t) of Student's t with a whole number of degrees of freedom, by its finite
+    series (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(dof))
     sine, cosine = math.sin(angle), math.cos(angle)
     term = cosine if dof % 2 else 1.0
@@ -76,26 +91,35 @@ def t_quantile(probability: float, dof: int) -> float:
     return high
 
 
-# ---- the numbers of a study -----------------------------------------------------------------------------------------
+# ---- the numbers of a study
+# -----------------------------------------------------------------------------------------
 
 
 def of_study(names: Sequence[str], runs: list[dict[str, Any]], folds: int) -> dict[str, Any]:
-    """Return the numbers of the configs with these names, and how each of the others differs from the first.
+    """Return the numbers of the configs with these names, and how each of the others differs from
+    the first.
 
-    runs   what the tests have given: test.json of tools/evaluate.py, with folder, config (its number), fold and seed
+    runs   what the tests have given: test.json of tools/evaluate.py, with folder, config (its
+           number), fold and seed
     folds  how many there are; 0: one test set
     """
-    configs = [_of_config(name, [run for run in runs if run["config"] == n]) for n, name in enumerate(names)]
+    configs = [
+        _of_config(name, [run for run in runs if run["config"] == n])
+        for n, name in enumerate(names)
+    ]
     return {
         "configs": configs,
-        "differences": [each for other in configs[1:] for each in _differences(configs[0], other, folds)],
+        "differences": [
+            each for other in configs[1:] for each in _differences(configs[0], other, folds)
+        ],
     }
 
 
 def _of_config(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers of one config.
 
-    metrics          mean and sd over the folds, each the mean of its seeds; over the seeds where there are no folds
+    metrics          mean and sd over the folds, each the mean of its seeds; over the seeds where
+                     there are no folds
     seeds            mean and sd over the seeds, each the mean of its folds
     pooled, classes  of the confusion of all tests together
     sources          of each person, the mean of the seeds; over_sources: mean and sd over people
@@ -112,22 +136,36 @@ def _of_config(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         rows = zip(classes, *precision_recall_f1(total), total.sum(1), strict=True)
         found |= {"pooled": of_confusion(total), "confusion": total.tolist()}
         found["classes"] = [
-            {"name": name, "precision": float(p), "recall": float(r), "f1": float(f), "count": int(n)}
+            {
+                "name": name,
+                "precision": float(p),
+                "recall": float(r),
+                "f1": float(f),
+                "count": int(n),
+            }
             for name, p, r, f, n in rows
         ]
     found["sources"] = _per_source(runs)
     columns = {metric for source in found["sources"] for metric in source} - {"name", "count"}
     over = {
-        metric: mean_sd([source.get(metric, math.nan) for source in found["sources"]]) for metric in sorted(columns)
+        metric: mean_sd([source.get(metric, math.nan) for source in found["sources"]])
+        for metric in sorted(columns)
     }
     return found | {"over_sources": over}
 
 
 def _of_run(run: dict[str, Any]) -> dict[str, Any]:
-    metrics = {name: _float(value) for name, value in run["metrics"].items() if "/" not in name and name != "count"}
+    metrics = {
+        name: _float(value)
+        for name, value in run["metrics"].items()
+        if "/" not in name and name != "count"
+    }
     if "confusion" in run:
         metrics["kappa"] = _kappa(np.array(run["confusion"]))
-    about = {name: run.get(name) for name in ("folder", "fold", "seed", "checkpoint", "step", "sha256", "looks")}
+    about = {
+        name: run.get(name)
+        for name in ("folder", "fold", "seed", "checkpoint", "step", "sha256", "looks")
+    }
     return about | {"metrics": metrics, "count": run["metrics"].get("count")}
 
 
@@ -149,19 +187,27 @@ def _per_source(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     counts: dict[str, int] = {}
     for run in runs:
         for name, part in run.get("sources", {}).items():
-            plain = {metric: _float(value) for metric, value in part["metrics"].items() if "/" not in metric}
+            plain = {
+                metric: _float(value)
+                for metric, value in part["metrics"].items()
+                if "/" not in metric
+            }
             counts[name] = int(plain.pop("count", 0))
             own = of_confusion(np.array(part["confusion"])) if "confusion" in part else {}
             found.setdefault(name, []).append(plain | own)
     return [
         {"name": name, "count": counts[name]}
-        | {metric: float(np.mean([each.get(metric, math.nan) for each in seeds])) for metric in seeds[0]}
+        | {
+            metric: float(np.mean([each.get(metric, math.nan) for each in seeds]))
+            for metric in seeds[0]
+        }
         for name, seeds in found.items()
     ]
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any], folds: int) -> list[dict[str, Any]]:
-    """Return `other` - `one` for each metric: over the people that both have tested, and over folds, or else seeds."""
+    """Return `other` - `one` for each metric: over the people that both have tested, and over
+    folds, or else seeds."""
     found = list[dict[str, Any]]()
     people = [{source["name"]: source for source in each["sources"]} for each in (one, other)]
     both = [name for name in people[0] if name in people[1]]

@@ -35,8 +35,8 @@ def finite(value: Any) -> Any:
 
 
 def write_table(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
-    """Write the parts, each a batch of one value per sample and name; returns (rows, names). A CSV is written as they
-    come, an .npz at the end. Raises LockstepError where it cannot be."""
+    """Write the parts, each a batch of one value per sample and name; returns (rows, names). A CSV
+    is written as they come, an .npz at the end. Raises LockstepError where it cannot be."""
     write = _write_npz if out.suffix == ".npz" else _write_csv
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,11 @@ def _write_csv(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
     def fill(file: Any) -> None:
         nonlocal rows, header
         for part in parts:
-            columns = {column: cells for name, values in part.items() for column, cells in _columns(name, values)}
+            columns = {
+                column: cells
+                for name, values in part.items()
+                for column, cells in _columns(name, values)
+            }
             text = io.StringIO()
             table = csv.writer(text, lineterminator="\n")
             if not header:
@@ -68,9 +72,16 @@ def _write_csv(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
 
 
 def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
-    """Yield the columns of a name: of numbers one for each element of a sample, of all else one, as JSON."""
+    """Yield the columns of a name: of numbers one for each element of a sample, of all else one, as
+    JSON."""
     if isinstance(values, list):
-        yield name, [value if isinstance(value, (str, int, float)) else json.dumps(value) for value in values]
+        yield (
+            name,
+            [
+                value if isinstance(value, (str, int, float)) else json.dumps(value)
+                for value in values
+            ],
+        )
     elif isinstance(values, Ragged):
         yield name, [json.dumps(each.tolist()) for each in values]
     else:
@@ -79,9 +90,14 @@ def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
             what = f"{name!r} has {shape.numel()} numbers for each sample"
             raise LockstepError(what, "--out", "give a name that ends in .npz")
         places = itertools.product(*map(range, shape))
-        for place, column in zip(places, values.flatten(1).unbind(1) if shape else [values], strict=True):
+        for place, column in zip(
+            places, values.flatten(1).unbind(1) if shape else [values], strict=True
+        ):
             cells = column.tolist()
-            yield "_".join([name, *map(str, place)]), [f"{c:.6g}" if isinstance(c, float) else c for c in cells]
+            yield (
+                "_".join([name, *map(str, place)]),
+                [f"{c:.6g}" if isinstance(c, float) else c for c in cells],
+            )
 
 
 def _write_npz(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
@@ -89,7 +105,9 @@ def _write_npz(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
     for part in parts:
         for name, values in part.items():
             if isinstance(values, Ragged):  # end to end, with the length of each
-                found.setdefault(f"{name}_lengths", []).append(np.array(values.lengths, dtype=np.int64))
+                found.setdefault(f"{name}_lengths", []).append(
+                    np.array(values.lengths, dtype=np.int64)
+                )
                 values = values.whole
             found.setdefault(name, []).append(_array(values))
     data = io.BytesIO()
@@ -103,6 +121,8 @@ def _write_npz(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
 
 def _array(values: Tensor | list[Any]) -> np.ndarray:
     if isinstance(values, Tensor):
-        return (values.float() if values.dtype.itemsize == 2 and values.is_floating_point() else values).numpy()
+        return (
+            values.float() if values.dtype.itemsize == 2 and values.is_floating_point() else values
+        ).numpy()
     known = all(isinstance(value, (str, int, float)) for value in values)
     return np.array(values if known else [json.dumps(value) for value in values])

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Run one training of tools/prove.py: train.main, with a part of the run exchanged.
 
-python tools/trial.py '{"notes": "notes.json"}' [arguments of a training]    one process; as many as torchrun starts
+python tools/trial.py '{"notes": "notes.json"}' [arguments of a training]    one process; as many as
+torchrun starts
 
 The first word is the JSON of an `Order`. What is exchanged is named there; all else is train.py.
 """
@@ -48,7 +49,8 @@ class Order(NamedTuple):
     evaluate  whether the run scores its validation data
     seconds   stop after so long, counted from the first step; 0: never
     last      stop after this step, as if the run ended there; 0: at its end
-    kill_at   the last rank kills itself (SIGKILL) once so many steps are taken and a checkpoint is on the disk; 0: not
+    kill_at   the last rank kills itself (SIGKILL) once so many steps are taken and a checkpoint is
+              on the disk; 0: not
     watch     note what the task's code does that may depend on the process, see witness.py
     """
 
@@ -112,7 +114,9 @@ def prepare(model: nn.Module, task: Any, order: Order) -> None:
         model.double()
         for name, value in vars(task).items():
             if isinstance(value, Tensor | nn.Module):
-                setattr(task, name, value.double() if isinstance(value, nn.Module) else _double(value))
+                setattr(
+                    task, name, value.double() if isinstance(value, nn.Module) else _double(value)
+                )
         for name in ("loss", "losses", "score", "collect"):
             setattr(task, name, _of_doubles(getattr(task, name)))
     if order.nudged:
@@ -142,7 +146,8 @@ def _kill_at(run: Run, step: int) -> None:
     def begin_step() -> None:
         if run.progress.step == step:
             deadline = time.monotonic() + 60
-            while not manifest.exists() and time.monotonic() < deadline:  # the checkpoint is written in a thread
+            # the checkpoint is written in a thread
+            while not manifest.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         plain()
@@ -151,7 +156,8 @@ def _kill_at(run: Run, step: int) -> None:
 
 
 def _take_notes(run: Run, path: Path) -> None:
-    """(rank 0) Write what the run is like; again after the first loss, with the generators that it has drawn from."""
+    """(rank 0) Write what the run is like; again after the first loss, with the generators that it
+    has drawn from."""
     notes: dict[str, Any] = {
         "device": str(run.world.device),
         "precision": run.precision.name,
@@ -171,7 +177,9 @@ def _take_notes(run: Run, path: Path) -> None:
         if not isinstance(contract.under_way, tuple):  # the preflight's
             return plain(net, batch)
         before, loss = positions(run.world.device), plain(net, batch)
-        notes["draws"] = [name for name, state in positions(run.world.device).items() if state != before[name]]
+        notes["draws"] = [
+            name for name, state in positions(run.world.device).items() if state != before[name]
+        ]
         write_json(path, notes)
         setattr(run.task, method, plain)
         return loss

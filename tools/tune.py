@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Find the largest batch that fits, the fastest one, and other settings that make a training faster on this machine.
+"""Find the largest batch that fits, the fastest one, and other settings that make a training faster
+on this machine.
 
 python tools/tune.py har                                   one process, on the GPU or the CPU
 python tools/tune.py --processes 2 --config configs/video.yaml dataset.root=data/mice
@@ -12,9 +13,10 @@ Options, before the arguments of a training:
   --out FILE      the result, a delta for --config (tuned.yaml); empty: print it only
   --json          the result and all measurements as JSON, instead of tables
 
-Every setting is tried in new processes; running out of memory is a result. A larger batch is another training: adapt
-the learning rate. With global_batch=N, the fastest way to cut that batch is searched for. Where fewer GPUs than
-processes are visible, processes share them by gloo, and the result has ddp.backend=gloo.
+Every setting is tried in new processes; running out of memory is a result. A larger batch is
+another training: adapt the learning rate. With global_batch=N, the fastest way to cut that batch is
+searched for. Where fewer GPUs than processes are visible, processes share them by gloo, and the
+result has ddp.backend=gloo.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Tuning:
     def __init__(self, options: argparse.Namespace, words: list[str], cfg: Any):
         self.options, self.words, self.cfg = options, words, cfg
         self.cores = available()
-        self.threads = int(os.environ.get("OMP_NUM_THREADS", max(1, self.cores // options.processes)))
+        self.threads = int(
+            os.environ.get("OMP_NUM_THREADS", max(1, self.cores // options.processes))
+        )
         self.rows: list[Row] = []
         self.cards = cards.visible(cfg)
         self.shared = cards.sharing(self.cards, options.processes, cfg.ddp.backend)
@@ -80,9 +84,13 @@ class Tuning:
     # ---- the batch ----
 
     def batches(self) -> Iterator[int]:
-        """Yield batches per process to try: the configured one, then each twice the one before; or, if the global batch
-        is given, those that divide this process's share of it."""
-        given, most, processes = self.cfg.global_batch, self.options.max_batch, self.options.processes
+        """Yield batches per process to try: the configured one, then each twice the one before; or,
+        if the global batch is given, those that divide this process's share of it."""
+        given, most, processes = (
+            self.cfg.global_batch,
+            self.options.max_batch,
+            self.options.processes,
+        )
         if given:
             share = given // processes
             yield from (n for n in range(1, share + 1) if share % n == 0 and n <= (most or share))
@@ -97,12 +105,18 @@ class Tuning:
         """Return the settings for this batch per process, within a given global batch."""
         if not self.cfg.global_batch:
             return {"batch_size": batch}
-        return {"batch_size": batch, "global_batch": self.cfg.global_batch, "gradient_accumulation_steps": 0}
+        return {
+            "batch_size": batch,
+            "global_batch": self.cfg.global_batch,
+            "gradient_accumulation_steps": 0,
+        }
 
     def find_batch(self) -> tuple[Row, str]:
         """Return (the measurement of the fastest batch, a line about the largest)."""
         if self.shared:
-            self.say(f"{cards.shared_by(self.cards, self.options.processes)}: a GPU for each is faster\n")
+            self.say(
+                f"{cards.shared_by(self.cards, self.options.processes)}: a GPU for each is faster\n"
+            )
         self.say(HEADER)
         timed: list[Row] = []
         slower, largest, limit = 0, 0, "there are no more samples, or no larger one was asked for"
@@ -123,7 +137,9 @@ class Tuning:
                 slower = slower + 1 if row["samples_per_s"] < fastest else 0
             self.say(line(row, timed[0]["samples_per_s"]))
         if not timed:
-            raise LockstepError("memory runs out with the first batch already", "batch_size", "start lower")
+            raise LockstepError(
+                "memory runs out with the first batch already", "batch_size", "start lower"
+            )
         # The smallest of equals leaves room and changes the training least.
         best = next(row for row in timed if row["samples_per_s"] * CLEARLY >= fastest)
         return best, f"largest batch that fits: {largest} ({limit})"
@@ -135,14 +151,23 @@ class Tuning:
         on_gpu, processes = best["device"].startswith("cuda"), self.options.processes
         device = torch.device(best["device"])
         fast_bf16 = precision.choose("auto", device).name == "bf16"
-        amps = {"off", *(("bf16",) if fast_bf16 else ()), *(("fp16",) if on_gpu else ())} - {best["precision"]}
-        workers = [n for n in (0, 1, 2, 4, 8) if n != self.cfg.num_workers and n * processes <= max(1, self.cores)]
+        amps = {"off", *(("bf16",) if fast_bf16 else ()), *(("fp16",) if on_gpu else ())} - {
+            best["precision"]
+        }
+        workers = [
+            n
+            for n in (0, 1, 2, 4, 8)
+            if n != self.cfg.num_workers and n * processes <= max(1, self.cores)
+        ]
         orders = {"channels_last", "contiguous"} - {best["memory_format"]}
         return {
             "amp": sorted(amps),
-            "memory_format": sorted(orders) if best["memory_format"] != "auto" else [],  # it has no convolutions
+            # it has no convolutions
+            "memory_format": sorted(orders) if best["memory_format"] != "auto" else [],
             # On a CPU compiling takes up to a minute and makes nothing faster (dev/LOG.md).
-            "compile": ["default", "reduce-overhead"] if on_gpu and best["compile"] == "off" else [],
+            "compile": ["default", "reduce-overhead"]
+            if on_gpu and best["compile"] == "off"
+            else [],
             "num_workers": workers,
             "ddp.bucket_cap_mb": [5.0, 100.0] if processes > 1 and best["gradients_mb"] > 5 else [],
         }
@@ -153,7 +178,10 @@ class Tuning:
             for value in values:
                 settings = best["settings"] | {key: value}
                 try:
-                    row, again = (self.tried(each, self.options.seconds) for each in (settings, best["settings"]))
+                    row, again = (
+                        self.tried(each, self.options.seconds)
+                        for each in (settings, best["settings"])
+                    )
                 except LockstepError as error:  # such as a missing compiler
                     if error.exit_code == INTERRUPTED:
                         raise
@@ -163,7 +191,10 @@ class Tuning:
                     self.say(f"  {key}={value}: out of memory")
                     continue
                 gain = row["samples_per_s"] / max(again["samples_per_s"], best["samples_per_s"])
-                self.say(f"  {key}={value}: {row['samples_per_s']:.4g} samples/s, {gain:.2f} times the best so far")
+                self.say(
+                    f"  {key}={value}: {row['samples_per_s']:.4g} samples/s, {gain:.2f} times "
+                    "the best so far"
+                )
                 if gain > CLEARLY:
                     best = row
         return best
@@ -189,14 +220,16 @@ def line(row: Row, base: float) -> str:
 
 
 def would_not_fit(rows: list[Row], batch: int, processes: int) -> bool:
-    """Return whether a linear extrapolation of the last two batches exceeds the free memory; for CPUs, where the kernel
-    would kill any process."""
+    """Return whether a linear extrapolation of the last two batches exceeds the free memory; for
+    CPUs, where the kernel would kill any process."""
     measured = [row for row in rows if not row["out_of_memory"]]
     if not measured or measured[-1]["device"] != "cpu":
         return False
     last = measured[-1]
     before = measured[-2] if len(measured) > 1 else {"batch_size": 0, "memory_mb": 0.0}
-    slope = (last["memory_mb"] - before["memory_mb"]) / max(1, last["batch_size"] - before["batch_size"])
+    slope = (last["memory_mb"] - before["memory_mb"]) / max(
+        1, last["batch_size"] - before["batch_size"]
+    )
     needed = last["memory_mb"] + max(0.0, slope) * (batch - last["batch_size"])
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -224,7 +257,9 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
         what = f"{options.processes} is no number of processes"
         raise LockstepError(what, "--processes", "give as many as the training will have")
     if options.out and Path(options.out).exists():
-        raise LockstepError(f"{options.out} is there already", "--out", "remove it, or give another name")
+        raise LockstepError(
+            f"{options.out} is there already", "--out", "remove it, or give another name"
+        )
     tuning = Tuning(options, words, asked.cfg)
     largest, cut_short = "", ""
     try:
@@ -239,11 +274,25 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
         cut_short = "# interrupted: the fastest of what was tried so far\n"
     delta = nested({"task": asked.cfg.task, **best["settings"]})
     command = shlex.join(["python", "tools/tune.py", *sys.argv[1:]])
-    about = f"# {command}\n# {best['samples_per_s']:.4g} samples/s on {amount(options.processes, 'process')}\n"
+    about = (
+        f"# {command}\n# {best['samples_per_s']:.4g} samples/s on "
+        f"{amount(options.processes, 'process')}\n"
+    )
     text = about + cut_short + yaml.safe_dump(delta, sort_keys=False)
     if options.json:
-        print(json.dumps({"settings": best["settings"], "largest": largest, "best": best, "tried": tuning.rows}))
-    if busy := contention_warning(max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])):
+        print(
+            json.dumps(
+                {
+                    "settings": best["settings"],
+                    "largest": largest,
+                    "best": best,
+                    "tried": tuning.rows,
+                }
+            )
+        )
+    if busy := contention_warning(
+        max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])
+    ):
         tuning.say(f"\nwarning: {busy}, and which setting is faster may be chance")
     tuning.say(f"\n{text}")
     if options.out:

@@ -1,5 +1,6 @@
-"""Note what the code of a task does while it trains that may depend on the process, the time, or what was before: for
-the diagnosis of tools/prove.py. It slows a training down, and changes no number."""
+"""Note what the code of a task does while it trains that may depend on the process, the time, or
+what was before: for the diagnosis of tools/prove.py. It slows a training down, and changes no
+number."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from engine.files.atomic import write_json
 from engine.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")} | {*site.getsitepackages()})
+LIBRARIES = tuple(
+    {sysconfig.get_paths()[name] for name in ("purelib", "platlib")} | {*site.getsitepackages()}
+)
 STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")} | {"<frozen"})
 OURS = tuple(str(ROOT / name) for name in ("engine", "tools", "train.py", "data_loader.py"))
 """Where code lies that is not the task's."""
@@ -55,8 +58,10 @@ CALLS: dict[Any, str] = {
 }
 """Functions whose result is another in each process or each time."""
 
-RANKS = {getattr(dist, name).__code__: f"the rank or the number of processes (dist.{name})" for name in
-         ("get_rank", "get_world_size")}  # fmt: skip
+RANKS = {
+    getattr(dist, name).__code__: f"the rank or the number of processes (dist.{name})"
+    for name in ("get_rank", "get_world_size")
+}
 LAUNCH = re.compile(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)|MASTER_PORT)")
 ENVIRON = type(os.environ).__getitem__.__code__
 
@@ -94,9 +99,14 @@ class Witness(TorchFunctionMode):
         run.end_step = end_step  # type: ignore
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draws = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Generator)]
+        draws = [
+            each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Generator)
+        ]
         if draws and (place := _place(sys._getframe(1))):
-            self._note(f"{place} draws from a generator of its own (torch.{getattr(func, '__name__', func)})")
+            self._note(
+                f"{place} draws from a generator of its own "
+                f"(torch.{getattr(func, '__name__', func)})"
+            )
         return func(*args, **(kwargs or {}))
 
     def _call(self, frame: FrameType, event: str, what: Any) -> None:
@@ -123,8 +133,8 @@ class Witness(TorchFunctionMode):
 
 
 def _place(frame: FrameType | None, inner: bool = False) -> str:
-    """Return `mine.py:31, in loss,` where the task's code asks, perhaps through the standard library; empty where the
-    engine or another library does, for itself.
+    """Return `mine.py:31, in loss,` where the task's code asks, perhaps through the standard
+    library; empty where the engine or another library does, for itself.
 
     inner  the frame itself must be the task's
     """
@@ -139,8 +149,8 @@ def _place(frame: FrameType | None, inner: bool = False) -> str:
 
 
 def kept(run: Run) -> dict[str, Any]:
-    """Return what the model's modules, the task, its file and the dataset keep: numbers, the sizes of containers, and
-    of generators a digest of their state."""
+    """Return what the model's modules, the task, its file and the dataset keep: numbers, the sizes
+    of containers, and of generators a digest of their state."""
     data, file = run.loaders.train.dataset, sys.modules.get(type(run.task).__module__)
     places = {"of the task": vars(run.task), "of the task's file": vars(file) if file else {}}
     places["of the dataset"] = vars(data) if hasattr(data, "__dict__") else {}
@@ -155,7 +165,11 @@ def kept(run: Run) -> dict[str, Any]:
                 found[f"`{name}` {where}"] = value
             elif (state := _state(value)) is not None:
                 found[f"the state of the generator `{name}` {where}"] = state
-            elif isinstance(value, dict) and len(value) <= FEW and {*map(type, value.values())} <= PLAIN:
+            elif (
+                isinstance(value, dict)
+                and len(value) <= FEW
+                and {*map(type, value.values())} <= PLAIN
+            ):
                 found[f"`{name}` {where}"] = {str(key): each for key, each in value.items()}
             elif isinstance(value, list | dict | set) and not name.startswith("_"):
                 found[f"the length of `{name}` {where}"] = len(value)

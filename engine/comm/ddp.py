@@ -14,10 +14,14 @@ from engine.comm.world import World
 from engine.errors import LockstepError, console
 
 MIB = 1 << 20
-"""The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was set."""
+"""The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was
+set."""
 
-_renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # in torch 2.13
-NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
+# in torch 2.13
+_renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if _renamed else "broadcast_buffers": False
+}
 
 
 def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
@@ -29,13 +33,15 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
 
 
 def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> DistributedDataParallel:
-    """Register the hook by which DDP sums gradients: that of virtual `workers`; or torch's own of that `kind`, which
-    send fewer bytes; or that of shared memory."""
+    """Register the hook by which DDP sums gradients: that of virtual `workers`; or torch's own of
+    that `kind`, which send fewer bytes; or that of shared memory."""
     sealed.meeting.wrapped = True
     backend, several = dist.get_backend(), dist.get_world_size() > 1
     if kind == "bf16" and "nccl" not in backend:  # torch itself asks what it was built with
         known = "gloo" if backend == "shm" else backend
-        console.warning(f"ddp.comm_hook=bf16 is for NCCL, not for {known}: gradients are sent as they are")
+        console.warning(
+            f"ddp.comm_hook=bf16 is for NCCL, not for {known}: gradients are sent as they are"
+        )
         kind = "none"
     if workers.hook is not None:
         net.register_comm_hook(workers, workers.hook)

@@ -20,12 +20,13 @@ BLOCK = BLOCKS = 1024
 """Words of a block, and blocks summed at once."""
 
 FLOOR = -0x10001
-"""Odd, so that any number of zeros that became -0.0 adds up to something; near 0, where few p of both signs lie."""
+"""Odd, so that any number of zeros that became -0.0 adds up to something; near 0, where few p of
+both signs lie."""
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return 16 hex digits that depend on each bit of the tensors and on its place. It takes a few passes over the
-    tensors on their device; 8 kB are copied to the host, a sync point."""
+    """Return 16 hex digits that depend on each bit of the tensors and on its place. It takes a few
+    passes over the tensors on their device; 8 kB are copied to the host, a sync point."""
     return as_text(sum_of_bits(tensors))
 
 
@@ -36,14 +37,16 @@ def as_text(sums: Tensor) -> str:
 
 @torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
-    """Return (2, BLOCKS) int32 on the tensors' device. The tensors are read as one row of 32-bit words (a number of 8
-    or 16 bits is a word, too). With a fixed odd weight for each place in a block, p is a word times its
-    weight; p is added to number `place // BLOCK % BLOCKS` of the first row, max(p, FLOOR) to that of the second.
+    """Return (2, BLOCKS) int32 on the tensors' device. The tensors are read as one row of 32-bit
+    words (a number of 8 or 16 bits is a word, too). With a fixed odd weight for each place in a
+    block, p is a word times its weight; p is added to number `place // BLOCK % BLOCKS` of the first
+    row, max(p, FLOOR) to that of the second.
 
-    Additions of integers that wrap are associative. So the sums of shards, each with the place `start` of its first
-    word, add up to those of the whole, however it is cut. A word that differs alone is always seen; several are missed
-    only if they cancel out in each block, a chance of 2**-32. The second row is for signs: in the first, a flipped one
-    adds 2**31 whatever its weight, and two of them nothing.
+    Additions of integers that wrap are associative. So the sums of shards, each with the place
+    `start` of its first word, add up to those of the whole, however it is cut. A word that differs
+    alone is always seen; several are missed only if they cancel out in each block, a chance of
+    2**-32. The second row is for signs: in the first, a flipped one adds 2**31 whatever its weight,
+    and two of them nothing.
     """
     sums: Tensor | None = None
     waiting, begin, at = list[Tensor](), start, start
@@ -55,7 +58,9 @@ def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
         zeros = waiting[0].new_zeros(left + right)
         words = torch.cat([zeros[:left], *waiting, zeros[left:]]).view(torch.int32)
         blocks = words.view(-1, BLOCK).mul_(_weights(words.device, BLOCK))
-        pair = torch.stack([blocks.sum(1, dtype=torch.int32), blocks.clamp_(min=FLOOR).sum(1, dtype=torch.int32)])
+        pair = torch.stack(
+            [blocks.sum(1, dtype=torch.int32), blocks.clamp_(min=FLOOR).sum(1, dtype=torch.int32)]
+        )
         sums = words.new_zeros(2, BLOCKS) if sums is None else sums
         first //= BLOCK
         odd = (pow(GAMMA, piece, 1 << 32) ^ 1 << 31) - (1 << 31)  # as int32
@@ -78,7 +83,8 @@ def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits as words of 32, in the order of its numbers, whatever their layout in memory."""
+    """Return a tensor's bits as words of 32, in the order of its numbers, whatever their layout in
+    memory."""
     size, flat = tensor.element_size(), tensor.reshape(-1)
     if size == 4:
         return flat
@@ -90,7 +96,8 @@ def _words(tensor: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _weights(device: torch.device, length: int) -> Tensor:
     """(length,) odd int32 without a pattern."""
-    return (hashed(torch.arange(length, device=device)) >> 32).int() | 1  # made there: a copy is a wait
+    # made there: a copy is a wait
+    return (hashed(torch.arange(length, device=device)) >> 32).int() | 1
 
 
 def hashed(places: Tensor) -> Tensor:
@@ -101,16 +108,20 @@ def hashed(places: Tensor) -> Tensor:
 def of_rows(rows: Tensor) -> Tensor:
     """(R, F) -> (R,) int64: a digest of each row."""
     words = _words(rows).view(torch.int32).view(len(rows), -1)
-    return (words * _weights(words.device, 1 << (words.shape[1] - 1).bit_length())[: words.shape[1]]).sum(1)
+    return (
+        words * _weights(words.device, 1 << (words.shape[1] - 1).bit_length())[: words.shape[1]]
+    ).sum(1)
 
 
 def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a SHA-256 over names, shapes, types and bytes; its first digits are enough to compare by eye."""
+    """Return a SHA-256 over names, shapes, types and bytes; its first digits are enough to compare
+    by eye."""
     return hashlib.sha256(repr(each(tensors)).encode()).hexdigest()
 
 
 def each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the checksum of each tensor, by name: of shards that of the whole, so all ranks must call it."""
+    """Return the checksum of each tensor, by name: of shards that of the whole, so all ranks must
+    call it."""
     return {name: hashlib.sha256(content(tensor)).hexdigest()[:12] for name, tensor in tensors}
 
 
@@ -118,7 +129,10 @@ def content(tensor: Any) -> bytes:
     """Return the bytes to hash of a tensor, or of a plain value."""
     if not isinstance(tensor, Tensor):  # a module's extra state
         return repr(tensor).encode()
-    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + _bits(whole(tensor.detach()).cpu()).numpy().tobytes()
+    return (
+        f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+        + _bits(whole(tensor.detach()).cpu()).numpy().tobytes()
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -131,10 +145,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def code(task: Any) -> str:
-    """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
+    """Return a digest of the project's source files, whether committed or not, and of the task's,
+    wherever they are."""
     others = ("tests", "data", "checkpoints")  # not searched: they may hold thousands of folders
     folders = [path for path in ROOT.glob("[a-z]*/") if path.name not in others]
-    paths = sorted([*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
+    paths = sorted(
+        [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    )
     files = [getattr(sys.modules[cls.__module__], "__file__", None) for cls in type(task).__mro__]
     digest = hashlib.sha256()
     for path in (*paths, *map(Path, filter(None, files))):

@@ -1,6 +1,8 @@
-"""Tensors of which each rank holds some rows: torch's DTensor, as FSDP2 makes it. A plain tensor holds all of its own.
+"""Tensors of which each rank holds some rows: torch's DTensor, as FSDP2 makes it. A plain tensor
+holds all of its own.
 
-torch.distributed.tensor is not loaded by this module: that takes a second, and without FSDP2 nobody has a DTensor.
+torch.distributed.tensor is not loaded by this module: that takes a second, and without FSDP2 nobody
+has a DTensor.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def local(value: Tensor) -> Tensor:
 
 
 def whole(value: Tensor) -> Tensor:
-    """(all ranks that hold rows) Return all rows. From a GPU NCCL gathers them there, one tensor at a time."""
+    """(all ranks that hold rows) Return all rows. From a GPU NCCL gathers them there, one tensor at
+    a time."""
     rows: Any = value
     if not is_sharded(value):
         return value
@@ -34,7 +37,8 @@ def whole(value: Tensor) -> Tensor:
 
 
 def held(value: Tensor) -> slice:
-    """Return the rows that this rank holds: ceil(rows / ranks) each, so the last ranks may hold fewer, or none."""
+    """Return the rows that this rank holds: ceil(rows / ranks) each, so the last ranks may hold
+    fewer, or none."""
     if not is_sharded(value):
         return slice(0, len(value) if value.ndim else 1)
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
@@ -44,12 +48,20 @@ def held(value: Tensor) -> slice:
 
 
 def like(value: Any, sharded: Any) -> Any:
-    """Return the rows of a whole `value` that this rank holds of `sharded`, in the same form; no collective."""
-    if not is_sharded(sharded) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != sharded.shape:
+    """Return the rows of a whole `value` that this rank holds of `sharded`, in the same form; no
+    collective."""
+    if (
+        not is_sharded(sharded)
+        or not isinstance(value, Tensor)
+        or is_sharded(value)
+        or value.shape != sharded.shape
+    ):
         return value
     from torch.distributed.tensor import DTensor
 
     rows = value[held(sharded)].to(sharded.device)
     # With its shape: torch would take it to be rows x ranks.
     about = {"shape": sharded.shape, "stride": sharded.stride()}
-    return DTensor.from_local(rows, sharded.device_mesh, sharded.placements, run_check=False, **about)
+    return DTensor.from_local(
+        rows, sharded.device_mesh, sharded.placements, run_check=False, **about
+    )

@@ -1,8 +1,9 @@
 """A model larger than one GPU: torch's FSDP2 (`fully_shard`), with ddp.strategy=fsdp or hsdp.
 
-Each process holds some rows of each weight, gradient and moment. A unit, mostly a block of layers, is whole only while
-it computes: an all-gather before, a reduce-scatter after. So every forward pass is a collective: all ranks must take
-equally many, in evaluations and checks, too. With hsdp several groups of processes hold a copy of the model each.
+Each process holds some rows of each weight, gradient and moment. A unit, mostly a block of layers,
+is whole only while it computes: an all-gather before, a reduce-scatter after. So every forward pass
+is a collective: all ranks must take equally many, in evaluations and checks, too. With hsdp several
+groups of processes hold a copy of the model each.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ NEEDED = (
 
 
 def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> nn.Module:
-    """(all ranks) With ddp.strategy=fsdp or hsdp keep this rank's rows of each weight: call it before the optimizer is
-    made, because it replaces the parameters. The names, and so checkpoints, stay as they are. Else do nothing."""
+    """(all ranks) With ddp.strategy=fsdp or hsdp keep this rank's rows of each weight: call it
+    before the optimizer is made, because it replaces the parameters. The names, and so checkpoints,
+    stay as they are. Else do nothing."""
     key = f"ddp.strategy={cfg.ddp.strategy}"
     if cfg.ddp.strategy == "ddp":
         return model
@@ -48,24 +50,54 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     group = group_size(cfg, world.size)
     types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     scalar = next((name for name, p in model.named_parameters() if not p.ndim), "")
-    through_gloo = world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend()
+    through_gloo = (
+        world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend()
+    )
     for wrong, what, todo in (
         # A segmentation fault of two processes on one H200 (torch 2.11).
-        (through_gloo, "shards on GPUs through gloo", "give each process a GPU and use NCCL, or ddp.strategy=ddp"),
-        (task.num_trials, "trials call the model on each rank by itself", "make none, or use ddp.strategy=ddp"),
+        (
+            through_gloo,
+            "shards on GPUs through gloo",
+            "give each process a GPU and use NCCL, or ddp.strategy=ddp",
+        ),
+        (
+            task.num_trials,
+            "trials call the model on each rank by itself",
+            "make none, or use ddp.strategy=ddp",
+        ),
         (half and precision != "bf16", "ddp.gather_dtype=bf16 without autocast", "add amp=bf16"),
-        (len(types) > 1, f"weights of several types, {' and '.join(sorted(types))}", "give all of them one type"),
-        (cfg.ddp.find_unused_parameters, "ddp.find_unused_parameters=true", "use every weight, or ddp.strategy=ddp"),
+        (
+            len(types) > 1,
+            f"weights of several types, {' and '.join(sorted(types))}",
+            "give all of them one type",
+        ),
+        (
+            cfg.ddp.find_unused_parameters,
+            "ddp.find_unused_parameters=true",
+            "use every weight, or ddp.strategy=ddp",
+        ),
         (scalar, f"the weight {scalar} has no rows to shard", "give it the shape (1,)"),
-        (world.size % group, f"{world.size} processes are no groups of {group} (ddp.shards)", "give a divisor"),
+        (
+            world.size % group,
+            f"{world.size} processes are no groups of {group} (ddp.shards)",
+            "give a divisor",
+        ),
     ):
         if wrong:
             raise LockstepError(what, key, todo, everywhere=True)
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     if lacking := next((name for name in NEEDED if not hasattr(FSDPModule, name)), ""):
-        raise LockstepError(f"torch {torch.__version__} lacks {lacking}", key, "update it to 2.11", everywhere=True)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view as a block's output: in each pass, each rank
+        raise LockstepError(
+            f"torch {torch.__version__} lacks {lacking}", key, "update it to 2.11", everywhere=True
+        )
+    # of a view as a block's output: in each pass, each rank
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     recipe = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
     shape["shard"] = group
@@ -73,7 +105,8 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     blocks = {*units(model, task), model}
     # Inner modules first: each takes the weights that are left. The model is the last of all.
     for module in [module for module in reversed([*model.modules()]) if module in blocks]:
-        # The model, too: what it kept whole after a forward pass would be of no use once weights change.
+        # The model, too: what it kept whole after a forward pass would be of no use once weights
+        # change.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
@@ -84,22 +117,26 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
 
 
 def group_size(cfg: Any, processes: int) -> int:
-    """Return how many processes hold one copy of the model together; with hsdp those of a machine, if not given."""
+    """Return how many processes hold one copy of the model together; with hsdp those of a machine,
+    if not given."""
     if cfg.ddp.strategy == "fsdp":
         return processes
     return cfg.ddp.shards or int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
 
 
 def units(model: nn.Module, task: Any, strict: bool = True) -> list[nn.Module]:
-    """Return the task's units; or else the blocks in the model's lists, none inside another. One that shares a weight
-    with other modules stays a part of the rest; `strict`: one of the task's is an error."""
+    """Return the task's units; or else the blocks in the model's lists, none inside another. One
+    that shares a weight with other modules stays a part of the rest; `strict`: one of the task's is
+    an error."""
     names, found = {module: name for name, module in model.named_modules()}, task.fsdp_units(model)
     owners = Counter(p for module in names for p in module.parameters(recurse=False))
     if found is None:
         found = []
         for each in names:
             if isinstance(each, LISTS) and not any(each in unit.modules() for unit in found):
-                found += [block for block in each if [*block.children()] and not isinstance(block, LISTS)]
+                found += [
+                    block for block in each if [*block.children()] and not isinstance(block, LISTS)
+                ]
         found = [unit for unit in found if [*unit.parameters()] and not _shared(unit, owners)]
         return [*dict.fromkeys(found)]  # a list may hold a block several times
     for unit in found if strict else ():
@@ -109,7 +146,9 @@ def units(model: nn.Module, task: Any, strict: bool = True) -> list[nn.Module]:
                 weight = next(name for name, p in model.named_parameters() if p is tied[0])
                 what = f"{names[unit]}, whose weight {weight} another module has, too"
             todo = "return one module that has both, or leave it out"
-            raise LockstepError(f"it returns {what}", "the task's `fsdp_units`", todo, everywhere=True)
+            raise LockstepError(
+                f"it returns {what}", "the task's `fsdp_units`", todo, everywhere=True
+            )
     return found
 
 
@@ -120,7 +159,8 @@ def _shared(unit: nn.Module, owners: Counter[Tensor]) -> list[Tensor]:
 
 
 class _OverShards:
-    """What a rank with some rows of each weight does with those of the others. For a class that extends `Plain`."""
+    """What a rank with some rows of each weight does with those of the others. For a class that
+    extends `Plain`."""
 
     world: World
     model: Any
@@ -134,7 +174,8 @@ class _OverShards:
         self.watched, self.unused = set(), set()
 
     def begin_step(self) -> None:
-        """Look which parameters get a gradient: FSDP2 makes zeros of those that get none, and AdamW would move them."""
+        """Look which parameters get a gradient: FSDP2 makes zeros of those that get none, and AdamW
+        would move them."""
         super().begin_step()  # type: ignore[misc]
         whole = private.unsharded(self.model) if self.check else {}
         for name in whole.keys() - self.watched:
@@ -152,7 +193,10 @@ class _OverShards:
 
     def grad_norm(self, grads: list[Tensor]) -> Tensor:
         if self.unused:
-            todo = "use every parameter in every step, or ddp.strategy=ddp with ddp.find_unused_parameters=true"
+            todo = (
+                "use every parameter in every step, or ddp.strategy=ddp with "
+                "ddp.find_unused_parameters=true"
+            )
             what = f"some parameters got no gradient: {', '.join(self._in_order(self.unused)[:3])}"
             raise LockstepError(what, f"rank {self.world.rank}", todo)
         return super().grad_norm(grads)  # type: ignore[misc]
@@ -169,7 +213,9 @@ class _OverShards:
         for p in self.model.parameters():
             words = p.numel() * max(1, p.element_size() // 4)
             if local(p).numel():
-                sums += digests.sum_of_bits([local(p.detach())], start + held(p).start * words // len(p))
+                sums += digests.sum_of_bits(
+                    [local(p.detach())], start + held(p).start * words // len(p)
+                )
             start += words
         self.sum_over_shards(sums)
         return sums
@@ -180,7 +226,8 @@ class _OverShards:
 
 
 class Sharded(_OverShards, Plain):
-    """Each process is its own worker. Gradients are added up after each `every`-th pass of a step, and its last."""
+    """Each process is its own worker. Gradients are added up after each `every`-th pass of a step,
+    and its last."""
 
     def __init__(self, world: World, model: nn.Module, mode: str, every: int, timeout_s: float):
         super().__init__(world, model, mode)
@@ -233,11 +280,12 @@ class ShardedWorkers(_OverShards, Dealt):
 
 
 class Tree(Collective):
-    """The sum of one unit's gradients over all workers, along the tree of `VirtualWorkers`, in FSDP2's reduce-scatter.
+    """The sum of one unit's gradients over all workers, along the tree of `VirtualWorkers`, in
+    FSDP2's reduce-scatter.
 
-    The backend's own adds in an order of its own. This one sends as many bytes, by all_to_all, and adds nothing: a rank
-    receives every rank's gradient of its own rows. A round of workers, one on each rank, are neighbours, so at most
-    log2(workers) + 1 sums wait, of this rank's rows only.
+    The backend's own adds in an order of its own. This one sends as many bytes, by all_to_all, and
+    adds nothing: a rank receives every rank's gradient of its own rows. A round of workers, one on
+    each rank, are neighbours, so at most log2(workers) + 1 sums wait, of this rank's rows only.
 
     seen  workers that have been added
     sums  received in the pass under way
@@ -255,12 +303,14 @@ class Tree(Collective):
         self.leaves = [*received.chunk(dist.get_world_size(options["group"]))]
 
     def add(self, output: Tensor) -> None:
-        """Called after the reduce-scatter; in a world of one, which has none, in its place. On a GPU in another stream
-        than that which the memory was taken in, and will be given to again."""
+        """Called after the reduce-scatter; in a world of one, which has none, in its place. On a
+        GPU in another stream than that which the memory was taken in, and will be given to
+        again."""
         self.sums += 1
         for tensor in (*self.leaves, output) if output.is_cuda else ():
             tensor.record_stream(torch.cuda.current_stream())
-        for leaf in (self.leaves or [output.clone()])[: self.workers - self.seen]:  # what is beyond has no samples
+        # what is beyond has no samples
+        for leaf in (self.leaves or [output.clone()])[: self.workers - self.seen]:
             push(self.nodes, Node(self.seen, self.seen + 1, [leaf]))
             self.seen += 1
         output.zero_()  # it is added to the gradient: nothing before the last round

@@ -14,8 +14,8 @@ from engine.comm.world import World
 
 
 class Plain:
-    """Gradients and sums stay as a pass leaves them: DDP and one all-reduce add up those of the ranks. Virtual workers
-    (`virtual.VirtualWorkers`) override these methods.
+    """Gradients and sums stay as a pass leaves them: DDP and one all-reduce add up those of the
+    ranks. Virtual workers (`virtual.VirtualWorkers`) override these methods.
 
     mode   ddp.buffers
     block  numbers of the workers of this process
@@ -30,7 +30,8 @@ class Plain:
 
     @functools.cached_property
     def buffers(self) -> Buffers:
-        return Buffers(self.model)  # of the wrapped model: SyncBatchNorm has replaced others by then
+        # of the wrapped model: SyncBatchNorm has replaced others by then
+        return Buffers(self.model)
 
     def begin_step(self) -> None:
         self.buffers.keep()
@@ -62,7 +63,8 @@ class Plain:
         return digests.as_text(self.sum_of_bits())
 
     def sum_of_bits(self) -> Tensor:
-        """Return what `digest` shows as a text, on the device, without a wait; all ranks as there."""
+        """Return what `digest` shows as a text, on the device, without a wait; all ranks as
+        there."""
         return digests.sum_of_bits(self.model.parameters())
 
     def any(self, here: bool) -> bool:
@@ -70,7 +72,10 @@ class Plain:
         return here
 
     def end_step(self, skipped: Tensor) -> None:
-        """(all ranks) Restore the buffers if the step was skipped; make them equal on all ranks if ddp.buffers asks."""
+        """(all ranks) Restore the buffers if the step was skipped; make them equal on all ranks if
+        ddp.buffers asks."""
         self.buffers.put_back(skipped)
         if self.mode != "same":
-            self.world.broadcast_or_mean(self.buffers(of_norms=False).values(), mean=self.mode == "mean")
+            self.world.broadcast_or_mean(
+                self.buffers(of_norms=False).values(), mean=self.mode == "mean"
+            )

@@ -1,4 +1,5 @@
-"""A seal on what the processes of a run tell each other: torch's store takes notes from whoever reaches its port."""
+"""A seal on what the processes of a run tell each other: torch's store takes notes from whoever
+reaches its port."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from engine.errors import LockstepError
 T = TypeVar("T")
 
 SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
-"""Environment variables: a text that only the processes of this run know, and a file that holds it."""
+"""Environment variables: a text that only the processes of this run know, and a file that holds
+it."""
 
 
 @dataclass
@@ -36,7 +38,8 @@ class Meeting:
     notes: Any = None  # for this attempt of torchrun; None before the ranks have met
     lasting: Any = None  # the same for all attempts
     key: bytes = b""  # of this attempt, see `launch.rendezvous`
-    near: list[int] = field(default_factory=list)  # the ranks of this machine; empty before the ranks have met
+    # the ranks of this machine; empty before the ranks have met
+    near: list[int] = field(default_factory=list)
     warned: bool = False  # a stranger's note has been reported
     network: str = ""  # the interface by which machines find each other, where it was chosen here
     wrapped: bool = False  # there is a DDP, which must be gone before its group
@@ -58,8 +61,8 @@ def recall(key: str) -> str:
 
 
 def secret(one_machine: bool) -> bytes:
-    """Return the secret of this run's processes; empty under plain torchrun on several machines without a file. Raises
-    LockstepError if it is short, or if others may read the file."""
+    """Return the secret of this run's processes; empty under plain torchrun on several machines
+    without a file. Raises LockstepError if it is short, or if others may read the file."""
     if text := os.environ.get(SECRET):
         return _long_enough(text.encode(), SECRET)
     if file := os.environ.get(SECRET_FILE):
@@ -67,8 +70,10 @@ def secret(one_machine: bool) -> bytes:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not one_machine or not error_file:
         return b""
-    path = Path(error_file).parents[2] / "lockstep_secret"  # in torchrun's folder of this run, which it does not remove
-    with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as new:  # exists already, or no hard links
+    # in torchrun's folder of this run, which it does not remove
+    path = Path(error_file).parents[2] / "lockstep_secret"
+    # exists already, or no hard links
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as new:
         new.write(secrets.token_hex(32).encode())
         new.flush()
         os.link(new.name, path)  # atomic: one rank succeeds, with the whole file
@@ -80,7 +85,9 @@ def _read(path: Path) -> bytes:
         with open(path, "rb") as file:
             about, found = os.fstat(file.fileno()), file.read(1 << 16).strip()
     except OSError as error:
-        raise LockstepError(f"{path} cannot be read ({error.strerror}): check {SECRET_FILE}", everywhere=True) from None
+        raise LockstepError(
+            f"{path} cannot be read ({error.strerror}): check {SECRET_FILE}", everywhere=True
+        ) from None
     if about.st_mode & 0o077 or about.st_uid not in (0, os.geteuid()):
         what = f"{path} is not this user's alone ({SECRET_FILE}): chmod 600, and a new secret"
         raise LockstepError(what, everywhere=True)
@@ -89,19 +96,24 @@ def _read(path: Path) -> bytes:
 
 def _long_enough(found: bytes, where: str) -> bytes:
     if len(found) < 16:
-        what = f"{where} holds {len(found)} bytes, and not 16 or more: head -c 32 /dev/urandom | base64"
+        what = (
+            f"{where} holds {len(found)} bytes, and not 16 or more: head -c 32 /dev/urandom | "
+            "base64"
+        )
         raise LockstepError(what, everywhere=True)
     return found
 
 
 def digest(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+    return hmac.digest(
+        key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256"
+    )
 
 
 @dataclass
 class Sealed:
-    """A store whose texts bear a seal that only holders of the key can make. A text without it counts as absent, or as
-    the last one with it that this process has read there.
+    """A store whose texts bear a seal that only holders of the key can make. A text without it
+    counts as absent, or as the last one with it that this process has read there.
 
     key    empty where the run has no secret: then anybody can make the seal
     known  the texts that were read
@@ -121,8 +133,13 @@ class Sealed:
         return self._open(name, self.store.get(name))
 
     def get_all(self, names: list[str]) -> list[bytes | None]:
-        """Return the texts, None where there is none: in two messages to the store if all are there."""
-        there = names if self.store.check(names) else [name for name in names if self.store.check([name])]
+        """Return the texts, None where there is none: in two messages to the store if all are
+        there."""
+        there = (
+            names
+            if self.store.check(names)
+            else [name for name in names if self.store.check([name])]
+        )
         found = dict(zip(there, self.store.multi_get(there), strict=True)) if there else {}
         return [self._open(name, found[name]) if name in found else None for name in names]
 
@@ -145,7 +162,10 @@ class Sealed:
             self.known[name] = sealed[64:]
         elif not meeting.warned:
             meeting.warned = True
-            print("warning: a note in the store is not this run's, and is ignored: who writes there?", file=sys.stderr)
+            print(
+                "warning: a note in the store is not this run's, and is ignored: who writes there?",
+                file=sys.stderr,
+            )
         return self.known.get(name)
 
 
@@ -162,16 +182,18 @@ FRAME = 512
 
 
 def to_main(value: Any, group: Any) -> Iterator[Any]:
-    """(all ranks) Yield every rank's value on rank 0, by rank, and nothing on the others. Rank 0 holds the first bytes
-    of all of them, and the rest of one; it must take them all. torch's own collectives of objects unpickle whatever
-    arrives; here it must bear the seal of this run."""
+    """(all ranks) Yield every rank's value on rank 0, by rank, and nothing on the others. Rank 0
+    holds the first bytes of all of them, and the rest of one; it must take them all. torch's own
+    collectives of objects unpickle whatever arrives; here it must bear the seal of this run."""
     main, whole = group.rank() == 0, _sealed(value)
     frames = [torch.empty(FRAME, dtype=torch.uint8) for _ in range(group.size())] if main else None
     dist.gather(whole[:FRAME], frames, group=group, group_dst=0)
     if not main and len(whole) > FRAME:
         dist.send(whole[FRAME:], group=group, group_dst=0)
     for rank, frame in enumerate(frames or ()):
-        yield value if rank == 0 else _opened(frame, partial(dist.recv, group=group, group_src=rank))
+        yield (
+            value if rank == 0 else _opened(frame, partial(dist.recv, group=group, group_src=rank))
+        )
 
 
 def from_main(value: T, group: Any) -> T:
@@ -185,8 +207,9 @@ def from_main(value: T, group: Any) -> T:
 
 
 def decide(value: Any, choose: Callable[[Iterator[Any]], T], group: Any) -> T:
-    """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function that raises nothing. It
-    takes two messages for each rank, where an all-gather of gloo's takes one for each pair of ranks."""
+    """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function that
+    raises nothing. It takes two messages for each rank, where an all-gather of gloo's takes one for
+    each pair of ranks."""
     everyone = to_main(value, group)
     chosen = choose(everyone) if group.rank() == 0 else None
     deque(everyone, maxlen=0)  # those that `choose` did not need

@@ -1,15 +1,18 @@
-"""The backend "shm" of torch.distributed: sums over the CPU processes of one machine, through memory that they share.
+"""The backend "shm" of torch.distributed: sums over the CPU processes of one machine, through
+memory that they share.
 
     dist.init_process_group("shm", store=..., rank=..., world_size=..., timeout=...)
     dist.all_reduce(tensor)
 
-Everything else goes through gloo, and so do sums where the ranks cannot share memory: see `channel`. Gloo sends sums
-through the network stack, and wakes a sleeping thread at every message: for a few numbers that takes fifty times as
-long, for a few megabytes ten times. Here they are added in the order of the ranks, so that every rank, and every run,
-gets the same bits, whatever buckets DDP makes.
+Everything else goes through gloo, and so do sums where the ranks cannot share memory: see
+`channel`. Gloo sends sums through the network stack, and wakes a sleeping thread at every message:
+for a few numbers that takes fifty times as long, for a few megabytes ten times. Here they are added
+in the order of the ranks, so that every rank, and every run, gets the same bits, whatever buckets
+DDP makes.
 
-Third-party backends are experimental in torch; this one was written for 2.13. There a ProcessGroup in Python replaces
-torch's own, and DDP reads the result of a Work from `get_future`. `_register_backend` is a private name.
+Third-party backends are experimental in torch; this one was written for 2.13. There a ProcessGroup
+in Python replaces torch's own, and DDP reads the result of a Work from `get_future`.
+`_register_backend` is a private name.
 """
 
 import contextlib
@@ -37,27 +40,33 @@ from engine.comm import sealed
 from engine.errors import LockstepError
 
 PIECE = 1 << 21
-"""Bytes of a rank exchanged in a turn: they stay in the cache until the others have read them. Each turn is a wait: for
-1.3 MB two turns of 1 MB take twice as long as one."""
+"""Bytes of a rank exchanged in a turn: they stay in the cache until the others have read them. Each
+turn is a wait: for 1.3 MB two turns of 1 MB take twice as long as one."""
 
 LINE = 64
 """Bytes of a cache line: no two ranks write to the same one."""
 
 SPINS = 2000
-"""Polls of a rank before it sleeps: a millisecond or two. Waking a sleeping process takes longer than most sums."""
+"""Polls of a rank before it sleeps: a millisecond or two. Waking a sleeping process takes longer
+than most sums."""
 
 
 def channel(group: dist.ProcessGroup | None = None) -> "Channel | None":
-    """Return the shared memory of this group, or of the default one; None where its sums go through gloo."""
+    """Return the shared memory of this group, or of the default one; None where its sums go through
+    gloo."""
     return getattr(group or dist.group.WORLD, "channel", None)
 
 
-def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's mean, as a communication hook; its state is an empty list. DDP is right without it, too.
+def sum_then_divide(
+    waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.GradBucket
+) -> Future[Tensor]:
+    """DDP's mean, as a communication hook; its state is an empty list. DDP is right without it,
+    too.
 
-    Without a hook DDP multiplies by 1 / ranks before the sum, which rounds once more per rank where their number is no
-    power of two, and sums each bucket when it is full. On CPUs nothing overlaps, the same thread computes and sums;
-    so here the ranks wait for each other once, when the last bucket is full: 10 % of a step with nine buckets.
+    Without a hook DDP multiplies by 1 / ranks before the sum, which rounds once more per rank where
+    their number is no power of two, and sums each bucket when it is full. On CPUs nothing overlaps,
+    the same thread computes and sums; so here the ranks wait for each other once, when the last
+    bucket is full: 10 % of a step with nine buckets.
     """
     future: Future[Tensor] = Future()
     waiting.append((bucket.buffer(), future))
@@ -69,22 +78,27 @@ def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.G
 
 
 class Channel:
-    """Memory in which the ranks exchange one tensor after the other, in turns of at most PIECE bytes each. A rank that
-    begins a sum finishes the one before.
+    """Memory in which the ranks exchange one tensor after the other, in turns of at most PIECE
+    bytes each. A rank that begins a sum finishes the one before.
 
-    The memory holds two turns. A rank that posts turn t has finished t-1, and so has seen that all others posted t-1:
-    they have finished t-2, whose place it takes.
+    The memory holds two turns. A rank that posts turn t has finished t-1, and so has seen that all
+    others posted t-1: they have finished t-2, whose place it takes.
 
-    posted  (ranks, 8) int64: the last turn that a rank has posted, and the bytes of its last even and its last odd one
-    pieces  (2, ranks, PIECE) uint8
+    posted  (ranks, 8) int64: the last turn that a rank has posted, and the bytes of its last even
+    and its last odd one pieces  (2, ranks, PIECE) uint8
     """
 
     def __init__(self, rank: int, pids: list[int], memory: mmap.mmap, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, len(pids), timeout_s
-        self.posted = np.frombuffer(memory, np.int64, self.size * LINE // 8).reshape(self.size, LINE // 8)
-        self.pieces = torch.frombuffer(memory, dtype=torch.uint8, offset=self.size * LINE).view(2, self.size, PIECE)
+        self.posted = np.frombuffer(memory, np.int64, self.size * LINE // 8).reshape(
+            self.size, LINE // 8
+        )
+        self.pieces = torch.frombuffer(memory, dtype=torch.uint8, offset=self.size * LINE).view(
+            2, self.size, PIECE
+        )
         self.turn = 0
-        self.unfinished: tuple[Tensor, Tensor, Tensor] | None = None  # the tensor, flat, and its last piece, posted
+        # the tensor, flat, and its last piece, posted
+        self.unfinished: tuple[Tensor, Tensor, Tensor] | None = None
         self.ended = select.poll()
         for pid in pids:
             if pid != os.getpid():
@@ -93,7 +107,8 @@ class Channel:
                 weakref.finalize(self, os.close, process)
 
     def begin(self, tensor: Tensor) -> int:
-        """(all ranks) Post `tensor`; returns the argument of `finish`. All pieces but the last are added at once."""
+        """(all ranks) Post `tensor`; returns the argument of `finish`. All pieces but the last are
+        added at once."""
         self.finish(self.turn)
         tensor = tensor.detach()
         flat = tensor.contiguous().view(-1)  # a copy, where it is not contiguous
@@ -115,13 +130,16 @@ class Channel:
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
 
-    def gather(self, mine: list[Tensor], counts: list[int], combine: Callable[[list[list[Tensor]]], Tensor]) -> Tensor:
-        """(all ranks) Return what `combine` makes of the tensors of all ranks, piece by piece, in place of the last of
-        `mine`.
+    def gather(
+        self, mine: list[Tensor], counts: list[int], combine: Callable[[list[list[Tensor]]], Tensor]
+    ) -> Tensor:
+        """(all ranks) Return what `combine` makes of the tensors of all ranks, piece by piece, in
+        place of the last of `mine`.
 
         mine     this rank's: flat, of one length and type on all ranks
         counts   how many each rank has
-        combine  is given pieces of each rank's tensors, which it must not change, and returns a piece of the result
+        combine  is given pieces of each rank's tensors, which it must not change, and returns a
+                 piece of the result
         """
         self.finish(self.turn)
         result = mine[-1]
@@ -131,7 +149,10 @@ class Channel:
             self._post(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
             for rank, count in enumerate(counts):
                 self._await(rank, count * pieces[0].nbytes)
-            parts = [[*self._of(rank, pieces[0], count).view(count, -1)] for rank, count in enumerate(counts)]
+            parts = [
+                [*self._of(rank, pieces[0], count).view(count, -1)]
+                for rank, count in enumerate(counts)
+            ]
             result[start : start + at_once] = combine(parts)
         return result
 
@@ -139,7 +160,8 @@ class Channel:
         self.turn += 1
         self._of(self.rank, piece).copy_(piece)
         self.posted[self.rank, 1 + self.turn % 2] = piece.nbytes
-        self.posted[self.rank, 0] = self.turn  # after the rest: x86 shows writes to others in their order
+        # after the rest: x86 shows writes to others in their order
+        self.posted[self.rank, 0] = self.turn
 
     def _add(self, piece: Tensor) -> None:
         for rank in range(self.size):
@@ -163,28 +185,43 @@ class Channel:
         began = time.monotonic()
         while self.posted[rank, 0] < self.turn:
             waited_s = time.monotonic() - began
-            if self.ended.poll(0) and self.posted[rank, 0] < self.turn:  # it may have posted just before it ended
-                raise dist.DistBackendError("Connection closed by peer: a process of this machine has ended")
-            if waited_s > self.timeout_s:  # a backstop: the watchdog notices first, and knows which rank to name
+            # it may have posted just before it ended
+            if self.ended.poll(0) and self.posted[rank, 0] < self.turn:
+                raise dist.DistBackendError(
+                    "Connection closed by peer: a process of this machine has ended"
+                )
+            # a backstop: the watchdog notices first, and knows which rank to name
+            if waited_s > self.timeout_s:
                 what = f"Timed out waiting {waited_s:.0f} s for another process of this machine"
                 raise dist.DistBackendError(what)
             time.sleep(min(2e-3, 5e-5 + waited_s / 10))
         if (theirs := self.posted[rank, 1 + self.turn % 2]) != count:
             raise LockstepError(
-                f"the ranks add up different things: rank {rank} {theirs} bytes, rank {self.rank} {count}",
+                (
+                    f"the ranks add up different things: rank {rank} {theirs} bytes, rank "
+                    f"{self.rank} {count}"
+                ),
                 "a sum over the ranks",
-                "return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
+                (
+                    "return the same sums, of the same shapes, from the task's `loss` and "
+                    "`score` on "
+                    "all of them"
+                ),
                 exit_code=6,
             )
 
 
 class Sum(dist.Work):
-    """A sum that has begun: the other ranks see this rank's part. Nothing works on it until somebody waits. In a world
-    of one there is no channel, and nothing to add."""
+    """A sum that has begun: the other ranks see this rank's part. Nothing works on it until
+    somebody waits. In a world of one there is no channel, and nothing to add."""
 
     def __init__(self, channel: Channel | None, tensor: Tensor):
         super().__init__()
-        self.channel, self.tensor, self.turn = channel, tensor, channel.begin(tensor) if channel else 0
+        self.channel, self.tensor, self.turn = (
+            channel,
+            tensor,
+            channel.begin(tensor) if channel else 0,
+        )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self.channel:
@@ -195,7 +232,8 @@ class Sum(dist.Work):
         return self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a completed future: DDP waits for it in C++, where nothing could finish the sum."""
+        """Return a completed future: DDP waits for it in C++, where nothing could finish the
+        sum."""
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result([self.tensor])
@@ -203,7 +241,8 @@ class Sum(dist.Work):
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """channel  what sums go through; None where there is one rank, or the ranks cannot share memory"""
+    """channel  what sums go through; None where there is one rank, or the ranks cannot share
+    memory"""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)  # type: ignore[call-arg]  # with the store Python could override nothing
@@ -212,13 +251,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @functools.cached_property
     def gloo(self) -> dist.ProcessGroup:
-        """Return gloo for the same ranks, for everything but sums. In a world of one nothing may ever need it, and it
-        would take threads and a network interface."""
+        """Return gloo for the same ranks, for everything but sums. In a world of one nothing may
+        ever need it, and it would take threads and a network interface."""
         gloo = dist.ProcessGroup(*self.about[:3])
         backend = dist.ProcessGroupGloo(*self.about)
         for group in (self, gloo):
             for device in ("cpu", "cuda"):
-                group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
+                group._register_backend(
+                    torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend
+                )
         return gloo
 
     def getBackendName(self) -> str:
@@ -237,22 +278,30 @@ def _through_gloo(group: SharedMemoryGroup, name: str, *args: Any, **more: Any) 
     return getattr(group.gloo, name)(*args, **more)
 
 
-# All collectives: where the C++ base class finds no override in Python, it calls gloo with the GIL held, for which a
-# thread of gloo may wait with its own lock held: a deadlock.
+# All collectives: where the C++ base class finds no override in Python, it calls gloo with the GIL
+# held, for which a thread of gloo may wait with its own lock held: a deadlock.
 for _name, _method in vars(dist.ProcessGroup).items():
-    if re.search(r"-> \S*\bWork$", _method.__doc__ or "", re.MULTILINE) and _name not in vars(SharedMemoryGroup):
+    if re.search(r"-> \S*\bWork$", _method.__doc__ or "", re.MULTILINE) and _name not in vars(
+        SharedMemoryGroup
+    ):
         setattr(SharedMemoryGroup, _name, functools.partialmethod(_through_gloo, _name))
 
 
 def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
-    """(all ranks) Return None unless all run on one machine, an x86 under Linux: elsewhere writes of a rank may be seen
-    out of order, and Python has no fence."""
+    """(all ranks) Return None unless all run on one machine, an x86 under Linux: elsewhere writes
+    of a rank may be seen out of order, and Python has no fence."""
     count = group.size() * (LINE + 2 * PIECE)
-    possible = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
+    possible = (
+        sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
+    )
     file = _reserve(count) if possible and group.rank() == 0 else None
     everyone = sealed.decide((machine(), os.getpid(), file) if possible else None, list, group)
     first, channel = everyone[0], None
-    if None not in everyone and first[2] is not None and all(where == first[0] for where, _, _ in everyone):
+    if (
+        None not in everyone
+        and first[2] is not None
+        and all(where == first[0] for where, _, _ in everyone)
+    ):
         with contextlib.suppress(OSError):  # another user's process, or /proc doesn't show it
             with open(f"/proc/{first[1]}/fd/{first[2]}", "r+b", buffering=0) as mine:
                 memory = mmap.mmap(mine.fileno(), count)
@@ -264,7 +313,8 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
 
 
 def machine() -> str:
-    """Return a text that tells this machine, and this container on it, from others of the same name."""
+    """Return a text that tells this machine, and this container on it, from others of the same
+    name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")
@@ -273,11 +323,13 @@ def machine() -> str:
 
 
 def _reserve(count: int) -> int | None:
-    """Return a file in memory, without a name, so that none is ever left over; None where that is impossible."""
+    """Return a file in memory, without a name, so that none is ever left over; None where that is
+    impossible."""
     with contextlib.suppress(OSError):  # memfd_create is forbidden, or too many files are open
         file = os.memfd_create("lockstep")
         try:
-            os.posix_fallocate(file, 0, count)  # where memory is full, an error now and not a SIGBUS later
+            # where memory is full, an error now and not a SIGBUS later
+            os.posix_fallocate(file, 0, count)
             return file
         except OSError:
             os.close(file)

@@ -1,9 +1,10 @@
 """Virtual workers: a training takes the same bits on any number of processes.
 
-With `virtual_workers=V` the samples of a step are dealt to V workers; a process runs a block of neighbours, one after
-the other. What a worker computes depends on (seed, step, its number) alone, and the workers' results are added up along
-one binary tree over their numbers: (0+1)+(2+3) and so on. Floating-point addition is commutative but not associative,
-so the same tree over the same operands gives the same bits, wherever its nodes lie.
+With `virtual_workers=V` the samples of a step are dealt to V workers; a process runs a block of
+neighbours, one after the other. What a worker computes depends on (seed, step, its number) alone,
+and the workers' results are added up along one binary tree over their numbers: (0+1)+(2+3) and so
+on. Floating-point addition is commutative but not associative, so the same tree over the same
+operands gives the same bits, wherever its nodes lie.
 
 The idea is that of EasyScale (Li et al., SC'23, arXiv 2208.14228). See docs/same-bits.md.
 """
@@ -30,19 +31,21 @@ from engine.errors import LockstepError
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Gradients whose squares are in memory at once: on a CPU in its cache."""
 
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+# its name since torch 2.13
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 ALIGNED = 32
 """Bytes: CUDA's kernels read four float64 at once where the memory allows it."""
 
 
 class Exchange:
-    """(all ranks) One sum over the nodes of all processes. Each process adds up one piece of the tensor: where every
-    process has one node, it sends and receives as many bytes as in a ring all-reduce. In shared memory every process
-    reads everything.
+    """(all ranks) One sum over the nodes of all processes. Each process adds up one piece of the
+    tensor: where every process has one node, it sends and receives as many bytes as in a ring
+    all-reduce. In shared memory every process reads everything.
 
     by_rank  the nodes of each process
-    mine     this process's sums, one for each of its nodes: flat, of one length and type; they may be overwritten
+    mine     this process's sums, one for each of its nodes: flat, of one length and type; they may
+             be overwritten
     """
 
     def __init__(self, by_rank: list[list[Span]], mine: list[Tensor]):
@@ -53,12 +56,15 @@ class Exchange:
             self._send()
 
     def _send(self) -> None:
-        """Send to each process its piece of each of this one's nodes. In bytes, because gloo does not know every type;
-        through the host, where the backend cannot do it on a GPU."""
+        """Send to each process its piece of each of this one's nodes. In bytes, because gloo does
+        not know every type; through the host, where the backend cannot do it on a GPU."""
         length, device = len(self.mine[0]), self.mine[0].device
         host = torch.device("cpu") if "nccl" not in dist.get_backend() else device
         self.piece = -(-length // self.size)
-        padded = [pad(each.to(host), (0, self.size * self.piece - length)).view(self.size, -1) for each in self.mine]
+        padded = [
+            pad(each.to(host), (0, self.size * self.piece - length)).view(self.size, -1)
+            for each in self.mine
+        ]
         self.sent = torch.stack(padded, 1)  # (ranks, nodes, piece); must live until it has arrived
         self.counts = [len(theirs) * self.piece for theirs in self.by_rank]
         self.received = self.sent.new_empty(sum(self.counts))
@@ -86,7 +92,9 @@ class Exchange:
             self.work.wait()
             return self.whole[: len(self.mine[0])].to(self.mine[0].device)
         if self.channel is not None:
-            return self.channel.gather(self.mine, [len(theirs) for theirs in self.by_rank], self._root)
+            return self.channel.gather(
+                self.mine, [len(theirs) for theirs in self.by_rank], self._root
+            )
         return self._root([self.mine])
 
     def _root(self, parts: list[list[Tensor]]) -> Tensor:
@@ -119,7 +127,8 @@ class Dealt(Plain):
         self.block, self.by_rank = blocks[world.rank], [spans(each)[0] for each in blocks]
         self.changes: list[Node] = []
         self.others: dict[str, Tensor] = {}
-        self.worker, self.idle, self.samples = -1, False, 0  # of the passes under way; -1 before the step's first
+        # of the passes under way; -1 before the step's first
+        self.worker, self.idle, self.samples = -1, False, 0
 
     # ---- one worker after the other ----
 
@@ -130,8 +139,9 @@ class Dealt(Plain):
         self.samples = micro.samples
 
     def begin_worker(self, worker: int, idle: bool) -> None:
-        """Set aside what the worker before has computed, and begin with the buffers as they were before the step.
-        `idle`: it has no samples, because the step has fewer than there are workers."""
+        """Set aside what the worker before has computed, and begin with the buffers as they were
+        before the step. `idle`: it has no samples, because the step has fewer than there are
+        workers."""
         if self.worker >= 0:
             self._keep_buffers()
         self.buffers.restore()
@@ -142,7 +152,8 @@ class Dealt(Plain):
         super().end_step(skipped)
 
     def add_changes(self, busy: int) -> None:
-        """(all ranks) Add to the buffers the mean change of the `busy` workers, those that had samples."""
+        """(all ranks) Add to the buffers the mean change of the `busy` workers, those that had
+        samples."""
         self._keep_buffers()
         self.worker, self.others = -1, {}
         if not self.changes:
@@ -157,22 +168,34 @@ class Dealt(Plain):
                 at += buffer.numel()
 
     def _keep_buffers(self) -> None:
-        """Keep what the worker has changed: nothing, if it is idle. With `check`, raises LockstepError if a buffer that
-        cannot be averaged differs from its value after the worker before."""
+        """Keep what the worker has changed: nothing, if it is idle. With `check`, raises
+        LockstepError if a buffer that cannot be averaged differs from its value after the worker
+        before."""
         pairs = [*self.buffers.changes()]
-        others = {name: buffer.clone() for name, buffer, _ in pairs if not buffer.is_floating_point()}
+        others = {
+            name: buffer.clone() for name, buffer, _ in pairs if not buffer.is_floating_point()
+        }
         for name, buffer in others.items():
             if self.check and name in self.others and not torch.equal(buffer, self.others[name]):
                 raise LockstepError(
-                    f"the buffer {name} differs after virtual worker {self.worker} from that after the one before",
+                    (
+                        f"the buffer {name} differs after virtual worker {self.worker} from that "
+                        "after the one before"
+                    ),
                     "virtual_workers",
-                    "change it by what all workers share, keep it in floating point, where the workers' mean "
+                    "change it by what all workers share, keep it in floating point, where the "
+                    "workers' mean "
                     "is taken, or drop virtual_workers",
                 )
         self.others = others
-        if floats := [(buffer.flatten(), kept.flatten()) for _, buffer, kept in pairs if buffer.is_floating_point()]:
+        if floats := [
+            (buffer.flatten(), kept.flatten())
+            for _, buffer, kept in pairs
+            if buffer.is_floating_point()
+        ]:
             after, before = (torch.cat(values).double() for values in zip(*floats, strict=True))
-            change = torch.where(after == before, 0.0, after - before)  # infinities stay as they are
+            # infinities stay as they are
+            change = torch.where(after == before, 0.0, after - before)
             change = torch.zeros_like(change) if self.idle else change
             if self.worker < self.workers:
                 push(self.changes, Node(self.worker, self.worker + 1, [change]))
@@ -180,8 +203,9 @@ class Dealt(Plain):
     # ---- numbers ----
 
     def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
-        """Return (workers, len(numbers)) with zeros in the other workers' rows, so that any order of additions over
-        passes and ranks is exact. A pass beyond the last worker has votes only."""
+        """Return (workers, len(numbers)) with zeros in the other workers' rows, so that any order
+        of additions over passes and ranks is exact. A pass beyond the last worker has votes
+        only."""
         rows = numbers.new_zeros(self.workers, len(numbers))
         rows[min(micro.worker, self.workers - 1)] = numbers
         return rows
@@ -192,13 +216,15 @@ class Dealt(Plain):
 
     @torch.no_grad()
     def grad_norm(self, grads: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients in bits that depend on their values alone: a kernel's own order of additions
-        depends on the shape of what a rank holds. No row of a weight is ever cut: its squares are added by halves, in
-        float64, and go into a table of all rows; the others' are zeros until the ranks' tables are added up.
+        """Return the norm of all gradients in bits that depend on their values alone: a kernel's
+        own order of additions depends on the shape of what a rank holds. No row of a weight is ever
+        cut: its squares are added by halves, in float64, and go into a table of all rows; the
+        others' are zeros until the ranks' tables are added up.
         """
         lengths = [len(grad) if grad.ndim else 1 for grad in grads]
         table = torch.zeros(sum(lengths), dtype=torch.float64, device=grads[0].device)
-        batches = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)  # small weights of a width together
+        # small weights of a width together
+        batches = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
         for grad, sums in zip(grads, table.split(lengths), strict=True):
             if (mine := local(grad)).numel():
                 places = sums[held(grad)]
@@ -214,7 +240,9 @@ class Dealt(Plain):
             if len(batch) > 1:
                 squares = table.new_zeros(sum(map(len, pieces)), width)
                 parts = squares.split([*map(len, pieces)])
-                torch._foreach_copy_([t[:, : piece.shape[1]] for t, piece in zip(parts, pieces, strict=True)], pieces)
+                torch._foreach_copy_(
+                    [t[:, : piece.shape[1]] for t, piece in zip(parts, pieces, strict=True)], pieces
+                )
             squares.square_()
             while (width := squares.shape[1]) > 1:
                 half = 1 << (width - 1).bit_length() - 1
@@ -229,7 +257,8 @@ class VirtualWorkers(Dealt):
     """Virtual workers whose gradients DDP, or the only process, adds up along the tree.
 
     in_ddp  a step's last pass leaves its gradients to `hook`, which DDP has
-    unused  DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its passes has used
+    unused  DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its
+            passes has used
     nodes   nodes of the tree of gradients: at most log2(workers of a process) + 1
     added   numbers of the parameters that the worker under way has used
     used    those that any worker of this step has used
@@ -255,7 +284,8 @@ class VirtualWorkers(Dealt):
     # ---- gradients ----
 
     def _take(self) -> None:
-        """Add the gradients of the worker before to the tree: zeros of the parameters that it has not used."""
+        """Add the gradients of the worker before to the tree: zeros of the parameters that it has
+        not used."""
         sums: list[Any] = []
         for number, p in enumerate(self.parameters):
             if number not in self.added:
@@ -270,16 +300,25 @@ class VirtualWorkers(Dealt):
 
     @staticmethod
     def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
-        """Sum a bucket over all workers, as DDP's communication hook. A bucket is sent when it is full, and added up
-        when the last one is: the backward pass continues meanwhile."""
+        """Sum a bucket over all workers, as DDP's communication hook. A bucket is sent when it is
+        full, and added up when the last one is: the backward pass continues meanwhile."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        # Not the views that `gradients` returns: they are contiguous, and DDP keeps the layouts of the parameters.
-        offsets = [int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()]
-        numbers, views = [state.number[id(p)] for p in parameters], _views(buffer, parameters, offsets)
+        # Not the views that `gradients` returns: they are contiguous, and DDP keeps the layouts of
+        # the parameters.
+        offsets = [
+            int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()
+        ]
+        numbers, views = (
+            [state.number[id(p)] for p in parameters],
+            _views(buffer, parameters, offsets),
+        )
         for number, view in zip(numbers, views, strict=True):
             if number not in state.added:
                 view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
-        nodes = [Node(begin, end, [sums[number] for number in numbers]) for begin, end, sums in state.nodes]
+        nodes = [
+            Node(begin, end, [sums[number] for number in numbers])
+            for begin, end, sums in state.nodes
+        ]
         push(nodes, Node(state.block[-1], state.block[-1] + 1, views))
         mine = [torch.zeros_like(buffer) for _ in nodes[1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
@@ -297,7 +336,8 @@ class VirtualWorkers(Dealt):
         return future
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
-        """Also give the parameters their gradients, where one process runs all workers without DDP."""
+        """Also give the parameters their gradients, where one process runs all workers without
+        DDP."""
         if not self.in_ddp:
             self._take()
             sums = fold(self.nodes)
@@ -306,15 +346,23 @@ class VirtualWorkers(Dealt):
         self.nodes, self.used = [], set()
         self.added.clear()
         if self.in_ddp and self.world.device.type == "cuda":
-            # A norm adds in a different order where memory is not aligned, as in DDP's buckets: copy those gradients.
-            odd = {p: p.grad for p in self.parameters if p.grad is not None and p.grad.data_ptr() % ALIGNED}
-            for p, grad in zip(odd, torch._foreach_mul([*odd.values()], 1.0) if odd else (), strict=True):
+            # A norm adds in a different order where memory is not aligned, as in DDP's buckets:
+            # copy those gradients.
+            odd = {
+                p: p.grad
+                for p in self.parameters
+                if p.grad is not None and p.grad.data_ptr() % ALIGNED
+            }
+            for p, grad in zip(
+                odd, torch._foreach_mul([*odd.values()], 1.0) if odd else (), strict=True
+            ):
                 p.grad = grad
         return super().reduce_rows(rows)
 
 
 def _views(flat: Tensor, parameters: list[Tensor], offsets: list[int]) -> list[Tensor]:
-    """Return the views of a bucket's flat tensor in which DDP keeps the gradients of `parameters`."""
+    """Return the views of a bucket's flat tensor in which DDP keeps the gradients of
+    `parameters`."""
     return [
         flat.as_strided(p.shape, _dense_strides(p), flat.storage_offset() + offset)
         for p, offset in zip(parameters, offsets, strict=True)
@@ -322,7 +370,8 @@ def _views(flat: Tensor, parameters: list[Tensor], offsets: list[int]) -> list[T
 
 
 def _dense_strides(p: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient in DDP's bucket (torch/csrc/distributed/c10d/reducer.cpp, read in 2.13): those
-    of its parameter if they leave no gaps, or else those of a contiguous tensor."""
+    """Return the strides of a gradient in DDP's bucket (torch/csrc/distributed/c10d/reducer.cpp,
+    read in 2.13): those of its parameter if they leave no gaps, or else those of a contiguous
+    tensor."""
     dense = torch.empty_like(p, device="meta").stride() == p.stride()
     return p.stride() if dense else torch.empty(p.shape, device="meta").stride()

@@ -1,4 +1,5 @@
-"""The processes of a run: which one this is, and how they exchange values. There is always a process group."""
+"""The processes of a run: which one this is, and how they exchange values. There is always a
+process group."""
 
 from __future__ import annotations
 
@@ -33,35 +34,41 @@ class World:
         return self.rank == 0
 
     def sum(self, *tensors: Tensor) -> None:
-        """(all ranks) Add up over the ranks, in place: on `device`, without a host sync, or on the host by gloo."""
+        """(all ranks) Add up over the ranks, in place: on `device`, without a host sync, or on the
+        host by gloo."""
         if self.size > 1:
             with phase.during("all_reduce", waits=True):
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
     def gather(self, value: Any) -> list[Any]:
-        """(all ranks) Return every rank's value, by rank (pickled: for small things, now and then)."""
+        """(all ranks) Return every rank's value, by rank (pickled: for small things, now and
+        then)."""
         return self.decide(value, list)
 
     def decide(self, value: Any, choose: Callable[[Iterator[Any]], T]) -> T:
-        """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function that raises nothing:
-        the other ranks hold none of these values (pickled)."""
+        """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function
+        that raises nothing: the other ranks hold none of these values (pickled)."""
         if self.size == 1:
             return choose(iter([value]))
         with phase.during("all_gather", waits=True):
             return sealed.decide(value, choose, dist.group.WORLD)
 
     def differing(self, value: Any) -> bool:
-        """(all ranks) Return whether the text of the value is another on some rank; its digest is exchanged."""
-        return self.decide(sealed.digest(b"", repr(value).encode()), lambda everyone: len({*everyone}) > 1)
+        """(all ranks) Return whether the text of the value is another on some rank; its digest is
+        exchanged."""
+        return self.decide(
+            sealed.digest(b"", repr(value).encode()), lambda everyone: len({*everyone}) > 1
+        )
 
     def unlike(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
-        """(all ranks) Return by name, those of the first rank first, the facts in which a rank differs from rank 0: the
-        first such rank, its value, and rank 0's."""
+        """(all ranks) Return by name, those of the first rank first, the facts in which a rank
+        differs from rank 0: the first such rank, its value, and rank 0's."""
         return self.decide(facts, _unlike_the_first) if self.differing(facts) else {}
 
     def gather_on_main(self, value: Any) -> list[Any]:
-        """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others (pickled)."""
+        """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others
+        (pickled)."""
         if self.size == 1:
             return [value]
         with phase.during("gather", waits=True):
@@ -75,7 +82,8 @@ class World:
             return sealed.from_main(value, dist.group.WORLD)
 
     def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
-        """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating point."""
+        """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating
+        point."""
         for tensor in tensors if self.size > 1 else ():
             if mean and tensor.is_floating_point():
                 self.sum(tensor)
@@ -87,7 +95,8 @@ class World:
                 tensor.copy_(whole)
 
     def host_sync(self) -> AbstractContextManager[None]:
-        """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
+        """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a
+        rank waits."""
         return phase.during("waiting for the device", waits=self.size > 1)
 
 
@@ -96,13 +105,16 @@ def _unlike_the_first(everyone: Iterator[dict[str, str]]) -> dict[str, tuple[int
     for rank, theirs in enumerate(everyone, 1):
         for name in first | theirs:
             if theirs.get(name) != first.get(name):
-                found.setdefault(name, (rank, theirs.get(name, "absent"), first.get(name, "absent")))
+                found.setdefault(
+                    name, (rank, theirs.get(name, "absent"), first.get(name, "absent"))
+                )
     return found
 
 
 @contextmanager
 def sync_errors(world: World) -> Iterator[None]:
-    """(all ranks) Wrap a block without collectives: if ranks raise LockstepError, all raise the first one's.
+    """(all ranks) Wrap a block without collectives: if ranks raise LockstepError, all raise the
+    first one's.
 
     Other exceptions end the run at once, with their traceback; the watchdog tells the other ranks.
     """
@@ -116,7 +128,8 @@ def sync_errors(world: World) -> Iterator[None]:
 
 
 def on_rank0(world: World, work: Callable[[], T]) -> T | None:
-    """(all ranks) Run `work` on rank 0 alone and return its result there, None on the others; all raise its error."""
+    """(all ranks) Run `work` on rank 0 alone and return its result there, None on the others; all
+    raise its error."""
     result = None
     with sync_errors(world):
         if world.main:

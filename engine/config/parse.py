@@ -1,7 +1,8 @@
-"""Parse text into a config: files and command lines are deltas over the schema, and all problems are reported together.
+"""Parse text into a config: files and command lines are deltas over the schema, and all problems
+are reported together.
 
-Values arrive as text, from YAML too (PyYAML would read `1e-4` as a string and `no` as False), and are coerced by the
-type that the field declares.
+Values arrive as text, from YAML too (PyYAML would read `1e-4` as a string and `no` as False), and
+are coerced by the type that the field declares.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from engine.config.schema import ALIASES, EVERYDAY, FILES, MAPPINGS, SETS_NOTHING, SWITCHES, USAGE, Config
+from engine.config.schema import (
+    ALIASES,
+    EVERYDAY,
+    FILES,
+    MAPPINGS,
+    SETS_NOTHING,
+    SWITCHES,
+    USAGE,
+    Config,
+)
 from engine.errors import LockstepError
 
 
@@ -40,12 +50,14 @@ class Args(NamedTuple):
 
 
 class EarlyExit(Exception):
-    """The command line asked a question, such as --help, and it is answered: there is nothing to run."""
+    """The command line asked a question, such as --help, and it is answered: there is nothing to
+    run."""
 
 
 @dataclasses.dataclass
 class Setting:
-    """One key of a file or of the command line, as text; `problem` is the line to print if it is refused."""
+    """One key of a file or of the command line, as text; `problem` is the line to print if it is
+    refused."""
 
     key: str
     value: str | list[str] | None  # None: a flag without a value
@@ -61,11 +73,15 @@ LoadTask = Callable[[str], type[Any]]
 Fields = dict[str, tuple[Any, "dataclasses.Field[Any]"]]
 """{dotted key: (type, field)} of every leaf of a schema."""
 to_dict = dataclasses.asdict
-"""Return the resolved tree as plain values in the schema's order: the form of config.yaml and of checkpoints."""
+"""Return the resolved tree as plain values in the schema's order: the form of config.yaml and of
+checkpoints."""
 
 
 def parse(
-    argv: list[str], load_task: LoadTask, again: Mapping[str, Any] | None = None, others: Iterable[str] = ()
+    argv: list[str],
+    load_task: LoadTask,
+    again: Mapping[str, Any] | None = None,
+    others: Iterable[str] = (),
 ) -> Args:
     """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2.
 
@@ -73,13 +89,17 @@ def parse(
     others  tasks that may have the keys that this one lacks
     """
     switches, files, given = _tokens(argv)
-    restarted = [Setting(key, str(value), "started again with") for key, value in (again or {}).items()]
+    restarted = [
+        Setting(key, str(value), "started again with") for key, value in (again or {}).items()
+    ]
     layers = [*map(_read_yaml, files), given, restarted]
     settings = [setting for layer in layers for setting in layer]
     try:
         task = load_task(_task_of(settings))
     except LockstepError as error:
-        raise LockstepError("\n".join([*(s.problem for s in settings if s.problem), str(error)])) from error
+        raise LockstepError(
+            "\n".join([*(s.problem for s in settings if s.problem), str(error)])
+        ) from error
     aliases = _aliases(task)
     plain = [s for s in settings if not isinstance(s.value, list)]
     texts = {aliases.get(s.key, s.key): "true" if s.value is None else s.value for s in plain}
@@ -90,9 +110,13 @@ def parse(
     values: dict[str, Any] = {}
     unknown = [setting for layer in layers for setting in _set(values, layer, fields, aliases)]
     cfg = changed(tree, values)
-    cfg = changed(cfg, {key: value for key, value in task.defaults_for(cfg).items() if key not in values})
+    cfg = changed(
+        cfg, {key: value for key, value in task.defaults_for(cfg).items() if key not in values}
+    )
     notes = _explain(unknown, cfg, task, settings, load_task, others)
-    problems = [setting.problem for layer in layers for setting in layer if setting.problem] + _contradictions(cfg)
+    problems = [
+        setting.problem for layer in layers for setting in layer if setting.problem
+    ] + _contradictions(cfg)
     if isinstance(named := switches.get("force"), tuple):
         switches["force"] = tuple(aliases.get(key, key) for key in named)
         todo = "name keys of --print-config, or data, with commas between"
@@ -105,15 +129,20 @@ def parse(
 
 def schema_of(task: type[Any]) -> type:
     """Return the dataclass that holds the common config and the task's own sections."""
-    return dataclasses.dataclass(type("Config", (task.Settings, Config), {"__doc__": Config.__doc__}))
+    return dataclasses.dataclass(
+        type("Config", (task.Settings, Config), {"__doc__": Config.__doc__})
+    )
 
 
 def _tree_of(task: Any, settings: list[Setting]) -> Any:
-    """Return the config with the defaults of the task and of the classes that `<section>.type` chooses."""
+    """Return the config with the defaults of the task and of the classes that `<section>.type`
+    chooses."""
     tree, own = schema_of(task)(), dict(task.defaults)
     for f in dataclasses.fields(tree):
         if classes := f.metadata.get("classes"):
-            names = [s.value for s in settings if s.key == f"{f.name}.type" and isinstance(s.value, str)]
+            names = [
+                s.value for s in settings if s.key == f"{f.name}.type" and isinstance(s.value, str)
+            ]
             if names and names[-1] in classes:  # else it is refused later, like any wrong value
                 setattr(tree, f.name, classes[names[-1]](type=names[-1]))
             own |= getattr(getattr(tree, f.name), "defaults", {})
@@ -130,7 +159,9 @@ def changed(cfg: Any, settings: Mapping[str, Any]) -> Any:
         new = object.__new__(_frozen(kind))
         for name, value in vars(section).items():
             inner = dataclasses.is_dataclass(value)
-            vars(new)[name] = copy(value, f"{prefix}{name}.") if inner else settings.get(prefix + name, value)
+            vars(new)[name] = (
+                copy(value, f"{prefix}{name}.") if inner else settings.get(prefix + name, value)
+            )
         return new
 
     return copy(cfg, "")
@@ -138,8 +169,13 @@ def changed(cfg: Any, settings: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _frozen(kind: Any) -> Any:
-    """Return a subclass that refuses assignments: a task may declare its sections as plain dataclasses."""
-    return kind if kind.__setattr__ is _refuse else type(kind.__name__, (kind,), {"__setattr__": _refuse})
+    """Return a subclass that refuses assignments: a task may declare its sections as plain
+    dataclasses."""
+    return (
+        kind
+        if kind.__setattr__ is _refuse
+        else type(kind.__name__, (kind,), {"__setattr__": _refuse})
+    )
 
 
 def _refuse(self: Any, name: str, value: Any) -> None:
@@ -151,7 +187,11 @@ def _fields(cfg: Any, prefix: str = "") -> Fields:
     found: Fields = {}
     for f in dataclasses.fields(cfg):
         key, value = prefix + f.name, getattr(cfg, f.name)
-        found |= _fields(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: (hints[f.name], f)}
+        found |= (
+            _fields(value, f"{key}.")
+            if dataclasses.is_dataclass(value)
+            else {key: (hints[f.name], f)}
+        )
     return found
 
 
@@ -162,7 +202,10 @@ def _aliases(task: Any) -> dict[str, str]:
 def defaults(cfg: Any) -> dict[str, Any]:
     """Return {key: default} of all keys of `cfg`, without the defaults of its task and choices."""
     none, fields = dataclasses.MISSING, {key: f for key, (_, f) in _fields(cfg).items()}
-    return {key: f.default if f.default_factory is none else f.default_factory() for key, f in fields.items()}
+    return {
+        key: f.default if f.default_factory is none else f.default_factory()
+        for key, f in fields.items()
+    }
 
 
 def to_yaml(cfg: Any) -> str:
@@ -173,7 +216,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat
 
 
@@ -185,13 +230,20 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
         key = aliases.get(name, name)
         kind, f = fields[key]
         value = ",".join(map(str, flat[key])) if isinstance(flat[key], list) else str(flat[key])
-        choices = f" one of {', '.join(typing.get_args(kind))}" if typing.get_origin(kind) is Literal else ""
-        flags.append(f"  --{name.replace('_', '-'):<18} {f.metadata['help']} [{value or 'empty'}]{choices}")
+        choices = (
+            f" one of {', '.join(typing.get_args(kind))}"
+            if typing.get_origin(kind) is Literal
+            else ""
+        )
+        flags.append(
+            f"  --{name.replace('_', '-'):<18} {f.metadata['help']} [{value or 'empty'}]{choices}"
+        )
     return USAGE.format(prog=prog, tasks=", ".join(tasks), task=cfg.task, flags="\n".join(flags))
 
 
 def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
-    """Yield each setting typed: (its name, None for a positional word; its value, None without one; its words)."""
+    """Yield each setting typed: (its name, None for a positional word; its value, None without one;
+    its words)."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -209,11 +261,14 @@ def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]
 
 
 def _takes_a_value(name: str, word: str) -> bool:
-    """Return whether the word after --name is its value: after --force keys, after a flag a yes or a no, else any."""
+    """Return whether the word after --name is its value: after --force keys, after a flag a yes or
+    a no, else any."""
     fields = _fields(Config())
     if name == "force":  # a dotted key, or a common one, is no task
         common, keys = {*fields, *ALIASES, "data"}, word.replace("-", "_").split(",")
-        return not word.endswith(".py") and all(k in common or ("." in k and not {"=", "/"} & {*k}) for k in keys)
+        return not word.endswith(".py") and all(
+            k in common or ("." in k and not {"=", "/"} & {*k}) for k in keys
+        )
     if name in ("use_amp", "download") or fields.get(ALIASES.get(name, name), (None,))[0] is bool:
         return word.lower() in _BOOLS
     return name not in SWITCHES
@@ -229,7 +284,10 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
         if word == "-h":
             switches["help"] = True
         elif name is None and any(setting.key == "task" for setting in settings):
-            problem = f"unexpected {_shown(word)!r} (command line): give settings as --flag value or key=value"
+            problem = (
+                f"unexpected {_shown(word)!r} (command line): give settings as --flag "
+                "value or key=value"
+            )
         elif name is None:
             settings.append(Setting("task", word, "command line"))
         elif flag and name == "force" and value and value.lower() not in _BOOLS:
@@ -238,13 +296,18 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
         elif flag and name in SWITCHES:
             switches[name] = True
             if value is not None:
-                problem = f"--{_shown(word[2:])} (command line): give --{name.replace('_', '-')} alone, or not"
+                problem = (
+                    f"--{_shown(word[2:])} (command line): give --{name.replace('_', '-')} "
+                    "alone, or not"
+                )
         elif flag and name in FILES and value is None:
             problem = f"{word} without a file (command line): write --config configs/har.yaml"
         elif flag and name in FILES:
-            is_lerobots = Path(str(value)).name == "pretrained_model"  # that folder stands for the file in it
+            # that folder stands for the file in it
+            is_lerobots = Path(str(value)).name == "pretrained_model"
             files.append(f"{value}/train_config.json" if is_lerobots else str(value))
-        elif not flag or name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK holds the same
+        # torch.distributed.launch passes it; LOCAL_RANK holds the same
+        elif not flag or name != "local_rank":
             settings.append(Setting(name, value, "command line"))
         if problem:
             settings.append(Setting("", None, "command line", problem))
@@ -252,7 +315,8 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
 
 
 def resume_arguments(argv: list[str], task: Any, folder: str) -> list[str]:
-    """Return the command line that resumes the run of `argv` in `folder`, whatever checkpoint it was started from."""
+    """Return the command line that resumes the run of `argv` in `folder`, whatever checkpoint it
+    was started from."""
     aliases = _aliases(task)
     words, keys = list[str](), set[str | None]()
     for name, value, typed in _items(argv):
@@ -262,7 +326,8 @@ def resume_arguments(argv: list[str], task: Any, folder: str) -> list[str]:
         words += typed
         keys.add(key)
     if "save_dir" not in keys:
-        words.append(f"--save-dir={folder}")  # as a flag: the launcher chooses a different script if it sees key=value
+        # as a flag: the launcher chooses a different script if it sees key=value
+        words.append(f"--save-dir={folder}")
     return [*words, "--resume=auto"] if keys & {*FILES} else words  # a file may say otherwise
 
 
@@ -272,22 +337,39 @@ def task_in(path: str) -> str:
 
 
 def _task_of(settings: list[Setting]) -> str:
-    named = [str(setting.value) for setting in settings if setting.key == "task" and setting.value is not None]
+    named = [
+        str(setting.value)
+        for setting in settings
+        if setting.key == "task" and setting.value is not None
+    ]
     return _at_home([Config.task, *named][-1])
 
 
-_MAX_BYTES = 200_000  # a hundred times the longest config so far; PyYAML takes seconds for a megabyte
+# a hundred times the longest config so far; PyYAML takes seconds for a megabyte
+_MAX_BYTES = 200_000
 _MAX_VALUES = 2_000  # YAML aliases can multiply without end
-_PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")}
+_PLAIN = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
+}
 
 
 def _read_yaml(path: str) -> list[Setting]:
-    """Return a YAML file's leaves, as text. A run's folder, or LeRobot's file in it, stands for its config."""
+    """Return a YAML file's leaves, as text. A run's folder, or LeRobot's file in it, stands for its
+    config."""
     path = _at_home(path)
-    within = Path(path).parents if path.endswith("/train_config.json") and not os.path.isfile(path) else ()
+    within = (
+        Path(path).parents
+        if path.endswith("/train_config.json") and not os.path.isfile(path)
+        else ()
+    )
     for folder in (path, *within):
         if os.path.isfile(f"{folder}/config.yaml"):
-            own = [setting for setting in _read_yaml(f"{folder}/config.yaml") if setting.key != "save_dir"]
+            own = [
+                setting
+                for setting in _read_yaml(f"{folder}/config.yaml")
+                if setting.key != "save_dir"
+            ]
             return [*own, Setting("save_dir", str(folder), path)]
     try:
         with open(path, "rb") as file:
@@ -296,10 +378,14 @@ def _read_yaml(path: str) -> list[Setting]:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
-        raise LockstepError(f"no config file {path!r}", todo="give the path of an existing .yaml file") from None
+        raise LockstepError(
+            f"no config file {path!r}", todo="give the path of an existing .yaml file"
+        ) from None
     except (OSError, ValueError) as error:
         what = f"cannot read the config file: {error}"
-        raise LockstepError(what, _shown(path), "give a text file in UTF-8 with one setting a line") from None
+        raise LockstepError(
+            what, _shown(path), "give a text file in UTF-8 with one setting a line"
+        ) from None
     return _parsed(text, path)
 
 
@@ -317,14 +403,23 @@ def _parsed(text: str, path: str) -> list[Setting]:
 
 
 def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepError:
-    """Return the error for a file that PyYAML refuses or, without `error`, that holds no mapping."""
+    """Return the error for a file that PyYAML refuses or, without `error`, that holds no
+    mapping."""
     for number, line in enumerate(text.splitlines(), 1):
         if found := re.match(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^\s#]+)", line):  # Python
             key, value = found.groups()
-            todo = f"drop it: {SETS_NOTHING[key][1]}" if key in SETS_NOTHING else f"write `{key}: {value}`"
-            return LockstepError(f"`{_shown(found[0].strip())}` is not YAML", f"{path}:{number}", todo)
+            todo = (
+                f"drop it: {SETS_NOTHING[key][1]}"
+                if key in SETS_NOTHING
+                else f"write `{key}: {value}`"
+            )
+            return LockstepError(
+                f"`{_shown(found[0].strip())}` is not YAML", f"{path}:{number}", todo
+            )
     if error is None:
-        return LockstepError("the config file holds no keys", path, "write lines such as `batch_size: 32`")
+        return LockstepError(
+            "the config file holds no keys", path, "write lines such as `batch_size: 32`"
+        )
     what = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]
     if mark := getattr(error, "problem_mark", None):
         path = f"{path}:{mark.line + 1}:{mark.column + 1}"
@@ -336,7 +431,8 @@ def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepEr
 def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
     """Return the leaves below a node. A loop, no recursion: an alias may contain itself."""
     settings: list[Setting] = []
-    nodes = [("", *pair) for pair in reversed(root.value)]  # (section, key, value), the next one last
+    # (section, key, value), the next one last
+    nodes = [("", *pair) for pair in reversed(root.value)]
     visited = 0
     while nodes:
         section, name, node = nodes.pop()
@@ -345,7 +441,9 @@ def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
         items = node.value if isinstance(node, yaml.SequenceNode) else []
         visited += 1 + len(items)
         if visited > _MAX_VALUES:
-            raise LockstepError(f"more than {_MAX_VALUES} values", path, "give fewer, and no alias within an alias")
+            raise LockstepError(
+                f"more than {_MAX_VALUES} values", path, "give fewer, and no alias within an alias"
+            )
         scalars = all(isinstance(each, yaml.ScalarNode) for each in (name, *items))
         if not scalars or not {each.tag for each in (name, node, *items)} <= _PLAIN:
             what = f"{_shown(setting.key)!r} has a value that is not plain data"
@@ -372,8 +470,11 @@ def _shown(text: str) -> str:
     return plain if len(plain) <= 80 else plain[:77] + "..."
 
 
-def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: dict[str, str]) -> list[Setting]:
-    """Set the values of one layer (a file, the command line); return its settings with unknown keys."""
+def _set(
+    values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: dict[str, str]
+) -> list[Setting]:
+    """Set the values of one layer (a file, the command line); return its settings with unknown
+    keys."""
     unknown: list[Setting] = []
     first: dict[str, Setting] = {}
     for setting in layer:
@@ -383,12 +484,15 @@ def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: 
         if setting.problem:
             continue
         if (key not in fields or key in MAPPINGS) and str(setting.value).startswith("{"):
-            layer += _parsed(f"{key}: {setting.value}", setting.where)  # those come later in this loop
+            # those come later in this loop
+            layer += _parsed(f"{key}: {setting.value}", setting.where)
         elif key not in fields:
             unknown.append(setting)
         elif before := first.get(key):
             both = f", as {before.key} and {setting.key}" if setting.key != before.key else ""
-            setting.problem = f"{key!r} is given twice{both} ({before.where} and {setting.where}): keep one"
+            setting.problem = (
+                f"{key!r} is given twice{both} ({before.where} and {setting.where}): keep one"
+            )
         else:
             first[key] = setting
             try:
@@ -399,14 +503,22 @@ def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: 
         if one in first and other not in first and values.get(one):
             values[other] = 0  # or the default of `other` might end the run first
     if "resume" in first and not first["resume"].problem:  # LeRobot's is a switch
-        values["resume"] = {"true": "auto", "false": "never"}.get(values["resume"].lower(), values["resume"])
+        values["resume"] = {"true": "auto", "false": "never"}.get(
+            values["resume"].lower(), values["resume"]
+        )
     return unknown
 
 
 def _explain(
-    unknown: list[Setting], cfg: Any, task: Any, settings: list[Setting], load_task: LoadTask, others: Iterable[str]
+    unknown: list[Setting],
+    cfg: Any,
+    task: Any,
+    settings: list[Setting],
+    load_task: LoadTask,
+    others: Iterable[str],
 ) -> list[str]:
-    """Return notes on unknown keys that set nothing; give the rest a problem: a different task has them, or none."""
+    """Return notes on unknown keys that set nothing; give the rest a problem: a different task has
+    them, or none."""
     nothing, fields, aliases = SETS_NOTHING | task.sets_nothing(cfg), _fields(cfg), _aliases(task)
     notes, refused = list[str](), list[Setting]()
     for setting in unknown:
@@ -451,24 +563,44 @@ def _unknown(setting: Setting, fields: Fields, aliases: dict[str, str]) -> str:
     leaves = {key.rpartition(".")[2]: key for key in fields}
     known = [*fields, *(name for name in aliases if "=" not in name)]
     leaf = difflib.get_close_matches(setting.key.rpartition(".")[2], leaves, n=2, cutoff=0.75)
-    near = difflib.get_close_matches(setting.key, known, n=2, cutoff=0.6) + [leaves[name] for name in leaf]
-    hint = f"did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?" if near else "see --print-config"
+    near = difflib.get_close_matches(setting.key, known, n=2, cutoff=0.6) + [
+        leaves[name] for name in leaf
+    ]
+    hint = (
+        f"did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
+        if near
+        else "see --print-config"
+    )
     return f"unknown key {_shown(setting.key)!r} ({setting.where}): {hint}"
 
 
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
-    """Convert text to the declared type and check its range. Raises ValueError with the rest of the message."""
+    """Convert text to the declared type and check its range. Raises ValueError with the rest of the
+    message."""
     parameters = typing.get_args(kind)
     if typing.get_origin(kind) is list:
         if not isinstance(raw, list):
-            raw = [item for part in (raw or "").strip("[] ").split(",") if (item := part.strip(" '\""))]
+            raw = [
+                item for part in (raw or "").strip("[] ").split(",") if (item := part.strip(" '\""))
+            ]
         return [_coerce(item, parameters[0], field) for item in raw if raw != ["null"]]
     if typing.get_origin(kind) is UnionType:  # the first that fits, a list where there are brackets
         is_list = isinstance(raw, list) or (raw or "").lstrip().startswith("[")
-        *others, last = [each for each in parameters if (typing.get_origin(each) is list) is is_list] or [str]
+        *others, last = [
+            each for each in parameters if (typing.get_origin(each) is list) is is_list
+        ] or [str]
         for each in others:
             with contextlib.suppress(ValueError):
                 return _coerce(raw, each, field)
@@ -479,7 +611,8 @@ def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
         raise ValueError("a value is missing")
     text = "true" if raw is None else raw.strip()
     if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text):
-        raise ValueError("give text without control characters")  # a terminal would obey or hide them
+        # a terminal would obey or hide them
+        raise ValueError("give text without control characters")
     yes = _BOOLS.get(text.lower())
     if kind is str:
         return "" if text in ("null", "~") else _at_home(text)
@@ -491,7 +624,10 @@ def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
         if text not in parameters and yes is not None and {"auto", "off"} <= {*parameters}:
             return "auto" if yes else "off"  # --use_amp, `amp: no`
         if text not in parameters:
-            near = "".join(f"did you mean {each}? " for each in difflib.get_close_matches(text, parameters, n=1))
+            near = "".join(
+                f"did you mean {each}? "
+                for each in difflib.get_close_matches(text, parameters, n=1)
+            )
             raise ValueError(f"{near}choose one of {', '.join(parameters)}")
         return text
     assert kind in (int, float), f"a config field has one type, not {kind}"
@@ -510,7 +646,9 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
     low, above, high = limits.get("low", -inf), limits.get("above", -inf), limits.get("high", inf)
     if not (low <= number <= high and number > above):
         bounds = {"at least": low, "above": above, "at most": high}
-        raise ValueError("must be " + " and ".join(f"{word} {b:g}" for word, b in bounds.items() if isfinite(b)))
+        raise ValueError(
+            "must be " + " and ".join(f"{word} {b:g}" for word, b in bounds.items() if isfinite(b))
+        )
     return int(number) if kind is int else number
 
 
@@ -523,9 +661,12 @@ def _contradictions(cfg: Config) -> list[str]:
     """Return a problem for each set of values that exclude each other."""
     scaling, base = cfg.schedule.lr_scaling, cfg.schedule.base_batch_size
     rules = {
-        "epochs=0 and steps=0 (config): the run would never end; give one of them": not cfg.epochs and not cfg.steps,
-        f"schedule.lr_scaling={scaling} without schedule.base_batch_size (config): give the global batch at which "
+        "epochs=0 and steps=0 (config): the run would never end; give one of them": not cfg.epochs
+        and not cfg.steps,
+        f"schedule.lr_scaling={scaling} without schedule.base_batch_size (config): give the "
+        "global batch at which "
         "optim.lr was tuned": scaling != "none" and not base,
-        f"gpu_ids={cfg.gpu_ids} (config): name each GPU once": len({*cfg.gpu_ids}) < len(cfg.gpu_ids),
+        f"gpu_ids={cfg.gpu_ids} (config): name each GPU once": len({*cfg.gpu_ids})
+        < len(cfg.gpu_ids),
     }
     return [text for text, so in rules.items() if so]

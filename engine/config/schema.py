@@ -1,4 +1,5 @@
-"""The schema of the config: a tree of dataclasses with the defaults in one place. A task adds its own sections.
+"""The schema of the config: a tree of dataclasses with the defaults in one place. A task adds its
+own sections.
 
 A YAML is a delta over it, and the command line a delta over both; see parse.py.
 """
@@ -10,8 +11,11 @@ from math import inf
 from typing import Any, Literal
 
 
-def option(default: Any, help: str, *, low: float = -inf, high: float = inf, above: float = -inf) -> Any:
-    """Declare a config field: default, line of help, and range (`low`, `high` inclusive, `above` exclusive)."""
+def option(
+    default: Any, help: str, *, low: float = -inf, high: float = inf, above: float = -inf
+) -> Any:
+    """Declare a config field: default, line of help, and range (`low`, `high` inclusive, `above`
+    exclusive)."""
     metadata = {"help": help, "low": low, "high": high, "above": above}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -24,8 +28,8 @@ def section(cls: type) -> Any:
 
 
 def choice(default: str, classes: dict[str, type]) -> Any:
-    """Declare a config field that is one of several such dataclasses, chosen by its key `type`. A class may have
-    `defaults` for keys of the common config, as a task has."""
+    """Declare a config field that is one of several such dataclasses, chosen by its key `type`. A
+    class may have `defaults` for keys of the common config, as a task has."""
     return field(default_factory=classes[default], metadata={"classes": classes})
 
 
@@ -41,12 +45,22 @@ class Optim:
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.9, "momentum of sgd and muon", low=0, high=0.99999)
     lr_scale: list[str] = option(
-        [], "factors of the learning rate of weights and modules by name, such as backbone.*:0.1,head:10; ?*x: if any"
+        [],
+        (
+            "factors of the learning rate of weights and modules by name, such as "
+            "backbone.*:0.1,head:10; ?*x: if any"
+        ),
     )
-    freeze: list[str] = option([], "weights and modules that are not trained, by name, such as backbone.*")
+    freeze: list[str] = option(
+        [], "weights and modules that are not trained, by name, such as backbone.*"
+    )
     grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)
-    ema_decay: float = option(0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1)
-    zero: bool = option(False, "each process keeps the state of its share of the parameters only (ZeRO, stage 1)")
+    ema_decay: float = option(
+        0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1
+    )
+    zero: bool = option(
+        False, "each process keeps the state of its share of the parameters only (ZeRO, stage 1)"
+    )
 
 
 @dataclass
@@ -54,19 +68,30 @@ class Schedule:
     kind: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine", "what follows the warm-up; wsd: constant, then linear over the last decay_share"
     )
-    decay_share: float = option(0.2, "share of the steps, the last ones, in which wsd decays", above=0, high=1)
+    decay_share: float = option(
+        0.2, "share of the steps, the last ones, in which wsd decays", above=0, high=1
+    )
     warmup_epochs: float = option(0.0, "linear warm-up, in epochs", low=0)
-    warmup_steps: int = option(0, "linear warm-up, in optimizer steps; goes before warmup_epochs", low=0)
-    final_share: float = option(0.0, "learning rate at the end, as a share of the peak", low=0, high=1)
+    warmup_steps: int = option(
+        0, "linear warm-up, in optimizer steps; goes before warmup_epochs", low=0
+    )
+    final_share: float = option(
+        0.0, "learning rate at the end, as a share of the peak", low=0, high=1
+    )
     horizon: int = option(0, "optimizer steps the schedule spans; 0 = as long as this run", low=0)
-    lr_scaling: Literal["none", "sqrt", "linear"] = option("none", "how optim.lr follows the global batch")
-    base_batch_size: int = option(0, "the global batch at which optim.lr was tuned; lr_scaling needs it", low=0)
+    lr_scaling: Literal["none", "sqrt", "linear"] = option(
+        "none", "how optim.lr follows the global batch"
+    )
+    base_batch_size: int = option(
+        0, "the global batch at which optim.lr was tuned; lr_scaling needs it", low=0
+    )
 
 
 @dataclass
 class DDP:
     backend: Literal["auto", "nccl", "gloo"] = option(
-        "auto", "NCCL on GPUs, with gloo for objects; gloo on CPUs, there with shared memory for sums"
+        "auto",
+        "NCCL on GPUs, with gloo for objects; gloo on CPUs, there with shared memory for sums",
     )
     timeout_s: float = option(300.0, "seconds a collective may wait for the slowest rank", above=0)
     init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
@@ -75,32 +100,57 @@ class DDP:
     comm_hook: Literal["none", "fp16", "bf16"] = option(
         "none", "send gradients in half as many bytes; other cuts are then other runs"
     )
-    find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
+    find_unused_parameters: bool = option(
+        False, "only for models that skip some parameters in some steps"
+    )
     static_graph: bool = option(
-        False, "the same parameters in every step: lets checkpointed layers recompute; not with accumulation"
+        False,
+        (
+            "the same parameters in every step: lets checkpointed layers recompute; not with "
+            "accumulation"
+        ),
     )
     bind_cores: bool = option(
-        True, "keep each process on its GPU's NUMA node, where the machine has several and no one else has bound it"
+        True,
+        (
+            "keep each process on its GPU's NUMA node, where the machine has several and no one "
+            "else "
+            "has bound it"
+        ),
     )
     buffers: Literal["same", "rank0", "mean"] = option(
         "same",
-        "what modules keep in buffers, but for BatchNorm's kin: the ranks must hold the same, or take rank 0's or the "
+        "what modules keep in buffers, but for BatchNorm's kin: the ranks must hold the same, or "
+        "take rank 0's or the "
         "mean after each step",
     )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
     strategy: Literal["ddp", "fsdp", "hsdp"] = option(
         "ddp",
-        "what a process holds: ddp the whole model; fsdp some rows of each weight, gradient and moment (FSDP2); hsdp "
+        "what a process holds: ddp the whole model; fsdp some rows of each weight, gradient and "
+        "moment (FSDP2); hsdp "
         "the same within groups of ddp.shards processes",
     )
-    shards: int = option(0, "processes that hold one copy of the model together (hsdp); 0 = those of a machine", low=0)
+    shards: int = option(
+        0,
+        "processes that hold one copy of the model together (hsdp); 0 = those of a machine",
+        low=0,
+    )
     reduce_every: int = option(
         1,
-        "forward passes between sums of gradients (fsdp, hsdp); in between each process holds whole ones; 0 = a step",
+        (
+            "forward passes between sums of gradients (fsdp, hsdp); in between each process holds "
+            "whole ones; 0 = a step"
+        ),
         low=0,
     )
     gather_dtype: Literal["weights", "bf16"] = option(
-        "weights", "what weights are sent as (fsdp, hsdp); bf16: half as many bytes, and all layers compute in it"
+        "weights",
+        (
+            "what weights are sent as (fsdp, hsdp); bf16: half as many bytes, and all layers "
+            "compute "
+            "in it"
+        ),
     )
 
 
@@ -111,9 +161,15 @@ class Wandb:
     name: str = option("", "the run's name; empty = the run folder's")
     entity: str = option("", "the account or team that the run belongs to; empty = your own")
     notes: str = option("", "text about the run")
-    run_id: str = option("", "the id of a run to go on with; empty = a new one, or that of the checkpoint")
+    run_id: str = option(
+        "", "the id of a run to go on with; empty = a new one, or that of the checkpoint"
+    )
     mode: Literal["auto", "online", "offline"] = option(
-        "auto", "offline writes to the run folder, `wandb sync` sends it later; auto: as WANDB_MODE says, or online"
+        "auto",
+        (
+            "offline writes to the run folder, `wandb sync` sends it later; auto: as WANDB_MODE "
+            "says, or online"
+        ),
     )
 
 
@@ -121,7 +177,12 @@ class Wandb:
 class MLflow:
     enable: bool = option(False, "log to MLflow too (`pip install mlflow`)")
     uri: str = option(
-        "", "server, database or folder, such as file:mlruns; empty: as MLFLOW_TRACKING_URI says, or MLflow's own"
+        "",
+        (
+            "server, database or folder, such as file:mlruns; empty: as MLFLOW_TRACKING_URI "
+            "says, or "
+            "MLflow's own"
+        ),
     )
     experiment: str = option("lockstep", "the experiment's name")
     name: str = option("", "the run's name; empty = the run folder's")
@@ -133,83 +194,168 @@ class Config:
 
     task: str = option("har", "a name in tasks/, or the path of a .py file with a class Task")
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**31 - 1)
-    epochs: int = option(20, "passes over the training set; where steps are given, too, whichever ends first", low=0)
-    steps: int = option(0, "optimizer steps; where epochs are given, too, whichever ends first", low=0)
-    batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
-    global_batch: int = option(0, "samples per optimizer step over all processes; 0 = what the others give", low=0)
-    gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
-    virtual_workers: int = option(
-        0, "deal each step to so many workers, run by any number of processes: the same bits on any; 0 = off", low=0
+    epochs: int = option(
+        20, "passes over the training set; where steps are given, too, whichever ends first", low=0
     )
-    drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
-    sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
+    steps: int = option(
+        0, "optimizer steps; where epochs are given, too, whichever ends first", low=0
+    )
+    batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
+    global_batch: int = option(
+        0, "samples per optimizer step over all processes; 0 = what the others give", low=0
+    )
+    gradient_accumulation_steps: int = option(
+        0, "forward passes per step; 0 = 1, or what global_batch needs", low=0
+    )
+    virtual_workers: int = option(
+        0,
+        (
+            "deal each step to so many workers, run by any number of processes: the same bits on "
+            "any; 0 = off"
+        ),
+        low=0,
+    )
+    drop_last: bool = option(
+        False, "drop the last, shorter global batch of an epoch instead of training on it"
+    )
+    sampler: Literal["shuffle", "balanced"] = option(
+        "shuffle", "each sample once, or each class equally often"
+    )
     exclude: list[str] = option(
-        [], "sources to train without, such as 7,9, or samples by number: all others keep their step and random numbers"
+        [],
+        (
+            "sources to train without, such as 7,9, or samples by number: all others keep their "
+            "step "
+            "and random numbers"
+        ),
     )
     random_samples: Literal["stop", "warn"] = option(
-        "stop", "a dataset that gives another sample each time: refuse it, or train all the same, no two runs alike"
+        "stop",
+        (
+            "a dataset that gives another sample each time: refuse it, or train all the same, no "
+            "two "
+            "runs alike"
+        ),
     )
-    num_workers: int = option(0, "loader processes per process; 0 = none, right for data one gather away", low=0)
+    num_workers: int = option(
+        0, "loader processes per process; 0 = none, right for data one gather away", low=0
+    )
     cache: Literal["auto", "device", "host", "none"] = option(
         "auto",
-        "hold the samples on the device, or in each process's memory; auto: on a GPU with room, if num_workers=0",
+        (
+            "hold the samples on the device, or in each process's memory; auto: on a GPU with "
+            "room, "
+            "if num_workers=0"
+        ),
     )
-    eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0)
+    eval_batch_size: int = option(
+        0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0
+    )
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
-    resume: str = option("auto", "auto = resume where save_dir stands; never; or the path of a checkpoint")
-    init_from: str = option("", "weights of a new run, by name and shape: of a run, a checkpoint, .safetensors or .pt")
+    resume: str = option(
+        "auto", "auto = resume where save_dir stands; never; or the path of a checkpoint"
+    )
+    init_from: str = option(
+        "", "weights of a new run, by name and shape: of a run, a checkpoint, .safetensors or .pt"
+    )
     threads: int = option(
-        0, "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model", low=0
+        0,
+        (
+            "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a "
+            "small model"
+        ),
+        low=0,
     )
     amp: Literal["auto", "bf16", "fp16", "off"] = option(
         "auto", "mixed precision: auto takes what the device is fast at"
     )
     oom: Literal["stop", "shrink"] = option(
-        "stop", "when memory runs out: say which batch would fit, or start all ranks again with it, the same steps"
+        "stop",
+        (
+            "when memory runs out: say which batch would fit, or start all ranks again with it, "
+            "the "
+            "same steps"
+        ),
     )
-    compile: Literal["off", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
-        option(
-            "off",
-            "compile the model with torch.compile: for long runs, as the first steps take half a minute; auto: on a "
-            "GPU, in runs of 5000 steps and more",
-        )
+    compile: Literal[
+        "off", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = option(
+        "off",
+        "compile the model with torch.compile: for long runs, as the first steps take half a "
+        "minute; auto: on a "
+        "GPU, in runs of 5000 steps and more",
     )
     cuda_graph: bool = option(
-        False, "record a whole training step as one CUDA graph: for small models on one GPU, with one pass a step"
+        False,
+        (
+            "record a whole training step as one CUDA graph: for small models on one GPU, with one "
+            "pass a step"
+        ),
     )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto",
-        "layout of convolutions: auto is the faster one, channels_last if the model has no GroupNorm (on GPUs: of 2-D "
+        "layout of convolutions: auto is the faster one, channels_last if the model has no "
+        "GroupNorm (on GPUs: of 2-D "
         "and 3-D ones, with mixed precision); contiguous if the model calls `view` on features",
     )
     allocator: Literal["keep", "system"] = option(
-        "keep", "memory that is freed on the CPU: keep it for the next step, or give it back to the system"
+        "keep",
+        "memory that is freed on the CPU: keep it for the next step, or give it back to the system",
     )
     deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
     multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
         "none",
-        "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several",
+        (
+            "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if "
+            "there are several"
+        ),
     )
-    gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
-    digest_every: int = option(50, "steps between digests of the weights in the log, to compare runs; 0 = none", low=0)
-    record: int = option(0, "a step whose tensors are noted, in a small file for tools/compare.py; 0 = none", low=0)
+    gpu_ids: list[int] = option(
+        [], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0
+    )
+    digest_every: int = option(
+        50, "steps between digests of the weights in the log, to compare runs; 0 = none", low=0
+    )
+    record: int = option(
+        0, "a step whose tensors are noted, in a small file for tools/compare.py; 0 = none", low=0
+    )
     log_every: int = option(0, "optimizer steps between log lines; 0 = 10, and 50 on GPUs", low=0)
     eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
-    save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch, or less often", low=0)
+    save_every: int = option(
+        0, "optimizer steps between checkpoints; 0 = once an epoch, or less often", low=0
+    )
     save_minutes: float = option(
         10.0, "without it, minutes between checkpoints in an epoch, or longer; 0 = none", low=0
     )
-    patience: int = option(0, "evaluations without a better one before the run ends; 0 = never", low=0)
-    max_time_s: float = option(0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0)
-    max_skipped_steps: int = option(20, "steps in a row without a finite gradient that end the run; 0 = never", low=0)
-    check_every: int = option(500, "optimizer steps between checks that ranks hold the same weights; 0 = never", low=0)
-    check_resume: bool = option(True, "after the first step, compare what a resumed run would restore with what runs")
-    check_sums: bool = option(
-        True, "before the first step, compute some samples together and in two parts: loss and score must add up"
+    patience: int = option(
+        0, "evaluations without a better one before the run ends; 0 = never", low=0
     )
-    keep_checkpoints: int = option(1, "older checkpoints to keep beside the last and the best", low=0)
-    loader_timeout_s: float = option(180.0, "seconds a batch may take a loader process (num_workers > 0)", above=0)
+    max_time_s: float = option(
+        0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0
+    )
+    max_skipped_steps: int = option(
+        20, "steps in a row without a finite gradient that end the run; 0 = never", low=0
+    )
+    check_every: int = option(
+        500, "optimizer steps between checks that ranks hold the same weights; 0 = never", low=0
+    )
+    check_resume: bool = option(
+        True, "after the first step, compare what a resumed run would restore with what runs"
+    )
+    check_sums: bool = option(
+        True,
+        (
+            "before the first step, compute some samples together and in two parts: loss and score "
+            "must add up"
+        ),
+    )
+    keep_checkpoints: int = option(
+        1, "older checkpoints to keep beside the last and the best", low=0
+    )
+    loader_timeout_s: float = option(
+        180.0, "seconds a batch may take a loader process (num_workers > 0)", above=0
+    )
     optim: Optim = section(Optim)
     schedule: Schedule = section(Schedule)
     ddp: DDP = section(DDP)
@@ -233,15 +379,21 @@ ALIASES = {
 """Short spellings, the guides' among them."""
 
 SETS_NOTHING: dict[str, tuple[Any, str]] = {
-    "torch.backends.cudnn.benchmark": (True, "cuDNN tries its kernels; deterministic=true ends that"),
+    "torch.backends.cudnn.benchmark": (
+        True,
+        "cuDNN tries its kernels; deterministic=true ends that",
+    ),
     "torch.backends.cuda.matmul.allow_tf32": (True, "TF32 is on; amp=off ends that"),
     "torch.backends.cudnn.allow_tf32": (True, "TF32 is on; amp=off ends that"),
-    "gc_every": (None, "Python collects its garbage when it likes"),  # of older versions: each has it in config.yaml
+    # of older versions: each has it in config.yaml
+    "gc_every": (None, "Python collects its garbage when it likes"),
 }
-"""Settings that the guides advise and that always hold: {key: (the only value it may have, None: any; reason)}."""
+"""Settings that the guides advise and that always hold: {key: (the only value it may have, None:
+any; reason)}."""
 
 EVERYDAY = (
-    "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume "
+    "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch "
+    "num_workers save_dir resume "
     "amp seed multi_gpu gpu_ids log_every eval_every save_every patience max_time_s deterministic"
 ).split()
 """Keys that --help lists, in this order; --print-config shows the rest."""
@@ -258,11 +410,11 @@ TASK is one of {tasks}, or the path of a .py file with a class Task (now: {task}
 
 {flags}
 
-  --config FILE        a YAML file: a delta over the defaults; flags and key=value are a delta over it
+  --config FILE        a YAML file with changes to the defaults; flags and key=value come after it
   --print-config       print the resolved tree (every key there is) and stop
   --dry-run            print the arithmetic of the run and stop
   --debug              show the traceback of an error
   --force [KEY,...]    resume a checkpoint although the config is another, or these keys of it are
-  --profile            say where the time of a step goes, and leave a trace of some steps in the run's folder
+  --profile            print where a step's time goes; write a trace of some steps to the folder
 
-Every key of --print-config can be given as key=value or --key value, such as ddp.bucket_cap_mb=50."""
+Every key of --print-config is also key=value or --key value, such as ddp.bucket_cap_mb=50."""

@@ -22,15 +22,19 @@ from engine.phases import phase
 Pairs = Iterator[tuple[Any, Batch]]  # requests, each with its batch
 
 fetching = threading.Lock()
-"""Held during a fetch, because datasets may share a file or a decoder, and an evaluation within an epoch has two active
-loaders; and during a fork."""
+"""Held during a fetch, because datasets may share a file or a decoder, and an evaluation within an
+epoch has two active loaders; and during a fork."""
 
 
-def fetched(fetcher: Fetcher, requests: Iterable[Any], loader: DataLoader[Any] | None, device: torch.device) -> Pairs:
+def fetched(
+    fetcher: Fetcher, requests: Iterable[Any], loader: DataLoader[Any] | None, device: torch.device
+) -> Pairs:
     """Return the requests, each with its batch on the device."""
     batches = None
-    if loader is not None:  # the sampler runs a second time in this process; in the loader's it is several batches ahead
-        with fetching, starting_processes():  # a fork during a fetch would copy locks that stay locked
+    # the sampler runs a second time in this process; in the loader's it is several batches ahead
+    if loader is not None:
+        # a fork during a fetch would copy locks that stay locked
+        with fetching, starting_processes():
             batches = iter(loader)
     elif fetcher.prefetch:
         requests = _announced(fetcher, requests)
@@ -45,7 +49,10 @@ def _announced(fetcher: Fetcher, requests: Iterable[Any]) -> Iterator[Any]:
         try:
             fetcher.prefetch(request.indices)
         except Exception as error:
-            what = f"`prefetch` of samples {few(request.indices)} has failed: {type(error).__name__}: {error}"
+            what = (
+                f"`prefetch` of samples {few(request.indices)} has failed: "
+                f"{type(error).__name__}: {error}"
+            )
             raise LockstepError(what, fetcher.name, "fix it or remove it", exit_code=5) from error
         if last is not None:
             yield last
@@ -55,7 +62,8 @@ def _announced(fetcher: Fetcher, requests: Iterable[Any]) -> Iterator[Any]:
 
 
 def ahead(pairs: Pairs, device: torch.device) -> Pairs:
-    """Fetch and pin the next batch in a thread during the work on this one; copy it to a GPU on a stream of its own."""
+    """Fetch and pin the next batch in a thread during the work on this one; copy it to a GPU on a
+    stream of its own."""
     on_gpu = device.type == "cuda"
     wanted, arrived, over = threading.Semaphore(1), queue.SimpleQueue[Any](), threading.Event()
 
@@ -84,11 +92,13 @@ def ahead(pairs: Pairs, device: torch.device) -> Pairs:
             if isinstance(pair, Exception):
                 raise pair
             if on_gpu:
-                phase("host to device")  # this stream waits for the rest of the copy, the host does not
+                # this stream waits for the rest of the copy, the host does not
+                phase("host to device")
                 here = torch.cuda.current_stream(device)
                 here.wait_stream(_copies(device))
                 for value in tensors(pair[1]):
-                    value.record_stream(here)  # or the next batch could get its memory during its use
+                    # or the next batch could get its memory during its use
+                    value.record_stream(here)
             wanted.release()
             yield pair
     finally:
@@ -104,7 +114,8 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the tensors of a batch that are elsewhere; to a GPU asynchronously, from pinned memory."""
+    """Copy the tensors of a batch that are elsewhere; to a GPU asynchronously, from pinned
+    memory."""
     if device.type == "cpu":
         return batch
 

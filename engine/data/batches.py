@@ -1,8 +1,9 @@
 """Nested batches: traverse, collate, and attach the loader's own numbers.
 
-Containers are dicts, UserDicts (Hugging Face's BatchEncoding is one), lists, tuples, named tuples and dataclasses, and
-nest. Leaves are tensors and objects: a text, a number, None, a graph; also a list of numbers and texts only, whose
-length may differ between samples. Objects stay on the host, unchanged.
+Containers are dicts, UserDicts (Hugging Face's BatchEncoding is one), lists, tuples, named tuples
+and dataclasses, and nest. Leaves are tensors and objects: a text, a number, None, a graph; also a
+list of numbers and texts only, whose length may differ between samples. Objects stay on the host,
+unchanged.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ def children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, UserDict):
         return value.data
     if type(value) in (list, tuple):
-        return None if type(value) is list and {*map(type, value)} <= PLAIN else dict(enumerate(value))
-    if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence):
+        return (
+            None if type(value) is list and {*map(type, value)} <= PLAIN else dict(enumerate(value))
+        )
+    if (
+        isinstance(value, tuple)
+        and hasattr(value, "_fields")
+        and not isinstance(value, PackedSequence)
+    ):
         return value._asdict()  # type: ignore[attr-defined]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
@@ -43,7 +50,8 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def unflatten(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container like `value` with these parts. A dataclass runs neither `__init__` nor `__post_init__`."""
+    """Return a container like `value` with these parts. A dataclass runs neither `__init__` nor
+    `__post_init__`."""
     if type(value) is dict:
         return parts
     if type(value) in (list, tuple):
@@ -75,7 +83,8 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 def tree_leaves(
     value: Any, name: str = "", is_leaf: Callable[[Any], bool] = lambda value: False
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (path, such as `boxes.0`; leaf) of each leaf of a batch; a container counts as one if `is_leaf(it)`."""
+    """Yield (path, such as `boxes.0`; leaf) of each leaf of a batch; a container counts as one if
+    `is_leaf(it)`."""
     parts = None if is_leaf(value) else children(value)
     if parts is None:
         yield name, value
@@ -89,14 +98,17 @@ def tensors(batch: Batch) -> Iterator[Tensor]:
 
 
 def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> Batch:
-    """Return samples as a batch of the same form: torch stacks tensors, arrays and numbers; objects become a list.
-    Raises ValueError where samples differ in form, RuntimeError where tensors differ in shape.
+    """Return samples as a batch of the same form: torch stacks tensors, arrays and numbers; objects
+    become a list. Raises ValueError where samples differ in form, RuntimeError where tensors differ
+    in shape.
 
     numbers, name  for messages: the samples' numbers, and the path to these parts
     """
     first = children(samples[0])
     at = next((k for k, sample in enumerate(samples) if sample is None), None)
-    if at is not None and any(isinstance(each, STACKED) or children(each) is not None for each in samples):
+    if at is not None and any(
+        isinstance(each, STACKED) or children(each) is not None for each in samples
+    ):
         which = f"sample {numbers[at]}" if numbers else "one sample"
         raise ValueError(f"{name!r} of {which} is None, and of others it is not")
     if first is None:
@@ -109,7 +121,9 @@ def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> 
             raise ValueError(f"one sample has {here}, and another has {there}")
 
     def column(key: Any) -> Batch:
-        return collate([parts[key] for parts in everyone], numbers, f"{name}.{key}" if name else str(key))
+        return collate(
+            [parts[key] for parts in everyone], numbers, f"{name}.{key}" if name else str(key)
+        )
 
     return unflatten(samples[0], {key: column(key) for key in first})
 
@@ -118,16 +132,22 @@ def with_tensors(batch: Batch) -> Batch:
     """Return the batch with its arrays of numbers as tensors, which share their memory."""
 
     def as_tensor(leaf: Any) -> Any:
-        return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
+        return (
+            torch.as_tensor(leaf)
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+            else leaf
+        )
 
     return tree_map(batch, as_tensor)
 
 
-# ---- the loader's own numbers ----------------------------------------------------------------------------------------
+# ---- the loader's own numbers
+# ----------------------------------------------------------------------------------------
 
 
 def attach(batch: Batch, info: BatchInfo) -> Batch:
-    """Return the batch with the loader's own numbers: under a key of a dict, else as an attribute."""
+    """Return the batch with the loader's own numbers: under a key of a dict, else as an
+    attribute."""
     if isinstance(batch, Tensor):
         new = batch.detach()
     elif isinstance(batch, (list, tuple)) and not hasattr(batch, "__dict__"):
@@ -161,6 +181,8 @@ def check(batch: Batch, where: str) -> None:
     try:
         attach(batch, BatchInfo(*[torch.empty(0)] * 3))
     except (AttributeError, TypeError):
-        what = f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"
+        what = (
+            f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"
+        )
         todo = f"give a dict, a tuple, or a class with room for an attribute `{INFO_KEY}`"
         raise LockstepError(what, where, todo) from None

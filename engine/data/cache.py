@@ -1,4 +1,5 @@
-"""A dataset as a few large tensors, on the device if they fit: a batch is then one gather, without a copy."""
+"""A dataset as a few large tensors, on the device if they fit: a batch is then one gather, without
+a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from engine.data.samples import Fetcher
 from engine.errors import LockstepError, amount, console
 
 SHARE = 1 / 3
-"""`cache=auto` takes at most this share of a GPU's free memory, measured before the model is made."""
+"""`cache=auto` takes at most this share of a GPU's free memory, measured before the model is
+made."""
 
 CHUNK = 64 << 20
 """Bytes fetched at once."""
@@ -39,7 +41,10 @@ class CachedDataset:
             for name, column in tree_leaves(self.columns):
                 rows = column[some.start : some.stop]
                 if rows.shape != parts[name].shape:  # copying would repeat a single value silently
-                    what = f"{name!r} of samples {some[0]} to {some[-1]} has not the shape of the first ones"
+                    what = (
+                        f"{name!r} of samples {some[0]} to {some[-1]} has not the shape of "
+                        "the first ones"
+                    )
                     raise LockstepError(what, "cache", "use cache=none")
                 rows.copy_(parts[name])
 
@@ -54,8 +59,8 @@ class CachedDataset:
         return self.rows(torch.tensor(indices, device=self.device))
 
     def rows(self, indices: Tensor) -> Batch:
-        """Return the samples of (B,) indices, which are on `device`, too: no copy, no wait. Samples in the host's memory
-        go into pinned memory if there is a GPU; torch reuses it."""
+        """Return the samples of (B,) indices, which are on `device`, too: no copy, no wait. Samples
+        in the host's memory go into pinned memory if there is a GPU; torch reuses it."""
         pinned = self.device.type == "cpu" and torch.cuda.is_initialized()
 
         def gathered(column: Tensor) -> Tensor:
@@ -75,11 +80,15 @@ class CachedDataset:
 
 
 def cache_datasets(
-    wanted: str, datasets: list[Any], device: torch.device, processes_sharing: Callable[[torch.device], int]
+    wanted: str,
+    datasets: list[Any],
+    device: torch.device,
+    processes_sharing: Callable[[torch.device], int],
 ) -> list[CachedDataset] | None:
     """Return the datasets in memory, or None to leave them as they are.
 
-    wanted             the key `cache`; auto: on a GPU, if they take at most SHARE of its free memory
+    wanted             the key `cache`; auto: on a GPU, if they take at most SHARE of its free
+                       memory
     processes_sharing  returns how many processes hold their data in a memory
     """
     auto = wanted == "auto"
@@ -100,13 +109,20 @@ def cache_datasets(
         return None
     if copies * needed > free:
         what = f"the data take {needed / 1e9:.1f} GB in each of {amount(copies, 'process')}"
-        raise LockstepError(f"cache={wanted}: {what}, and {free / 1e9:.1f} GB are free", "cache", "use cache=none")
-    console.info(f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n")
-    return [CachedDataset(fetcher, size, memory) for size, fetcher in zip(sizes, fetchers, strict=True)]
+        raise LockstepError(
+            f"cache={wanted}: {what}, and {free / 1e9:.1f} GB are free", "cache", "use cache=none"
+        )
+    console.info(
+        f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n"
+    )
+    return [
+        CachedDataset(fetcher, size, memory) for size, fetcher in zip(sizes, fetchers, strict=True)
+    ]
 
 
 def _sample_bytes(fetcher: Fetcher) -> tuple[int, str, str]:
-    """Return the bytes of a sample, measured on sixteen; why samples cannot be held, if so, and what to do about it."""
+    """Return the bytes of a sample, measured on sixteen; why samples cannot be held, if so, and
+    what to do about it."""
     if fetcher.seeded:
         return 0, "draws its samples from seeds: they change with each epoch", "use cache=none"
     some = sorted({len(fetcher) * k // 16 for k in range(16)})
@@ -116,7 +132,10 @@ def _sample_bytes(fetcher: Fetcher) -> tuple[int, str, str]:
     for k, index in enumerate(some):
         alone = dict(tree_leaves(fetcher.fetch([index])))
         if not all(same_bits(values[k], alone[name][0]) for name, values in together.items()):
-            todo = "draw from batch['lockstep'].seed in the task's prepare, pad to one length, or use cache=none"
+            todo = (
+                "draw from batch['lockstep'].seed in the task's prepare, pad to one length, "
+                "or use cache=none"
+            )
             return 0, "gives a sample that changes each time, or with the others of its batch", todo
     return sum(values.nbytes for values in together.values()) // len(some), "", ""
 

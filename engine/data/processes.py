@@ -31,18 +31,20 @@ def in_processes(fetcher: Any, batches: Any, cfg: Config) -> DataLoader[Any]:
         collate_fn=_shared,
         num_workers=cfg.num_workers,
         persistent_workers=True,
-        # Python 3.14's default imports the task anew in each worker, which a task given by its path does not allow.
+        # Python 3.14's default imports the task anew in each worker, which a task given by its path
+        # does not allow.
         multiprocessing_context="fork",
         timeout=cfg.loader_timeout_s,
         worker_init_fn=partial(_begin_worker, os.getpid()),
-        # A generator of its own: each epoch the loader draws a seed for its workers, and not from dropout's generator.
+        # A generator of its own: each epoch the loader draws a seed for its workers, and not from
+        # dropout's generator.
         generator=torch.Generator(),
     )
 
 
 def _shared(batch: Batch) -> Batch:
-    """Put a batch into shared memory in the worker's main thread: the one that sends it would drop the batch silently
-    if /dev/shm is full."""
+    """Put a batch into shared memory in the worker's main thread: the one that sends it would drop
+    the batch silently if /dev/shm is full."""
     return map_tensors(batch, Tensor.share_memory_)
 
 
@@ -61,7 +63,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def starting_processes() -> Iterator[None]:
-    """Block signals while processes start: one would die of a signal that it does not ignore yet."""
+    """Block signals while processes start: one would die of a signal that it does not ignore
+    yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

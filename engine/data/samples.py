@@ -35,7 +35,11 @@ class Fetcher:
         self.digest = str(getattr(dataset, "digest", ""))
         self.rows: Any = None  # the samples of the innermost dataset
         while type(dataset) is Subset:  # a Subset does not pass on seeds
-            self.rows = dataset.indices if self.rows is None else [dataset.indices[row] for row in self.rows]
+            self.rows = (
+                dataset.indices
+                if self.rows is None
+                else [dataset.indices[row] for row in self.rows]
+            )
             dataset = dataset.dataset
         many: Any = getattr(dataset, "__getitems__", None)
         self.one: Any = getattr(dataset, "__getitem__", None)
@@ -55,32 +59,44 @@ class Fetcher:
         return self.get(self.request(indices))
 
     def get(self, request: Any, fetched: Iterator[Batch] | None = None) -> Batch:
-        """Return a batch, the next of `fetched` if loader processes make them. Raises LockstepError with the sample's
-        number if the dataset fails."""
+        """Return a batch, the next of `fetched` if loader processes make them. Raises LockstepError
+        with the sample's number if the dataset fails."""
         try:
             batch = self.__getitems__(request) if fetched is None else next(fetched)
         except _OF_THE_DEVICE:
             raise  # nothing is wrong with these samples
         except Exception as error:
             # A worker sends its traceback as text; the last line is the error.
-            text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
+            text = [line for line in str(error).splitlines() if line.strip()] or [
+                type(error).__name__
+            ]
+            if isinstance(error, RuntimeError) and text[0].startswith(
+                ("DataLoader worker", "DataLoader timed out")
+            ):
                 raise  # the process, not the sample; engine/survive/blame.py explains it
-            if fetched is not None and isinstance(error, (ConnectionError, EOFError)) and "Caught " not in text[0]:
+            if (
+                fetched is not None
+                and isinstance(error, (ConnectionError, EOFError))
+                and "Caught " not in text[0]
+            ):
                 raise RuntimeError("DataLoader worker was killed, or has ended") from None
             if "unable to allocate shared memory" in str(error):
                 raise shm_error() from error
-            what = text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
+            what = (
+                text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
+            )
             raise self._failure(request, what) from error
         rows = (len(request.indices),)
-        if type(batch) is dict and all(isinstance(v, Tensor) and v.shape[:1] == rows for v in batch.values()):
+        if type(batch) is dict and all(
+            isinstance(v, Tensor) and v.shape[:1] == rows for v in batch.values()
+        ):
             return batch
         self._check_rows(batch, request.indices)
         return batch
 
     def __getitems__(self, request: Any) -> Batch:
-        """Return a batch; loader processes call this, too. If the dataset returns a list, it is one of samples, else it
-        is a batch."""
+        """Return a batch; loader processes call this, too. If the dataset returns a list, it is one
+        of samples, else it is a batch."""
         indices, seeds = request.indices, request.seeds
         if self.rows is not None:
             indices = [self.rows[index] for index in indices]
@@ -99,9 +115,13 @@ class Fetcher:
         return batches.with_tensors(batch)
 
     def _failure(self, request: Any, what: str) -> LockstepError:
-        """Return the error of a batch that cannot be loaded, with the first sample that cannot be loaded alone."""
+        """Return the error of a batch that cannot be loaded, with the first sample that cannot be
+        loaded alone."""
         name = few(request.indices)
-        todo = "each loads alone, outside a loader process: are they all of one shape? a method `collate` of the "
+        todo = (
+            "each loads alone, outside a loader process: are they all of one shape? a method "
+            "`collate` of the "
+        )
         todo += "dataset makes batches of others"
         for index, seed in zip(request.indices, request.seeds or request.indices, strict=True):
             try:
@@ -111,10 +131,13 @@ class Fetcher:
             except Exception:
                 name, todo = str(index), "fix or remove it"
                 break
-        return LockstepError(f"sample {name} cannot be loaded: {what}", self.name, todo, exit_code=5)
+        return LockstepError(
+            f"sample {name} cannot be loaded: {what}", self.name, todo, exit_code=5
+        )
 
     def _check_rows(self, batch: Batch, indices: list[int]) -> None:
-        """Raise unless every tensor has a row for each sample; with a dataset's `collate` one such tensor is enough."""
+        """Raise unless every tensor has a row for each sample; with a dataset's `collate` one such
+        tensor is enough."""
         count = len(indices)
 
         def of_samples(value: Any) -> bool:
@@ -129,13 +152,22 @@ class Fetcher:
         if wrong and not (self.collate and len(wrong) < len(rows)):
             of = f"a batch of {amount(count, 'sample')} ({few(indices)})"
             what = f"{wrong[0] or 'value'!r} of {of} has {amount(rows[wrong[0]], 'row')}"
-            todo = "give every tensor a row for each sample; a list is one of samples, a batch of two a tuple (x, y)"
+            todo = (
+                "give every tensor a row for each sample; a list is one of samples, a batch "
+                "of two a tuple (x, y)"
+            )
             if self.collate:
-                todo = "let `collate` drop and add none; what it packs needs a tensor with a row for each beside it"
+                todo = (
+                    "let `collate` drop and add none; what it packs needs a tensor with a row "
+                    "for each beside it"
+                )
             raise LockstepError(what, self.name, todo, exit_code=5)
 
 
-_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_OF_THE_DEVICE = (
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
 
 
 def _takes(method: Any, name: str) -> bool:
@@ -145,19 +177,22 @@ def _takes(method: Any, name: str) -> bool:
         return False
 
 
-# ---- what a dataset must be ------------------------------------------------------------------------------------------
+# ---- what a dataset must be
+# ------------------------------------------------------------------------------------------
 
 
 def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
-    """Return a digest of the datasets' lengths and of the first, the middle and the last sample of each, or of the first
-    one and of its own `digest`. Leaves that differ between two fetches are left out, and raise LockstepError unless
-    random_samples=warn."""
+    """Return a digest of the datasets' lengths and of the first, the middle and the last sample of
+    each, or of the first one and of its own `digest`. Leaves that differ between two fetches are
+    left out, and raise LockstepError unless random_samples=warn."""
     digest, changed = hashlib.sha256(), list[tuple[str, str]]()
     with kept_generators():
         seed_everything(0)
         for fetcher in [Fetcher(dataset) for dataset in datasets if dataset is not None]:
             digest.update((str(len(fetcher)) + fetcher.digest).encode())
-            for index in [0] if fetcher.digest else sorted({0, len(fetcher) // 2, len(fetcher) - 1}):
+            for index in (
+                [0] if fetcher.digest else sorted({0, len(fetcher) // 2, len(fetcher) - 1})
+            ):
                 content, again = (contents(fetcher, index) for _ in range(2))
                 for name in sorted(content):
                     if content[name] == again.get(name):
@@ -166,9 +201,14 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
                         changed.append((f"{name or 'value'!r} of sample {index}", fetcher.name))
     if changed:
         what, where = changed[0]
-        todo = "draw from the seed that __getitem__(i, seed) is given, in `prepare` from batch['lockstep'].seed, or "
+        todo = (
+            "draw from the seed that __getitem__(i, seed) is given, in `prepare` from "
+            "batch['lockstep'].seed, or "
+        )
         todo += "no two runs are alike, and no two cuts; random_samples=warn trains all the same"
-        stop_or_warn(LockstepError(f"{what} changes between two fetches", where, todo), random_samples)
+        stop_or_warn(
+            LockstepError(f"{what} changes between two fetches", where, todo), random_samples
+        )
     return digest.hexdigest()[:12]
 
 
@@ -187,8 +227,8 @@ def stop_or_warn(error: LockstepError, random_samples: str) -> None:
 
 
 def _content(leaf: Any, depth: int = 3) -> bytes:
-    """Return the bytes to hash: a tensor's contents; the class and the attributes of an object, because its repr may
-    differ between processes."""
+    """Return the bytes to hash: a tensor's contents; the class and the attributes of an object,
+    because its repr may differ between processes."""
     if isinstance(leaf, (Tensor, list)) or type(leaf) in batches.PLAIN:
         return digests.content(leaf)
     attributes = batches.tree_leaves(vars(leaf)) if depth and hasattr(leaf, "__dict__") else ()

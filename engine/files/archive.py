@@ -1,4 +1,5 @@
-"""A checkpoint's file and its contents. It is examined before torch reads it, and no code in it is run."""
+"""A checkpoint's file and its contents. It is examined before torch reads it, and no code in it is
+run."""
 
 from __future__ import annotations
 
@@ -16,13 +17,26 @@ from engine.errors import LockstepError, headline
 from engine.files.atomic import sha256_of
 
 ALLOWED_GLOBALS = frozenset(
-    "collections.OrderedDict collections.Counter torch.Size torch.device _codecs.encode __builtin__.set "
-    "__builtin__.complex builtins.set builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 "
-    "torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
+    "collections.OrderedDict collections.Counter torch.Size torch.device _codecs.encode "
+    "__builtin__.set "
+    "__builtin__.complex builtins.set builtins.complex torch._utils._rebuild_tensor_v2 "
+    "torch._utils._rebuild_tensor_v3 "
+    "torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor "
+    "torch.serialization._get_layout".split()
 )
-"""Globals allowed in a checkpoint, with storages and dtypes: `weights_only=True` takes them for plain values."""
+"""Globals allowed in a checkpoint, with storages and dtypes: `weights_only=True` takes them for
+plain values."""
 
-ELEMENT_BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1}
+ELEMENT_BYTES = {
+    "Double": 8,
+    "Float": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Long": 8,
+    "Int": 4,
+    "Short": 2,
+    "Char": 1,
+}
 ELEMENT_BYTES |= {"Byte": 1, "Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
 """Bytes of an element, by the name of its storage; torch's own classes warn when they are used."""
 
@@ -53,9 +67,9 @@ class Saved(NamedTuple):
 
 
 class _DryUnpickler(pickle._Unpickler):
-    """Read a checkpoint's pickle without running anything, and compare the storages it names with those in the archive:
-    some versions of torch read past the end of a shorter one. In Python, because the unpickler in C allocates its memo
-    as large as the file asks for."""
+    """Read a checkpoint's pickle without running anything, and compare the storages it names with
+    those in the archive: some versions of torch read past the end of a shorter one. In Python,
+    because the unpickler in C allocates its memo as large as the file asks for."""
 
     def __init__(self, file: Any, sizes: dict[str, int], top: str):
         super().__init__(file)
@@ -78,8 +92,8 @@ class _DryUnpickler(pickle._Unpickler):
 
 
 def check_archive(file: Path | io.BytesIO) -> None:
-    """Raise unless a file has the form that torch.save gives it: nothing packed, no code, no claim larger than the
-    file. Reads little of it; `verify` checks that the contents are as written."""
+    """Raise unless a file has the form that torch.save gives it: nothing packed, no code, no claim
+    larger than the file. Reads little of it; `verify` checks that the contents are as written."""
     length = os.stat(file).st_size if isinstance(file, Path) else len(file.getbuffer())
     with zipfile.ZipFile(file) as archive:
         contents = archive.infolist()
@@ -100,40 +114,53 @@ def check_archive(file: Path | io.BytesIO) -> None:
 
 
 def read(path: Path, mapped: bool = False) -> dict[str, Any]:
-    """Load a checkpoint onto the CPU, without running code hidden in it or taking more memory than the file is long.
-    With `mapped` a tensor's bytes are read when they are used."""
+    """Load a checkpoint onto the CPU, without running code hidden in it or taking more memory than
+    the file is long. With `mapped` a tensor's bytes are read when they are used."""
     try:
         check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
+    # torch raises five kinds for a damaged file, one of them with an empty message
+    except Exception as error:
         what = f"the checkpoint cannot be read ({reason(error)})"
         todo = "it is damaged or not Lockstep's; resume from another file"
         raise LockstepError(what, str(path), todo, exit_code=3) from error
     if not isinstance(state, dict) or "format" not in state:
-        raise LockstepError("not a Lockstep checkpoint", str(path), "give another file", exit_code=3)
+        raise LockstepError(
+            "not a Lockstep checkpoint", str(path), "give another file", exit_code=3
+        )
     return state
 
 
 def verify(path: Path, sha256: str) -> str:
-    """Return the fault of a checkpoint file, or an empty text. Reads all of it, runs nothing in it."""
+    """Return the fault of a checkpoint file, or an empty text. Reads all of it, runs nothing in
+    it."""
     if path.exists() and not path.is_file():
         return "it is no file"
     try:
         if sha256:
             actual = sha256_of(path)
-            return "" if actual == sha256 else f"SHA-256 is {actual[:12]}…, the manifest says {sha256[:12]}…"
+            return (
+                ""
+                if actual == sha256
+                else f"SHA-256 is {actual[:12]}…, the manifest says {sha256[:12]}…"
+            )
         check_archive(path)
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
             return f"{bad} does not match its CRC-32" if bad else ""
-    except Exception as error:  # zipfile has no common base class for the errors of a broken archive
+    # zipfile has no common base class for the errors of a broken archive
+    except Exception as error:
         return reason(error)
 
 
 def reason(error: BaseException) -> str:
-    """Return an error in one line. Of torch's only the type: their texts are long, and some advise to run the file."""
+    """Return an error in one line. Of torch's only the type: their texts are long, and some advise
+    to run the file."""
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__  # after an OSError torch.save raises one of its own, about positions in its archive
+        # after an OSError torch.save raises one of its own, about positions in its archive
+        error = error.__context__
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (headline(error) if isinstance(error, (ValueError, zipfile.BadZipFile)) else "") or type(error).__name__
+    return (headline(error) if isinstance(error, (ValueError, zipfile.BadZipFile)) else "") or type(
+        error
+    ).__name__

@@ -1,4 +1,5 @@
-"""Write a file so that it is whole or not there: under a temporary name, flushed, read back, renamed."""
+"""Write a file so that it is whole or not there: under a temporary name, flushed, read back,
+renamed."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ class Hashed:
 
 @contextlib.contextmanager
 def atomically(path: Path) -> Iterator[Any]:
-    """Open a temporary file, a `Hashed`, next to `path`; after the block flush it to the disk and rename it, so that a
-    reader, also after a crash, finds the old file or the new one. Raises OSError, with the old file as it was."""
+    """Open a temporary file, a `Hashed`, next to `path`; after the block flush it to the disk and
+    rename it, so that a reader, also after a crash, finds the old file or the new one. Raises
+    OSError, with the old file as it was."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -57,19 +59,25 @@ def write_atomically(path: Path, fill: Callable[[Any], Any]) -> None:
 
 
 def write_json(path: Path, value: Any, where_full: bool = False) -> None:
-    """Write a value. On a full disk, `where_full` overwrites the old file's blocks if they suffice: a crash in between
-    leaves neither file, but otherwise no reader would learn that the disk is full."""
+    """Write a value. On a full disk, `where_full` overwrites the old file's blocks if they suffice:
+    a crash in between leaves neither file, but otherwise no reader would learn that the disk is
+    full."""
     text = (json.dumps(value, indent=2) + "\n").encode()
     try:
         write_atomically(path, lambda file: file.write(text))
     except OSError as error:
-        if not (where_full and error.errno in (errno.ENOSPC, errno.EDQUOT) and _overwrite(path, text)):
+        if not (
+            where_full and error.errno in (errno.ENOSPC, errno.EDQUOT) and _overwrite(path, text)
+        ):
             raise
 
 
 def _overwrite(path: Path, text: bytes) -> bool:
     """Return whether the file had room for it."""
-    with contextlib.suppress(OSError), open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file,
+    ):
         if len(text) <= 512 * os.fstat(file.fileno()).st_blocks:
             file.write(text)
             file.truncate()

@@ -1,8 +1,9 @@
 """The way of a run's state from a GPU into the host's memory, while the training continues.
 
-With room on the GPU the state is copied there, in the order of the training's stream: some milliseconds. A thread
-brings that copy to the host. Without room the training's thread brings the state itself, which takes as long as the
-bus. Both go through two pinned buffers, allocated once: pinned memory costs a third of a millisecond for each megabyte.
+With room on the GPU the state is copied there, in the order of the training's stream: some
+milliseconds. A thread brings that copy to the host. Without room the training's thread brings the
+state itself, which takes as long as the bus. Both go through two pinned buffers, allocated once:
+pinned memory costs a third of a millisecond for each megabyte.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ BUFFER = 32 << 20
 """Bytes of a pinned buffer: a power of two, to which torch rounds it up anyway."""
 
 LARGE = 1 << 20
-"""Bytes from which on a tensor is copied by itself, and its memory on the host is kept for the next state."""
+"""Bytes from which on a tensor is copied by itself, and its memory on the host is kept for the next
+state."""
 
 PART = 4 << 20
 """Bytes that one of several threads copies at once within the host."""
@@ -33,7 +35,8 @@ MOST_THREADS = 8
 """Threads that copy within the host while the training waits."""
 
 MARGIN = 1 / 16
-"""Share of a GPU's memory that a copy of the state leaves free, beside the most that the training has used."""
+"""Share of a GPU's memory that a copy of the state leaves free, beside the most that the training
+has used."""
 
 Pair = tuple[Tensor, Tensor]
 """A tensor on the GPU, and one on the host that is to hold it: of one layout, without gaps."""
@@ -43,13 +46,15 @@ TENSORS = ("model", "ema", "optimizer", "digest", "scaler")
 
 
 class Snapshot(dict[str, Any]):
-    """A state of which tensors may be on their way. To read one of `TENSORS` by its name waits for them, and raises the
-    error of a copy that failed.
+    """A state of which tensors may be on their way. To read one of `TENSORS` by its name waits for
+    them, and raises the error of a copy that failed.
 
     finish  called once with this state, after they have arrived, by the first that reads them
     """
 
-    def __init__(self, state: dict[str, Any], arrival: Future[None], finish: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self, state: dict[str, Any], arrival: Future[None], finish: Callable[[dict[str, Any]], None]
+    ):
         super().__init__(state)
         self.arrival, self.finish, self.lock = arrival, finish, threading.Lock()
         self.finished = False
@@ -70,14 +75,17 @@ class Snapshot(dict[str, Any]):
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as a plain dict whose tensors are on the host. Waits for those on their way."""
+    """Return a state as a plain dict whose tensors are on the host. Waits for those on their
+    way."""
     return state.on_host() if isinstance(state, Snapshot) else state
 
 
 class Copies:
-    """Copies of the tensors of one state. Each call returns a tensor of the host, which holds the copy after `start`.
+    """Copies of the tensors of one state. Each call returns a tensor of the host, which holds the
+    copy after `start`.
 
-    at_once  bring each tensor to the host before the next call: it is made for this alone, and takes memory of the GPU
+    at_once  bring each tensor to the host before the next call: it is made for this alone, and
+    takes memory of the GPU
     """
 
     def __init__(self, device: torch.device, at_once: bool = False):
@@ -96,8 +104,8 @@ class Copies:
         return target
 
     def start(self) -> Future[None]:
-        """Copy the tensors as they are now. The result is done when they are on the host; later steps may change
-        them from now on."""
+        """Copy the tensors as they are now. The result is done when they are on the host; later
+        steps may change them from now on."""
         arrival: Future[None] = Future()
         if self.transfer:
             self.transfer.flush()
@@ -105,7 +113,9 @@ class Copies:
             ready = torch.cuda.Event()
             ready.record()
             arguments = copies, ready, arrival
-            threading.Thread(target=self._bring, args=arguments, name="snapshot", daemon=True).start()
+            threading.Thread(
+                target=self._bring, args=arguments, name="snapshot", daemon=True
+            ).start()
             return arrival
         else:
             with self.staging.lock:
@@ -118,8 +128,8 @@ class Copies:
         return arrival
 
     def _on_device(self) -> list[tuple[Tensor, list[Tensor]]] | None:
-        """Return copies on the GPU, each with the tensors of the host that it is to fill one after the other; None
-        where there is no room for them."""
+        """Return copies on the GPU, each with the tensors of the host that it is to fill one after
+        the other; None where there is no room for them."""
         if self.staging.tight or sum(value.nbytes for value, _ in self.pairs) > room(self.device):
             return None
         large: dict[Any, list[Pair]] = defaultdict(list)
@@ -143,8 +153,14 @@ class Copies:
         self.pairs = []
         return copies
 
-    def _bring(self, copies: list[tuple[Tensor, list[Tensor]]], ready: torch.cuda.Event, arrival: Future[None]) -> None:
-        """Bring copies to the host, in a thread, and give back the memory of each as soon as it is there."""
+    def _bring(
+        self,
+        copies: list[tuple[Tensor, list[Tensor]]],
+        ready: torch.cuda.Event,
+        arrival: Future[None],
+    ) -> None:
+        """Bring copies to the host, in a thread, and give back the memory of each as soon as it is
+        there."""
         try:
             with self.staging.lock, torch.cuda.stream(self.staging.stream):
                 self.staging.stream.wait_event(ready)
@@ -161,7 +177,9 @@ class Copies:
                 transfer.flush()
             for whole, targets in joined:
                 parts = whole.split([target.numel() for target in targets])
-                views = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
+                views = [
+                    part.view(target.shape) for part, target in zip(parts, targets, strict=True)
+                ]
                 torch._foreach_copy_(targets, views)
             arrival.set_result(None)
         except BaseException as error:
@@ -171,8 +189,8 @@ class Copies:
 def room(device: torch.device) -> int:
     """Return how many bytes of a GPU's memory a copy of the state may take until it is on the host.
 
-    The steps that follow must fit beside it. So the most that was ever allocated counts as taken, though it may be free
-    between two steps."""
+    The steps that follow must fit beside it. So the most that was ever allocated counts as taken,
+    though it may be free between two steps."""
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return int(free + unused - MARGIN * total)
@@ -229,7 +247,10 @@ class Buffer:
             return
         self.arrived.synchronize()
         parts = [
-            (target[begin : begin + PART], self.host[first + begin : first + min(begin + PART, len(target))])
+            (
+                target[begin : begin + PART],
+                self.host[first + begin : first + min(begin + PART, len(target))],
+            )
             for first, _, target in self.pieces
             for begin in range(0, len(target), PART)
         ]
@@ -246,7 +267,8 @@ def _copy(part: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 class Transfer:
-    """One use of the buffers, on the current stream: the GPU fills one while the host empties the other.
+    """One use of the buffers, on the current stream: the GPU fills one while the host empties the
+    other.
 
     threads  that copy within the host, beside this one
     """
@@ -282,7 +304,9 @@ class Transfer:
 
 
 def _threads() -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return ThreadPoolExecutor(min(MOST_THREADS, cores))
 
 
@@ -294,7 +318,9 @@ def _dense(value: Tensor) -> Tensor:
 
 def _dense_stride(value: Tensor) -> tuple[int, ...]:
     """Return the strides that torch gives a copy."""
-    return value.stride() if value.is_contiguous() else torch.empty_like(value, device="meta").stride()
+    return (
+        value.stride() if value.is_contiguous() else torch.empty_like(value, device="meta").stride()
+    )
 
 
 def _bytes(value: Tensor) -> Tensor:
@@ -303,8 +329,9 @@ def _bytes(value: Tensor) -> Tensor:
 
 
 class HostMemory:
-    """Ordinary memory for the large tensors of a state. It is kept for the next state: the system takes longer to make
-    new pages than the bus to fill them. At most as much is kept as was in use at once: two states.
+    """Ordinary memory for the large tensors of a state. It is kept for the next state: the system
+    takes longer to make new pages than the bus to fill them. At most as much is kept as was in use
+    at once: two states.
 
     idle  by size, what no tensor uses any more
     """
@@ -313,7 +340,8 @@ class HostMemory:
         self.idle: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def like(self, value: Tensor) -> Tensor:
-        """Return a tensor of the host with the shape, type and strides of a copy of `value`, and any contents."""
+        """Return a tensor of the host with the shape, type and strides of a copy of `value`, and
+        any contents."""
         shape, strides, size = value.shape, _dense_stride(value), value.nbytes
         if size < LARGE:
             return torch.empty_strided(shape, strides, dtype=value.dtype, device="cpu")

@@ -1,4 +1,5 @@
-"""The state and outcome of a run, for programs: status.json in its folder, and the exit code torchrun would hide."""
+"""The state and outcome of a run, for programs: status.json in its folder, and the exit code
+torchrun would hide."""
 
 from __future__ import annotations
 
@@ -18,21 +19,24 @@ from engine.comm.scratch import COMMAND, EXIT_CODE, SCRATCH
 from engine.files import atomic
 
 DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
-"""Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command resumes."""
+"""Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same
+command resumes."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable that torchrun sets: a path. What a process that fails has written there stands in the table of
-failures that torchrun prints last."""
+"""Environment variable that torchrun sets: a path. What a process that fails has written there
+stands in the table of failures that torchrun prints last."""
 
 
 class Status:
-    """The state of the run that this process takes part in. Every rank has one; rank 0's is written.
+    """The state of the run that this process takes part in. Every rank has one; rank 0's is
+    written.
 
     folder           of the run; None until it is made
     fields           of status.json
     checkpoints      (rank 0) the run's CheckpointWriter, closed before this process ends
     locks            real path of a run.lock -> (process, open file), see `run_folder.lock`
-    smaller          `plan.smaller` of a training pass and of an evaluation pass; empty before they are known
+    smaller          `plan.smaller` of a training pass and of an evaluation pass; empty before they
+                     are known
     less             words on a strategy that needs less memory; empty if there is none
     shrinks          whether to restart with these settings when memory runs out
     parameter_names  in DDP's order: its errors name parameters by index
@@ -53,8 +57,12 @@ class Status:
         self.warned = False  # that status.json was not written
 
     def begin(self, folder: Path, step: int, checkpoint: Path | None, arguments: list[str]) -> None:
-        """(all ranks) The run's folder exists, so status.json can be written; `arguments` of the script resume it."""
-        self.folder, self.fields = folder, {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
+        """(all ranks) The run's folder exists, so status.json can be written; `arguments` of the
+        script resume it."""
+        self.folder, self.fields = (
+            folder,
+            {"step": step, "checkpoint": str(checkpoint) if checkpoint else None},
+        )
         self.resume_command = f"{os.environ.get(COMMAND) or typed()} {shlex.join(arguments)}"
 
     def adopt(self) -> None:
@@ -62,13 +70,20 @@ class Status:
         if self.folder is not None:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
-                self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
+                self.fields |= {
+                    name: before[name] for name in ("step", "checkpoint") if name in before
+                }
 
     def update(self, **fields: Any) -> None:
-        """Write status.json with these fields changed. A failure is a warning, once: the training matters more."""
+        """Write status.json with these fields changed. A failure is a warning, once: the training
+        matters more."""
         if self.folder is None:
             return
-        process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        process = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
         try:
             with self.writing:
                 self.fields |= fields
@@ -85,11 +100,13 @@ current = Status()
 
 
 def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
-    """Pass the exit code to the launcher, if there is one that asks, and return the code to exit with.
+    """Pass the exit code to the launcher, if there is one that asks, and return the code to exit
+    with.
 
-    torchrun restarts any process that does not exit with 0, and itself exits with 1 for all codes. Where a restart
-    would end the same way, or the run was asked to stop, all processes exit with 0. If only one process ends
-    (`everywhere` false), it exits with its code, so that torchrun ends the others.
+    torchrun restarts any process that does not exit with 0, and itself exits with 1 for all codes.
+    Where a restart would end the same way, or the run was asked to stop, all processes exit with 0.
+    If only one process ends (`everywhere` false), it exits with its code, so that torchrun ends the
+    others.
     """
     scratch = os.environ.get(SCRATCH)
     if not scratch:
@@ -102,8 +119,9 @@ def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
 
 
 def fill_in_error_file(text: str) -> None:
-    """Have torchrun show this line in its table of failures, in place of a link to its documentation. Schedulers that
-    start torchrun read the same file. Its form is that of torch's `ErrorHandler.record_exception`."""
+    """Have torchrun show this line in its table of failures, in place of a link to its
+    documentation. Schedulers that start torchrun read the same file. Its form is that of torch's
+    `ErrorHandler.record_exception`."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
@@ -114,10 +132,15 @@ def fill_in_error_file(text: str) -> None:
 
 
 def typed() -> str:
-    """Return the command before the training's own arguments, as typed in a shell (a best guess)."""
+    """Return the command before the training's own arguments, as typed in a shell (a best
+    guess)."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
-    torchrun = ["torchrun"] if shutil.which("torchrun") else [sys.executable, "-m", "torch.distributed.run"]
+    torchrun = (
+        ["torchrun"]
+        if shutil.which("torchrun")
+        else [sys.executable, "-m", "torch.distributed.run"]
+    )
     rendezvous = ["--standalone"]
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         names = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK"}

@@ -26,27 +26,31 @@ def step(
     divisor: Tensor,
     grad_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """Take one optimizer step on summed gradients; divided by `divisor` they are those of the mean. No host sync if the
-    optimizer's kernel can skip a step (AdamW and SGD as shipped, torch's fused Adam and AdamW), else one.
+    """Take one optimizer step on summed gradients; divided by `divisor` they are those of the mean.
+    No host sync if the optimizer's kernel can skip a step (AdamW and SGD as shipped, torch's fused
+    Adam and AdamW), else one.
 
-    Returns (grad_norm before clipping, 1.0 if it is not finite and the step was skipped), both scalars on the device.
-    All ranks hold the same reduced gradients, so they all skip or none does.
+    Returns (grad_norm before clipping, 1.0 if it is not finite and the step was skipped), both
+    scalars on the device. All ranks hold the same reduced gradients, so they all skip or none does.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grads = [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
     divisor = divisor.to(grads[0].dtype)
     if scaler.is_enabled():  # divide first, so that unscale_ sees the gradients of a bad divisor
         torch._foreach_div_([local(grad) for grad in grads], divisor)
         scaler.unscale_(optimizer)
         divisor = torch.ones_like(divisor)
     grad_norm = workers.grad_norm(grads) / divisor
-    skipped = (grad_norm - grad_norm != 0).float()  # NaN if it is not finite; takes a third of the time of `isfinite`
+    # NaN if it is not finite; takes a third of the time of `isfinite`
+    skipped = (grad_norm - grad_norm != 0).float()
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
     in_kernel = skips_itself(optimizer)
-    # A fused kernel divides by grad_scale, in float32, in the pass that it makes anyway, and leaves weights and state
-    # alone if found_inf is 1: GradScaler uses both.
+    # A fused kernel divides by grad_scale, in float32, in the pass that it makes anyway, and leaves
+    # weights and state alone if found_inf is 1: GradScaler uses both.
     divides = in_kernel and divisor.dtype == torch.float32
     if not divides:
         torch._foreach_div_([local(grad) for grad in grads], divisor)
@@ -55,7 +59,8 @@ def step(
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         taken = True
     else:
-        with phase.during("waiting for the device", waits=True):  # on GPUs a sync point: for all ranks' gradients
+        # on GPUs a sync point: for all ranks' gradients
+        with phase.during("waiting for the device", waits=True):
             taken = not skipped
     if taken:
         optimizer.step()

@@ -1,4 +1,5 @@
-"""AdamW and SGD by torch's fused kernels (private: `torch._fused_adamw_`, `_fused_sgd_`, `_init_group`; torch 2.13)."""
+"""AdamW and SGD by torch's fused kernels (private: `torch._fused_adamw_`, `_fused_sgd_`,
+`_init_group`; torch 2.13)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from engine.comm.dtensor import local
 from engine.comm.exact import sqrt_correctly_rounded
 
 CACHED = 1 << 16
-"""Elements of a weight that are worked on at once on a CPU, with their gradients, moments and what is in between."""
+"""Elements of a weight that are worked on at once on a CPU, with their gradients, moments and what
+is in between."""
 
 
 class Lists(NamedTuple):
@@ -29,12 +31,15 @@ class Lists(NamedTuple):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW with its fused kernel called directly: the same state and the same bits. Around the kernel, torch's
-    `step` spends more time than in it if the model is small, and loads torch's compiler.
+    """torch's AdamW with its fused kernel called directly: the same state and the same bits. Around
+    the kernel, torch's `step` spends more time than in it if the model is small, and loads torch's
+    compiler.
 
-    Parameters of a group that have taken equally many steps share a counter; torch would advance one for each.
+    Parameters of a group that have taken equally many steps share a counter; torch would advance
+    one for each.
 
-    exact  the bits do not depend on where a tensor is cut. On a CPU the fused kernel's do: it rounds the last elements
+    exact  the bits do not depend on where a tensor is cut. On a CPU the fused kernel's do: it
+    rounds the last elements
            of a tensor, those that do not fill a vector, in another way.
     """
 
@@ -42,7 +47,8 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on the device."""
+        """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on
+        the device."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # If found_inf is 1, the kernel changes nothing, and the counters must not, either.
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
@@ -51,20 +57,37 @@ class AdamW(torch.optim.AdamW):
             grads = [local(grad) for p in group["params"] if (grad := p.grad) is not None]
             if not grads:
                 continue
-            # `_init_group` takes a third of the kernel's time if the model is small: keep the lists.
+            # `_init_group` takes a third of the kernel's time if the model is small: keep the
+            # lists.
             lists, whole = kept.get(number), len(grads) == len(group["params"])
-            if lists is None or lists.state is not self.state or not whole or len(lists.params) != len(grads):
+            if (
+                lists is None
+                or lists.state is not self.state
+                or not whole
+                or len(lists.params) != len(grads)
+            ):
                 lists = kept[number] = self._lists(group, whole)
             # A list of numbers: one tensor would be read, a sync.
             torch._foreach_add_(lists.counters, [taken] * len(lists.counters))
             if self.exact and found_inf is not None and found_inf:
                 continue
             (_adamw_exact if self.exact else torch._fused_adamw_)(
-                lists.params, grads, lists.first, lists.second, [], lists.counts,
-                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-                eps=group["eps"], amsgrad=False, maximize=False,
-                grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
-            )  # fmt: skip
+                lists.params,
+                grads,
+                lists.first,
+                lists.second,
+                [],
+                lists.counts,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=found_inf,
+            )
 
     def _lists(self, group: dict[str, Any], whole: bool) -> Lists:
         """Return the lists of a group; `whole`: all of its parameters have a gradient."""
@@ -72,7 +95,11 @@ class AdamW(torch.optim.AdamW):
         params, _, first, second, *_ = found = [list[Tensor]() for _ in range(6)]
         self._init_group(group, *found)
         if not whole:  # the counters of those without a gradient stay where they are
-            waiting = {id(self.state[p]["step"]) for p in group["params"] if p.grad is None and self.state.get(p)}
+            waiting = {
+                id(self.state[p]["step"])
+                for p in group["params"]
+                if p.grad is None and self.state.get(p)
+            }
             for p in params:
                 if id(self.state[p]["step"]) in waiting:
                     self.state[p]["step"] = self.state[p]["step"].clone()
@@ -80,7 +107,9 @@ class AdamW(torch.optim.AdamW):
             self._share_counters()
         counts = [self.state[p]["step"] for p in params]
         counters = [*{id(count): count for count in counts}.values()]
-        params, first, second = ([local(value.detach()) for value in values] for values in (params, first, second))
+        params, first, second = (
+            [local(value.detach()) for value in values] for values in (params, first, second)
+        )
         return Lists(self.state, params, first, second, counts, counters)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
@@ -90,12 +119,17 @@ class AdamW(torch.optim.AdamW):
         self._share_counters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with a counter for each parameter: torch's AdamW would advance a shared one repeatedly."""
+        """Return the state with a counter for each parameter: torch's AdamW would advance a shared
+        one repeatedly."""
         whole = super().state_dict()
         held = whole["state"]
         counters = [state["step"] for state in held.values()]
-        own = torch._foreach_mul(counters, 1.0) if counters else ()  # copies, by one kernel for many
-        states = {key: {**state, "step": step} for (key, state), step in zip(held.items(), own, strict=True)}
+        # copies, by one kernel for many
+        own = torch._foreach_mul(counters, 1.0) if counters else ()
+        states = {
+            key: {**state, "step": step}
+            for (key, state), step in zip(held.items(), own, strict=True)
+        }
         return whole | {"state": states}
 
     def _share_counters(self) -> None:
@@ -108,11 +142,12 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """torch's SGD with its fused kernel called directly, and with decoupled weight decay (SGDW, Loshchilov and Hutter
-    2019), so that a task's `optim.weight_decay` means the same for every optimizer.
+    """torch's SGD with its fused kernel called directly, and with decoupled weight decay (SGDW,
+    Loshchilov and Hutter 2019), so that a task's `optim.weight_decay` means the same for every
+    optimizer.
 
-    torch's `step` loads the compiler, and leaves the momentum uninitialised if the first step is skipped; here it
-    begins at zero, which is the same without dampening.
+    torch's `step` loads the compiler, and leaves the momentum uninitialised if the first step is
+    skipped; here it begins at zero, which is the same without dampening.
 
     exact  as in AdamW
     """
@@ -133,22 +168,33 @@ class SGD(torch.optim.SGD):
             kept = [self.state[p]["momentum_buffer"] for p in params] if group["momentum"] else []
             if group["weight_decay"]:
                 taken: Any = 1.0 if found_inf is None else 1 - found_inf.to(params[0].dtype)
-                torch._foreach_mul_([local(p) for p in params], 1 - group["lr"] * group["weight_decay"] * taken)
+                torch._foreach_mul_(
+                    [local(p) for p in params], 1 - group["lr"] * group["weight_decay"] * taken
+                )
             if self.exact and found_inf is not None and found_inf:
                 continue
             (_sgd_exact if self.exact else torch._fused_sgd_)(
-                *([local(value) for value in values] for values in (params, [p.grad for p in params], kept)),
-                lr=group["lr"], momentum=group["momentum"], weight_decay=0.0, dampening=0.0,
-                nesterov=group["nesterov"], maximize=False, is_first_step=False,
-                grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
-            )  # fmt: skip
+                *(
+                    [local(value) for value in values]
+                    for values in (params, [p.grad for p in params], kept)
+                ),
+                lr=group["lr"],
+                momentum=group["momentum"],
+                weight_decay=0.0,
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                maximize=False,
+                is_first_step=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=found_inf,
+            )
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
 
 
 def _pieces(steps: list[float], *lists: list[Tensor]) -> Iterator[Any]:
-    """Yield (steps, *lists) of pieces that together stay in a core's cache: one operation after the other on all
-    weights takes three times as long."""
+    """Yield (steps, *lists) of pieces that together stay in a core's cache: one operation after the
+    other on all weights takes three times as long."""
     if sum(p.numel() for p in lists[0]) <= CACHED:
         yield steps, *lists
         return
@@ -156,19 +202,29 @@ def _pieces(steps: list[float], *lists: list[Tensor]) -> Iterator[Any]:
     for step, *tensors in zip(steps, *lists, strict=True):
         rows = [torch.atleast_1d(each) for each in tensors]
         several = max(1, CACHED * len(rows[0]) // max(1, rows[0].numel()))
-        pieces += [(step, *piece) for piece in zip(*(each.split(several) for each in rows), strict=True)]
+        pieces += [
+            (step, *piece) for piece in zip(*(each.split(several) for each in rows), strict=True)
+        ]
     filled = itertools.accumulate(piece[1].numel() / CACHED for piece in pieces)
     for _, together in itertools.groupby(pieces, key=lambda _: int(next(filled))):
         yield [[*values] for values in zip(*together, strict=True)]
 
 
-def _adamw_exact(params: Any, grads: Any, first: Any, second: Any, _: Any, counts: list[Tensor], **o: Any) -> None:
-    """AdamW in operations that round once each (Loshchilov and Hutter 2019, algorithm 2). It reads the counters."""
-    for steps, p, grad, m, v in _pieces([float(count) for count in counts], params, grads, first, second):
+def _adamw_exact(
+    params: Any, grads: Any, first: Any, second: Any, _: Any, counts: list[Tensor], **o: Any
+) -> None:
+    """AdamW in operations that round once each (Loshchilov and Hutter 2019, algorithm 2). It reads
+    the counters."""
+    for steps, p, grad, m, v in _pieces(
+        [float(count) for count in counts], params, grads, first, second
+    ):
         if o["grad_scale"] is not None:
             torch._foreach_div_(grad, o["grad_scale"])
         torch._foreach_mul_(p, 1 - o["lr"] * o["weight_decay"])
-        for moments, values, beta in ((m, grad, o["beta1"]), (v, torch._foreach_mul(grad, grad), o["beta2"])):
+        for moments, values, beta in (
+            (m, grad, o["beta1"]),
+            (v, torch._foreach_mul(grad, grad), o["beta2"]),
+        ):
             torch._foreach_mul_(moments, beta)
             torch._foreach_add_(moments, torch._foreach_mul(values, 1 - beta))
         root = [sqrt_correctly_rounded(each) for each in v]

@@ -1,5 +1,5 @@
-"""Make the optimizer that `optim.name` names, or the task's own; freeze weights, set the rates of groups, and load its
-state from a checkpoint."""
+"""Make the optimizer that `optim.name` names, or the task's own; freeze weights, set the rates of
+groups, and load its state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def make_optimizer(
-    model: nn.Module, cfg: Optim, world: World | None = None, task: Task | None = None, exact: bool = False
+    model: nn.Module,
+    cfg: Optim,
+    world: World | None = None,
+    task: Task | None = None,
+    exact: bool = False,
 ) -> torch.optim.Optimizer:
-    """Freeze the weights of `optim.freeze`; return the task's optimizer, or that of `optim.name` if it has none. With
-    `exact` the bits of its step do not depend on where FSDP2 cuts a weight, as virtual workers need it.
+    """Freeze the weights of `optim.freeze`; return the task's optimizer, or that of `optim.name` if
+    it has none. With `exact` the bits of its step do not depend on where FSDP2 cuts a weight, as
+    virtual workers need it.
 
-    A group with a different `lr` than `optim.lr` keeps the quotient as its `lr_scale`, a factor of the schedule's rate.
+    A group with a different `lr` than `optim.lr` keeps the quotient as its `lr_scale`, a factor of
+    the schedule's rate.
     """
     for pattern in cfg.freeze:
         for name in _matching(model, pattern, "optim.freeze"):
@@ -45,7 +51,11 @@ def make_optimizer(
     if optimizer is None:
         optimizer = _shipped(model, trained, cfg)
         for each in _chain(optimizer):
-            if exact and isinstance(each, AdamW | SGD) and next(iter(trained.values())).device.type == "cpu":
+            if (
+                exact
+                and isinstance(each, AdamW | SGD)
+                and next(iter(trained.values())).device.type == "cpu"
+            ):
                 each.exact = True
     else:
         _check_own(optimizer, model, trained, cfg)
@@ -57,24 +67,31 @@ def make_optimizer(
     if cfg.zero and world is not None and world.size > 1:
         if len(types := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
             found = " and ".join(sorted(types))
-            what = f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {found}"
+            what = (
+                f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {found}"
+            )
             raise LockstepError(what, "optim.zero", "drop it, or give all of them one type")
         return Zero(optimizer, world)
     return optimizer
 
 
 def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Return the names of the parameters that match a pattern, or are in a module that does; none only where the
-    pattern begins with `?*`."""
+    """Return the names of the parameters that match a pattern, or are in a module that does; none
+    only where the pattern begins with `?*`."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+    found = [
+        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    ]
     if not found and not pattern.startswith("?*"):
-        raise LockstepError(f"{pattern!r} matches no weight", key, f"choose of names such as {few(names, 3)}")
+        raise LockstepError(
+            f"{pattern!r} matches no weight", key, f"choose of names such as {few(names, 3)}"
+        )
     return found
 
 
 def _check_trained(model: nn.Module, trained: Named) -> None:
-    """Raise LockstepError if a model has no weight to train, or one that no optimizer here takes."""
+    """Raise LockstepError if a model has no weight to train, or one that no optimizer here
+    takes."""
     where = "the task's `model`"
     if not trained:
         raise LockstepError("the model has no parameter to train", where, "unfreeze some")
@@ -83,11 +100,15 @@ def _check_trained(model: nn.Module, trained: Named) -> None:
             raise LockstepError(f"{path} gives sparse gradients", where, "make it sparse=False")
     for name, p in trained.items():
         if p.is_complex():
-            todo = "keep its real and imaginary parts in a real one, and use torch.view_as_complex in `forward`"
+            todo = (
+                "keep its real and imaginary parts in a real one, and use "
+                "torch.view_as_complex in `forward`"
+            )
             raise LockstepError(f"the weight {name} is complex", where, todo)
 
 
-# ---- shipped optimizers ---------------------------------------------------------------------------------------------
+# ---- shipped optimizers
+# ---------------------------------------------------------------------------------------------
 
 
 def _shipped(model: nn.Module, trained: Named, cfg: Optim) -> torch.optim.Optimizer:
@@ -99,21 +120,26 @@ def _shipped(model: nn.Module, trained: Named, cfg: Optim) -> torch.optim.Optimi
         return SGD(groups(trained), lr=cfg.lr, momentum=cfg.momentum, fused=True)
     if cfg.name == "adafactor":
         return torch.optim.Adafactor(groups(trained), lr=cfg.lr)
-    # Muon for matrices, at rates that suit AdamW, too (Liu et al. 2025, arXiv 2502.16982), AdamW for embeddings,
-    # kernels, norms and biases.
+    # Muon for matrices, at rates that suit AdamW, too (Liu et al. 2025, arXiv 2502.16982), AdamW
+    # for embeddings, kernels, norms and biases.
     if not hasattr(torch.optim, "Muon"):
-        raise LockstepError(f"torch {torch.__version__} has no Muon", "optim.name", "update it to 2.9")
+        raise LockstepError(
+            f"torch {torch.__version__} has no Muon", "optim.name", "update it to 2.9"
+        )
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, TABLES)}
     matrices = {name: p for name, p in trained.items() if p.ndim == 2 and id(p) not in embeddings}
     if not matrices:
         raise LockstepError("the model has no matrix for Muon", "optim.name=muon", "use adamw")
     rest = {name: p for name, p in trained.items() if name not in matrices}
-    muon = torch.optim.Muon(groups(matrices), lr=cfg.lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        groups(matrices), lr=cfg.lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw"
+    )
     return ChainedOptimizer(muon, adamw(groups(rest))) if rest else muon
 
 
 def _factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
-    """Return {weight: factor of its rate} by optim.lr_scale; of several patterns that match the first counts."""
+    """Return {weight: factor of its rate} by optim.lr_scale; of several patterns that match the
+    first counts."""
     factors: dict[str, float] = {}
     for item in cfg.lr_scale:
         pattern, _, text = item.strip(" {}").rpartition(":")
@@ -124,33 +150,46 @@ def _factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
         if not pattern or not 0 < factor < float("inf"):
             todo = "give such as backbone.*:0.1,head:10 (0: optim.freeze)"
             raise LockstepError(f"{item!r} is no PATTERN:FACTOR", "optim.lr_scale", todo)
-        factors = dict.fromkeys(_matching(model, pattern.strip(), "optim.lr_scale"), factor) | factors
+        factors = (
+            dict.fromkeys(_matching(model, pattern.strip(), "optim.lr_scale"), factor) | factors
+        )
     return factors
 
 
 def _groups(named: Named, factors: dict[str, float], cfg: Optim) -> list[dict[str, Any]]:
-    """Return groups, each of one type, one factor of the rate, and one weight decay: none for norms and biases."""
-    kinds = {name: (p.dtype, factors.get(name, 1.0)) for name, p in named.items()}  # a fused kernel takes one type
+    """Return groups, each of one type, one factor of the rate, and one weight decay: none for norms
+    and biases."""
+    # a fused kernel takes one type
+    kinds = {name: (p.dtype, factors.get(name, 1.0)) for name, p in named.items()}
     groups = []
     for kind, decays in itertools.product(dict.fromkeys(kinds.values()), (True, False)):
-        if params := [p for name, p in named.items() if kinds[name] == kind and (p.ndim >= 2) is decays]:
+        if params := [
+            p for name, p in named.items() if kinds[name] == kind and (p.ndim >= 2) is decays
+        ]:
             rate = {} if kind[1] == 1 else {"lr": cfg.lr * kind[1]}
-            groups.append({"params": params, "weight_decay": cfg.weight_decay if decays else 0.0} | rate)
+            groups.append(
+                {"params": params, "weight_decay": cfg.weight_decay if decays else 0.0} | rate
+            )
     return groups
 
 
-# ---- a task's own ---------------------------------------------------------------------------------------------------
+# ---- a task's own
+# --------------------------------------------------------------------------------------------------
 
 
 def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
-    """Raise LockstepError if a task's own optimizer cannot be used, or if a key would have no effect on it."""
+    """Raise LockstepError if a task's own optimizer cannot be used, or if a key would have no
+    effect on it."""
     where = "the task's `optimizer`"
     if not isinstance(own, torch.optim.Optimizer):
         what, todo = f"it returns a {type(own).__name__}", "return a torch.optim.Optimizer, or None"
         raise LockstepError(what, where, todo)
     closure = inspect.signature(type(own).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        what = f"{type(own).__name__} computes the loss several times a step, and a step here is one global batch"
+        what = (
+            f"{type(own).__name__} computes the loss several times a step, and a step here is "
+            "one global batch"
+        )
         raise LockstepError(what, where, "return an optimizer whose step needs no closure")
     if cfg.name != "adamw" or cfg.lr_scale:
         key = "optim.lr_scale" if cfg.lr_scale else f"optim.name={cfg.name}"
@@ -161,11 +200,15 @@ def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
         todo = "add what is to be trained, and freeze the rest"
         raise LockstepError(f"{few(outside, 1)} in no group", where, todo)
     if held - {id(p) for p in model.parameters()}:
-        what, todo = "a group holds tensors that are no weights of the model", "take them from `model.parameters()`"
+        what, todo = (
+            "a group holds tensors that are no weights of the model",
+            "take them from `model.parameters()`",
+        )
         raise LockstepError(what, where, todo)
 
 
-# ---- facts about any optimizer --------------------------------------------------------------------------------------
+# ---- facts about any optimizer
+# --------------------------------------------------------------------------------------
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -183,8 +226,9 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the kernel leaves weights and state alone if `found_inf` is 1, so that the host need not read it.
-    Not torch's fused SGD, which would leave the first momentum uninitialised; nor a class with a step of its own."""
+    """Return whether the kernel leaves weights and state alone if `found_inf` is 1, so that the
+    host need not read it. Not torch's fused SGD, which would leave the first momentum
+    uninitialised; nor a class with a step of its own."""
     own = unwrapped(optimizer)
     if type(own) in (torch.optim.Adam, torch.optim.AdamW):
         return all(group["fused"] for group in own.param_groups)
@@ -192,8 +236,14 @@ def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of state that this process will keep, None for a class that is not torch's."""
-    held = [(each, group, p) for each in _chain(optimizer) for group in each.param_groups for p in group["params"]]
+    """Return the bytes of state that this process will keep, None for a class that is not
+    torch's."""
+    held = [
+        (each, group, p)
+        for each in _chain(optimizer)
+        for group in each.param_groups
+        for p in group["params"]
+    ]
     count = 0.0
     for each, group, parameter in held:
         p = local(parameter)
@@ -208,24 +258,31 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     return round(count)
 
 
-# ---- a checkpoint's state -------------------------------------------------------------------------------------------
+# ---- a checkpoint's state
+# -------------------------------------------------------------------------------------------
 
 OPTIONS = {f"optim.{name}": name for name in ("weight_decay", "eps", "momentum")}
 OPTIONS |= {"optim.beta1": "betas", "optim.beta2": "betas"}
 """The names of keys in an optimizer's groups."""
 
 
-def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes: Iterable[str] = ()) -> None:
-    """Put a checkpoint's state into an optimizer. Tensors of a weight's shape take its layout, because a fused kernel
-    walks through memory; each group's factor of the rate stays as it is now.
+def load_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], changes: Iterable[str] = ()
+) -> None:
+    """Put a checkpoint's state into an optimizer. Tensors of a weight's shape take its layout,
+    because a fused kernel walks through memory; each group's factor of the rate stays as it is now.
 
     changes  keys of the config that differ from the checkpoint's
     """
     options = {"lr_scale", *(OPTIONS[key] for key in changes if key in OPTIONS)}
-    asked = [{name: group[name] for name in options & group.keys()} for group in optimizer.param_groups]
+    asked = [
+        {name: group[name] for name in options & group.keys()} for group in optimizer.param_groups
+    ]
     numbered = dict(enumerate(parameters_of(optimizer)))
     states = {
-        n: {name: like(value, numbered.get(n)) for name, value in held.items()} if isinstance(held, dict) else held
+        n: {name: like(value, numbered.get(n)) for name, value in held.items()}
+        if isinstance(held, dict)
+        else held
         for n, held in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": states})
@@ -238,12 +295,17 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes:
 
 
 def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
-    """Return a loaded value in the type that was saved: torch casts all but `step` to the parameter's type, and
-    turns each text into the text of a generator. `step` keeps the type that a fused kernel wants."""
+    """Return a loaded value in the type that was saved: torch casts all but `step` to the
+    parameter's type, and turns each text into the text of a generator. `step` keeps the type that a
+    fused kernel wants."""
     if isinstance(value, Tensor):
         value = saved.to(value.device) if value.dtype != saved.dtype and name != "step" else value
         alike = value.shape != p.shape or value.stride() == p.stride()
-        return value if alike else torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
+        return (
+            value
+            if alike
+            else torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
+        )
     if isinstance(value, dict) and value.keys() == saved.keys():
         return {name: _as_saved(item, saved[name], p, name) for name, item in value.items()}
     if type(value) in (list, tuple) and len(value) == len(saved):
@@ -258,7 +320,8 @@ def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Return a copy that shares the objects in `memo`. `copy.deepcopy` of an optimizer would lose its attributes."""
+    """Return a copy that shares the objects in `memo`. `copy.deepcopy` of an optimizer would lose
+    its attributes."""
     twin = memo[id(optimizer)] = object.__new__(type(optimizer))
     for part in parts(optimizer):
         if id(part) not in memo:
@@ -268,11 +331,15 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
 
 
 def fresh_copy(
-    optimizer: torch.optim.Optimizer, model: nn.Module, instead: Mapping[Tensor, Tensor] = MappingProxyType({})
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    instead: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> torch.optim.Optimizer | None:
-    """Return a copy that shares the model's parameters, or has others `instead` of some, before the first step; None if
-    the optimizer holds something that cannot be copied."""
-    shared: dict[int, Any] = {id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())}
+    """Return a copy that shares the model's parameters, or has others `instead` of some, before the
+    first step; None if the optimizer holds something that cannot be copied."""
+    shared: dict[int, Any] = {
+        id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())
+    }
     try:
         return _twin(unwrapped(optimizer), shared | {id(p): other for p, other in instead.items()})
     except Exception:

@@ -15,15 +15,16 @@ from engine.private import tree_map_only
 
 
 class Zero(torch.optim.Optimizer):
-    """torch's ZeroRedundancyOptimizer around an optimizer that treats each parameter by itself: each rank keeps the
-    state of a share of the parameters, takes their step, and sends them to the others.
+    """torch's ZeroRedundancyOptimizer around an optimizer that treats each parameter by itself:
+    each rank keeps the state of a share of the parameters, takes their step, and sends them to the
+    others.
 
     own    the optimizer that was given; its groups keep this rank's share
     state  that of `own`; the groups hold all parameters
 
-    Checkpoints hold the whole state. torch's own methods gather it at 100 ns a byte and more and leave a copy on rank
-    0; they load it in any layout, with counters on the CPU, where a GPU's kernel refuses them (pytorch#124133), and
-    empty the caller's state.
+    Checkpoints hold the whole state. torch's own methods gather it at 100 ns a byte and more and
+    leave a copy on rank 0; they load it in any layout, with counters on the CPU, where a GPU's
+    kernel refuses them (pytorch#124133), and empty the caller's state.
     """
 
     def __init__(self, own: torch.optim.Optimizer, world: World):
@@ -39,35 +40,56 @@ class Zero(torch.optim.Optimizer):
             return own
 
         optimizer_class: Any = keep_share  # torch asks for a class, but only calls it
-        # A view: the parameters move into one piece of memory per rank, so that there is one broadcast per rank.
-        self.zero = ZeroRedundancyOptimizer(self.param_groups, optimizer_class, parameters_as_bucket_view=True)
-        for p, data in zip(parameters, before, strict=True):  # back to their layouts: torch has made them contiguous
+        # A view: the parameters move into one piece of memory per rank, so that there is one
+        # broadcast per rank.
+        self.zero = ZeroRedundancyOptimizer(
+            self.param_groups, optimizer_class, parameters_as_bucket_view=True
+        )
+        # back to their layouts: torch has made them contiguous
+        for p, data in zip(parameters, before, strict=True):
             strides = torch.empty_like(data, device="meta").stride()
             p.data = p.data.as_strided(data.shape, strides, p.data.storage_offset()).copy_(data)
         self.state = own.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         own: Any = self.own
-        own.grad_scale, own.found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        own.grad_scale, own.found_inf = (
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+        )
         with phase.during("optimizer step", waits=True):  # for the others' parameters
             self.zero.step()
 
     step.hooked = True  # type: ignore[attr-defined]
 
     def whole_state(self) -> dict[str, Any]:
-        """(all ranks) Return a checkpoint's state, whole on rank 0. Tensors travel as bytes, whatever their type."""
+        """(all ranks) Return a checkpoint's state, whole on rank 0. Tensors travel as bytes,
+        whatever their type."""
         packed, states = super().state_dict(), dict[Any, Any]()
-        forms = {n: tree_map_only(Tensor, lambda t: t.to("meta"), state) for n, state in packed["state"].items()}
+        forms = {
+            n: tree_map_only(Tensor, lambda t: t.to("meta"), state)
+            for n, state in packed["state"].items()
+        }
         for rank, theirs in enumerate(self.world.gather(forms)):
             for number, form in theirs.items():
                 mine = packed["state"][number] if rank == self.world.rank else form
                 whole = tree_map_only(Tensor, partial(self._on_rank0, rank), mine)
-                states.setdefault(number, whole)  # several ranks hold the state of no parameter: rank 0's counts
-        return packed | {"state": dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))}
+                # several ranks hold the state of no parameter: rank 0's counts
+                states.setdefault(number, whole)
+        return packed | {
+            "state": dict(
+                sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0]))
+            )
+        }
 
     def _on_rank0(self, rank: int, tensor: Tensor) -> Tensor:
-        """(all ranks) Return in rank 0's host memory a tensor of `rank`, of which the others give the form (meta)."""
-        there = torch.empty_like(tensor, device=self.world.device) if tensor.is_meta else tensor.to(self.world.device)
+        """(all ranks) Return in rank 0's host memory a tensor of `rank`, of which the others give
+        the form (meta)."""
+        there = (
+            torch.empty_like(tensor, device=self.world.device)
+            if tensor.is_meta
+            else tensor.to(self.world.device)
+        )
         flat = there.reshape(-1)
         with phase.during("broadcast", waits=True):  # gloo has no other way from a GPU
             dist.broadcast(flat.view(torch.uint8), src=rank)
@@ -76,7 +98,9 @@ class Zero(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state."""
         saved = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
+        if [len(group["params"]) for group in saved] != [
+            len(group["params"]) for group in self.param_groups
+        ]:
             raise ValueError("loaded state dict has different parameter groups")
         number = {id(p): n for n, p in enumerate(parameters_of(self))}
         local = {number[id(p)]: n for n, p in enumerate(parameters_of(self.own))}
@@ -84,8 +108,13 @@ class Zero(torch.optim.Optimizer):
             {**group, "params": [local[number[id(p)]] for p in mine["params"]]}
             for group, mine in zip(saved, self.own.param_groups, strict=True)
         ]
-        whole = state_dict["state"].items()  # keys: the number of a parameter, or a name for state of no parameter
-        state = {local.get(key, key): value for key, value in whole if key in local or not isinstance(key, int)}
+        # keys: the number of a parameter, or a name for state of no parameter
+        whole = state_dict["state"].items()
+        state = {
+            local.get(key, key): value
+            for key, value in whole
+            if key in local or not isinstance(key, int)
+        }
         self.own.load_state_dict({"state": state, "param_groups": groups})
         for group, given in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in given.items() if name != "params"})

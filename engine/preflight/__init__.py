@@ -1,4 +1,5 @@
-"""Compare what must be the same on all ranks, before the first step and now and then; rehearse the evaluation."""
+"""Compare what must be the same on all ranks, before the first step and now and then; rehearse the
+evaluation."""
 
 from __future__ import annotations
 
@@ -29,17 +30,23 @@ from engine.run import Run, environment
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
 
 FEW = 4
-"""Samples that are scored before the first step. On a GPU, or with loader processes, it is a whole batch, which also
-shows that it fits and that the processes start; on a CPU that may take as long as two steps."""
+"""Samples that are scored before the first step. On a GPU, or with loader processes, it is a whole
+batch, which also shows that it fits and that the processes start; on a CPU that may take as long as
+two steps."""
 
 
 def compare_ranks(run: Run) -> None:
-    """(all ranks) Compare config, code, versions, data and weights, and check the result of one all-reduce. Raises
-    LockstepError (exit code 6) with the first rank that differs."""
+    """(all ranks) Compare config, code, versions, data and weights, and check the result of one
+    all-reduce. Raises LockstepError (exit code 6) with the first rank that differs."""
     world = run.world
-    # For errors in the steps to come: the parameters that DDP numbers, and batches that need less memory.
-    status.current.parameter_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
-    status.current.smaller = tuple(plan.next_smaller_batch(run.plan, run.cfg, each) for each in (False, True))
+    # For errors in the steps to come: the parameters that DDP numbers, and batches that need less
+    # memory.
+    status.current.parameter_names = [
+        name for name, p in run.model.named_parameters() if p.requires_grad
+    ]
+    status.current.smaller = tuple(
+        plan.next_smaller_batch(run.plan, run.cfg, each) for each in (False, True)
+    )
     status.current.shrinks = run.cfg.oom == "shrink"
     if world.size > 1:
         keys = config.flatten(config.to_dict(run.cfg))
@@ -57,11 +64,16 @@ def compare_ranks(run: Run) -> None:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
     state_bytes = make.state_bytes(run.optimizer)
-    moments = world.decide(state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes))
+    moments = world.decide(
+        state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes)
+    )
     run.plan = replace(run.plan, moments=moments)
     strategies.check(run)
     status.current.less = strategies.smaller(run)
-    total, expected = torch.tensor(float(world.rank), device=world.device), world.size * (world.size - 1) / 2
+    total, expected = (
+        torch.tensor(float(world.rank), device=world.device),
+        world.size * (world.size - 1) / 2,
+    )
     world.sum(total)
     if total.item() != expected:
         what = f"an all-reduce over {world.size} ranks gave {total.item()} instead of {expected}"
@@ -89,7 +101,9 @@ def _compare_weights(run: Run) -> None:
     check_buffers(run.world, run.workers.buffers)
     if run.world.differing(run.workers.digest()):
         of_each = digests.each(run.model.named_parameters())
-        _compare(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
+        _compare(
+            run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE
+        )
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
@@ -102,9 +116,9 @@ def _compare(world: World, facts: dict[str, str], todo: str) -> None:
 
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
-    """(all ranks) Score a few samples before the first step, if the task scores any: a mistake in the evaluation shows
-    now and not after an epoch. Rank 0 does, or where a forward pass is a collective, all do: the same samples. Sets
-    `plan.gflop`."""
+    """(all ranks) Score a few samples before the first step, if the task scores any: a mistake in
+    the evaluation shows now and not after an epoch. Rank 0 does, or where a forward pass is a
+    collective, all do: the same samples. Sets `plan.gflop`."""
     if run.loaders.val is not None and type(run.task).score is not Task.score:
         with sync_errors(run.world):
             gflop = _rehearse(run) if run.world.main or run.plan.sharded else 0.0
@@ -112,31 +126,38 @@ def sanity_check(run: Run) -> None:
 
 
 def check_sums(run: Run) -> None:
-    """(all ranks) Check that the training loss adds up, and print how well. All ranks compute the same samples, because
-    a task may have collectives of its own. This is the last check before the first step: on a GPU it ends with the
-    return of the memory that the checks have cached, so that a batch that fits without them fits after them."""
+    """(all ranks) Check that the training loss adds up, and print how well. All ranks compute the
+    same samples, because a task may have collectives of its own. This is the last check before the
+    first step: on a GPU it ends with the return of the memory that the checks have cached, so that
+    a batch that fits without them fits after them."""
     if run.cfg.check_sums:
         with sync_errors(run.world):
             line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
         console.info(f"{line}\n")
     if run.world.device.type == "cuda":
-        # Some ms, once. The allocator returns free blocks by itself when memory runs out, but no block of which the
-        # first step holds a piece, such as a gradient.
+        # Some ms, once. The allocator returns free blocks by itself when memory runs out, but no
+        # block of which the first step holds a piece, such as a gradient.
         release_device_cache()
 
 
 def _rehearse(run: Run) -> float:
-    """(rank 0, or all) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in
-    the task, but not what so few samples may cause, such as a division by zero."""
+    """(rank 0, or all) Evaluate the first samples. Returns the GFLOP of a sample. Raises what
+    surely is a mistake in the task, but not what so few samples may cause, such as a division by
+    zero."""
     task, loader, device = run.task, run.loaders.val, run.world.device
     few = device.type == "cpu" and loader.loader is None
     batch = loader.example(FEW) if few or run.plan.sharded else next(iter(loader))
     samples = len(info_of(batch).index)
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
-    with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:
+    with (
+        phase.during("validation"),
+        run.precision.autocast(),
+        run.workers.buffers.unchanged() as changed,
+    ):
         sums, model = None, run.model.eval()
         if device.type == "cpu":  # the number of threads there depends on it
-            # Convolutions, products and attention count. An error is raised again below, without the counter in it.
+            # Convolutions, products and attention count. An error is raised again below, without
+            # the counter in it.
             with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
                 sums, flop = task.score(model, batch), counter.get_total_flops()
         scored.add(check("score", task.score(model, batch) if sums is None else sums))
@@ -145,7 +166,8 @@ def _rehearse(run: Run) -> float:
             collected.check_bytes(collected.bytes / samples * len(loader.dataset))
     if changed:
         console.warning(
-            f"the evaluation changes the buffer {changed[0]}, so a batch's numbers depend on those before: "
+            f"the evaluation changes the buffer {changed[0]}, so a batch's numbers depend on "
+            "those before: "
             "change it only where `self.training`. It is put back after each evaluation\n"
         )
     alone = World(0, 0, 1, device)
@@ -154,7 +176,8 @@ def _rehearse(run: Run) -> float:
     totals.collected = collected.joined(alone)
     try:
         reported(task, totals)
-    except Exception as error:  # the report of the whole split counts, and the totals of trials are not there yet
+    # the report of the whole split counts, and the totals of trials are not there yet
+    except Exception as error:
         sure = LockstepError, AttributeError, ImportError, NameError, TypeError
         if isinstance(error, sure) or (isinstance(error, KeyError) and not task.num_trials):
             raise

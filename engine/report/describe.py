@@ -1,4 +1,5 @@
-"""What a run prints before its first step and after its last: processes, the plan, what DDP will do, the result."""
+"""What a run prints before its first step and after its last: processes, the plan, what DDP will
+do, the result."""
 
 from __future__ import annotations
 
@@ -35,23 +36,35 @@ def announce(world: World, cfg: Any, always: bool) -> None:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         console.info(f"Started again by torchrun: restart {restarts} of {most}")
     devices = data_parallel_devices(cfg, world.device)
-    count, noun = max(world.size, len(devices)), "GPU" if world.device.type == "cuda" else "CPU process"
+    count, noun = (
+        max(world.size, len(devices)),
+        "GPU" if world.device.type == "cuda" else "CPU process",
+    )
     number = amount(count, noun) if count > 1 else f"one {noun}"
     distributed = "Distributed training: " if env.launched or always else ""
     console.info(distributed + number + (" of DataParallel" if devices else ""))
     if meeting.network:
-        console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
+        console.info(
+            f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another "
+            "interface"
+        )
     console.info(f"Using device: {world.device}")
     if (restart := launch.restart()).times:
-        console.info("Started again with " + " ".join(f"{k}={v}" for k, v in restart.settings.items()))
+        console.info(
+            "Started again with " + " ".join(f"{k}={v}" for k, v in restart.settings.items())
+        )
 
 
-def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> dict[str, str]:
+def plan_table(
+    plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision
+) -> dict[str, str]:
     """Return the arithmetic of a run as lines of text, by name."""
     everything = list(model.parameters())
     trained = [p for p in everything if p.requires_grad]
     numbers, trained_numbers = (sum(p.numel() for p in params) for params in (everything, trained))
-    weight_bytes, trained_bytes = (sum(local(p).nbytes for p in params) for params in (everything, trained))
+    weight_bytes, trained_bytes = (
+        sum(local(p).nbytes for p in params) for params in (everything, trained)
+    )
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
     if plan.moments is not None:
         shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
@@ -65,34 +78,47 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
     replicas = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
     then = f"{cfg.schedule.kind} over {plan.horizon}"
     then += f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
-    more = "activations besides" if plan.moments is not None else "activations and the optimizer's state besides"
+    more = (
+        "activations besides"
+        if plan.moments is not None
+        else "activations and the optimizer's state besides"
+    )
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
     epochs = plan.total_steps / plan.steps_per_epoch
     length = f"{plan.total_steps} = {epochs:{'.0f' if epochs >= 1000 else '.4g'}} epochs"
     if cfg.steps > plan.total_steps:
         length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
-    cut = (f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
-           f"{plan.accumulation} accumulation = {plan.global_batch}")  # fmt: skip
+    cut = (
+        f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
+        f"{plan.accumulation} accumulation = {plan.global_batch}"
+    )
     rows = _describe_workers(plan, trained_bytes) if plan.workers else {"global batch": cut}
     rows |= {
-        "steps per epoch": f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
-                           f"{plan.dropped} samples dropped",
+        "steps per epoch": f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of "
+        f"{last}; "
+        f"{plan.dropped} samples dropped",
         "optimizer steps": length,
         "learning rate": f"{lr}, {plan.warmup_steps} warm-up steps, then {then}",
-        "parameters": f"{numbers:,}" + (f", {trained_numbers:,} trained" if trained_numbers < numbers else ""),
+        "parameters": f"{numbers:,}"
+        + (f", {trained_numbers:,} trained" if trained_numbers < numbers else ""),
         "precision": f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})",
         "device": ", ".join([f"{world.device}", *plan.speed]),
         "memory": " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
-                  + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {more}",
-    }  # fmt: skip
+        + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {more}",
+    }
     saves = "at the end of an epoch; a kill repeats the epoch, and 10 s before it"
     if cfg.save_minutes:
-        saves = f"each epoch and every {cfg.save_minutes:g} min, or 100 times a save's CPU time; a kill repeats that"
+        saves = (
+            f"each epoch and every {cfg.save_minutes:g} min, or 100 times a save's CPU time; "
+            "a kill repeats that"
+        )
     if cfg.save_every:
         saves = f"every {amount(cfg.save_every, 'step')}; a kill repeats that"
     rows["checkpoints"] = f"{saves} at most"
     if not plan.workers and (parts_of := cut_dependent(model, plan.accumulation)):
-        rows["the cut matters"] = f"{parts_of}: other processes or another batch_size, other numbers"
+        rows["the cut matters"] = (
+            f"{parts_of}: other processes or another batch_size, other numbers"
+        )
     return rows
 
 
@@ -107,21 +133,35 @@ def _describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
     one_way = (processes - 1) / processes * gradient_bytes / 1e6
     sent = "nothing to send"
     if plan.sharded:
-        sent = f"{len(turns[0]) * (processes - 1) * gradient_bytes / 1e6:.2g} MB per process and step"
+        sent = (
+            f"{len(turns[0]) * (processes - 1) * gradient_bytes / 1e6:.2g} MB per process and step"
+        )
     elif processes > 1:
-        sent = f"{(nodes + 1) * one_way:.2g} MB per process and step out and back (an all-reduce: {2 * one_way:.2g})"
+        sent = (
+            f"{(nodes + 1) * one_way:.2g} MB per process and step out and back (an "
+            f"all-reduce: {2 * one_way:.2g})"
+        )
     return {
-        "global batch": f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
-                        f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}",
+        "global batch": f"{plan.global_batch}, dealt to {workers} virtual workers: up to "
+        f"{largest} samples each, in "
+        f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}",
         "virtual workers": f"{counts} of {workers} per process x {amount(processes, 'process')}; "
-                           f"the same bits on 1 to {workers} processes",
-        "tree of sums": f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}",
-    }  # fmt: skip
+        f"the same bits on 1 to {workers} processes",
+        "tree of sums": (
+            f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"
+        ),
+    }
 
 
 def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
     """Return what DDP will do in each step, from its own records."""
-    hook = "tree of virtual workers" if in_tree else "sum" if cfg.comm_hook == "none" else cfg.comm_hook
+    hook = (
+        "tree of virtual workers"
+        if in_tree
+        else "sum"
+        if cfg.comm_hook == "none"
+        else cfg.comm_hook
+    )
     record = private.ddp_record(net)
     size = record["total_parameter_size_bytes"]
     count = amount(len(buckets(size, cfg.bucket_cap_mb)), "bucket")
@@ -139,7 +179,8 @@ def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
 
 
 def check_trackers(cfg: Any, world: World) -> None:
-    """(all ranks) Before anything is loaded, raise LockstepError if a tracker is enabled and cannot be used."""
+    """(all ranks) Before anything is loaded, raise LockstepError if a tracker is enabled and cannot
+    be used."""
     on_rank0(world, lambda: [each.require(cfg) for each in (wandb, mlflow)])
 
 
@@ -149,22 +190,28 @@ def training(run: Run, strict: bool) -> None:
     plan = run.plan
     if plan.global_batch > plan.num_samples:
         console.warning(
-            f"a step may take {plan.global_batch} samples, and there are {plan.num_samples}: an epoch is one smaller "
+            f"a step may take {plan.global_batch} samples, and there are {plan.num_samples}: an "
+            "epoch is one smaller "
             "step (batch_size): give a smaller one for more steps\n"
         )
     if plan.warmup_steps > plan.horizon:
         console.warning(
-            f"the warm-up of {plan.warmup_steps} steps is longer than the schedule of {plan.horizon} (schedule): give "
+            f"the warm-up of {plan.warmup_steps} steps is longer than the schedule of "
+            f"{plan.horizon} (schedule): give "
             "a smaller warmup_epochs or warmup_steps, or the learning rate never is what lr says\n"
         )
     if strict:
         ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
-        console.info(f"Preflight: {ranks} on config, code, torch, python, data, parameters; all-reduce is right")
+        console.info(
+            f"Preflight: {ranks} on config, code, torch, python, data, parameters; all-reduce is "
+            "right"
+        )
         console.info(ddp_line(run.net, run.cfg.ddp, plan.workers > 0) + "\n")
 
 
 def print_plan(run: Run, steps: bool = True) -> None:
-    """(rank 0) Print where the weights come from, and the plan; without `steps` only what is about the model."""
+    """(rank 0) Print where the weights come from, and the plan; without `steps` only what is about
+    the model."""
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
     rows = plan_table(run.plan, run.cfg, run.world, run.model, run.precision)
@@ -173,7 +220,10 @@ def print_plan(run: Run, steps: bool = True) -> None:
     sampler, test = run.loaders.train.sampler, run.task.set_aside
     if count := int(sampler.excluded.sum()):
         sources = per_sample(sampler.dataset, "sources")
-        of = _counted(len(sampler.excluded), {} if sources is None else Counter(sources[sampler.excluded].tolist()))
+        of = _counted(
+            len(sampler.excluded),
+            {} if sources is None else Counter(sources[sampler.excluded].tolist()),
+        )
         rows["excluded"] = f"{count} of {of}; the others keep their steps and random numbers"
     if test:
         samples = _counted(test["samples"], test["sources"])
@@ -183,7 +233,10 @@ def print_plan(run: Run, steps: bool = True) -> None:
 
 
 def _counted(samples: int, by_source: dict[str, int]) -> str:
-    return few([amount(samples, "sample"), *(f"{number} of {name}" for name, number in by_source.items())], 9)
+    return few(
+        [amount(samples, "sample"), *(f"{number} of {name}" for name, number in by_source.items())],
+        9,
+    )
 
 
 def resumed(run: Run) -> None:
@@ -192,11 +245,21 @@ def resumed(run: Run) -> None:
     console.info(f"Resuming {saved.path}: step {p.step}, epoch {p.epoch + 1}, sample {p.position}")
     if saved.horizon != run.plan.horizon:
         change = f"{run.plan.horizon} steps instead of {saved.horizon}"
-        console.info(f"  note: the schedule now spans {change}; schedule.horizon={saved.horizon} keeps it as it was")
+        console.info(
+            f"  note: the schedule now spans {change}; schedule.horizon={saved.horizon} keeps it "
+            "as it was"
+        )
     then, now = saved.environment, environment(run)
-    moved = [f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
-    if moved and run.plan.workers:  # else the bits may change anyway; an old checkpoint lacks some names
-        console.info(f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}")
+    moved = [
+        f"{name} {then[name]} -> {now[name]}"
+        for name in now
+        if then.get(name, now[name]) != now[name]
+    ]
+    # else the bits may change anyway; an old checkpoint lacks some names
+    if moved and run.plan.workers:
+        console.info(
+            f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}"
+        )
     for change in saved.changes.values():
         console.info(f"  {change} from step {p.step} on")
 
@@ -209,7 +272,11 @@ def ended(run: Run, path: Path, sha256: str) -> str:
         rows = {"checkpoint": checkpoints.last, "resume with": status.current.resume_command}
     else:
         skipped = f" ({p.skipped} of them skipped)" if p.skipped else ""
-        best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
+        best = (
+            ""
+            if p.best is None
+            else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
+        )
         result = f"Done: {p.step} steps{skipped}, {p.samples} samples{best}"
         board = f"tensorboard --logdir {path / 'logs'}"
         rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}

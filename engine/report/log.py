@@ -1,4 +1,5 @@
-"""The run's log: sentences for the terminal, events for metrics.jsonl and the trackers. Only rank 0 writes."""
+"""The run's log: sentences for the terminal, events for metrics.jsonl and the trackers. Only rank 0
+writes."""
 
 from __future__ import annotations
 
@@ -36,23 +37,30 @@ SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rat
 
 
 class Log(Silent):
-    """Rank 0's log: each event goes to every sink, and as a sentence or a progress bar to the terminal."""
+    """Rank 0's log: each event goes to every sink, and as a sentence or a progress bar to the
+    terminal."""
 
     def __init__(self, folder: Path, run: Run):
         self.folder, self.first_step, self.began = folder, run.progress.step, time.perf_counter()
         self.lost: set[str] = set()  # names of sinks that cannot be written; each is warned of once
         self.bad: set[int] = set()  # indices of samples that are not finite
-        self.slowest: tuple[int, str] | None = None  # rank and phase of the last straggler that was named
+        # rank and phase of the last straggler that was named
+        self.slowest: tuple[int, str] | None = None
         self.contention = cores.CpuContention()
         self.bars = _has_room_for_bars()
         show_bars(self.bars)
         self.bar: Any = None
-        self.epoch_bar = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
+        self.epoch_bar = self._bar(
+            total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch"
+        )
         self.memory_read_at = -math.inf
         self.lines = Lines(folder / "metrics.jsonl", run)
         repeated = self.lines.repeated
         try:
-            self.sinks: list[Any] = [self.lines, *trackers.opened(run, folder, repeated is not None)]
+            self.sinks: list[Any] = [
+                self.lines,
+                *trackers.opened(run, folder, repeated is not None),
+            ]
         except BaseException:
             self.lines.close_files()
             raise
@@ -75,7 +83,9 @@ class Log(Silent):
     def _warn_once(self, name: str, error: Any) -> None:
         if name not in self.lost:
             self.lost.add(name)
-            terminal.write_stderr(f"warning: {name} cannot be written ({self.folder}): {error}: training continues\n")
+            terminal.write_stderr(
+                f"warning: {name} cannot be written ({self.folder}): {error}: training continues\n"
+            )
 
     def _thread_failed(self, about: Any) -> None:
         """Warn of a failure in TensorBoard's own thread, instead of a traceback."""
@@ -85,21 +95,25 @@ class Log(Silent):
             self.excepthook(about)
 
     def _write(self, event: str, run: Run, values: dict[str, Any]) -> None:
-        """Write an event to metrics.jsonl, and its numbers to the trackers if they are a training's or evaluation's."""
+        """Write an event to metrics.jsonl, and its numbers to the trackers if they are a training's
+        or evaluation's."""
         self._tell("write", event, run, values)
         if event in GROUPS:
-            if event == "train" and time.perf_counter() > self.memory_read_at + 1.0:  # it takes 0.2 ms
+            # it takes 0.2 ms
+            if event == "train" and time.perf_counter() > self.memory_read_at + 1.0:
                 self.memory_read_at = time.perf_counter()
                 values = values | {"memory_mb": _memory_mb(run.world.device)}
             self._tell("scalars", run.progress.step, _tagged(event, values))
 
     def sync(self) -> None:
-        """Flush the log to the disk before a checkpoint: a resumed run relies on a log that is complete up to it."""
+        """Flush the log to the disk before a checkpoint: a resumed run relies on a log that is
+        complete up to it."""
         self._tell("sync")
 
     def close(self, status: str = "done") -> None:
-        """End the log of a run that is done, stopped or failed. After a failure only files are closed: a tracker's
-        server may not answer, and the other ranks wait to hear of the failure."""
+        """End the log of a run that is done, stopped or failed. After a failure only files are
+        closed: a tracker's server may not answer, and the other ranks wait to hear of the
+        failure."""
         if status == "failed":
             self._tell("close_files")
         else:
@@ -117,11 +131,17 @@ class Log(Silent):
             self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)
         else:
             words = "  ".join(f"{k} {v}" for k, v in shown.items())
-            left_s = (plan.total_steps - p.step) * (time.perf_counter() - self.began) / (p.step - self.first_step)
+            left_s = (
+                (plan.total_steps - p.step)
+                * (time.perf_counter() - self.began)
+                / (p.step - self.first_step)
+            )
             console.info(
-                f"{time.strftime('%H:%M:%S')}  step {p.step}/{plan.total_steps}  epoch {p.epoch + 1}/{plan.epochs}  "
+                f"{time.strftime('%H:%M:%S')}  step {p.step}/{plan.total_steps}  epoch "
+                f"{p.epoch + 1}/{plan.epochs}  "
                 f"{words}  lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
-                f"{metrics['samples_per_s']:.0f} samples/s  data wait {100 * metrics['data_wait_share']:.0f}%  "
+                f"{metrics['samples_per_s']:.0f} samples/s  data wait "
+                f"{100 * metrics['data_wait_share']:.0f}%  "
                 f"ETA {timedelta(seconds=round(left_s))}"
             )
         if warning := self.contention.warning():
@@ -131,7 +151,9 @@ class Log(Silent):
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
         p, monitor = run.progress, run.task.monitor
         self._write("eval", run, metrics)
-        shown = _shown(metrics) | ({} if monitor in SHORT_NAMES else {monitor: f"{metrics[monitor]:.4f}"})
+        shown = _shown(metrics) | (
+            {} if monitor in SHORT_NAMES else {monitor: f"{metrics[monitor]:.4f}"}
+        )
         left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {left} | Val {right}")
@@ -142,7 +164,10 @@ class Log(Silent):
     def straggler(self, run: Run, found: Straggler | None) -> None:
         if found and (found.rank, found.phase) != self.slowest:  # once, and again when it changes
             self.slowest = found.rank, found.phase
-            console.warning(f"rank {found.rank} takes {found.ratio:.1f} times as long as the others, in {found.phase}")
+            console.warning(
+                f"rank {found.rank} takes {found.ratio:.1f} times as long as the others, in "
+                f"{found.phase}"
+            )
 
     def skipped(self, run: Run, skipped: Skipped) -> None:
         ranks, found = skipped.samples, skipped.found or {}
@@ -152,11 +177,18 @@ class Log(Silent):
         if skipped.why:
             return
         where = "; ".join(f"rank {rank}, samples {few(samples)}" for rank, samples in ranks.items())
-        why = f"the loss is not finite ({where})" if ranks else "the gradient is not finite, although the loss is"
+        why = (
+            f"the loss is not finite ({where})"
+            if ranks
+            else "the gradient is not finite, although the loss is"
+        )
         if found:
             why = few([f"sample {index} has {what}" for index, what in found.items()])
             if found.keys() & self.bad:
-                why += ", again: repair it or leave it out of the dataset, or this step is lost in each epoch"
+                why += (
+                    ", again: repair it or leave it out of the dataset, or this step is lost "
+                    "in each epoch"
+                )
         elif ranks and skipped.found is not None:
             why += ", but each of these samples is: look at the loss, and at the model"
         self.bad |= found.keys()
@@ -189,22 +221,27 @@ class Log(Silent):
             self.bar = outer
 
     def end_bars(self, run: Run) -> None:
-        """Close the bar of epochs, which is full unless the run was stopped, before the last lines are printed."""
+        """Close the bar of epochs, which is full unless the run was stopped, before the last lines
+        are printed."""
         if not run.stopped:
             self.epoch_bar.update(run.progress.epoch + 1 - self.epoch_bar.n)
         self.epoch_bar.close()
 
 
 class Lines:
-    """metrics.jsonl: a line for each event. A resumed run's `time_s` continues that of its earlier processes.
+    """metrics.jsonl: a line for each event. A resumed run's `time_s` continues that of its earlier
+    processes.
 
-    repeated  the training's metrics of the step that the run resumes from, if that is evaluated again; else None
+    repeated  the training's metrics of the step that the run resumes from, if that is evaluated
+    again; else None
     """
 
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, run: Run):
-        earlier_s, self.repeated = _truncate_log(path, run.progress.step, run.progress.evaluation_due)
+        earlier_s, self.repeated = _truncate_log(
+            path, run.progress.step, run.progress.evaluation_due
+        )
         self.zero = time.perf_counter() - earlier_s
         self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self.torn = False  # the last line may be incomplete
@@ -214,7 +251,10 @@ class Lines:
         time_s = round(time.perf_counter() - self.zero, 3)
         line = dict(zip(LOGGED, (event, p.step, p.epoch, p.samples, time_s), strict=True))
         # JSON has no NaN and no infinity: they become null.
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()
+        }
         torn, self.torn = self.torn, True
         self.file.write("\n" * torn + json.dumps(line | clean) + "\n")
         self.torn = False
@@ -235,11 +275,14 @@ def start(folder: Path, run: Run) -> Log:
         return Log(folder, run)
     except OSError as error:
         what = f"the log cannot be opened: {type(error).__name__}: {headline(error)}"
-        raise LockstepError(what, str(folder), "fix it, or give another save_dir", exit_code=3) from error
+        raise LockstepError(
+            what, str(folder), "fix it, or give another save_dir", exit_code=3
+        ) from error
 
 
 def _has_room_for_bars() -> bool:
-    """Return whether stderr is a terminal with columns: one with none shows neither a bar nor the log's lines."""
+    """Return whether stderr is a terminal with columns: one with none shows neither a bar nor the
+    log's lines."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except OSError:  # it has no file, such as a notebook's: believe its `isatty`
@@ -247,16 +290,21 @@ def _has_room_for_bars() -> bool:
 
 
 def _tagged(event: str, values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an event by the name that trackers show. They group by the first slash: `val/f1/walk` would
-    bury `val/loss`."""
+    """Return the numbers of an event by the name that trackers show. They group by the first slash:
+    `val/f1/walk` would bury `val/loss`."""
     numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-    return {f"{GROUPS[event]}{' ' if '/' in name else '/'}{name}": value for name, value in numbers.items()}
+    return {
+        f"{GROUPS[event]}{' ' if '/' in name else '/'}{name}": value
+        for name, value in numbers.items()
+    }
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
     """Return the metrics that have a short name, formatted as in the guides."""
     shown = {
-        short: f"{100 * metrics[name]:.2f}%" if name in ("accuracy", "success_rate") else f"{metrics[name]:.4f}"
+        short: f"{100 * metrics[name]:.2f}%"
+        if name in ("accuracy", "success_rate")
+        else f"{metrics[name]:.4f}"
         for name, short in SHORT_NAMES.items()
         if name in metrics
     }
@@ -266,7 +314,10 @@ def _shown(metrics: dict[str, float]) -> dict[str, str]:
 def of_trials(metrics: dict[str, float]) -> str:
     """Return the rate of success as people write it: 18 of 20 (70-97 %)."""
     low, high = (100 * metrics[f"success_rate_{end}"] for end in ("low", "high"))
-    return f"{metrics['success_rate'] * metrics['trials']:.0f} of {metrics['trials']:.0f} ({low:.0f}-{high:.0f} %)"
+    return (
+        f"{metrics['success_rate'] * metrics['trials']:.0f} of {metrics['trials']:.0f} "
+        f"({low:.0f}-{high:.0f} %)"
+    )
 
 
 def _memory_mb(device: torch.device) -> float:
@@ -276,9 +327,12 @@ def _memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, dict[str, Any] | None]:
-    """Drop the lines beyond step `start`, unreadable ones, and the evaluation of that step if it is to be repeated.
-    Return (time_s of the last line kept, the training's metrics of that step if its evaluation was dropped)."""
+def _truncate_log(
+    path: Path, start: int, evaluation_due: bool
+) -> tuple[float, dict[str, Any] | None]:
+    """Drop the lines beyond step `start`, unreadable ones, and the evaluation of that step if it is
+    to be repeated. Return (time_s of the last line kept, the training's metrics of that step if its
+    evaluation was dropped)."""
     kept, time_s, unreadable = [], 0.0, 0
     trained: dict[str, Any] = {}
     repeated = None
@@ -287,7 +341,11 @@ def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, 
     for line in filter(None, [*lines, torn]):
         try:
             record = json.loads(line)
-            event, step, seconds = str(record["event"]), int(record["step"]), float(record["time_s"])
+            event, step, seconds = (
+                str(record["event"]),
+                int(record["step"]),
+                float(record["time_s"]),
+            )
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             unreadable += line is not torn
             continue

@@ -1,4 +1,5 @@
-"""MLflow as a tracker. The package is imported only where `mlflow.enable` asks for it; mlflow-skinny is enough."""
+"""MLflow as a tracker. The package is imported only where `mlflow.enable` asks for it;
+mlflow-skinny is enough."""
 
 from __future__ import annotations
 
@@ -34,16 +35,21 @@ class MLflow:
         self.mlflow, self.logged, wanted = mlflow, -1, cfg.mlflow
         uri = wanted.uri or mlflow.get_tracking_uri()
         if "://" not in uri or uri.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer ones refuse a folder without it
+            # newer ones refuse a folder without it
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow.set_tracking_uri(uri)
         mlflow.set_experiment(wanted.experiment)
         found = mlflow.start_run(run_id=earlier or None, run_name=wanted.name or folder.name)
-        # An error ends the process without a call of `close`; MLflow's own handler, called later, would say FINISHED.
+        # An error ends the process without a call of `close`; MLflow's own handler, called later,
+        # would say FINISHED.
         atexit.register(mlflow.end_run, "FAILED")
         self.id = found.info.run_id
         if earlier:  # what is logged twice is shown twice
             history = mlflow.MlflowClient().get_metric_history
-            self.logged = max((each.step for name in found.data.metrics for each in history(earlier, name)), default=-1)
+            self.logged = max(
+                (each.step for name in found.data.metrics for each in history(earlier, name)),
+                default=-1,
+            )
         else:
             mlflow.log_params(config.flatten(config.to_dict(cfg)))
 

@@ -1,4 +1,5 @@
-"""Open a run's folder and log before the first step; close them after the last, and print how the run ended."""
+"""Open a run's folder and log before the first step; close them after the last, and print how the
+run ended."""
 
 from __future__ import annotations
 
@@ -29,22 +30,31 @@ def already_complete(run: Run) -> bool:
     if p.step < run.plan.total_steps:
         more = f": no better evaluation in the last {p.stale}; raise patience to continue"
     else:
-        more = f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to continue"
-    console.info(f"Already complete: {run.record.resumed.path} stands at step {p.step} of {run.plan.total_steps}{more}")
+        more = (
+            f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to continue"
+        )
+    console.info(
+        f"Already complete: {run.record.resumed.path} stands at step {p.step} of "
+        f"{run.plan.total_steps}{more}"
+    )
     return True
 
 
 @contextmanager
 def open_log(run: Run, profile: bool = False) -> Iterator[None]:
-    """(all ranks) Make the run's folder and open its log and checkpoints, which rank 0 writes. At the end wait for the
-    last checkpoint and print how the run ended. From here on a signal requests a graceful stop."""
+    """(all ranks) Make the run's folder and open its log and checkpoints, which rank 0 writes. At
+    the end wait for the last checkpoint and print how the run ended. From here on a signal requests
+    a graceful stop."""
     world, progress = run.world, run.progress
     resumed = run.record.resumed.path
-    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, resumed, digests.code(run.task)))
+    made = on_rank0(
+        world, lambda: run_folder.make_folder(run.cfg, world, resumed, digests.code(run.task))
+    )
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
     status.current.begin(path, progress.step, resumed, words)
-    run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
+    # before the next collective: whoever sees rank 0 start may signal any rank
+    run.stop.install_handlers()
     record = run.record
     record.log = on_rank0(world, lambda: log.start(path, run)) or record.log
     state = "failed"  # unless the end is reached
@@ -68,7 +78,9 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         state = "stopped" if run.stopped else "done"
         if isinstance(record.log, log.Log):
             code = status.STOPPED if run.stopped else status.DONE
-            status.current.update(state=state, exit_code=code, reason=run.stopped, step=progress.step)
+            status.current.update(
+                state=state, exit_code=code, reason=run.stopped, step=progress.step
+            )
             record.log.end_bars(run)
             console.info(describe.ended(run, path, sha256))
     finally:
@@ -76,7 +88,8 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
 
 
 def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
-    """(all ranks) What the log is not: the profile, the record of a step, and on rank 0 the checkpoints.
+    """(all ranks) What the log is not: the profile, the record of a step, and on rank 0 the
+    checkpoints.
 
     made  on rank 0 what `run_folder.make_folder` returned; None elsewhere
     """
@@ -88,6 +101,8 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
         sealed.remember("folder", str(path))
-        status.current.update(state="running", exit_code=None, reason="", monitor=run.task.monitor, best=progress.best)
+        status.current.update(
+            state="running", exit_code=None, reason="", monitor=run.task.monitor, best=progress.best
+        )
     if record.resumed.path:
         describe.resumed(run)

@@ -20,9 +20,15 @@ from engine.phases import phase
 T = TypeVar("T")
 
 PHASES = (
-    "data loading", "host to device", "augmentation", "forward",
-    "backward", "gradient sync", "optimizer step", "logging",
-)  # fmt: skip
+    "data loading",
+    "host to device",
+    "augmentation",
+    "forward",
+    "backward",
+    "gradient sync",
+    "optimizer step",
+    "logging",
+)
 """Phases of a training step, in their order. A run's other phases are not part of a step."""
 
 BETWEEN_STEPS = ("loading validation data", "validation")
@@ -33,7 +39,8 @@ WARM_UP, TIMED, TRACED = 10, 30, 3
 
 
 class Spent(NamedTuple):
-    """Seconds of a phase on the host, and on the GPU's own timeline, which includes idle time within the phase."""
+    """Seconds of a phase on the host, and on the GPU's own timeline, which includes idle time
+    within the phase."""
 
     host: float
     device: float
@@ -42,14 +49,15 @@ class Spent(NamedTuple):
 class PerformanceProfiler:
     """Split the steps of a loop into phases, without a wait for the GPU; docs/tools.md shows how.
 
-    A mark costs a microsecond, or ten on a GPU, where it records an event that is read at the end. Time between the
-    phases of a step is "other".
+    A mark costs a microsecond, or ten on a GPU, where it records an event that is read at the end.
+    Time between the phases of a step is "other".
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
         self.num_steps = 0
-        self._marks: list[tuple[str, float, Any]] = [("", 0.0, None)]  # a phase, its begin on the host and on the GPU
+        # a phase, its begin on the host and on the GPU
+        self._marks: list[tuple[str, float, Any]] = [("", 0.0, None)]
         self._spent: dict[str, Spent] = {}
 
     def mark(self, phase: str) -> None:
@@ -73,7 +81,8 @@ class PerformanceProfiler:
             self.mark(before)
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield `batches`: a step begins with the wait for one, and ends when the next is requested."""
+        """Yield `batches`: a step begins with the wait for one, and ends when the next is
+        requested."""
         self.mark("data loading")
         for batch in batches:
             self.mark("other")
@@ -101,15 +110,21 @@ class PerformanceProfiler:
 
 
 def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: list[str]) -> str:
-    """Return a table of the mean ms per step: of the first rank, and of several ranks also the lowest and the highest.
-    The share is of the GPU's time if there is one.
+    """Return a table of the mean ms per step: of the first rank, and of several ranks also the
+    lowest and the highest. The share is of the GPU's time if there is one.
 
     rows  the phases to show, even if they took no time
     """
-    ms = np.array([[spent.get(name, (0.0, 0.0)) for name in rows] for spent in ranks]).reshape(len(ranks), -1, 2)
-    ms = np.concatenate([ms, ms.sum(1, keepdims=True)], 1) * 1e3 / max(1, num_steps)  # (ranks, rows and the step, 2)
+    ms = np.array([[spent.get(name, (0.0, 0.0)) for name in rows] for spent in ranks]).reshape(
+        len(ranks), -1, 2
+    )
+    # (ranks, rows and the step, 2)
+    ms = np.concatenate([ms, ms.sum(1, keepdims=True)], 1) * 1e3 / max(1, num_steps)
     shown, several = int(on_gpu), len(ranks) > 1
-    lines = [f"  {'ms per step':<16}      host{'       GPU' * on_gpu}   share" + f"   {'all ranks':>19}" * several]
+    lines = [
+        f"  {'ms per step':<16}      host{'       GPU' * on_gpu}   share"
+        + f"   {'all ranks':>19}" * several
+    ]
     for row, name in enumerate([*rows, "step"]):
         of_ranks = ms[:, row, shown]
         line = f"  {name:<16}" + "".join(f"{value:>10.3f}" for value in ms[0, row, : shown + 1])
@@ -120,8 +135,8 @@ def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: 
 
 @contextlib.contextmanager
 def heeded(known: Iterable[str], heed: Callable[[str], Any]) -> Iterator[None]:
-    """Call `heed` when one of the `known` phases follows a different one; the others are nested in those and do not end
-    them."""
+    """Call `heed` when one of the `known` phases follows a different one; the others are nested in
+    those and do not end them."""
     phases, last = {*known}, ""
 
     def listener(name: str) -> None:
@@ -138,13 +153,15 @@ def heeded(known: Iterable[str], heed: Callable[[str], Any]) -> Iterator[None]:
 
 
 class Profile:
-    """(all ranks) `--profile`: skip WARM_UP steps, time TIMED steps on all ranks, then trace TRACED steps on rank 0."""
+    """(all ranks) `--profile`: skip WARM_UP steps, time TIMED steps on all ranks, then trace TRACED
+    steps on rank 0."""
 
     def __init__(self, world: World, folder: Path):
         self.world, self.path = world, folder / "trace.json"
         self.taken = 0  # steps
         self.on_gpu = world.device.type == "cuda"
-        self.rows = [*PHASES, *["waiting for the device"] * self.on_gpu]  # the host's phase, when it is ahead
+        # the host's phase, when it is ahead
+        self.rows = [*PHASES, *["waiting for the device"] * self.on_gpu]
         self.under_way = contextlib.ExitStack()
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
@@ -164,7 +181,9 @@ class Profile:
     def finish(self) -> None:
         """Report or end the trace, whichever is under way when the run ends."""
         if self.taken <= WARM_UP:
-            console.info(f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}")
+            console.info(
+                f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}"
+            )
         else:
             self.under_way.close()
 

@@ -1,16 +1,18 @@
-"""`record=N`: a small file with what step N has computed, by which two machines are compared; see tools/compare.py.
+"""`record=N`: a small file with what step N has computed, by which two machines are compared; see
+tools/compare.py.
 
-The file is NumPy's .npz. `about` is a JSON text: the step, config, environment, types of modules, and `entries`: the
-tensors of the step in their order. Of each pass these are the batch's leaves, every module's output in forward order,
-and the loss; then the gradients as the optimizer got them (divided, clipped), and the weights and buffers after the
-step. An entry has `rows` rows from `first` on in the arrays: one for each sample if its leading axis is that of the
-pass's samples.
+The file is NumPy's .npz. `about` is a JSON text: the step, config, environment, types of modules,
+and `entries`: the tensors of the step in their order. Of each pass these are the batch's leaves,
+every module's output in forward order, and the loss; then the gradients as the optimizer got them
+(divided, clipped), and the weights and buffers after the step. An entry has `rows` rows from
+`first` on in the arrays: one for each sample if its leading axis is that of the pass's samples.
 
 positions  (R,) int64: the sample's position in the epoch, or -1
 indices    (R,) int64: the sample's number in the dataset, or -1
 digests    (R,) int64: of bits and places
 norms      (R,) float64
-sketches   (R, 8) float64: sums with random signs. The root of the mean square of the difference of two sketches
+sketches   (R, 8) float64: sums with random signs. The root of the mean square of the difference of
+           two sketches
            estimates the norm of the difference of the rows, to about a quarter.
 """
 
@@ -51,11 +53,21 @@ class StepRecord:
         self.path = folder / f"record_step_{self.number}.npz"
         self.entries: list[dict[str, Any]] = []  # of this rank, each with its arrays
         self.micro: Any = None  # of the pass under way
-        hidden = {"compile": plan.compile != "off", "cuda_graph": run.cfg.cuda_graph, "multi_gpu=dp": plan.devices}
+        hidden = {
+            "compile": plan.compile != "off",
+            "cuda_graph": run.cfg.cuda_graph,
+            "multi_gpu=dp": plan.devices,
+        }
         if why := next((name for name, hides in hidden.items() if hides), ""):
-            raise LockstepError(f"the modules of a step cannot be seen with {why}", "record", f"drop {why}")
+            raise LockstepError(
+                f"the modules of a step cannot be seen with {why}", "record", f"drop {why}"
+            )
         if self.number > plan.total_steps:
-            raise LockstepError(f"the run ends at step {plan.total_steps}", f"record={self.number}", "record one of it")
+            raise LockstepError(
+                f"the run ends at step {plan.total_steps}",
+                f"record={self.number}",
+                "record one of it",
+            )
 
     def follow(self, passes: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the passes of the coming step, watched if it is the one."""
@@ -63,7 +75,10 @@ class StepRecord:
             yield from passes
             return
         modules = self.run.model.named_modules()
-        hooks = [each.register_forward_hook(partial(self._output, name or "the model")) for name, each in modules]
+        hooks = [
+            each.register_forward_hook(partial(self._output, name or "the model"))
+            for name, each in modules
+        ]
         for batch, self.micro in passes:
             self.calls: collections.Counter[str] = collections.Counter()
             for name, leaf in tree_leaves(batch):
@@ -82,16 +97,32 @@ class StepRecord:
     def _add(self, kind: str, name: str, value: Any) -> None:
         """Note a tensor of the pass under way, or of the whole step if there is none."""
         micro = self.micro
-        if not isinstance(value, Tensor) or not value.numel() or (micro is not None and micro.empty):
+        if (
+            not isinstance(value, Tensor)
+            or not value.numel()
+            or (micro is not None and micro.empty)
+        ):
             return
         places, indices = [-1], [-1]
         if micro is not None and value.shape[:1] == (len(micro.indices),):
             places, indices = [*range(micro.positions.stop)[micro.positions]], micro.indices
         with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
-            found = [each.cpu().numpy() for each in sketched(value.detach().reshape(len(places), -1))]
+            found = [
+                each.cpu().numpy() for each in sketched(value.detach().reshape(len(places), -1))
+            ]
         arrays = dict(zip(ARRAYS, [np.array(places), np.array(indices), *found], strict=True))
-        at = [*range(micro.positions.stop)[micro.positions][:1], micro.worker] if micro is not None else []
-        about = {"kind": kind, "name": name, "pass": at, "shape": [*value.shape], "dtype": str(value.dtype)}
+        at = (
+            [*range(micro.positions.stop)[micro.positions][:1], micro.worker]
+            if micro is not None
+            else []
+        )
+        about = {
+            "kind": kind,
+            "name": name,
+            "pass": at,
+            "shape": [*value.shape],
+            "dtype": str(value.dtype),
+        }
         self.entries.append(about | {"arrays": arrays})
 
     def end(self, totals: Tensor) -> None:
@@ -107,7 +138,10 @@ class StepRecord:
         of_passes = run.world.gather_on_main(self.entries)
         if not (run.world.main or run.plan.sharded):
             return
-        self.micro, self.entries = None, sorted((e for rank in of_passes for e in rank), key=lambda e: e["pass"])
+        self.micro, self.entries = (
+            None,
+            sorted((e for rank in of_passes for e in rank), key=lambda e: e["pass"]),
+        )
         self._add("loss", "of the step: total and weight", totals[1:3])
         for kind, tensors in (
             ("gradient", ((name, p.grad) for name, p in run.model.named_parameters())),
@@ -126,7 +160,10 @@ class StepRecord:
 
     def _content(self) -> bytes:
         run, first, file = self.run, 0, io.BytesIO()
-        arrays = {name: np.concatenate([entry["arrays"][name] for entry in self.entries]) for name in ARRAYS}
+        arrays = {
+            name: np.concatenate([entry["arrays"][name] for entry in self.entries])
+            for name in ARRAYS
+        }
         for entry in self.entries:
             entry |= {"first": first, "rows": len(entry.pop("arrays")["norms"])}
             first += entry["rows"]
@@ -148,7 +185,9 @@ class StepRecord:
 
 def sketched(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(R, F) -> their digests (R,) int64, norms (R,) and sketches (R, SIGNS) float64."""
-    squares, sums = (torch.zeros(len(rows), n, dtype=torch.float64, device=rows.device) for n in (1, SIGNS))
+    squares, sums = (
+        torch.zeros(len(rows), n, dtype=torch.float64, device=rows.device) for n in (1, SIGNS)
+    )
     for begin in range(0, rows.shape[1], COLUMNS):
         part = rows[:, begin : begin + COLUMNS]
         part = (part.abs() if part.is_complex() else part).double()

@@ -18,7 +18,8 @@ class Board:
 
     def __init__(self, folder: Path, run: Run, repeated: bool):
         folder.mkdir(exist_ok=True)
-        self.folder, self.purge_step = folder, run.progress.step + (not repeated)  # it purges whole steps
+        # it purges whole steps
+        self.folder, self.purge_step = folder, run.progress.step + (not repeated)
         self.config = config.to_dict(run.cfg)
         self.text = "" if run.progress.step else config.to_yaml(run.cfg)  # once
         self.monitored = f"val/{run.task.monitor}"
@@ -55,13 +56,18 @@ class Board:
         self.writer.flush()
 
     def close(self, status: str) -> None:
-        """Write the config and the final metrics for the HPARAMS tab, in the same folder instead of a sub-run."""
+        """Write the config and the final metrics for the HPARAMS tab, in the same folder instead of
+        a sub-run."""
         if status == "done" and self.monitored in self.seen:
             from torch.utils.tensorboard.summary import hparams
 
             flat = config.flatten(self.config)
-            flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
-            results = {tag: self.seen[tag] for tag in (self.monitored, "val/loss")}  # the tab finds them by tag
+            flat = {
+                key: value if isinstance(value, (int, float)) else str(value)
+                for key, value in flat.items()
+            }
+            # the tab finds them by tag
+            results = {tag: self.seen[tag] for tag in (self.monitored, "val/loss")}
             for summary in hparams(flat, results):
                 self.writer.file_writer.add_summary(summary)
         self.writer.close()
@@ -73,7 +79,8 @@ class Board:
 
 
 def encoded(picture: np.ndarray) -> tuple[bytes, str, tuple[int, int]]:
-    """Return (the file, its format, (width, height)): a GIF of what moves, (T, H, W[, 3]), else a PNG."""
+    """Return (the file, its format, (width, height)): a GIF of what moves, (T, H, W[, 3]), else a
+    PNG."""
     from PIL import Image
 
     moving = picture.ndim == 4 or (picture.ndim == 3 and picture.shape[-1] != 3)

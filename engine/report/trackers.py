@@ -1,8 +1,10 @@
-"""Trackers show a run's numbers and pictures: TensorBoard always, Weights & Biases and MLflow where they are enabled.
+"""Trackers show a run's numbers and pictures: TensorBoard always, Weights & Biases and MLflow where
+they are enabled.
 
-A tracker is a class with three methods: `scalars(step, numbers)` logs numbers by name, such as train/loss, of a step;
-`picture(step, name, picture)` logs uint8 of one of the shapes that `Task.pictures` returns; `close(status)` ends the
-run there: done, or stopped where it is to be resumed. After an error it is not called.
+A tracker is a class with three methods: `scalars(step, numbers)` logs numbers by name, such as
+train/loss, of a step; `picture(step, name, picture)` logs uint8 of one of the shapes that
+`Task.pictures` returns; `close(status)` ends the run there: done, or stopped where it is to be
+resumed. After an error it is not called.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ from engine.report.tensorboard import Board
 from engine.run import Run
 
 IDS = "trackers.json"
-"""In a run's folder: the run's number at each tracker, by which a resumed run is continued there."""
+"""In a run's folder: the run's number at each tracker, by which a resumed run is continued
+there."""
 
 
 def opened(run: Run, folder: Path, repeated: bool) -> list[Any]:
-    """(rank 0) Open all trackers of a run; `repeated`: the step that it resumes from is written again."""
+    """(rank 0) Open all trackers of a run; `repeated`: the step that it resumes from is written
+    again."""
     kinds = [kind for kind in (wandb.Wandb, mlflow.MLflow) if getattr(run.cfg, kind.name).enable]
     try:
-        ids = dict(json.loads((folder / IDS).read_text(encoding="utf-8"))) if kinds and run.record.resumed.path else {}
+        ids = (
+            dict(json.loads((folder / IDS).read_text(encoding="utf-8")))
+            if kinds and run.record.resumed.path
+            else {}
+        )
     except (OSError, ValueError, TypeError, RecursionError):
         ids = {}  # begin anew there
     found: list[Any] = []

@@ -18,11 +18,14 @@ NO_LOGIN = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
 
 
 def require(cfg: Any) -> None:
-    """Raise LockstepError if wandb is enabled and the package is missing or has no login. Sends nothing."""
+    """Raise LockstepError if wandb is enabled and the package is missing or has no login. Sends
+    nothing."""
     if not cfg.wandb.enable:
         return
     if not find_spec("wandb"):
-        raise LockstepError("the package wandb is not installed", "wandb.enable", "pip install wandb")
+        raise LockstepError(
+            "the package wandb is not installed", "wandb.enable", "pip install wandb"
+        )
     if cfg.wandb.mode != "auto":
         os.environ["WANDB_MODE"] = cfg.wandb.mode
     import wandb
@@ -35,7 +38,9 @@ def require(cfg: Any) -> None:
         except TypeError:  # an older version, which would prompt
             known = bool(wandb.api.api_key)
     except Exception as error:  # an invalid key
-        raise LockstepError(f"wandb: {headline(error) or type(error).__name__}", "wandb.enable", NO_LOGIN) from None
+        raise LockstepError(
+            f"wandb: {headline(error) or type(error).__name__}", "wandb.enable", NO_LOGIN
+        ) from None
     if not known:
         raise LockstepError("wandb has no login on this machine", "wandb.enable", NO_LOGIN)
 
@@ -46,7 +51,11 @@ class Wandb:
     def __init__(self, cfg: Any, folder: Path, earlier: str):
         import wandb
 
-        about = {"project": cfg.wandb.project, "name": cfg.wandb.name or folder.name, "dir": str(folder)}
+        about = {
+            "project": cfg.wandb.project,
+            "name": cfg.wandb.name or folder.name,
+            "dir": str(folder),
+        }
         about |= {"id": known, "resume": "allow"} if (known := earlier or cfg.wandb.run_id) else {}
         about |= {"entity": cfg.wandb.entity or None, "notes": cfg.wandb.notes or None}
         self.run = wandb.init(**about, config=config.to_dict(cfg))
@@ -59,7 +68,9 @@ class Wandb:
         import wandb
 
         data, kind, _ = encoded(picture)
-        shown = wandb.Video(io.BytesIO(data), format="gif") if kind == "GIF" else wandb.Image(picture)
+        shown = (
+            wandb.Video(io.BytesIO(data), format="gif") if kind == "GIF" else wandb.Image(picture)
+        )
         self.run.log({f"val/{name}": shown}, step=step)
 
     def close(self, status: str) -> None:

@@ -39,21 +39,28 @@ def set_backends(cfg: Any) -> None:
 
 
 def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
-    """Keep this process on its GPU's NUMA node. Call it early: threads that exist stay where they are."""
+    """Keep this process on its GPU's NUMA node. Call it early: threads that exist stay where they
+    are."""
     if env.launched and cfg.ddp.bind_cores:
         cores.bind(device, env.local_rank, env.local_size)
 
 
 def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
-    """(all ranks) Return the plan with the most threads a process may use, and whether the model is compiled."""
-    mode = compiler.choose(cfg.compile, world.device, plan.total_steps, not (plan.devices or plan.sharded))
+    """(all ranks) Return the plan with the most threads a process may use, and whether the model is
+    compiled."""
+    mode = compiler.choose(
+        cfg.compile, world.device, plan.total_steps, not (plan.devices or plan.sharded)
+    )
     if world.differing(mode):
         mode = "off"  # one of the machines may lack a C compiler
     with sync_errors(world):
         if mode != "off":
             compiler.check(mode, world.device, copies=bool(plan.devices))
-    if torch.are_deterministic_algorithms_enabled() and (mode != "off" or world.device.type == "cuda"):
-        torch.use_deterministic_algorithms(True)  # now for the compiler, too, which a task may use by itself
+    if torch.are_deterministic_algorithms_enabled() and (
+        mode != "off" or world.device.type == "cuda"
+    ):
+        # now for the compiler, too, which a task may use by itself
+        torch.use_deterministic_algorithms(True)
     if mode == "off":
         compiler.stay_unloaded()
     threads = 0
@@ -64,16 +71,16 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
 
 
 def _threads(cfg: Any) -> int:
-    """Return the threads that were asked for, 0 for a choice by rule. Virtual workers ask for one: a number that
-    depends on the processes would change the bits."""
+    """Return the threads that were asked for, 0 for a choice by rule. Virtual workers ask for one:
+    a number that depends on the processes would change the bits."""
     return cfg.threads or min(1, cfg.virtual_workers)
 
 
 def set_memory_format(
     cfg: Any, task: Task, model: nn.Module, loader: Any, plan: Plan, amp: Precision, saved: str
 ) -> Plan:
-    """Put the kernels of convolutions into the faster order; return the plan with its name. Call it before anything
-    else holds the memory of the parameters.
+    """Put the kernels of convolutions into the faster order; return the plan with its name. Call it
+    before anything else holds the memory of the parameters.
 
     saved  the order in the checkpoint to resume, which wins; auto without one
     """
@@ -84,7 +91,11 @@ def set_memory_format(
         order = memory.faster_order(model, loader.device, amp.name)
     if memory.convolutions(model):
         memory.set_memory_format(model, order)
-        if order != "contiguous" and cfg.memory_format == "auto" and _needs_usual_order(task, model, loader, amp):
+        if (
+            order != "contiguous"
+            and cfg.memory_format == "auto"
+            and _needs_usual_order(task, model, loader, amp)
+        ):
             order = "contiguous"
             memory.set_memory_format(model, order)
     return replace(plan, memory_format=order)
@@ -92,7 +103,8 @@ def set_memory_format(
 
 @torch.no_grad()
 def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision) -> bool:
-    """Return whether two samples fail in a `view` that only the usual order allows. Other errors surface later."""
+    """Return whether two samples fail in a `view` that only the usual order allows. Other errors
+    surface later."""
     batch = loader.example(2)
     try:
         with amp.autocast():
@@ -103,8 +115,8 @@ def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision
 
 
 def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], Due]:
-    """Return `step`, or a callable that takes it with the compiled model; with cuda_graph=true one that records it
-    once, so that each later step is one launch."""
+    """Return `step`, or a callable that takes it with the compiled model; with cuda_graph=true one
+    that records it once, so that each later step is one launch."""
     if run.plan.compile != "off":
         step = compiled_step.CompiledStep(run, step)
     if not run.cfg.cuda_graph:
@@ -120,14 +132,17 @@ def finish(run: Run) -> Plan:
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     datasets = [loader.dataset for loader in run.loaders if loader is not None]
     held = sum(data.bytes for data in datasets if isinstance(data, CachedDataset))
-    # Only now: the memory of loading is freed. Not with FSDP: what units free after their pass would stay, and nothing
-    # be saved.
+    # Only now: the memory of loading is freed. Not with FSDP: what units free after their pass
+    # would stay, and nothing be saved.
     kept = on_cpu and not plan.sharded and cfg.allocator == "keep" and memory.keep_freed_memory()
     convolutions = bool(memory.convolutions(run.model))
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
         "steps recorded as a CUDA graph": cfg.cuda_graph and not graph.unsupported_reason(run),
-        f"convolutions in {'the usual' if plan.memory_format == 'contiguous' else 'channels-last'} order": convolutions,
+        (
+            "convolutions in "
+            f"{'the usual' if plan.memory_format == 'contiguous' else 'channels-last'} order"
+        ): convolutions,
         "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
         "freed memory is kept": kept,

@@ -1,8 +1,8 @@
 """Take steps with the compiled model, after a comparison with the bare one.
 
-torch's compiler may make a wrong backward pass beside a right loss. So before the first step of each size a pass is
-computed twice without consequences, by the bare model and by the compiled one. Where the gradients part, the run
-continues with the bare model.
+torch's compiler may make a wrong backward pass beside a right loss. So before the first step of
+each size a pass is computed twice without consequences, by the bare model and by the compiled one.
+Where the gradients part, the run continues with the bare model.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ class Near(NamedTuple):
 
 
 NEAR = {"off": Near(1e-2, 2e-2, 0.1), "bf16": Near(5e-2, 0.2, 0.9), "fp16": Near(5e-2, 0.2, 0.9)}
-"""By precision; off includes TF32, of 10 bits. In bf16 right gradients of single parameters differed by up to 0.6 of
-their norm on a GPU, because the compiler rounds less often."""
+"""By precision; off includes TF32, of 10 bits. In bf16 right gradients of single parameters
+differed by up to 0.6 of their norm on a GPU, because the compiler rounds less often."""
 
 FLOOR = 0.05
-"""A parameter's gradient counts as large as this share of the average one: that of a bias before a norm is noise."""
+"""A parameter's gradient counts as large as this share of the average one: that of a bias before a
+norm is noise."""
 
 FP16_SCALE = 1024.0
-"""Times the loss: gradients of a mean would vanish in fp16, and the scaler's first scale may overflow."""
+"""Times the loss: gradients of a mean would vanish in fp16, and the scaler's first scale may
+overflow."""
 
 
 class Pass(NamedTuple):
-    """What a forward and backward pass has computed: loss, weight of the loss, and gradients by parameter."""
+    """What a forward and backward pass has computed: loss, weight of the loss, and gradients by
+    parameter."""
 
     loss: Tensor
     weight: Tensor
@@ -62,7 +65,8 @@ class Pass(NamedTuple):
 
 
 class CompiledStep:
-    """Takes the steps of a run with the compiled model, or after a failed comparison with the bare one.
+    """Takes the steps of a run with the compiled model, or after a failed comparison with the bare
+    one.
 
     sizes  global batches that have been compared: an epoch's last one may be shorter
     """
@@ -89,7 +93,8 @@ class CompiledStep:
             return self.step(run, passes)
 
     def _compare(self, passes: list[Any]) -> None:
-        """(all ranks) Compare the first pass of a step and the last one; give up where they differ on some rank."""
+        """(all ranks) Compare the first pass of a step and the last one; give up where they differ
+        on some rank."""
         run, before, difference = self.run, compiler.graphs(), ""
         chosen = passes if len(passes) == 1 else [passes[0], passes[-1]]
         run.begin_step()
@@ -105,12 +110,17 @@ class CompiledStep:
             self._give_up(found)
 
     def _difference(self, batch: Any, micro: Any) -> str:
-        """Return how the compiled pass differs from the bare one, or an empty text. A sync point."""
+        """Return how the compiled pass differs from the bare one, or an empty text. A sync
+        point."""
         names = [name for name, p in self.run.model.named_parameters() if p.requires_grad]
         try:
             bare = self._computed(batch, micro)
-        except torch.OutOfMemoryError:  # norms and activations that the compiler fuses take memory of their own
-            console.warning("compile: a pass kernel by kernel has no room, so the compiled one is not compared with it")
+        # norms and activations that the compiler fuses take memory of their own
+        except torch.OutOfMemoryError:
+            console.warning(
+                "compile: a pass kernel by kernel has no room, so the compiled one is not "
+                "compared with it"
+            )
             return ""
         try:
             with self.model.used():
@@ -129,7 +139,8 @@ class CompiledStep:
             with run.precision.autocast():
                 loss = check("loss", task.loss(net, map_tensors(batch, torch.clone)))
             scale = run.plan.loss_scale * (FP16_SCALE if run.scaler.is_enabled() else 1.0)
-            # Not `backward`: hooks of DDP and of virtual workers wait at the gradients of parameters.
+            # Not `backward`: hooks of DDP and of virtual workers wait at the gradients of
+            # parameters.
             gradients = torch.autograd.grad(loss.total * scale, parameters, allow_unused=True)
         weight = torch.as_tensor(loss.weight)
         return Pass(loss.total.detach(), weight, [g if g is None else _dense(g) for g in gradients])
@@ -153,7 +164,8 @@ class CompiledStep:
         first = run.progress.step + 1
         cure = "; TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1 in the environment may mend it"
         console.warning(
-            f"compile={mode} makes a wrong step, so from step {first} on steps run without it: {how}"
+            f"compile={mode} makes a wrong step, so from step {first} on steps run without it: "
+            f"{how}"
             f"{cure if run.precision.enabled else ''}"
         )
 
@@ -192,7 +204,8 @@ class Lengths(NamedTuple):
 
 
 def disagreement(names: list[str], bare: Pass, compiled: Pass, near: Near) -> str:
-    """Return how a compiled pass differs from a bare one by more than rounding, or an empty text. A sync point.
+    """Return how a compiled pass differs from a bare one by more than rounding, or an empty text. A
+    sync point.
 
     names  of the parameters, in the order of the gradients
     """
@@ -203,19 +216,29 @@ def disagreement(names: list[str], bare: Pass, compiled: Pass, near: Near) -> st
     everyone = [each for each in _lengths(names, bare, compiled) if math.isfinite(each.bare)]
     infinite = [each.name for each in everyone if not math.isfinite(each.compiled)]
     if infinite:
-        others = f", and so are {len(infinite) - 1} more of {len(names)}" if len(infinite) > 1 else ""
+        others = (
+            f", and so are {len(infinite) - 1} more of {len(names)}" if len(infinite) > 1 else ""
+        )
         return f"the gradient of {infinite[0]} is not finite{others}"
     return _far(everyone, near)
 
 
 def _far(everyone: list[Lengths], near: Near) -> str:
-    """Return which of finite gradients is too far from the bare one, or that all together are, or an empty text."""
+    """Return which of finite gradients is too far from the bare one, or that all together are, or
+    an empty text."""
     whole = math.hypot(*(each.bare for each in everyone))
     of_compiled = math.hypot(*(each.compiled for each in everyone))
     if not whole:
-        return "" if not of_compiled else f"the norm of all gradients is {of_compiled:.4g} instead of 0"
+        return (
+            ""
+            if not of_compiled
+            else f"the norm of all gradients is {of_compiled:.4g} instead of 0"
+        )
     average = whole / math.sqrt(sum(each.numel for each in everyone))  # of an element
-    shares = [each.gap / max(each.bare, FLOOR * average * math.sqrt(each.numel), 1e-300) for each in everyone]
+    shares = [
+        each.gap / max(each.bare, FLOOR * average * math.sqrt(each.numel), 1e-300)
+        for each in everyone
+    ]
     share = max(shares)
     if share > near.gradient:
         worst = everyone[shares.index(share)]
@@ -227,7 +250,8 @@ def _far(everyone: list[Lengths], near: Near) -> str:
 
 
 def _lengths(names: list[str], bare: Pass, compiled: Pass) -> list[Lengths]:
-    """Return the lengths of each parameter that has a gradient in one of the passes; a missing one is zero."""
+    """Return the lengths of each parameter that has a gradient in one of the passes; a missing one
+    is zero."""
     rows: dict[str, Tensor] = {}
     for name, a, b in zip(names, bare.gradients, compiled.gradients, strict=True):
         known = a if a is not None else b

@@ -1,11 +1,13 @@
-"""Record a whole step as one CUDA graph, for small models, whose kernels take less time than their launches.
+"""Record a whole step as one CUDA graph, for small models, whose kernels take less time than their
+launches.
 
-`train_step` itself is recorded. The host's part of a step comes before and after each launch: it copies the batch into
-the memory that the graph reads, seeds the generators (a launch uses the generator's seed of that moment), fills in the
-learning rate, and counts the step.
+`train_step` itself is recorded. The host's part of a step comes before and after each launch: it
+copies the batch into the memory that the graph reads, seeds the generators (a launch uses the
+generator's seed of that moment), fills in the learning rate, and counts the step.
 
-A graph keeps every Python number at its value during the recording. So the launches number 1, 2, 4, 8 and so on are
-undone and taken again kernel by kernel; if the results differ, the graph is given up.
+A graph keeps every Python number at its value during the recording. So the launches number 1, 2, 4,
+8 and so on are undone and taken again kernel by kernel; if the results differ, the graph is given
+up.
 """
 
 from __future__ import annotations
@@ -26,19 +28,23 @@ from engine.phases import phase
 from engine.run import Due, Run
 
 Outcome = tuple[Tensor, Tensor, Tensor]
-"""The arguments of `Run.end_step` of a step: totals, the norm of the gradient, whether it was skipped."""
+"""The arguments of `Run.end_step` of a step: totals, the norm of the gradient, whether it was
+skipped."""
 
 WARM_UP = 3
-"""Steps of one form that run kernel by kernel before the recording: kernels are chosen, state is allocated."""
+"""Steps of one form that run kernel by kernel before the recording: kernels are chosen, state is
+allocated."""
 
 NEAR = 1e-2
-"""Relative difference allowed of loss and gradient: the order of a sum may change, its terms may not."""
+"""Relative difference allowed of loss and gradient: the order of a sum may change, its terms may
+not."""
 
 KIND = "cuda"
 
 
 def unsupported_reason(run: Run) -> str:
-    """Return why the steps of a run cannot be recorded, or an empty text. Its model is wrapped by now."""
+    """Return why the steps of a run cannot be recorded, or an empty text. Its model is wrapped by
+    now."""
     why = {
         "there is no GPU": run.world.device.type != KIND,
         "virtual workers take it in several parts": run.plan.workers > 0,
@@ -48,7 +54,9 @@ def unsupported_reason(run: Run) -> str:
         "amp=fp16 has a loss scale; bf16 needs none": run.scaler.is_enabled(),
         f"compile={run.plan.compile} records graphs of its own": run.plan.compile
         in ("reduce-overhead", "max-autotune"),
-        f"with {name_of(run.optimizer)} the host reads whether to skip it": not skips_itself(run.optimizer),
+        f"with {name_of(run.optimizer)} the host reads whether to skip it": not skips_itself(
+            run.optimizer
+        ),
     }
     return next((words for words, applies in why.items() if applies), "")
 
@@ -59,8 +67,8 @@ def disable(why: str) -> None:
 
 
 class StepGraph:
-    """Takes the steps of a run: by launches of the graph, or kernel by kernel, before the recording and for a batch of
-    a different form. All run on the stream of the recording.
+    """Takes the steps of a run: by launches of the graph, or kernel by kernel, before the recording
+    and for a batch of a different form. All run on the stream of the recording.
 
     form   of the recorded batch: the shape and type of each tensor
     taken  number of steps of that form
@@ -84,7 +92,8 @@ class StepGraph:
         self.inside.lr.fill_(rate)
         parts = dict(tree_leaves(batch))
         form = {
-            name: (part.shape, part.dtype) if isinstance(part, Tensor) else type(part) for name, part in parts.items()
+            name: (part.shape, part.dtype) if isinstance(part, Tensor) else type(part)
+            for name, part in parts.items()
         }
         if self.graph is None and form != self.form:
             self.form, self.taken = form, 0
@@ -115,9 +124,12 @@ class StepGraph:
         return self.inside.outcome
 
     def _watched(self, passes: Any) -> Outcome:
-        """Take a step kernel by kernel; give up, while it is harmless, if the step could not be recorded."""
+        """Take a step kernel by kernel; give up, while it is harmless, if the step could not be
+        recorded."""
         (batch, _), *_ = passes
-        objects = any(not isinstance(part, Tensor) and part is not None for _, part in tree_leaves(batch))
+        objects = any(
+            not isinstance(part, Tensor) and part is not None for _, part in tree_leaves(batch)
+        )
         buffers = self.run.workers.buffers
         mode, before = torch.cuda.get_sync_debug_mode(), [*map(id, buffers().values())]
         with warnings.catch_warnings(record=True) as seen:
@@ -137,14 +149,20 @@ class StepGraph:
         return outcome
 
     def _record(self, batch: Any, micro: Any) -> None:
-        """Record a step without taking it. The loader's thread continues, and its work is not recorded."""
+        """Record a step without taking it. The loader's thread continues, and its work is not
+        recorded."""
         self.batch, graph = map_tensors(batch, torch.clone), torch.cuda.CUDAGraph()
-        stay = torch.cuda.stream(torch.cuda.current_stream())  # a recording that fails does not return to it
-        listeners, phase.listeners = phase.listeners, []  # a profiler's events would be recorded, too
+        # a recording that fails does not return to it
+        stay = torch.cuda.stream(torch.cuda.current_stream())
+        # a profiler's events would be recorded, too
+        listeners, phase.listeners = phase.listeners, []
         self.run.seed_pass(micro)
         self.inside.recording = True
         try:
-            with stay, torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            with (
+                stay,
+                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 self.step(self.inside, [(self.batch, micro)])
         except Exception as error:  # an error of the step, too: it recurs kernel by kernel
             self.stream = torch.cuda.current_stream()  # the other one may still be recording
@@ -154,7 +172,11 @@ class StepGraph:
         finally:
             phase.listeners = listeners
             self.inside.recording = False
-        self.graph, self.outcome, self.loss = graph, self.inside.outcome, self.run.meter.losses[0][1]
+        self.graph, self.outcome, self.loss = (
+            graph,
+            self.inside.outcome,
+            self.run.meter.losses[0][1],
+        )
         self.inputs = [*tensors(self.batch)]
         console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
 
@@ -162,18 +184,28 @@ class StepGraph:
         assert self.graph is not None
         self.run.seed_pass(micro)
         phase("forward")
-        torch._foreach_copy_(self.inputs, [part for part in parts.values() if isinstance(part, Tensor)])
+        torch._foreach_copy_(
+            self.inputs, [part for part in parts.values() if isinstance(part, Tensor)]
+        )
         self.graph.replay()
-        self.run.meter.losses = [(micro, self.loss.clone())]  # a copy: it is read during the next launch
+        # a copy: it is read during the next launch
+        self.run.meter.losses = [(micro, self.loss.clone())]
         if votes := self.run.votes(micro.consumed):  # as in `loss_vector`; the graph writes 0 there
-            self.outcome[0][0].fill_(votes)  # an assignment of a number copies from pageable memory, and waits
+            # an assignment of a number copies from pageable memory, and waits
+            self.outcome[0][0].fill_(votes)
         return self.outcome
 
     def _compared(self, passes: Any, parts: dict[str, Any]) -> Outcome:
-        """Launch a step, undo it, and take it kernel by kernel; give up if the results differ. A sync point."""
+        """Launch a step, undo it, and take it kernel by kernel; give up if the results differ. A
+        sync point."""
         run = self.run
         trained = [p for group in run.optimizer.param_groups for p in group["params"]]
-        held = [value for each in run.optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+        held = [
+            value
+            for each in run.optimizer.state.values()
+            for value in each.values()
+            if isinstance(value, Tensor)
+        ]
         state = [value.detach() for value in (*trained, *run.model.buffers(), *held)]
         before = [value.clone() for value in state]
         launched = _compared_numbers(*self._launch(parts, passes[0][1]))
@@ -183,10 +215,18 @@ class StepGraph:
             pairs = [*zip(launched.tolist(), _compared_numbers(*outcome).tolist(), strict=True)]
         if not all(math.isclose(a, b, rel_tol=NEAR) or (a != a and b != b) for a, b in pairs):
             names = ("loss", "weight", "gradient norm")
-            found = ", ".join(f"{name} {a:.4g} instead of {b:.4g}" for name, (a, b) in zip(names, pairs, strict=True))
+            found = ", ".join(
+                f"{name} {a:.4g} instead of {b:.4g}"
+                for name, (a, b) in zip(names, pairs, strict=True)
+            )
             unseen = max(0, (self.taken - WARM_UP) // 2 - 1)  # since the last time
-            why = f"the recorded one has {found}: something changes on the host, which a graph holds as it was"
-            self._give_up(why + (f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""))
+            why = (
+                f"the recorded one has {found}: something changes on the host, which a graph "
+                "holds as it was"
+            )
+            self._give_up(
+                why + (f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else "")
+            )
         return outcome
 
     def _give_up(self, why: str) -> None:
@@ -200,7 +240,8 @@ def _compared_numbers(totals: Tensor, grad_norm: Tensor, skipped: Tensor) -> Ten
 
 
 class _Recorded(Run):
-    """A run for the recorded step: the learning rate is on the device, and the host's part is left out.
+    """A run for the recorded step: the learning rate is on the device, and the host's part is left
+    out.
 
     outcome    of the last step
     recording  a graph is being recorded: it must hold no vote, or each launch would repeat it

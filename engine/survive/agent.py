@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""torchrun, with what it hides: the exit code of the run, and one line about a process that was killed.
+"""torchrun, with what it hides: the exit code of the run, and one line about a process that was
+killed.
 
     python engine/survive/agent.py [options of torchrun] train.py [arguments]
 
-torchrun exits with 1, whatever its processes exit with, and prints a table of forty lines. train_multigpu.sh and
-`train.py --multi-gpu ddp` start this file instead: the same elastic agent, run in this process.
+torchrun exits with 1, whatever its processes exit with, and prints a table of forty lines.
+train_multigpu.sh and `train.py --multi-gpu ddp` start this file instead: the same elastic agent,
+run in this process.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from engine.errors import LockstepError, headline
 
 
 def main(argv: list[str]) -> int:
-    # Torch reads it when it is loaded. In this process it hides the stack of forty lines that torch logs where nobody
-    # listens on an address; the processes show errors, but not the warnings about a store whose server is gone.
+    # Torch reads it when it is loaded. In this process it hides the stack of forty lines that torch
+    # logs where nobody listens on an address; the processes show errors, but not the warnings about
+    # a store whose server is gone.
     of_the_processes = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import run as torchrun
@@ -38,14 +41,19 @@ def main(argv: list[str]) -> int:
     from engine.comm import sealed
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = of_the_processes
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the processes print their errors themselves
+    for name in [
+        name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")
+    ]:
+        # the processes print their errors themselves
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     # 30 s by default: too short for a large checkpoint on a slow disk.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     args = torchrun.parse_args(argv)
     one_machine = args.standalone or args.nnodes in ("1", "1:1")
     try:
-        known = sealed.secret(one_machine) or (secrets.token_hex(32).encode() if one_machine else b"")
+        known = sealed.secret(one_machine) or (
+            secrets.token_hex(32).encode() if one_machine else b""
+        )
     except LockstepError as error:
         return _error(str(error), 2)
     if known:
@@ -57,7 +65,8 @@ def main(argv: list[str]) -> int:
     prepare_for_many(1)
     if not one_machine:
         _leave_together()
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would handle it nevertheless
+    # by nohup; torchrun would handle it nevertheless
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         if hasattr(args, "signals_to_handle"):
             args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})
         else:  # an older one has no such option: then its processes handle it, too
@@ -67,8 +76,16 @@ def main(argv: list[str]) -> int:
     try:
         place = temporary_folder()
     except OSError:
-        return _error("no folder for temporary files can be written (TMPDIR): mount one (docker run --tmpfs /tmp)", 2)
-    with tempfile.TemporaryDirectory(prefix="lockstep_", dir=place, ignore_cleanup_errors=True) as scratch:
+        return _error(
+            (
+                "no folder for temporary files can be written (TMPDIR): mount one (docker run "
+                "--tmpfs /tmp)"
+            ),
+            2,
+        )
+    with tempfile.TemporaryDirectory(
+        prefix="lockstep_", dir=place, ignore_cleanup_errors=True
+    ) as scratch:
         os.environ[SCRATCH], path = scratch, os.path.join(scratch, EXIT_CODE)
         args.log_dir = args.log_dir or scratch  # torchrun's own would stay
         try:
@@ -85,13 +102,15 @@ def main(argv: list[str]) -> int:
             code = _reported(path)  # a process that reported one has printed its reason, too
             return _not_started(error, args) if code is None else code
         finally:  # torch's handlers would raise an error in the clean-up below
-            for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
+            for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(
+                ","
+            ):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _leave_together() -> None:
-    """Patch torch's agent: where a signal ends one, it meets the others at their exit barrier, too. They have stopped
-    with it, and would wait for it for five minutes."""
+    """Patch torch's agent: where a signal ends one, it meets the others at their exit barrier, too.
+    They have stopped with it, and would wait for it for five minutes."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -110,17 +129,21 @@ def _leave_together() -> None:
 
 
 def _arrange_c10d(args: Any) -> None:
-    """Set what torchrun leaves to the user in a dynamic rendezvous of several machines: which machine holds the store
-    (torchrun looks this machine's name up, which may give 127.0.0.1), and at which address the others find it."""
+    """Set what torchrun leaves to the user in a dynamic rendezvous of several machines: which
+    machine holds the store (torchrun looks this machine's name up, which may give 127.0.0.1), and
+    at which address the others find it."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, 0)
     here, _ = way_to(host)
-    hosts = here != "" and (is_loopback(here) or here in {found[4][0] for found in socket.getaddrinfo(host, None)})
+    hosts = here != "" and (
+        is_loopback(here) or here in {found[4][0] for found in socket.getaddrinfo(host, None)}
+    )
     if "is_host" not in args.rdzv_conf:
         args.rdzv_conf = ",".join([*filter(None, [args.rdzv_conf]), f"is_host={int(hosts)}"])
     args.local_addr = args.local_addr or (host if hosts else here) or None
-    # Otherwise a restarted attempt reads what the one before has left in the store, see CONTRIBUTING.md.
+    # Otherwise a restarted attempt reads what the one before has left in the store, see
+    # CONTRIBUTING.md.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -144,8 +167,14 @@ def _failed(failures: dict[int, Any], reported: int | None) -> int:
         who = f"rank {rank} (process {failure.pid})"
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
             killed = f"{who} was killed by {signal.Signals(-failure.exitcode).name}"
-            todo = "perhaps because memory ran out; start the same command again to resume from the last checkpoint"
-            print(f"error: {killed} (torchrun): {todo}" if reported is None else f"note: {killed}", file=sys.stderr)
+            todo = (
+                "perhaps because memory ran out; start the same command again to resume from "
+                "the last checkpoint"
+            )
+            print(
+                f"error: {killed} (torchrun): {todo}" if reported is None else f"note: {killed}",
+                file=sys.stderr,
+            )
         elif reported is None and failure.exitcode > 0:
             _error(f"{who} ended with exit code {failure.exitcode} (torchrun): see above", 1)
     codes = [failure.exitcode for failure in failures.values()]
@@ -160,8 +189,12 @@ def _not_started(error: BaseException, args: object) -> int:
         text = "not all nodes have come in time"
     port = getattr(args, "master_port", "?")
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return _error(f"port {port} is in use (MASTER_PORT={port}): give another, the same on every node", 2)
-    return _error(f"the processes could not be started: {text} (torchrun): check the address and the nodes", 6)
+        return _error(
+            f"port {port} is in use (MASTER_PORT={port}): give another, the same on every node", 2
+        )
+    return _error(
+        f"the processes could not be started: {text} (torchrun): check the address and the nodes", 6
+    )
 
 
 if __name__ == "__main__":

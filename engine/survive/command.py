@@ -27,7 +27,9 @@ def read(argv: list[str], tasks: Any) -> config.Args:
         error.everywhere = True  # every rank reads the same command line
         raise
     if args.help:
-        print(config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task)))
+        print(
+            config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task))
+        )
         raise config.EarlyExit
     if args.print_config:
         print(config.to_yaml(args.cfg), end="", flush=True)
@@ -39,8 +41,9 @@ def read(argv: list[str], tasks: Any) -> config.Args:
 
 
 def become_torchrun(cfg: Any, strict: bool) -> None:
-    """Become torchrun, and don't return, where plain python was asked for several processes. Otherwise warn of a
-    launch that was perhaps forgotten; with `strict` refuse what train.py would adapt to."""
+    """Become torchrun, and don't return, where plain python was asked for several processes.
+    Otherwise warn of a launch that was perhaps forgotten; with `strict` refuse what train.py would
+    adapt to."""
     forgotten = launch.forgotten_launch()
     if strict and cfg.multi_gpu == "dp":
         todo = "use `python train.py --multi-gpu dp`, or drop it"
@@ -55,9 +58,15 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
     if cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and len(cfg.gpu_ids or range(gpus)) > 1):
         _start_torchrun(cfg, gpus)
     if cfg.multi_gpu == "none" and gpus > 1 and cfg.device != "cpu":
-        print(f"note: this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them", file=sys.stderr)
+        print(
+            f"note: this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them",
+            file=sys.stderr,
+        )
     if cfg.multi_gpu == "dp" and not torch.cuda.is_available():
-        print("warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU", file=sys.stderr)
+        print(
+            "warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU",
+            file=sys.stderr,
+        )
 
 
 def _start_torchrun(cfg: Any, gpus: int) -> None:
@@ -65,7 +74,9 @@ def _start_torchrun(cfg: Any, gpus: int) -> None:
     if cfg.gpu_ids and gpus:
         launch.check_gpu_ids(cfg.gpu_ids, gpus)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[g] if visible[0] else str(g) for g in cfg.gpu_ids)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[g] if visible[0] else str(g) for g in cfg.gpu_ids
+        )
     os.environ[scratch.COMMAND] = status.typed()
     options = ["--standalone", f"--nproc_per_node={(len(cfg.gpu_ids) or gpus) if gpus else 1}"]
     print("Starting torchrun", *options, flush=True)

@@ -1,4 +1,5 @@
-"""Handle failures: errors become one line and an exit code, hangs are found, a divergence ends the run.
+"""Handle failures: errors become one line and an exit code, hangs are found, a divergence ends the
+run.
 
 A script without these calls trains the same, as long as nothing goes wrong.
 """
@@ -30,18 +31,22 @@ from engine.survive.watchdog import Watchdog as Watchdog
 
 
 def guarded(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorate a `main(argv, ...)`: any exception becomes `error: what (where): what to do`, once for all ranks, and
-    an exit code."""
+    """Decorate a `main(argv, ...)`: any exception becomes `error: what (where): what to do`, once
+    for all ranks, and an exit code."""
 
     @functools.wraps(main)
     def inner(argv: list[str], *more: Any, **how: Any) -> int:
         terminal.make_safe()
-        gc.freeze()  # otherwise each full collection walks all objects that torch's import has made: 0.1 s
-        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
+        # otherwise each full collection walks all objects that torch's import has made: 0.1 s
+        gc.freeze()
+        # until there is something to save, Ctrl-C just ends it
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
             code = main(argv, *more, **how)
             if code == STOPPED:  # torchrun takes it for a failure
-                status.fill_in_error_file(f"no error: the run was stopped; resume with {status.current.resume_command}")
+                status.fill_in_error_file(
+                    f"no error: the run was stopped; resume with {status.current.resume_command}"
+                )
             return status.set_exit_code(code)
         except EarlyExit:
             return int(any(lost.startswith("stdout") for lost in terminal.lost_streams))
@@ -71,13 +76,15 @@ def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
 
 
 def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
-    """(all ranks) Act on the outcome of the last step, on a GPU of the one before. Raises LockstepError where the
-    training has diverged."""
+    """(all ranks) Act on the outcome of the last step, on a GPU of the one before. Raises
+    LockstepError where the training has diverged."""
     progress = run.progress
     for outcome in outcomes:
         if run.cfg.exclude and outcome.weight == 0:  # no sample is left: nothing has diverged
             progress.skipped += 1
-            run.record.log.skipped(run, Skipped(outcome.step, {}, None, "exclude leaves it no sample"))
+            run.record.log.skipped(
+                run, Skipped(outcome.step, {}, None, "exclude leaves it no sample")
+            )
             continue
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         if outcome.skipped:
@@ -91,16 +98,25 @@ def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
 
 
 def _samples_behind(run: Run, outcome: Outcome) -> Skipped:
-    """(all ranks) Return the samples of a skipped step (on rank 0), and what is wrong with them if it is early."""
+    """(all ranks) Return the samples of a skipped step (on rank 0), and what is wrong with them if
+    it is early."""
     passes = [micro for micro, loss in outcome.losses if not torch.isfinite(loss)]
     faults: dict[int, str] = {}
-    looks = run.progress.skipped_in_a_row <= 3  # where more are skipped, the samples are not the cause
-    with contextlib.suppress(Exception), phase.during("data loading"):  # the training does not need it
+    # where more are skipped, the samples are not the cause
+    looks = run.progress.skipped_in_a_row <= 3
+    # the training does not need it
+    with contextlib.suppress(Exception), phase.during("data loading"):
         for micro in passes if looks else ():
             faults |= run.loaders.train.not_finite(micro)
-    ranks = run.world.gather_on_main(([index for micro in passes for index in micro.indices], faults))
+    ranks = run.world.gather_on_main(
+        ([index for micro in passes for index in micro.indices], faults)
+    )
     samples = {rank: indices for rank, (indices, _) in enumerate(ranks) if indices}
-    return Skipped(outcome.step, samples, {k: what for _, own in ranks for k, what in own.items()} if looks else None)
+    return Skipped(
+        outcome.step,
+        samples,
+        {k: what for _, own in ranks for k, what in own.items()} if looks else None,
+    )
 
 
 def _divergence(run: Run) -> str:
@@ -116,10 +132,14 @@ def _divergence(run: Run) -> str:
 
 
 def _todo(run: Run) -> str:
-    """Return what to do about a divergence. A skipped step changes no weight: these show whether the saved ones are
-    finite."""
-    if bad := next((name for name, p in run.model.named_parameters() if not local(p).isfinite().all()), ""):
-        return f"{bad} is not finite itself: start from other weights, or resume an older checkpoint"
+    """Return what to do about a divergence. A skipped step changes no weight: these show whether
+    the saved ones are finite."""
+    if bad := next(
+        (name for name, p in run.model.named_parameters() if not local(p).isfinite().all()), ""
+    ):
+        return (
+            f"{bad} is not finite itself: start from other weights, or resume an older checkpoint"
+        )
     saved = run.record.checkpoints and run.record.checkpoints.checkpoints.last
     left = "the last checkpoint holds finite weights" if saved else "there is no checkpoint yet"
     return f"{left}; lower lr or grad_clip, or fix the samples named above"

@@ -1,4 +1,5 @@
-"""Notes that the ranks leave for each other in the store: heartbeats, a stop, and the first failure."""
+"""Notes that the ranks leave for each other in the store: heartbeats, a stop, and the first
+failure."""
 
 from __future__ import annotations
 
@@ -40,17 +41,22 @@ class Failure:
     text: str = ""
     exit_code: int = 1
     details: str = ""  # a traceback
-    again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks restart by themselves
+    # settings with which all ranks restart by themselves
+    again: dict[str, Any] = field(default_factory=dict)
 
 
 def parse(form: type[Form], note: Any) -> Form | None:
-    """Return a note of another process as a `form`, its texts without control characters; None unless it has the same
-    fields with values of the same types."""
+    """Return a note of another process as a `form`, its texts without control characters; None
+    unless it has the same fields with values of the same types."""
     fields = vars(form())
-    if not isinstance(note, dict) or {k: type(note[k]) for k in note} != {k: type(fields[k]) for k in fields}:
+    if not isinstance(note, dict) or {k: type(note[k]) for k in note} != {
+        k: type(fields[k]) for k in fields
+    }:
         return None
     texts = {key: text for key, text in note.items() if isinstance(text, str)}
-    return form(**note | {k: terminal.plain(texts[k], 100_000 if k == "details" else 4000) for k in texts})
+    return form(
+        **note | {k: terminal.plain(texts[k], 100_000 if k == "details" else 4000) for k in texts}
+    )
 
 
 class Notes:
@@ -63,17 +69,20 @@ class Notes:
         self.world, self.patience_s, self.machine = world, patience_s, machine()
         self.store = store or meeting.notes  # sealed
         self.near = meeting.near or range(world.size)
-        self.seen: dict[int, Beat] = {}  # of ranks of this machine: a heartbeat that gives their process
+        # of ranks of this machine: a heartbeat that gives their process
+        self.seen: dict[int, Beat] = {}
         self.gone, self.errors = self.store is None, 0
         self.thread = ThreadPoolExecutor(1, "notes")
 
     def _ask(self, operation: str, *words: Any) -> Any:
-        """Return the store's answer, or None. Uses its own thread, because after a power or cable failure of the
-        store's machine the kernel waits a quarter of an hour for an answer."""
+        """Return the store's answer, or None. Uses its own thread, because after a power or cable
+        failure of the store's machine the kernel waits a quarter of an hour for an answer."""
         if self.gone:
             return None
         try:
-            answer = self.thread.submit(getattr(self.store, operation), *words).result(self.patience_s)
+            answer = self.thread.submit(getattr(self.store, operation), *words).result(
+                self.patience_s
+            )
         except Exception as error:  # its server lives in torchrun or in rank 0, and may be dead
             self.errors += 1
             self.gone = self.errors > 3 or isinstance(error, TimeoutError)
@@ -91,39 +100,47 @@ class Notes:
         self._ask("set", key, json.dumps(value))
 
     def put_first(self, key: str, value: Any) -> bool:
-        """Return whether this call was the first for this key on any rank. It is one message to the store, so that the
-        value is there as soon as a second caller is refused."""
-        mine = json.dumps([self.world.rank, value])  # with the rank, or two equal values would both seem the first
+        """Return whether this call was the first for this key on any rank. It is one message to the
+        store, so that the value is there as soon as a second caller is refused."""
+        # with the rank, or two equal values would both seem the first
+        mine = json.dumps([self.world.rank, value])
         there = self._ask("compare_set", key, "", mine)
         return there is not None and there.decode() == mine
 
     def get_first(self, key: str) -> Any:
-        """Return the value that was first for this key. The sealed store remembers what this process has read, so that
-        it is known after the store is gone."""
+        """Return the value that was first for this key. The sealed store remembers what this
+        process has read, so that it is known after the store is gone."""
         if self.has(key):
             self._ask("get", key)
         note = _parsed(self.store.known.get(key)) if self.store is not None else None
         return note[1] if isinstance(note, list) and len(note) == 2 else None
 
     def beats(self, ranks: Sequence[int] | None = None) -> dict[int, Beat]:
-        """Return the heartbeats of those ranks that have sent one; of all ranks by default, which one rank may ask for
-        all others now and then: a beat of each."""
+        """Return the heartbeats of those ranks that have sent one; of all ranks by default, which
+        one rank may ask for all others now and then: a beat of each."""
         ranks = range(self.world.size) if ranks is None else ranks
         texts = self._ask("get_all", [f"beat{rank}" for rank in ranks]) if ranks else None
-        found = {rank: parse(Beat, _parsed(text)) for rank, text in zip(ranks, texts or (), strict=False)}
+        found = {
+            rank: parse(Beat, _parsed(text)) for rank, text in zip(ranks, texts or (), strict=False)
+        }
         return {rank: beat for rank, beat in found.items() if beat}
 
     def first_cause(self) -> Failure | None:
-        """Return the failure in a note of another process, which may ask little of this one; None if it holds none."""
+        """Return the failure in a note of another process, which may ask little of this one; None
+        if it holds none."""
         cause = parse(Failure, self.get_first("failure"))
         if cause and not 1 <= cause.exit_code <= status.DISTRIBUTED:
             cause.exit_code = 1
-        if cause and (not status.current.shrinks or cause.again not in [more for _, more in status.current.smaller]):
+        if cause and (
+            not status.current.shrinks
+            or cause.again not in [more for _, more in status.current.smaller]
+        ):
             cause.again = {}  # not settings that this rank has computed itself
         return cause
 
     def claim(self, cause: Failure) -> tuple[Failure, bool]:
-        """Return (the first cause, whether it is this one); without a store every rank reports its own."""
+        """Return (the first cause, whether it is this one); without a store every rank reports its
+        own."""
         mine = self.put_first("failure", vars(cause))
         first = None if mine else self.first_cause()
         return first or cause, mine or (self.gone and first is None)

@@ -1,5 +1,6 @@
-"""Standard output and error, which may be lost before a training ends: ssh drops, `| head` exits, a disk is full.
-A failed write is noted and raises nothing. Standard library only, because torchrun's agent uses it, too."""
+"""Standard output and error, which may be lost before a training ends: ssh drops, `| head` exits, a
+disk is full. A failed write is noted and raises nothing. Standard library only, because torchrun's
+agent uses it, too."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ COLOURS = {"error:": "1;31", "warning:": "33", "✓": "32"}  # bold red, yellow,
 
 
 def make_safe() -> None:
-    """Make every print succeed from here on, even if stdout or stderr is gone or cannot encode a character. Call before
-    anything is opened: if 2 is closed, the next file would get that number, and with it all that is written to stderr.
-    Child processes find theirs closed again, and note it themselves."""
+    """Make every print succeed from here on, even if stdout or stderr is gone or cannot encode a
+    character. Call before anything is opened: if 2 is closed, the next file would get that number,
+    and with it all that is written to stderr. Child processes find theirs closed again, and note it
+    themselves."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -49,7 +51,8 @@ class _Raw(io.FileIO):
         try:
             if (written := super().write(data)) is not None:
                 return written
-            reason = os.strerror(errno.EAGAIN)  # another process has made it non-blocking, and it is full
+            # another process has made it non-blocking, and it is full
+            reason = os.strerror(errno.EAGAIN)
         except OSError as error:
             reason = str(error.strerror)
         if (lost := f"{self.stream} cannot be written ({reason})") not in lost_streams:
@@ -70,11 +73,16 @@ def _has_colours(number: int) -> bool:
 def _coloured(text: str) -> str:
     """Colour the marks at the beginnings of lines."""
     marks = "|".join(COLOURS)
-    return re.sub(rf"(?m)^(\s*)({marks})", lambda found: f"{found[1]}\x1b[{COLOURS[found[2]]}m{found[2]}\x1b[0m", text)
+    return re.sub(
+        rf"(?m)^(\s*)({marks})",
+        lambda found: f"{found[1]}\x1b[{COLOURS[found[2]]}m{found[2]}\x1b[0m",
+        text,
+    )
 
 
 def write_stderr(text: str) -> None:
-    """Write at once, so that the lines of several processes don't mix; works in signal handlers, too."""
+    """Write at once, so that the lines of several processes don't mix; works in signal handlers,
+    too."""
     if os.isatty(2) and os.environ.get("TERM") != "dumb":
         text = "\r\x1b[J" + (_coloured(text) if _has_colours(2) else text)  # over a progress bar
     _Raw(2, "stderr").write(text.encode(errors="replace"))

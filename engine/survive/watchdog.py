@@ -1,7 +1,9 @@
-"""A thread that sends this rank's heartbeat, checks the other ranks, and ends a process that is stuck.
+"""A thread that sends this rank's heartbeat, checks the other ranks, and ends a process that is
+stuck.
 
-The main thread may hang in a collective, on a disk or in the user's code; this thread does not. Once a second it writes
-to the store what the main thread is doing. When a wait gets long it reads this of all ranks and names the one to blame.
+The main thread may hang in a collective, on a disk or in the user's code; this thread does not.
+Once a second it writes to the store what the main thread is doing. When a wait gets long it reads
+this of all ranks and names the one to blame.
 """
 
 from __future__ import annotations
@@ -42,22 +44,35 @@ STORE_GONE = f"rank 0, or the torchrun beside it, is gone: see what its machine 
 class Watchdog:
     """One per process; `with` starts and ends it.
 
-    timeout_s  seconds that a rank may wait for the slowest one; the intervals below are shorter if it is
+    timeout_s  seconds that a rank may wait for the slowest one; the intervals below are shorter if
+               it is
     beat_s     seconds between two looks, and two heartbeats
     silent     the last beats of ranks that send none any more, once a wait has taken too long
     """
 
-    def __init__(self, world: World, stop: StopRequest, timeout_s: float, phase: Phases = phase, store: Any = None):
+    def __init__(
+        self,
+        world: World,
+        stop: StopRequest,
+        timeout_s: float,
+        phase: Phases = phase,
+        store: Any = None,
+    ):
         self.world, self.stop, self.timeout_s, self.phase = world, stop, timeout_s, phase
         self.beat_s, grace_s = min(BEAT_S, timeout_s / 8), min(4.0, timeout_s / 2)
         self.notes = Notes(world, timeout_s, store)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        # What ends this process: (a check, which returns the cause or None; seconds that the cause may last)
-        self.checks: list[tuple[Callable[[], Failure | None], float]] = [(self._torchrun_gone, 20.0)]
+        # What ends this process: (a check, which returns the cause or None; seconds that the cause
+        # may last)
+        self.checks: list[tuple[Callable[[], Failure | None], float]] = [
+            (self._torchrun_gone, 20.0)
+        ]
         if world.size > 1:
             self.checks += [
-                (self.notes.first_cause, grace_s),  # the main thread gets an error in its next collective
-                (lambda: dead_peer(self.notes), grace_s),  # from gloo it gets one, from NCCL it may not
+                # the main thread gets an error in its next collective
+                (self.notes.first_cause, grace_s),
+                # from gloo it gets one, from NCCL it may not
+                (lambda: dead_peer(self.notes), grace_s),
                 (self._store_gone, grace_s),
                 (self._waits_too_long, 0.0),
             ]
@@ -102,8 +117,9 @@ class Watchdog:
         cause, claimed = self.notes.claim(cause)
         announce(self.world, cause, claimed, aloud=is_local_rank0() or not self.notes.gone)
         for beat in self.silent if claimed else ():
-            # A frozen process ignores SIGTERM, and torchrun would wait half a minute for it. Only a stopped process or
-            # one of this torchrun is killed: a beat in the store may be a stranger's, with any pid.
+            # A frozen process ignores SIGTERM, and torchrun would wait half a minute for it. Only a
+            # stopped process or one of this torchrun is killed: a beat in the store may be a
+            # stranger's, with any pid.
             state, parent = _state(beat.pid)
             if beat.machine == self.notes.machine and (state == "T" or parent == os.getppid()):
                 with contextlib.suppress(OSError):
@@ -113,10 +129,15 @@ class Watchdog:
     # ---- what this rank tells the others ----
 
     def _doing(self) -> tuple[str, bool, float]:
-        """Return the phase, whether it waits for other ranks, and its begin. On a GPU any operation may wait: with
-        about a thousand queued the host waits for the device, and that may wait in a collective for another rank."""
+        """Return the phase, whether it waits for other ranks, and its begin. On a GPU any operation
+        may wait: with about a thousand queued the host waits for the device, and that may wait in a
+        collective for another rank."""
         doing, waits, since = self.phase.now
-        if self.phase.posted is not None and not waits and time.monotonic() - since >= self.timeout_s / 2:
+        if (
+            self.phase.posted is not None
+            and not waits
+            and time.monotonic() - since >= self.timeout_s / 2
+        ):
             with contextlib.suppress(RuntimeError):  # of CUDA: the main thread gets it, too
                 if not self.phase.posted.query():
                     return "waiting for the device", True, since
@@ -127,7 +148,10 @@ class Watchdog:
         self.beats += 1
         for_s = time.monotonic() - since
         here = os.getpid(), socket.gethostname(), self.notes.machine
-        self.notes.put(f"beat{self.world.rank}", vars(Beat(self.beats, *here, self.phase.step, doing, waits, for_s)))
+        self.notes.put(
+            f"beat{self.world.rank}",
+            vars(Beat(self.beats, *here, self.phase.step, doing, waits, for_s)),
+        )
         asked = self.notes.get("dump")
         if asked is not None and asked != self.dumped:
             self.dumped = asked
@@ -137,7 +161,8 @@ class Watchdog:
                 network.trace_nccl(status.current.folder)
 
     def _share_stop(self) -> None:
-        """Pass a stop requested on one rank to all within a beat; the loop votes on the step after which it happens."""
+        """Pass a stop requested on one rank to all within a beat; the loop votes on the step after
+        which it happens."""
         if self.stop.reason:
             self.notes.put_first("stop", f"{self.stop.reason} on rank {self.world.rank}")
         elif isinstance(reason := self.notes.get_first("stop"), str):
@@ -153,7 +178,11 @@ class Watchdog:
         if not self._orphaned:
             return None
         self.stop.request("torchrun is gone")
-        return Failure(self.world.rank, "torchrun is gone, and this run could not stop by itself", status.DISTRIBUTED)
+        return Failure(
+            self.world.rank,
+            "torchrun is gone, and this run could not stop by itself",
+            status.DISTRIBUTED,
+        )
 
     def _store_gone(self) -> Failure | None:
         gone = self.notes.gone and not self._orphaned  # torchrun takes its store with it
@@ -161,23 +190,31 @@ class Watchdog:
 
     def _waits_too_long(self) -> Failure | None:
         _, waits, since = self._doing()
-        most_s = max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2)  # the diagnosis takes the rest
+        # the diagnosis takes the rest
+        most_s = max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2)
         over_s = time.monotonic() - since - most_s
         if not waits or over_s <= 0:
             return None
-        # All ranks come here at once, and it takes the beats of all: one of them looks, another if that one is gone.
+        # All ranks come here at once, and it takes the beats of all: one of them looks, another if
+        # that one is gone.
         turn = f"look{self.phase.step}.{int(over_s / (8 * self.beat_s))}"
         if not self.notes.put_first(turn, True) or not (found := self._diagnose(since)):
             return None
         folder = status.current.folder
-        todo = f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one"
+        todo = (
+            f"see what it was doing in {folder / 'stacks.txt'}"
+            if folder
+            else "start again with a longer one"
+        )
         rank, text, self.silent = found
-        error = LockstepError(text, f"step {self.phase.step}, ddp.timeout_s={self.timeout_s:g}", todo)
+        error = LockstepError(
+            text, f"step {self.phase.step}, ddp.timeout_s={self.timeout_s:g}", todo
+        )
         return Failure(rank, str(error), status.DISTRIBUTED)
 
     def _diagnose(self, since: float) -> tuple[int, str, list[Beat]] | None:
-        """Look twice, and return what `diagnose` does; None if the phase that began at `since` has ended meanwhile, or
-        the store is gone."""
+        """Look twice, and return what `diagnose` does; None if the phase that began at `since` has
+        ended meanwhile, or the store is gone."""
         before = self.notes.beats()
         for _ in range(3):  # a rank that sends no beat in this time is silent
             time.sleep(self.beat_s)
@@ -189,8 +226,8 @@ class Watchdog:
     # ---- warnings ----
 
     def _warn_of_a_long_phase(self) -> None:
-        """Warn once of a wait (in a world of one, of any phase) that has taken half the time it may, and write the
-        stacks of all ranks to a file in the run's folder."""
+        """Warn once of a wait (in a world of one, of any phase) that has taken half the time it
+        may, and write the stacks of all ranks to a file in the run's folder."""
         doing, waits, since = self._doing()
         took, step, alone = time.monotonic() - since, self.phase.step, self.world.size == 1
         if took <= self.timeout_s / 2 or self.warned == since or not (step if alone else waits):
@@ -209,30 +246,54 @@ class Watchdog:
             dumps |= {rank: dump for rank in shown if (dump := self.notes.get(f"stacks{rank}"))}
         if status.current.folder is not None:
             path = status.current.folder / "stacks.txt"
-            lines = [f"==== rank {rank}\n{terminal.plain(str(dumps[rank]), 1_000_000)}\n" for rank in sorted(dumps)]
+            lines = [
+                f"==== rank {rank}\n{terminal.plain(str(dumps[rank]), 1_000_000)}\n"
+                for rank in sorted(dumps)
+            ]
             with contextlib.suppress(OSError):
                 atomic.write_atomically(path, lambda file: file.write("".join(lines).encode()))
                 text += f"; stacks: {path}"
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def diagnose(before: dict[int, Beat], now: dict[int, Beat], size: int) -> tuple[int, str, list[Beat]]:
-    """Return (the rank to blame, a sentence about all, the last beats of those that send none any more) from two looks
-    at the heartbeats, some beats apart."""
-    silent = [rank for rank in range(size) if rank not in now or now[rank].beats == before.get(rank, now[rank]).beats]
-    last = {rank: f"process {beat.pid} on {beat.host}, last in {beat.phase}" for rank, beat in now.items()}
+def diagnose(
+    before: dict[int, Beat], now: dict[int, Beat], size: int
+) -> tuple[int, str, list[Beat]]:
+    """Return (the rank to blame, a sentence about all, the last beats of those that send none any
+    more) from two looks at the heartbeats, some beats apart."""
+    silent = [
+        rank
+        for rank in range(size)
+        if rank not in now or now[rank].beats == before.get(rank, now[rank]).beats
+    ]
+    last = {
+        rank: f"process {beat.pid} on {beat.host}, last in {beat.phase}"
+        for rank, beat in now.items()
+    }
     alive = {rank: beat for rank, beat in sorted(now.items()) if rank not in silent}
-    busy = sorted((rank for rank, beat in alive.items() if not beat.waits), key=lambda rank: -alive[rank].for_s)
+    busy = sorted(
+        (rank for rank, beat in alive.items() if not beat.waits),
+        key=lambda rank: -alive[rank].for_s,
+    )
     waiting: dict[str, list[int]] = {}
     for rank, beat in alive.items():
         if beat.waits:
             waiting.setdefault(beat.phase, []).append(rank)
-    lines = [f"rank {rank} gives no sign of life ({last.get(rank, 'never heard of')})" for rank in silent[:NAMED]]
+    lines = [
+        f"rank {rank} gives no sign of life ({last.get(rank, 'never heard of')})"
+        for rank in silent[:NAMED]
+    ]
     lines += [f"neither do {named_ranks(silent[NAMED:])}"] * (len(silent) > NAMED)
-    lines += [f"rank {rank} has been in {now[rank].phase} for {now[rank].for_s:.0f} s" for rank in busy[:NAMED]]
+    lines += [
+        f"rank {rank} has been in {now[rank].phase} for {now[rank].for_s:.0f} s"
+        for rank in busy[:NAMED]
+    ]
     lines += [f"{len(busy) - NAMED} more compute"] * (len(busy) > NAMED)
     if waiting:
-        lines.append("waiting: " + ", ".join(f"{named_ranks(ranks)} in {phase}" for phase, ranks in waiting.items()))
+        lines.append(
+            "waiting: "
+            + ", ".join(f"{named_ranks(ranks)} in {phase}" for phase, ranks in waiting.items())
+        )
     return [*silent, *busy, 0][0], "; ".join(lines), [now[rank] for rank in silent if rank in now]
 
 
@@ -256,9 +317,11 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
     """
     notes = Notes(world, 20.0)
     if secondary:
-        looks = notes.put_first("looks", True)  # for all: whether a machine is gone shows in the beats of all ranks
+        # for all: whether a machine is gone shows in the beats of all ranks
+        looks = notes.put_first("looks", True)
         before = notes.beats() if looks else {}
-        # A peer that fails reports it within 3 s, and the process of a killed one is gone; then that one rank speaks.
+        # A peer that fails reports it within 3 s, and the process of a killed one is gone; then
+        # that one rank speaks.
         for _ in range(30 if looks or notes.gone else 60):
             if first := notes.first_cause():
                 return first, False
@@ -270,31 +333,44 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
 
 
 def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
-    """Return the failure of a rank on another machine, known only by its beats, that sends none any more."""
+    """Return the failure of a rank on another machine, known only by its beats, that sends none any
+    more."""
     now = notes.beats()
     if notes.gone:
         return Failure(0, STORE_GONE, status.DISTRIBUTED)
-    silent = [rank for rank, beat in now.items() if beat.machine != notes.machine and beat == before.get(rank)]
+    silent = [
+        rank
+        for rank, beat in now.items()
+        if beat.machine != notes.machine and beat == before.get(rank)
+    ]
     if not silent:
         return None
     last = now[silent[0]]
     who = f"{named_ranks(silent)} on {last.host} {'is' if len(silent) == 1 else 'are'} gone"
-    error = LockstepError(who, f"last seen in {last.phase} at step {last.step}", f"see what that machine says; {AGAIN}")
+    error = LockstepError(
+        who,
+        f"last seen in {last.phase} at step {last.step}",
+        f"see what that machine says; {AGAIN}",
+    )
     return Failure(silent[0], str(error), status.DISTRIBUTED)
 
 
 def dead_peer(notes: Notes) -> Failure | None:
-    """Return the failure of a rank on this machine whose process is gone. Each is asked for a heartbeat once: a rank
-    keeps its process."""
-    new = notes.beats([rank for rank in notes.near if rank not in notes.seen and rank != notes.world.rank])
+    """Return the failure of a rank on this machine whose process is gone. Each is asked for a
+    heartbeat once: a rank keeps its process."""
+    new = notes.beats(
+        [rank for rank in notes.near if rank not in notes.seen and rank != notes.world.rank]
+    )
     notes.seen |= {rank: beat for rank, beat in new.items() if beat.machine == notes.machine}
     for rank, beat in notes.seen.items():
         if not _alive(beat.pid):
             beat = notes.seen[rank] = notes.beats([rank]).get(rank, beat)  # the last
         if not _alive(beat.pid):
             text = (
-                f"rank {rank} died without an error message (process {beat.pid}, last seen in {beat.phase} at step "
-                f"{beat.step}): killed from outside, perhaps because memory ran out, or it left early; "
+                f"rank {rank} died without an error message (process {beat.pid}, last seen in "
+                f"{beat.phase} at step "
+                f"{beat.step}): killed from outside, perhaps because memory ran out, or it left "
+                "early; "
                 "start the same command again to resume from the last checkpoint"
             )
             return Failure(rank, text, status.DISTRIBUTED)
@@ -302,7 +378,8 @@ def dead_peer(notes: Notes) -> Failure | None:
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """Return the state of a process (T: stopped, Z: a zombie) and its parent; ("", 0) if /proc has none."""
+    """Return the state of a process (T: stopped, Z: a zombie) and its parent; ("", 0) if /proc has
+    none."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         state, parent = file.read().rpartition(")")[2].split()[:2]
         return state, int(parent)
@@ -323,10 +400,12 @@ def _alive(pid: int) -> bool:
 
 
 def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) -> None:
-    """Write the exit code, status and traceback, and only then print: the terminal may be gone, or this process killed.
-    The rank that claimed the cause prints it. Rank 0 writes the status; if it is dead, the rank that noticed does.
+    """Write the exit code, status and traceback, and only then print: the terminal may be gone, or
+    this process killed. The rank that claimed the cause prints it. Rank 0 writes the status; if it
+    is dead, the rank that noticed does.
 
-    Each rank gives torchrun the first cause, because any of them may come first in torchrun's table."""
+    Each rank gives torchrun the first cause, because any of them may come first in torchrun's
+    table."""
     if not cause.again:
         status.set_exit_code(cause.exit_code)
         if world.main or (claimed and cause.rank == 0):
@@ -335,7 +414,9 @@ def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) ->
             if cause.details and status.current.folder:
                 with contextlib.suppress(OSError):
                     text = cause.details.encode(errors="replace")
-                    atomic.write_atomically(status.current.folder / "error.txt", lambda file: file.write(text))
+                    atomic.write_atomically(
+                        status.current.folder / "error.txt", lambda file: file.write(text)
+                    )
             status.current.update(state="failed", exit_code=cause.exit_code, reason=cause.text)
         status.fill_in_error_file(f"error: {cause.text}")
     if claimed and aloud:
@@ -343,7 +424,9 @@ def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) ->
 
 
 def print_error(text: str, mark: str = "error") -> None:
-    terminal.write_stderr("".join(f"{mark}: {line}\n" for line in terminal.plain(text, 100_000).splitlines()))
+    terminal.write_stderr(
+        "".join(f"{mark}: {line}\n" for line in terminal.plain(text, 100_000).splitlines())
+    )
 
 
 def exit_process(world: World, cause: Failure) -> None:
@@ -362,5 +445,8 @@ def exit_process(world: World, cause: Failure) -> None:
             notes.has("failure")
             time.sleep(0.2)
     if cause.again:
-        start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
+        start_again(
+            cause.again
+            | ({"save_dir": str(status.current.folder)} if status.current.folder else {})
+        )
     os._exit(status.set_exit_code(cause.exit_code))
