@@ -34,7 +34,8 @@ class Plain:
         return Buffers(self.model)
 
     def begin_step(self) -> None:
-        self.buffers.keep()
+        if self.buffers.places:
+            self.buffers.keep()
 
     def begin_pass(self, micro: Any) -> None: ...
 
@@ -74,7 +75,8 @@ class Plain:
     def end_step(self, skipped: Tensor) -> None:
         """(all ranks) Restore the buffers if the step was skipped; make them equal on all ranks if
         ddp.buffers asks."""
-        self.buffers.put_back(skipped)
+        if self.buffers.places:
+            self.buffers.put_back(skipped)
         if self.mode != "same":
             self.world.broadcast_or_mean(
                 self.buffers(of_norms=False).values(), mean=self.mode == "mean"

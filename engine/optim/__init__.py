@@ -10,7 +10,6 @@ from engine.comm.plain import Plain
 from engine.config import Optim
 from engine.optim.ema import EMA
 from engine.optim.make import make_optimizer as make_optimizer
-from engine.optim.make import skips_itself
 from engine.phases import phase
 
 
@@ -48,7 +47,7 @@ def step(
     skipped = (grad_norm - grad_norm != 0).float()
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
-    in_kernel = skips_itself(optimizer)
+    in_kernel: bool = optimizer.skips_in_kernel  # type: ignore[attr-defined]
     # A fused kernel divides by grad_scale, in float32, in the pass that it makes anyway, and leaves
     # weights and state alone if found_inf is 1: GradScaler uses both.
     divides = in_kernel and divisor.dtype == torch.float32

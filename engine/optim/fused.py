@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.comm.dtensor import local
+from engine.comm.dtensor import is_sharded, local
 from engine.comm.exact import sqrt_correctly_rounded
 
 CACHED = 1 << 16
@@ -54,9 +54,11 @@ class AdamW(torch.optim.AdamW):
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
         kept: dict[int, Lists] = vars(self).setdefault("kept_lists", {})
         for number, group in enumerate(self.param_groups):
-            grads = [local(grad) for p in group["params"] if (grad := p.grad) is not None]
+            grads = [p.grad for p in group["params"] if p.grad is not None]
             if not grads:
                 continue
+            if is_sharded(grads[0]):  # FSDP2 shards all weights or none
+                grads = [local(grad) for grad in grads]
             # `_init_group` takes a third of the kernel's time if the model is small: keep the
             # lists.
             lists, whole = kept.get(number), len(grads) == len(group["params"])

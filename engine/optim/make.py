@@ -64,6 +64,7 @@ def make_optimizer(
     for group in optimizer.param_groups:
         if (scale := float(group["lr"]) / cfg.lr) != 1:
             group["lr_scale"] = scale
+    optimizer.skips_in_kernel = skips_itself(optimizer)  # type: ignore[attr-defined]
     if cfg.zero and world is not None and world.size > 1:
         if len(types := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
             found = " and ".join(sorted(types))
@@ -71,7 +72,9 @@ def make_optimizer(
                 f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {found}"
             )
             raise LockstepError(what, "optim.zero", "drop it, or give all of them one type")
-        return Zero(optimizer, world)
+        zero = Zero(optimizer, world)
+        zero.skips_in_kernel = optimizer.skips_in_kernel  # type: ignore[attr-defined]
+        return zero
     return optimizer
 
 

@@ -210,8 +210,11 @@ class Log(Silent):
 
         return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
 
-    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
-        """Yield `items`; on a terminal they move a progress bar."""
+    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
+        """Return `items`; on a terminal they move a progress bar."""
+        return self._with_bar(run, items, name) if self.bars else items
+
+    def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
         self.epoch_bar.update(run.progress.epoch - self.epoch_bar.n)
         outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
         try:
