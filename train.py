@@ -102,7 +102,7 @@ def build(
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
-            optimizer=optim.make_optimizer(model, cfg.optim, world, task, exact=plan.workers > 0),
+            optimizer=optim.make_optimizer(model, cfg.optim, task, exact=plan.workers > 0),
             ema=optim.make_ema(model, cfg.optim),
             # bf16 needs none
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),

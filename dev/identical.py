@@ -42,7 +42,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "har_1": (0, [*HAR, "steps=9"]),
     "har_1_fp32": (0, [*HAR, "steps=9", "amp=off", "batch_size=16"]),
     "har_2": (2, [*HAR, "steps=9"]),
-    "har_2_zero": (2, [*HAR, "steps=9", "optim.zero=true", "ddp.comm_hook=fp16"]),
+    "har_2_hook": (2, [*HAR, "steps=9", "ddp.comm_hook=fp16"]),
     "har_3_ends_amid_a_batch": (3, [*HAR, "epochs=1", "eval_every=30", "amp=off", "num_workers=1"]),
     "har_flatten_gloo_2": (2, [*HAR, "--mode", "flatten", "steps=4", "ddp.backend=gloo"]),
     "har_transformer_2": (2, [*HAR, "--mode", "transformer", "steps=4", "sampler=balanced"]),
@@ -68,7 +68,9 @@ RESUMED = {
 """Runs that are stopped after half their steps and resumed on so many processes, under another
 name."""
 
-KILLED = {"har_2_killed": (2, [*HAR, "steps=40", "epochs=9", "save_every=4", "virtual_workers=4"])}
+KILLED = {
+    "har_2_killed": (2, [*HAR, "steps=40", "epochs=9", "save_every=4", "virtual_workers=4"]),
+}
 """Runs that are killed without warning after their first checkpoint, and resumed on as many processes."""
 
 TIMES = {"time_s", "samples_per_s", "data_wait_share"}

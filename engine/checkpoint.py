@@ -26,7 +26,6 @@ from engine.files.archive import Saved
 from engine.files.checkpoints import find_checkpoint
 from engine.files.snapshot import Copies, Snapshot
 from engine.optim import make, make_ema
-from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
 from engine.private import scaler_with
@@ -124,11 +123,7 @@ def capture(run: Run) -> dict[str, Any]:
     sync_buffers(
         run.world, norms, {name: run.ema.values[name] for name in norms} if run.ema else {}
     )
-    optimizer = (
-        run.optimizer.whole_state()
-        if isinstance(run.optimizer, Zero)
-        else run.optimizer.state_dict()
-    )
+    optimizer = run.optimizer.state_dict()
     main, device = run.world.main, run.world.device
     if not (main or run.plan.sharded):
         return {}

@@ -133,6 +133,9 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
 def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple[int, ...]) -> None:
     """Raise LockstepError where what is chosen rules a setting out."""
     strategy, workers, ddp = cfg.ddp.strategy, cfg.virtual_workers, cfg.ddp
+    if cfg.optim.zero:
+        todo = "use ddp.strategy=fsdp, which shards moments, gradients and weights"
+        raise LockstepError("optim.zero=true is no longer there", "optim.zero", todo)
     fewer = (
         f"start at most {workers}, or a new run with more workers than there ever will be processes"
     )
@@ -148,7 +151,6 @@ def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple
             strategy != "ddp",
             f"ddp.strategy={strategy}",
             {
-                "optim.zero=true": (cfg.optim.zero, "drop it: moments are sharded, too"),
                 "cuda_graph=true": (cfg.cuda_graph, "drop it"),
                 f"compile={cfg.compile}": (cfg.compile not in ("off", "auto"), "drop it"),
                 "memory_format=channels_last": (

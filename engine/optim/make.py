@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.dtensor import like, local
-from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, few
 from engine.optim.fused import SGD, AdamW
-from engine.optim.zero import Zero, parameters_of
 
 Named = dict[str, Tensor]
 
@@ -31,7 +29,6 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 def make_optimizer(
     model: nn.Module,
     cfg: Optim,
-    world: World | None = None,
     task: Task | None = None,
     exact: bool = False,
 ) -> torch.optim.Optimizer:
@@ -65,16 +62,6 @@ def make_optimizer(
         if (scale := float(group["lr"]) / cfg.lr) != 1:
             group["lr_scale"] = scale
     optimizer.skips_in_kernel = skips_itself(optimizer)  # type: ignore[attr-defined]
-    if cfg.zero and world is not None and world.size > 1:
-        if len(types := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
-            found = " and ".join(sorted(types))
-            what = (
-                f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {found}"
-            )
-            raise LockstepError(what, "optim.zero", "drop it, or give all of them one type")
-        zero = Zero(optimizer, world)
-        zero.skips_in_kernel = optimizer.skips_in_kernel  # type: ignore[attr-defined]
-        return zero
     return optimizer
 
 
@@ -214,13 +201,15 @@ def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
 # --------------------------------------------------------------------------------------
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.own if isinstance(optimizer, Zero) else optimizer
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all parameters, in the order of their numbers in a state dict."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
-    own = unwrapped(optimizer)
-    return own.optimizers if isinstance(own, ChainedOptimizer) else (own,)
+    if isinstance(optimizer, ChainedOptimizer):
+        return optimizer.optimizers
+    return (optimizer,)
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
@@ -232,10 +221,9 @@ def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the kernel leaves weights and state alone if `found_inf` is 1, so that the
     host need not read it. Not torch's fused SGD, which would leave the first momentum
     uninitialised; nor a class with a step of its own."""
-    own = unwrapped(optimizer)
-    if type(own) in (torch.optim.Adam, torch.optim.AdamW):
-        return all(group["fused"] for group in own.param_groups)
-    return type(own) in (AdamW, SGD)
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        return all(group["fused"] for group in optimizer.param_groups)
+    return type(optimizer) in (AdamW, SGD)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
@@ -344,6 +332,6 @@ def fresh_copy(
         id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())
     }
     try:
-        return _twin(unwrapped(optimizer), shared | {id(p): other for p, other in instead.items()})
+        return _twin(optimizer, shared | {id(p): other for p, other in instead.items()})
     except Exception:
         return None

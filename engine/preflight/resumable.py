@@ -21,7 +21,7 @@ from engine.contract import LockstepError
 from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
-from engine.optim.make import load_state, parts, unwrapped
+from engine.optim.make import load_state, parts
 from engine.run import Run, forms
 
 RENEWED = {
@@ -46,7 +46,7 @@ def check(run: Run) -> None:
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
         if run.record.fresh.optimizer is not None:
-            _check_optimizer(unwrapped(run.optimizer), run.record.fresh.optimizer)
+            _check_optimizer(run.optimizer, run.record.fresh.optimizer)
     # else the optimizer has not begun: again after the next step
     if not run.progress.skipped_in_a_row:
         run.record.fresh = None

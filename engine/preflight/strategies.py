@@ -13,8 +13,7 @@ from engine.comm import fsdp
 from engine.comm.dtensor import like, whole
 from engine.errors import LockstepError, console, headline
 from engine.optim.fused import SGD, AdamW
-from engine.optim.make import fresh_copy, unwrapped
-from engine.optim.zero import parameters_of
+from engine.optim.make import fresh_copy, parameters_of
 from engine.run import Run
 
 STEPS, CLOSE = 2, 0.05  # Muon computes in bf16: 0.02 from one order of additions to another
@@ -120,7 +119,7 @@ def _check_optimizer(run: Run) -> None:
     where it computes with torch's operations on DTensors, and silently wrong where it takes the
     rows of this process for the matrix.
     """
-    own, fresh = unwrapped(run.optimizer), run.record.fresh and run.record.fresh.optimizer
+    own, fresh = run.optimizer, run.record.fresh and run.record.fresh.optimizer
     if run.world.size == 1 or type(own) in (AdamW, SGD):
         return
     name, where = type(own).__name__, f"ddp.strategy={run.cfg.ddp.strategy}"

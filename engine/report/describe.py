@@ -67,8 +67,7 @@ def plan_table(
     )
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
     if plan.moments is not None:
-        shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
-        parts.append((f"optimizer{shares}", plan.moments))
+        parts.append(("optimizer", plan.moments))
     if cfg.optim.ema_decay:
         parts.append(("EMA", weight_bytes))
     lr = f"{cfg.optim.lr:g}"

@@ -87,7 +87,7 @@ def main():
         _, batches = data_loader.create_data_loaders(cfg, world, the_plan, data, data)
         run = Run(
             cfg=cfg, world=world, plan=the_plan, task=task, precision=precision.choose("off", world.device),
-            model=model, net=model, optimizer=optim.make_optimizer(model, cfg.optim, world), ema=None,
+            model=model, net=model, optimizer=optim.make_optimizer(model, cfg.optim), ema=None,
             scaler=torch.amp.GradScaler("cpu", enabled=False), loaders=data_loader.Loaders(None, batches),
             stop=StopRequest(),
         )  # fmt: skip
