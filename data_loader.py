@@ -24,21 +24,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.checks import check_datasets, check_scored, checked_order, test_set
+from engine import hooks
 from engine.comm.digests import same_bits
-from engine.comm.scratch import own_scratch
-from engine.comm.tree import dealt
 from engine.comm.world import World
 from engine.config import Config
 from engine.contract import Batch, BatchInfo, Task, kept, per_sample
 from engine.data.ahead import fetched, fetching, to_device
 from engine.data.batches import attach, map_tensors, tree_leaves
-from engine.data.cache import CachedDataset, cache_datasets
+from engine.data.order import checked_order
 from engine.data.processes import in_processes
 from engine.data.samples import Fetcher, Request, stop_or_warn
 from engine.data.samples import fingerprint as fingerprint
 from engine.errors import LockstepError, console
-from engine.launch import processes_sharing
+from engine.hooks import check
 from engine.phases import phase
 from engine.plan import Plan
 from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
@@ -104,7 +102,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.excludes = bool(exclude)
         self.workers = plan.workers or plan.processes
         # the workers that this process runs
-        self.mine = dealt(self.workers, rank, plan.processes, plan.sharded)
+        self.mine = plan.workers_of_rank(rank)
         # of this process; an epoch's last step may have fewer
         self.passes_of_a_step = plan.passes * len(self.mine)
         # where the next iteration starts: samples of the epoch, counted over all ranks
@@ -274,8 +272,9 @@ class _Loader:
     def __init__(self, dataset: Any, sampler: Any, world: World, loader: DataLoader[Any] | None):
         self.dataset, self.sampler, self.loader = dataset, sampler, loader
         self.source, self.device = Fetcher(dataset), world.device
-        here = isinstance(dataset, CachedDataset) and dataset.device.type == world.device.type
-        self.held: CachedDataset | None = dataset if here else None
+        in_memory = getattr(dataset, "in_memory", False)
+        here = in_memory and dataset.device.type == world.device.type
+        self.held: Any = dataset if here else None
 
     def _fetched(self) -> Iterator[tuple[Any, Batch]]:
         """Return the sampler's requests, each with its batch on the device, or with None for data
@@ -540,10 +539,13 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
         datasets = (task.full_dataset(),) * 2
     else:
         datasets = task.datasets()
-    train_set, val_set = check_datasets(datasets)
+    train_set, val_set = check("datasets", datasets)
+    tested = None
+    if split in ("", "test"):
+        tested = test_set(task, train_set, val_set, needed=split == "test")
     if split == "test":
-        val_set = test_set(task, train_set, val_set, needed=True)
-    elif not split and (tested := test_set(task, train_set, val_set)) is not None:
+        val_set = tested
+    elif tested is not None:
         task.set_aside = set_aside(train_set, tested, task.cfg.random_samples)
     if val_set is None and split == "val":
         raise LockstepError(
@@ -552,10 +554,23 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
     if split == "train" or (split == "any" and val_set is None):
         val_set = train_set
     if val_set is not None and split != "any":
-        check_scored(task, split)
+        check("split", task, split)
     if not split and task.summary():
         console.info(task.summary() + "\n")
     return train_set, val_set
+
+
+def test_set(task: Task, train_set: Any, val_set: Any, needed: bool = False) -> Any:
+    """Return the task's test set, None if it has none and none is `needed`. Raises LockstepError if
+    a needed one is absent, or if one of its sources is in another set, too."""
+    tested = task.test_dataset()
+    if tested is not None:
+        return check("test_dataset", tested, train_set, val_set)
+    if needed:
+        todo = "train anew with one, such as dataset.test_share=0.2: what a training has seen is "
+        todo += "no test"
+        raise LockstepError("the run has no test set", "split test", todo)
+    return None
 
 
 def set_aside(train_set: Any, tested: Any, random_samples: str) -> dict[str, Any]:
@@ -581,7 +596,7 @@ def create_data_loaders(
 ) -> Loaders:
     """Return the loaders of this rank. A `task` prepares the batches to train on."""
     if cfg.num_workers:
-        own_scratch()
+        hooks.loader_folders.each()
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
     if cfg.sampler == "balanced" and labels is None:
         what = f"sampler=balanced, but the data of task {cfg.task} have no labels"
@@ -610,7 +625,7 @@ def create_data_loaders(
     # the first step.
     slow = bool(cfg.num_workers) or hasattr(train_set, "digest")
     wanted = "none" if cfg.cache == "auto" and slow else cfg.cache
-    held = cache_datasets(wanted, sets, world.device, processes_sharing)
+    held = hooks.caches.first(wanted, sets, world.device)
     loaders: list[DataLoader[Any] | None] = [None] * len(sets)
     if held is not None:
         sets = [*held]

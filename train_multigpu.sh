@@ -220,7 +220,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores = $(nproc) / processes, cores
 signals="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 if [[ $forwards != True ]]; then signals='' && trap '' USR1 USR2; fi
 read -r -d '' -a options <<<"--nproc_per_node=$processes $signals ${TORCHRUN_ARGS:-}" || true
-command=("$python" "$here/engine/survive/agent.py" "${rendezvous[@]}" "${options[@]}" "$script" "$@")
+command=("$python" "$here/plugins/resilience/agent.py" "${rendezvous[@]}" "${options[@]}" "$script" "$@")
 
 if [[ -n $only_print ]]; then
     [[ -z ${LOCKSTEP_THREADS:-} ]] || printf 'LOCKSTEP_THREADS=%q ' "$LOCKSTEP_THREADS"

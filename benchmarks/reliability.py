@@ -46,7 +46,7 @@ from engine.metrics import Meter, Outcome
 from engine.phases import Phases, phase
 from engine.report import log
 from engine.run import Due, Run, Silent
-from engine.survive.watchdog import BEAT_S, Watchdog
+from plugins.resilience.watchdog import BEAT_S, Watchdog
 from tools.probe import endless
 
 DEFAULTS = {"watch": (16, 30), "save": (7, 10), "zero": (12, 20)}

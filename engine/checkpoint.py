@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import config, launch
-from engine.comm import digests, sealed
+from engine import config, hooks, launch
+from engine.comm import digests
 from engine.comm.buffers import check_buffers, sync_buffers
-from engine.comm.dtensor import is_sharded, like, whole
+from engine.comm.session import recall
+from engine.comm.shards import is_sharded, like, whole
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import Task
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.archive import Saved
 from engine.files.checkpoints import find_checkpoint
-from engine.files.snapshot import Copies, Snapshot
 from engine.optim import make, make_ema
 from engine.phases import phase
 from engine.plan import Plan
@@ -60,7 +60,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
     restarted = world.decide(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", any)
 
     def look() -> tuple[dict[str, str], Path | None, list[str]]:
-        folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir
+        folder = (recall("folder") if restarted else "") or cfg.save_dir
         again = (
             folder
             and (restarted or launch.restart().times)
@@ -117,7 +117,7 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
 def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which
     `weights_only=True` loads; return an empty dict on the other ranks. Training may continue while
-    it is written, and on a GPU while it is on its way to the host, see `files/snapshot.py`."""
+    it is written, and on a GPU while it is copied to the host."""
     check_buffers(run.world, run.workers.buffers)
     norms = run.workers.buffers(of_norms=True)
     sync_buffers(
@@ -127,7 +127,7 @@ def capture(run: Run) -> dict[str, Any]:
     main, device = run.world.main, run.world.device
     if not (main or run.plan.sharded):
         return {}
-    copies = Copies(device, at_once=run.plan.sharded) if device.type == "cuda" and main else None
+    copies = hooks.device_copies.first(run) if device.type == "cuda" and main else None
     to_host = copies or (_copy_of if main else _no_copy)
     sums = to_host(run.workers.sum_of_bits()) if run.cfg.digest_every else None
     model = _weights(run.model.state_dict(keep_vars=True), run.record.left_out, to_host)
@@ -178,8 +178,7 @@ def capture(run: Run) -> dict[str, Any]:
         finish(state)
         return state
     with run.world.host_sync():  # where the GPU has no room for a copy
-        arrival = copies.start()
-    return Snapshot(state, arrival, finish)
+        return copies.snapshot(state, finish)
 
 
 def _copy_of(value: Tensor) -> Tensor:

@@ -395,7 +395,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
 under_way: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 """The `Run` and `MicroBatch` of the current pass of a training; None outside of its steps. In
-engine/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces
+plugins/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces
 `gather_batch`."""
 
 

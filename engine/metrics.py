@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import hooks
 from engine.comm.world import World
 from engine.contract import Sums
 from engine.errors import LockstepError
@@ -42,7 +42,8 @@ class Meter:
     one step late, so that neither host nor device waits."""
 
     def __init__(self, world: World, workers: int = 1):
-        self.stragglers = Stragglers(world, workers)
+        # finds the rank that all others wait for
+        self.stragglers: Any = hooks.stragglers.first(world, workers)
         self.world, self.on_gpu = world, world.device.type == "cuda"
         # of the task's sums, once all ranks have compared theirs
         self.names: list[str] | None = None
@@ -101,93 +102,6 @@ class Meter:
     def load(self, state: dict[str, Any]) -> None:
         self.totals = {name: float(value) for name, value in state["totals"].items()}
         self.skipped = float(state["skipped"])
-
-
-class GpuClock:
-    """Measure the seconds that the GPU computes in forward and backward passes, by events that are
-    read at log points. The last pass of a step stands for the others."""
-
-    def __init__(self) -> None:
-        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.passes, self.synced, self.in_forward = 0, False, False
-
-    def __call__(self, name: str) -> None:
-        # a sum within a forward pass enters "forward" again after it
-        if name == "forward" and not self.in_forward:
-            self.begin.record()
-            self.passes += 1
-        if name in ("forward", "backward"):
-            self.in_forward = name == "forward"
-        elif name == "gradient sync":
-            self.end.record()
-            self.synced = True
-
-    def take(self) -> float:
-        """Return the seconds since the last call; waits for the GPU."""
-        passes, self.passes = self.passes, 0
-        if not self.synced:
-            return 0.0
-        self.end.synchronize()
-        return passes * self.begin.elapsed_time(self.end) / 1e3
-
-
-class Straggler(NamedTuple):
-    """A rank that all others wait for: its time over the others' median, and the phase in which it
-    is slow."""
-
-    rank: int
-    ratio: float
-    phase: str
-
-
-class Stragglers:
-    """Watch how long the ranks take.
-
-    workers  virtual workers of this rank, which may be more than those of the others
-    times    (ranks, 2) seconds of data loading and of computing per worker, since the last
-             judgement
-    """
-
-    # seconds needed to judge, and the multiple of the others' median that is too slow
-    ENOUGH_S, RATIO = 3.0, 1.5
-
-    def __init__(self, world: World, workers: int):
-        self.world, self.workers = world, workers
-        # on the host, where a sum need not wait for the device's queue
-        self.times = torch.zeros(world.size, 2)
-        self.gpu_clock = GpuClock() if world.size > 1 and world.device.type == "cuda" else None
-        if self.gpu_clock:
-            phase.listeners.append(self.gpu_clock)
-
-    def find(self, seconds: dict[str, float]) -> Straggler | None:
-        """(all ranks) Add the seconds of the phases since the last call; return the rank that is
-        clearly slower than the others, or None."""
-        world = self.world
-        if world.size == 1:
-            return None
-        # Up to the last gradient; after that a rank only waits for the others.
-        computed = sum(seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward"))
-        if self.gpu_clock:
-            with world.host_sync():
-                computed = self.gpu_clock.take()
-        times = torch.zeros(world.size, 2)
-        times[world.rank] = torch.tensor([loading_s(seconds), computed]) / self.workers
-        world.sum(times)
-        self.times += times
-        rows = self.times.tolist()
-        slowest = rows.pop(rank := max(range(world.size), key=lambda rank: sum(rows[rank])))
-        if sum(slowest) < self.ENOUGH_S:
-            return None
-        self.times = torch.zeros(world.size, 2)
-        usual = statistics.median(map(sum, rows))
-        if sum(slowest) < self.RATIO * usual:
-            return None
-        data, computing = (
-            mine - statistics.median(theirs) for mine, *theirs in zip(slowest, *rows, strict=True)
-        )
-        return Straggler(
-            rank, sum(slowest) / usual, "data loading" if data > computing else "computing"
-        )
 
 
 def loading_s(seconds: dict[str, float]) -> float:
@@ -402,3 +316,27 @@ def _packed(values: Any) -> Any:
     tensor = torch.as_tensor(values).detach()
     # NumPy has no bf16
     return tensor.to("cpu", torch.float32 if tensor.dtype == torch.bfloat16 else None, copy=True)
+
+
+def same_names(
+    found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str
+) -> list[str]:
+    """Return the names `found` of a loss's sums or terms. Raises LockstepError if they change.
+
+    names   of the first loss of the run; None if this is the first, whose names are compared (all
+            ranks)
+    gather  returns every rank's value
+    """
+    first, *others = gather(found) if names is None else [names]
+    for other in [*others, found]:
+        if other != first:  # in a different order they would be summed with the wrong partners
+            what = (
+                f"the {what} of the loss are {other or 'none'} once and {first or 'none'} "
+                "another time"
+            )
+            todo = (
+                "give the same names in the same order for every batch, zeros where there is "
+                "nothing to count"
+            )
+            raise LockstepError(what, "the task's `loss`", todo, everywhere=names is None)
+    return found

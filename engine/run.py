@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import contract, private
-from engine.checks import check, same_names
-from engine.comm.fsdp import Sharded, ShardedWorkers
-from engine.comm.plain import Plain
-from engine.comm.virtual import VirtualWorkers
+from engine import contract, hooks, private
+from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, scalar_on, weights_of
 from engine.errors import amount
 from engine.files.archive import Saved
-from engine.metrics import Meter, Outcome, Skipped, Straggler
+from engine.hooks import check
+from engine.metrics import Meter, Outcome, Skipped, same_names
 from engine.optim.ema import EMA
 from engine.optim.make import fresh_copy
 from engine.phases import phase, split_backward
@@ -69,7 +67,7 @@ class Silent:
 
     def train(self, run: Run, metrics: dict[str, Any]) -> None: ...
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
-    def straggler(self, run: Run, found: Straggler | None) -> None: ...
+    def straggler(self, run: Run, found: Any) -> None: ...
     def skipped(self, run: Run, skipped: Skipped) -> None: ...
     def sync(self) -> None: ...
     def close(self, status: str = "done") -> None: ...
@@ -113,8 +111,9 @@ class Record:
 
     log: Silent = field(default_factory=Silent)  # what a person reads, see report/log.py
     checkpoints: Any = None  # (rank 0) see files/checkpoints.py
-    profile: Any = None  # of --profile, see report/profile.py
-    step: Any = None  # of record=N, see report/step_record.py
+    # of --profile and record=N: `follow(steps)`, `end(totals)`, `finish()`
+    recorders: list[Any] = field(default_factory=list)
+    resume_command: str = ""
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     resumed: Saved = Saved()  # the checkpoint that it was resumed from, without its tensors
     fingerprint: str = ""  # of the data
@@ -145,16 +144,9 @@ class Run:
     stopped: str = ""
 
     def __post_init__(self) -> None:
-        world, model, cfg, workers = self.world, self.model, self.cfg.ddp, self.plan.workers
-        self.workers: Plain
-        if self.plan.sharded and workers:
-            self.workers = ShardedWorkers(workers, world, model, cfg.timeout_s)
-        elif self.plan.sharded:
-            self.workers = Sharded(world, model, cfg.buffers, cfg.reduce_every, cfg.timeout_s)
-        elif workers:
-            self.workers = VirtualWorkers(workers, world, model, cfg.find_unused_parameters)
-        else:
-            self.workers = Plain(world, model, cfg.buffers)
+        self.workers: LocalReducer = hooks.reducers.first(self) or LocalReducer(
+            self.world, self.model, self.cfg.ddp.buffers
+        )
         self.meter = Meter(self.world, len(self.workers.block))
         if self.cfg.check_resume:
             self.record.fresh = Fresh(
@@ -282,13 +274,29 @@ class Run:
         )
         save = save or any(outcome.votes % 1 for outcome in outcomes)
         phase("logging")
-        if self.record.step:
-            self.record.step.end(totals)
-        matters = (
-            any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes)
-            or progress.skipped_in_a_row
-        )
+        for recorder in self.record.recorders:
+            recorder.end(totals)
+        skipped_before = progress.skipped_in_a_row
+        for outcome in outcomes:
+            self._count_skipped(outcome)
+        if any(outcome.votes >= 1 for outcome in outcomes):
+            self.agree_to_stop()
+        matters = skipped_before or any(outcome.skipped for outcome in outcomes)
         return Due(outcomes if matters else [], log, check, save)
+
+    def excluded_whole(self, outcome: Outcome) -> bool:
+        """Return whether `exclude` has left no sample of a step."""
+        return bool(self.cfg.exclude) and outcome.weight == 0
+
+    def _count_skipped(self, outcome: Outcome) -> None:
+        progress = self.progress
+        if self.excluded_whole(outcome):  # nothing has diverged
+            progress.skipped += 1
+        elif outcome.skipped:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+        else:
+            progress.skipped_in_a_row = 0
 
     # ---- its state ----
 
@@ -315,9 +323,11 @@ class Run:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""
         self.net.train()  # every module, whatever a task has set in a part of its model
         steps = self.record.log.progress(self, self.loaders.train, "Training")
-        steps = self.record.profile.follow(steps) if self.record.profile else steps
-        steps = map(self.meter.terms.weigh, steps) if self.meter.terms else steps
-        return map(self.record.step.follow, steps) if self.record.step else steps
+        if self.meter.terms:
+            steps = map(self.meter.terms.weigh, steps)
+        for recorder in self.record.recorders:
+            steps = recorder.follow(steps)
+        return steps
 
 
 class Terms:

@@ -30,7 +30,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from engine.comm.exact import sqrt_correctly_rounded
+from plugins.parallel.exact import sqrt_correctly_rounded
 
 FACTOR = 0.9991
 """A number in double precision: an operation with a float32 tensor takes the nearest float32 number."""

@@ -21,11 +21,11 @@ from torch.utils.data import Subset, default_collate
 import tasks
 from data_loader import create_data_loaders, fingerprint
 from engine import config, contract
-from engine.checks import hint
 from engine.contract import BatchInfo, LockstepError
 from engine.data import batches
 from engine.data.ahead import to_device
 from engine.data.samples import Fetcher, Request
+from plugins.resilience.failure_report import suggest_fix
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
 from tests.tasks.toy import Waves
 
@@ -427,7 +427,7 @@ MISTAKES = [  # an error of a task, and what it is told
 def test_a_task_that_looks_for_the_loaders_numbers_elsewhere_is_told(mistake, batch, todo):
     with pytest.raises((KeyError, TypeError, AttributeError)) as caught:
         mistake(batch)
-    assert hint(caught.value) == todo
+    assert suggest_fix(caught.value) == todo
 
 
 def test_it_is_told_where_it_looks(launch, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, launching, succeed
 
 from engine.errors import LockstepError
-from engine.report.step_record import ARRAYS, sketched
+from plugins.reporting.step_record import ARRAYS, sketched
 from tools import compare, records, running
 
 TASK = """

@@ -21,7 +21,7 @@ import train
 from engine import metrics
 from engine.config import parse
 from engine.contract import LockstepError, Loss, gather_batch, sample_seeds, uniform
-from engine.metrics import GpuClock
+from plugins.resilience.stragglers import GpuClock
 from tests.tasks.contrast import info_nce
 
 SETTINGS = (

@@ -12,11 +12,11 @@ from runs import records
 from torch import nn
 
 import tasks
-from engine import preflight
 from engine.comm import digests
 from engine.comm.digests import as_text, digest, sum_of_bits
 from engine.comm.world import World
 from engine.errors import LockstepError
+from plugins import preflight
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from conftest import FAULTY, TOY, launching, succeed
 
 import tasks
 import train
-from engine import config, launch
+from engine import config, launch, threads
 from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.preflight import strategies
-from engine.speed import cores
+from plugins.parallel import strategies
+from plugins.performance import cores
 from tools import doctor, machine, nvidia
 from tools.doctor import Speed
 
@@ -307,7 +307,7 @@ def test_a_containers_share_of_the_cores_counts(monkeypatch, tmp_path):
     all_of_them = len(os.sched_getaffinity(0))
     for text, count in (("max 100000\n", all_of_them), ("100000 100000\n", 1), ("50000 100000\n", 1)):
         (tmp_path / "cpu.max").write_text(text)
-        assert cores.available() == count
+        assert threads.available() == count
 
 
 def test_what_ranks_and_machines_have_different_is_said():

@@ -13,10 +13,10 @@ import pytest
 import torch
 from conftest import ROOT
 
-from engine.comm.exact import sqrt_correctly_rounded
-from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.optim.fused import AdamW
+from plugins.parallel.exact import sqrt_correctly_rounded
+from plugins.parallel.virtual import VirtualWorkers
 
 SETTINGS = {
     "as it is": {},

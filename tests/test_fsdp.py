@@ -16,11 +16,11 @@ from test_the_idea import TERMS
 
 import tasks
 from engine import config, plan
-from engine.comm import fsdp
-from engine.comm.virtual import Dealt
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.optim import ema, fused
+from plugins.parallel import fsdp
+from plugins.parallel.virtual import Dealt
 
 SHARDED, FORWARDS, UNUSED = (
     str(ROOT / "tests" / place) for place in ("tasks/sharded.py", "ranks/forwards.py", "ranks/unused.py")

@@ -27,9 +27,10 @@ from engine import config, errors
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.files import run_folder
-from engine.metrics import Straggler
-from engine.report import log, wandb
+from engine.report import log
 from engine.run import Progress, Record
+from plugins.reporting import wandb
+from plugins.resilience.stragglers import Straggler
 from tools.evaluate import of_run
 
 

@@ -19,18 +19,19 @@ import tasks
 import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.buffers import Buffers
-from engine.comm.plain import Plain
-from engine.comm.virtual import VirtualWorkers
+from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss
 from engine.data import batches
 from engine.evaluation import evaluate_split, training_metrics
-from engine.files import status
-from engine.metrics import Straggler, Stragglers, means
+from engine.metrics import means
 from engine.plan import make_plan
-from engine.report import describe
 from engine.run import Run, Silent, environment_of
-from engine.survive import door as survive
+from plugins import resilience as survive
+from plugins.parallel.virtual import VirtualWorkers
+from plugins.reporting import plan_text
+from plugins.resilience import status
+from plugins.resilience.stragglers import Straggler, Stragglers
 from tasks._classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
@@ -146,7 +147,7 @@ def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, st
 
     def found(rank):
         world = World(rank, 0, 3, torch.device("cpu"))
-        workers_of = VirtualWorkers(workers, world, run.model) if workers else Plain(world, run.model, "same")
+        workers_of = VirtualWorkers(workers, world, run.model) if workers else LocalReducer(world, run.model, "same")
         return Stragglers(world, len(workers_of.block)).find({"forward": computed[rank]})
 
     monkeypatch.setattr(World, "sum", lambda self, times: (rows.append(times.clone()), times.zero_()))
@@ -447,7 +448,7 @@ PLANS = [
 @pytest.mark.parametrize(("words", "row", "warning"), PLANS)
 def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys, words, row, warning):
     errors.set_up(main=True)
-    describe.training(steps(*words.split())[0], strict=False)
+    plan_text.training(steps(*words.split())[0], strict=False)
     out = " ".join(capsys.readouterr().out.split())
     assert row in out and f"warning: {warning}" * bool(warning) in out and ("warning: " in out) is bool(warning)
 
@@ -566,7 +567,7 @@ def test_only_a_run_that_promises_its_bits_notes_that_they_change(monkeypatch, s
     then = {"path": Path("state.pt"), "horizon": 7, "environment": {"torch": "1.0"}}
     run.record.resumed = run.record.resumed._replace(**then)
     monkeypatch.setattr(errors.console, "info", said.append)
-    describe.resumed(run)
+    plan_text.resumed(run)
     notes = [line for line in said if line.startswith("  note: ")]
     assert "the schedule now spans" in notes[0] and "instead of 7" in notes[0]
     assert [f"torch 1.0 -> {torch.__version__}" in note for note in notes[1:]] == [True] * len(words)
@@ -580,7 +581,7 @@ def test_a_checkpoint_of_before_the_exact_square_root_is_resumed_with_one_note(m
     def resumed(state):
         run, outcomes = steps(*words, state=state)
         said.clear()
-        describe.resumed(run)
+        plan_text.resumed(run)
         next(outcomes)
         return checkpoint.capture(run), [line for line in said if "note" in line]
 

@@ -12,7 +12,7 @@ from torch import nn
 import tasks
 from engine import checkpoint, config, optim
 from engine.comm import digests
-from engine.comm.plain import Plain
+from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
@@ -46,7 +46,7 @@ def fill(model, seed, scale=1.0):
 def take(optimizer, divisor=1.0, clip=0.0, lr=0.1, scaler=None):
     dtype = optimizer.param_groups[0]["params"][0].dtype
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    workers = Plain(World(0, 0, 1, torch.device("cpu")), torch.nn.Linear(1, 1), "same")
+    workers = LocalReducer(World(0, 0, 1, torch.device("cpu")), torch.nn.Linear(1, 1), "same")
     return optim.step(optimizer, scaler, workers, lr, torch.tensor(divisor, dtype=dtype), clip)
 
 

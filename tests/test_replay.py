@@ -16,7 +16,7 @@ import yaml
 from conftest import ROOT, TOY, succeed
 from runs import records
 
-from engine.files import status
+from engine import errors
 from tools import replay as tool
 from tools import running
 
@@ -363,7 +363,7 @@ def test_a_run_that_is_still_running_is_left_alone(launch, replay, tmp_path):
     code, _, err = replay(folder)
     going.signal(signal.SIGTERM)
     assert code == 2 and "the run is still running: process " in err
-    assert going.wait().code == status.STOPPED
+    assert going.wait().code == errors.STOPPED
 
 
 @pytest.mark.slow

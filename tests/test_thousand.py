@@ -19,15 +19,16 @@ from test_same_bits import COMMON, CONV, assert_same_bits
 
 from data_loader import EvalSampler
 from engine import config, launch, plan
-from engine.comm import network
-from engine.comm.sealed import Sealed, meeting
+from engine.comm.session import session
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.phases import Phases
-from engine.survive import notes, watchdog
-from engine.survive.notes import Beat, Failure
-from engine.survive.signals import StopRequest
-from engine.survive.watchdog import Watchdog
+from plugins.resilience import store_client, watchdog
+from plugins.resilience.signals import StopRequest
+from plugins.resilience.store_client import Beat, Failure
+from plugins.resilience.watchdog import Watchdog
+from plugins.security import handshake, listen
+from plugins.security.sign import SignedStore
 
 OF_A_MACHINE = 8
 
@@ -63,9 +64,9 @@ class Ranks:
         self.others, self.watches = lambda: None, []
         for rank in range(size):
             first = rank - rank % OF_A_MACHINE
-            monkeypatch.setattr(meeting, "near", [*range(first, min(size, first + OF_A_MACHINE))])
-            monkeypatch.setattr(notes, "machine", lambda first=first: f"machine {first}")
-            store = Sealed(Counted(self.store, rank, self.asked), b"key")
+            monkeypatch.setattr(session, "near", [*range(first, min(size, first + OF_A_MACHINE))])
+            monkeypatch.setattr(store_client, "machine", lambda first=first: f"machine {first}")
+            store = SignedStore(Counted(self.store, rank, self.asked), b"key")
             self.watches.append(Watchdog(world(rank, size), StopRequest(), 100.0, Phases(), store))
 
     def all(self, do, ranks=None):
@@ -181,14 +182,14 @@ def meet(size, monkeypatch):
     asked, keys, store = Counter(), {}, dist.HashStore()
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
     monkeypatch.setattr(launch, "machine", lambda: f"machine {int(threading.current_thread().name) // OF_A_MACHINE}")
-    monkeypatch.setattr(meeting, "near", []), monkeypatch.setattr(meeting, "network", "")
-    monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.9", "eth1"))
+    monkeypatch.setattr(session, "near", []), monkeypatch.setattr(session, "network", "")
+    monkeypatch.setattr(listen, "way_to", lambda host: ("10.0.0.9", "eth1"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
 
     def join(rank):
         env = launch.Environment(rank, rank % OF_A_MACHINE, size, OF_A_MACHINE, True)
         counted = Counted(store, rank, asked)
-        keys[rank] = launch._of_this_attempt(counted, env, timedelta(seconds=60), "gloo", b"secret")[1]
+        keys[rank] = handshake._of_this_attempt(counted, env, timedelta(seconds=60), "gloo", b"secret")[1]
 
     threads = [threading.Thread(target=join, args=[rank], name=str(rank)) for rank in range(size)]
     for each in threads:
@@ -196,9 +197,9 @@ def meet(size, monkeypatch):
     for each in threads:
         each.join()
     assert len(keys) == size and len({*keys.values()}) == 1
-    notes = Sealed(store, b"secret")
+    store_client = SignedStore(store, b"secret")
     counts = [sum(times for (who, _), times in asked.items() if who == rank) for rank in range(size)]
-    return counts, [json.loads(notes.get(f"rank{rank}_is_answered")) for rank in range(size)]
+    return counts, [json.loads(store_client.get(f"rank{rank}_is_answered")) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [16, 64])

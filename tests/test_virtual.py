@@ -14,11 +14,10 @@ from torch import nn
 
 import tasks
 from engine import config, plan
-from engine.comm import tree, virtual
 from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.data.cache import same_bits
-from engine.report import describe
+from plugins.parallel import rows, tree, virtual
+from plugins.performance.cached_data import same_bits
 from tests.tasks import rare
 
 NORMS = TOY.replace("toy.py", "norms.py")
@@ -52,7 +51,7 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
     straight = tree.fold(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
     assert straight == grouped(0, workers)
     for processes in range(1, workers + 1):
-        blocks = [tree.dealt(workers, rank, processes) for rank in range(processes)]
+        blocks = [plan.workers_of_rank(workers, rank, processes) for rank in range(processes)]
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1, "as even as can be"
         everyone = []
         for block in blocks:
@@ -64,12 +63,12 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
 
 
 def test_spans_are_what_is_left_of_a_block():
-    assert tree.spans(tree.dealt(8, 0, 1)) == ([(0, 8)], 3)
-    assert tree.spans(tree.dealt(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
-    assert tree.spans(tree.dealt(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
-    assert [tree.spans(tree.dealt(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
-    assert [[*tree.dealt(5, rank, 3, in_rounds=True)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
-    assert tree.spans(tree.dealt(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
+    assert tree.spans(plan.workers_of_rank(8, 0, 1)) == ([(0, 8)], 3)
+    assert tree.spans(plan.workers_of_rank(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
+    assert tree.spans(plan.workers_of_rank(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
+    assert [tree.spans(plan.workers_of_rank(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
+    assert [[*plan.workers_of_rank(5, rank, 3, in_rounds=True)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert tree.spans(plan.workers_of_rank(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -278,14 +277,14 @@ def test_the_number_of_processes_changes_nothing_that_is_dealt(words, dealt):
 def test_the_plans_rows():
     """Three processes: blocks of 2, 3 and 3 of 8, two nodes at most; in the last one 5 and 6 wait for 7."""
     made = plan_of("virtual_workers=8", "global_batch=20", "batch_size=2", processes=3)
-    rows = describe._describe_workers(made, 3_000_000)
-    assert rows == {
+    found = rows.describe_workers(made, 3_000_000)
+    assert found == {
         "global batch": "20, dealt to 8 virtual workers: up to 3 samples each, in 2 passes of up to 2",
         "virtual workers": "2 or 3 of 8 per process x 3 processes; the same bits on 1 to 8 processes",
         "tree of sums": "2 of 3.0 MB waiting in a process at most; 6 MB per process and step out and back "
         "(an all-reduce: 4)",
     }
-    alone = describe._describe_workers(dataclasses.replace(made, processes=1), 3_000_000)
+    alone = rows.describe_workers(dataclasses.replace(made, processes=1), 3_000_000)
     assert alone["tree of sums"].startswith("3 of 3.0 MB waiting") and "8 of 8 per" in alone["virtual workers"]
 
 

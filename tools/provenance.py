@@ -53,16 +53,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 from data_loader import TrainSampler, load_datasets
-from engine import checkpoint, config
+from engine import checkpoint, config, errors
 from engine.comm.world import World
 from engine.contract import per_sample
 from engine.data.samples import Fetcher, contents, fingerprint
 from engine.errors import LockstepError, amount
-from engine.files import archive, status
+from engine.files import archive
 from engine.files.atomic import write_atomically
 from engine.plan import make_plan
 from engine.seeds import kept_generators, seed_everything
 from formats.mixup import Mixed
+from plugins.resilience import status
 from tools.evaluate import TRUST, aligned, of_run
 from tools.running import alone, guarded
 
@@ -116,7 +117,7 @@ def _tell(args: config.Args, asked: argparse.Namespace) -> int:
         if asked.list:
             _write(seen, asked.list)
     print(json.dumps(found) if asked.json else "\n".join(_lines(found, asked)))
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 def tell(

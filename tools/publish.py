@@ -48,15 +48,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from engine import checkpoint, config
+from engine import checkpoint, config, errors
 from engine.comm import digests
 from engine.contract import Task
 from engine.errors import LockstepError, headline
-from engine.files import archive, status
+from engine.files import archive
 from engine.files.archive import Saved
 from engine.files.checkpoints import find_checkpoint
 from engine.files.weights import fitted
 from formats.partial import Partial
+from plugins.resilience import status
 from tasks import har, robot, video
 from tools import model_card, provenance, published
 from tools.evaluate import TRUST, of_run
@@ -210,7 +211,7 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
                 }
             )
         )
-        return status.set_exit_code(status.DONE)
+        return status.set_exit_code(errors.DONE)
     print(f"{published.shown(saved.path or '')}, step {saved.progress['step']}:")
     for name in files:
         print(f"  {name:<20} {(out / name).stat().st_size / 1000:10.1f} kB")
@@ -220,7 +221,7 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
     if not asked.no_sources and seen.get("sources"):
         print(f"note: it names {len(seen['sources'])} sources of the training data (--no-sources)")
     print(f"Wrote {out}; after a look at its README.md: hf upload USER/{out.name} {out}")
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 # ---- the checkpoint

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import LockstepError
-from engine.report.describe import buckets
+from plugins.parallel.rows import buckets
 
 
 class Link(NamedTuple):

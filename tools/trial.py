@@ -31,9 +31,9 @@ from engine.comm.buffers import Buffers
 from engine.data.batches import attach, info_of, map_tensors
 from engine.files.atomic import write_json
 from engine.files.checkpoints import MANIFEST
-from engine.plan import cut_dependent
 from engine.run import Run
 from engine.seeds import positions
+from plugins.preflight.partition import cut_dependent
 from tools.witness import Witness
 
 LAST_BIT = 2.0**-23
@@ -69,16 +69,18 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0 if argv else 2
-    order, plain_built, plain_build = Order(**json.loads(argv[0])), train.built, train.build
+    order, plain_check, plain_build = Order(**json.loads(argv[0])), train.check, train.build
     sys.argv[1:] = argv[1:]  # the command that resumes is made of it
     witness = Witness(order.notes) if order.watch else None
     if order.double:
         torch.set_default_dtype(torch.float64)
 
-    def built(task: Any) -> nn.Module:
-        model: nn.Module = plain_built(task)
-        prepare(model, task, order)
-        return model
+    def checked(method: str, value: Any, *about: Any) -> Any:
+        if method == "model":
+            model, task = plain_check(method, value), about[0]
+            prepare(model, task, order)
+            return model
+        return plain_check(method, value, *about)
 
     def build(*given: Any, **named: Any) -> Run:
         run: Run = plain_build(*given, **named)
@@ -98,7 +100,7 @@ def main(argv: list[str]) -> int:
             witness.follow(run)
         return run
 
-    train.built, train.build = built, build
+    train.check, train.build = checked, build
     with witness or contextlib.nullcontext():
         return train.main(argv[1:])
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.comm.dtensor import whole
+from engine.comm.shards import whole
 from engine.seeds import GAMMA, mix
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,6 +3,7 @@ process group."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.comm import sealed
+from engine.comm.exchange import exchange
 from engine.errors import LockstepError
 from engine.phases import phase
 
@@ -52,13 +53,13 @@ class World:
         if self.size == 1:
             return choose(iter([value]))
         with phase.during("all_gather", waits=True):
-            return sealed.decide(value, choose, dist.group.WORLD)
+            return exchange().decide(value, choose, dist.group.WORLD)
 
     def differing(self, value: Any) -> bool:
         """(all ranks) Return whether the text of the value is another on some rank; its digest is
         exchanged."""
         return self.decide(
-            sealed.digest(b"", repr(value).encode()), lambda everyone: len({*everyone}) > 1
+            hashlib.sha256(repr(value).encode()).digest(), lambda everyone: len({*everyone}) > 1
         )
 
     def unlike(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
@@ -72,14 +73,14 @@ class World:
         if self.size == 1:
             return [value]
         with phase.during("gather", waits=True):
-            return [*sealed.to_main(value, dist.group.WORLD)]
+            return [*exchange().to_main(value, dist.group.WORLD)]
 
     def broadcast(self, value: T) -> T:
         """(all ranks) Return rank 0's value."""
         if self.size == 1:
             return value
         with phase.during("broadcast", waits=True):
-            return sealed.from_main(value, dist.group.WORLD)
+            return exchange().from_main(value, dist.group.WORLD)
 
     def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
         """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating

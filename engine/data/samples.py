@@ -73,7 +73,7 @@ class Fetcher:
             if isinstance(error, RuntimeError) and text[0].startswith(
                 ("DataLoader worker", "DataLoader timed out")
             ):
-                raise  # the process, not the sample; engine/survive/blame.py explains it
+                raise  # the process failed, not the sample
             if (
                 fetched is not None
                 and isinstance(error, (ConnectionError, EOFError))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.comm.dtensor import like
+from engine.comm.shards import like
 from engine.errors import LockstepError, few
 from engine.files.archive import check_archive, reason
 from engine.files.checkpoints import LAST, Checkpoints

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.comm.dtensor import local
-from engine.comm.plain import Plain
+from engine.comm.reducer import LocalReducer
+from engine.comm.shards import local
 from engine.config import Optim
 from engine.optim.ema import EMA
 from engine.optim.make import make_optimizer as make_optimizer
@@ -20,7 +20,7 @@ def make_ema(model: nn.Module, cfg: Optim) -> EMA | None:
 def step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    workers: Plain,
+    workers: LocalReducer,
     lr: float,
     divisor: Tensor,
     grad_clip: float,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.buffers import Buffers
-from engine.comm.dtensor import like, local
+from engine.comm.shards import like, local
 
 
 class EMA:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.comm.dtensor import like, local
+from engine.comm.shards import like, local
 from engine.config import Optim
 from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, few
@@ -30,11 +30,9 @@ def make_optimizer(
     model: nn.Module,
     cfg: Optim,
     task: Task | None = None,
-    exact: bool = False,
 ) -> torch.optim.Optimizer:
     """Freeze the weights of `optim.freeze`; return the task's optimizer, or that of `optim.name` if
-    it has none. With `exact` the bits of its step do not depend on where FSDP2 cuts a weight, as
-    virtual workers need it.
+    it has none.
 
     A group with a different `lr` than `optim.lr` keeps the quotient as its `lr_scale`, a factor of
     the schedule's rate.
@@ -47,13 +45,6 @@ def make_optimizer(
     optimizer = task.optimizer(model) if task else None
     if optimizer is None:
         optimizer = _shipped(model, trained, cfg)
-        for each in _chain(optimizer):
-            if (
-                exact
-                and isinstance(each, AdamW | SGD)
-                and next(iter(trained.values())).device.type == "cpu"
-            ):
-                each.exact = True
     else:
         _check_own(optimizer, model, trained, cfg)
         for group in optimizer.param_groups:
@@ -206,7 +197,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
+def chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
     if isinstance(optimizer, ChainedOptimizer):
         return optimizer.optimizers
     return (optimizer,)
@@ -214,7 +205,7 @@ def _chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the optimizer's class: its state is of no use to a different one."""
-    return " + ".join(type(each).__name__ for each in _chain(optimizer))
+    return " + ".join(type(each).__name__ for each in chain(optimizer))
 
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -231,7 +222,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     torch's."""
     held = [
         (each, group, p)
-        for each in _chain(optimizer)
+        for each in chain(optimizer)
         for group in each.param_groups
         for p in group["params"]
     ]

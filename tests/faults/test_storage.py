@@ -36,7 +36,7 @@ import torch
 from engine import config
 from engine.contract import LockstepError
 from engine.errors import console
-from engine.files import archive, atomic, run_folder, status
+from engine.files import archive, atomic, run_folder
 from engine.files.checkpoints import (
     FILES,
     LAST,
@@ -49,6 +49,7 @@ from engine.files.checkpoints import (
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.report import log
 from engine.run import Progress, Record
+from plugins.resilience import status
 from tools import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]

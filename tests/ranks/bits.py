@@ -17,8 +17,8 @@ import torch.distributed as dist
 import tasks
 import train
 from engine import config, launch, run
-from engine.comm import tree, virtual
 from engine.report.open_log import open_log
+from plugins.parallel import tree, virtual
 
 if "flat" in sys.argv[2:]:
 

@@ -17,7 +17,7 @@ from engine import config, launch, optim, plan, precision
 from engine.contract import Sums
 from engine.evaluation import evaluate_split
 from engine.run import Run
-from engine.survive.signals import StopRequest
+from plugins.resilience.signals import StopRequest
 from tasks._classification import Classification, LossSettings
 
 NUM_CLASSES = 7

@@ -14,8 +14,8 @@ import tasks
 import train
 from engine import config, launch
 from engine.phases import phase
-from engine.report import describe
 from engine.report.open_log import open_log
+from plugins.reporting import plan_text
 
 
 def moments(optimizer):
@@ -34,9 +34,9 @@ def main() -> None:
     for argv in json.loads(sys.argv[2]):
         args = config.parse(argv, tasks.load)
         world = world or train.setup_distributed(args.cfg)
-        describe.announce(world, args.cfg, always=False)
+        plan_text.announce(world, args.cfg, always=False)
         run = train.build(args, world)
-        describe.training(run, strict=False)
+        plan_text.training(run, strict=False)
         optimizer, waited = run.optimizer, []
         if hasattr(optimizer, "zero"):
             optimizer.zero.register_step_post_hook(lambda *_, seen=waited: seen.append(phase.now[1]))

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.comm import shm_backend
-from engine.comm.shm_backend import PIECE
 from engine.contract import LockstepError
-from engine.speed import compiler
+from plugins.performance import compiler, shm_backend
+from plugins.performance.shm_backend import PIECE
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
