@@ -71,7 +71,8 @@ name."""
 KILLED = {
     "har_2_killed": (2, [*HAR, "steps=40", "epochs=9", "save_every=4", "virtual_workers=4"]),
 }
-"""Runs that are killed without warning after their first checkpoint, and resumed on as many processes."""
+"""Runs that are killed without warning after their first checkpoint, and resumed on as many
+processes."""
 
 TIMES = {"time_s", "samples_per_s", "data_wait_share"}
 

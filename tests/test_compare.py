@@ -246,7 +246,8 @@ def test_a_step_is_taken_again_in_the_precision_that_auto_has_chosen_then(place,
 def test_a_step_of_a_run_that_had_optim_zero_is_taken_again_without(place, say):
     """The key is an error in a new run."""
     then = shutil.copytree(place.folder / "a", place.folder / "zero", symlinks=True)
-    assert (text := (then / "config.yaml").read_text()).count("  zero: false\n") == 1
+    text = (then / "config.yaml").read_text()
+    assert text.count("  zero: false\n") == 1
     (then / "config.yaml").write_text(text.replace("  zero: false\n", "  zero: true\n"))
     found = say(then, place.run("rate", *PLANTED["rate"][0]), "--trust")
     assert first_lines(found)[0].startswith(PLANTED["rate"][1]), found

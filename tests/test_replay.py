@@ -17,9 +17,8 @@ from conftest import ROOT, TOY, succeed
 from runs import records
 
 from engine.files import status
-from tools import evaluate
+from tools import evaluate, running
 from tools import replay as tool
-from tools import running
 
 RUN = {"steps": 24, "log_every": 4, "save_every": 12, "eval_every": 12, "virtual_workers": 4, "global_batch": 8}
 RUN |= {"digest_every": 1, "keep_checkpoints": 9, "device": "cpu", "model.dropout": 0.2, "amp": "off"}
@@ -242,7 +241,8 @@ def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
 def test_a_run_that_had_optim_zero_is_scored_and_replayed(run, replay, capfd):
     """Its config.yaml and its checkpoints have a key that is an error in a new run."""
     file = run / "config.yaml"
-    assert (text := file.read_text()).count("  zero: false\n") == 1
+    text = file.read_text()
+    assert text.count("  zero: false\n") == 1
     file.write_text(text.replace("  zero: false\n", "  zero: true\n"))
     for step in (12, 24):
         change_checkpoint(checkpoint_at(run, step), lambda state: state["config"]["optim"].update(zero=True))
