@@ -243,6 +243,18 @@ def test_a_step_is_taken_again_in_the_precision_that_auto_has_chosen_then(place,
 
 
 @pytest.mark.slow
+def test_a_step_of_a_run_that_had_optim_zero_is_taken_again_without(place, say):
+    """The key is an error in a new run."""
+    then = shutil.copytree(place.folder / "a", place.folder / "zero", symlinks=True)
+    text = (then / "config.yaml").read_text()
+    assert text.count("  zero: false\n") == 1
+    (then / "config.yaml").write_text(text.replace("  zero: false\n", "  zero: true\n"))
+    found = say(then, place.run("rate", *PLANTED["rate"][0]), "--trust")
+    assert first_lines(found)[0].startswith(PLANTED["rate"][1]), found
+    assert "cannot change the numbers: save_every (5, 0), optim.zero (True, False)" in found, found
+
+
+@pytest.mark.slow
 def test_other_cuts_are_told_apart_rounding_from_batch_norm(place, say):
     plain = place.run("one", virtual=False)
     text = say(plain, place.run("two", virtual=False, processes=2), "--trust")

@@ -38,7 +38,7 @@ def test_few_files_know_the_ranks():
     calling = files_with(lambda node: isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
                          and isinstance(node.value, ast.Name) and node.value.id == "dist")  # fmt: skip
     comm = {f"engine/comm/{name}.py" for name in ("world", "sealed", "virtual", "fsdp", "shm_backend")}
-    assert calling == comm | {"train.py", "engine/launch.py", "engine/optim/zero.py", "tools/probe.py"}
+    assert calling == comm | {"train.py", "engine/launch.py", "tools/probe.py"}
 
 
 def test_nothing_unsafe_is_called():

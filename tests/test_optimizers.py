@@ -234,12 +234,12 @@ HARD = ["fault.kind=nan sample", "optim.ema_decay=0.9", "optim.grad_clip=0.5", "
 HARD += ["schedule.kind=wsd", "schedule.horizon=8", "schedule.warmup_steps=2", "virtual_workers=4", "global_batch=13"]
 
 RUNS = {
-    "sgd": ["optim.name=sgd", "optim.lr_scale=layers.0:0.5", "amp=fp16", "optim.zero=true"],
-    "muon": ["optim.name=muon", "batch_size=2", "optim.zero=true", "amp=off"],
-    "adafactor": ["optim.name=adafactor", "amp=fp16", "optim.freeze=layers.3.bias", "optim.zero=true"],
-    "own sgd": ["own.optimizer=sgd", "amp=off", "batch_size=1", "optim.zero=true", "optim.freeze=layers.3.bias"],
-    "own chained": ["own.optimizer=chained", "amp=fp16", "optim.zero=true"],
-    "own lion": ["own.optimizer=lion", "amp=off", "optim.zero=true"],
+    "sgd": ["optim.name=sgd", "optim.lr_scale=layers.0:0.5", "amp=fp16"],
+    "muon": ["optim.name=muon", "batch_size=2", "amp=off"],
+    "adafactor": ["optim.name=adafactor", "amp=fp16", "optim.freeze=layers.3.bias"],
+    "own sgd": ["own.optimizer=sgd", "amp=off", "batch_size=1", "optim.freeze=layers.3.bias"],
+    "own chained": ["own.optimizer=chained", "amp=fp16"],
+    "own lion": ["own.optimizer=lion", "amp=off"],
     "own lions": ["own.optimizer=lions", "amp=off"],
     "adapter": ["own.adapter=true", "amp=off"],
 }

@@ -222,7 +222,7 @@ def test_a_loader_process_that_is_killed_meanwhile_is_no_fault_of_the_task(steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
+@pytest.mark.parametrize("words", [[], ["ddp.strategy=fsdp", "virtual_workers=2"]], ids=["plain", "shares"])
 def test_all_ranks_end_with_one_line_before_anything_is_lost(launch, own, tmp_path, words):
     save = f"save_dir={tmp_path / 'run'}"
     done = launch.torchrun(2, "train.py", own(COUNTS), *words, save)

@@ -28,7 +28,7 @@ def test_sums_in_the_order_of_the_ranks_and_all_other_collectives(launch, proces
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
-def test_ddp_with_and_without_hooks_and_zero(launch, processes):
+def test_ddp_with_and_without_hooks(launch, processes):
     assert "shared" in succeed(launch.torchrun(processes, SUMS, "ddp")).out
 
 

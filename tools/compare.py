@@ -883,6 +883,7 @@ NO_MORE = {
     "max_time_s": 0,
     "keep_checkpoints": 0,
     "check_sums": False,
+    "optim": {"zero": False},
     "wandb": {"enable": False},
     "mlflow": {"enable": False},
 }

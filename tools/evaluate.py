@@ -114,12 +114,15 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         )
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
-    own = any(word.lstrip("-").startswith("ddp.strategy") for word in rest)
+    # a tool may be one process, and copy the model; an older run may have optim.zero=true, which is
+    # an error now
+    whole = {"ddp.strategy": "ddp", "optim.zero": "false"}
+    own = {key for key in whole if any(word.lstrip("-").startswith(key) for word in rest)}
     return [
         "--config",
         str(folder / "config.yaml"),
         *rest,
-        *([] if own else ["ddp.strategy=ddp"]),  # a tool may be one process, and copy the model
+        *(f"{key}={value}" for key, value in whole.items() if key not in own),
         "save_dir=",
         f"resume={file}",
         "wandb.enable=false",

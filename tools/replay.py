@@ -614,6 +614,7 @@ class Taker:
             "multi_gpu": "dp" if cfg.multi_gpu == "dp" else "none",
             "wandb.enable": False,
             "mlflow.enable": False,
+            "optim.zero": False,  # true in an older run: the same bits, and an error now
         }
         if known.path and not any(word.startswith(("amp=", "--amp")) for word in self.rest):
             fixed |= {"amp": known.precision, "memory_format": known.memory_format}
