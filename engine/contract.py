@@ -171,7 +171,7 @@ class Task:
         epoch)` ((N,) indices to take in place of a shuffle; or an object with `__len__` that gives
         a slice of them when it is asked, `order[a:b]`, as formats/shards.py does), `digest` (a text
         that tells the samples apart from others: only the first one is fetched to compare data) and
-        `prefetch(indices)`: see "Samples and batches of any form" in docs/your-own-data.md.
+        `prefetch(indices)`: see "Define samples and batches" in docs/your-own-data.md.
         """
         raise NotImplementedError
 
