@@ -108,6 +108,12 @@ def build(
             loaders=loaders, stop=stop or resilience.StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
         checkpoint.restore(run, saved)  # or the weights of init_from
+    prepare(run, strict)
+    return run
+
+
+def prepare(run: Run, strict: bool) -> None:
+    """(all ranks) Wrap the model, compare the ranks, try an evaluation, set the threads."""
     run.net = wrap_ddp(run, always=strict)
     resilience.prepare_advice(run)  # batches that need less memory, names for DDP's errors
     preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere
@@ -115,7 +121,6 @@ def build(
     preflight.sanity_check(run)  # show a mistake in the evaluation now, not after an epoch
     run.plan = kernels.set_threads(run)
     run.plan = performance.finish(run)  # the allocator
-    return run
 
 
 def wrap_ddp(run: Run, always: bool) -> nn.Module:

@@ -21,8 +21,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engine import kernels
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -497,6 +495,7 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    from engine import kernels
     from plugins.performance import memory
 
     how = about.get("limit", [])

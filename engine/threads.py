@@ -59,9 +59,10 @@ def limit_threads(asked: int, processes: int) -> int:
 
     processes  on this machine; each has its share of the cores already if `bind` has given it one
     """
+    given = _given()  # before it is limited
     number, _ = _set_by_user(asked)
     torch.set_num_threads(number or 1)
-    return number or min(_given(), available() if bound[0] else max(1, available() // processes))
+    return number or min(given, available() if bound[0] else max(1, available() // processes))
 
 
 def set_threads(asked: int, gflop: float, allowed: int) -> str:

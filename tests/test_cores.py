@@ -40,7 +40,7 @@ def _bound(pipe, sys, device, rank, size):
     )
     try:
         cores.bind(device, rank, size)
-        pipe.send((cores.bound_to(), sorted(os.sched_getaffinity(0))))
+        pipe.send((threads.bound[0], sorted(os.sched_getaffinity(0))))
     except Exception as error:
         pipe.send(error)
 
@@ -135,8 +135,8 @@ def test_lists_of_cores():
 def four_cores(monkeypatch):
     """Of which torch would take all; and the number of threads that it is told to take."""
     told = []
-    monkeypatch.setattr(cores, "available", lambda: 4)
-    monkeypatch.setattr(cores, "_given", lambda: 4)
+    monkeypatch.setattr(threads, "available", lambda: 4)
+    monkeypatch.setattr(threads, "_given", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(threads.BY_RULE, raising=False)
@@ -144,13 +144,19 @@ def four_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gflop", "processes", "threads"),
+    ("gflop", "processes", "number"),
     [(0.0, 1, 1), (9.9, 1, 1), (10.0, 1, 2), (16.0, 1, 3), (1e3, 1, 4), (1e3, 2, 2), (1e3, 3, 1), (1e3, 8, 1)],
 )  # fmt: skip
-def test_a_small_model_computes_in_one_thread(four_cores, gflop, processes, threads):
+def test_a_small_model_computes_in_one_thread(four_cores, gflop, processes, number):
     said = threads.set_threads(0, gflop, threads.limit_threads(0, processes))
-    assert four_cores == [1, threads], "until there is a model it is one"
+    assert four_cores == [1, number], "until there is a model it is one"
     assert re.search(r"takes ([\d.,]+) GFLOP", said)[1] == {1e3: "1,000", 0.0: "0"}.get(gflop, f"{gflop:g}")
+
+
+def test_the_limit_is_torchs_own_number_in_a_new_process(launch):
+    script = "import torch; own = torch.get_num_threads(); from engine import threads; "
+    script += "assert threads.limit_threads(0, 1) == min(own, threads.available()) and torch.get_num_threads() == 1"
+    succeed(launch.python("-c", script))
 
 
 def test_who_asks_for_a_number_of_threads_gets_it(four_cores, monkeypatch):
@@ -236,7 +242,7 @@ def test_a_busy_machine_is_said_once(tasks_of, monkeypatch):
 )
 def test_what_a_busy_machine_is(monkeypatch, share, load, busy):
     """The process's own clocks count; the load only where the system tells nothing of them."""
-    monkeypatch.setattr(cores, "available", lambda: 4)
+    monkeypatch.setattr(threads, "available", lambda: 4)
     monkeypatch.setattr(cores.os, "getloadavg", lambda: (load, load, load))
     assert bool(cores.contention_warning(share)) is busy
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-ROOMS = ("", "engine/", "tasks/", "formats/", "envs/", "models/", "tools/", "dev/")
+ROOMS = ("", "engine/", "plugins/", "tasks/", "formats/", "envs/", "models/", "tools/", "dev/")
 SOURCES = sorted(path for room in ROOMS for path in ROOT.glob(f"{room}**/*.py" if room else "*.py"))
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in SOURCES}
 
@@ -38,7 +38,8 @@ def test_few_files_know_the_ranks():
     assert files_with(lambda node: isinstance(node, ast.Constant) and node.value in variables) == {"engine/launch.py"}
     calling = files_with(lambda node: isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
                          and isinstance(node.value, ast.Name) and node.value.id == "dist")  # fmt: skip
-    comm = {f"engine/comm/{name}.py" for name in ("world", "sealed", "virtual", "fsdp", "shm_backend")}
+    comm = {f"engine/comm/{name}.py" for name in ("world", "exchange")}
+    comm |= {f"plugins/{name}.py" for name in ("parallel/virtual", "parallel/fsdp", "performance/shm_backend")}
     assert calling == comm | {"train.py", "engine/launch.py", "tools/probe.py"}
 
 
@@ -48,13 +49,13 @@ def test_nothing_unsafe_is_called():
         for word in ("weights_only=False", "yaml.load(", "shell=True", "os.system", "static_graph=True"):
             assert word not in text, f"{word} in {path}"
         # Pickles come from a wheel whose checksum is verified, and from ranks that know the secret of the run.
-        if path.name not in ("prepare_watch.py", "sealed.py"):
+        if path.name not in ("prepare_watch.py", "exchange.py"):
             assert "allow_pickle=True" not in text and "pickle.load" not in text, path
 
 
 def test_only_the_core_packages_are_imported_at_the_top():
     known = {"torch", "numpy", "yaml", "tensorboard", "tqdm", *sys.stdlib_module_names}
-    known |= {"engine", "tasks", "formats", "envs", "models", "data_loader", "train", "train_ddp", "tools"}
+    known |= {"engine", "plugins", "tasks", "formats", "envs", "models", "data_loader", "train", "train_ddp", "tools"}
     known |= {"measures"}  # the folder beside dev/house.py
     for name, tree in TREES.items():
         imports = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
@@ -69,7 +70,7 @@ def test_every_scenario_names_tests_that_exist():
 
 
 SCRIPTS = [p for folder in ("tools", "benchmarks", "dev") for p in sorted((ROOT / folder).glob("*.py"))]
-OWN = {path.stem for path in ROOT.glob("*.py")} | {"engine", "formats", "models", "tasks", "tools", "envs"}
+OWN = {path.stem for path in ROOT.glob("*.py")} | {"engine", "plugins", "formats", "models", "tasks", "tools", "envs"}
 
 
 @pytest.mark.parametrize("path", [p for p in SCRIPTS if "__main__" in p.read_text()], ids=lambda path: path.name)

@@ -6,15 +6,16 @@ import torch.distributed as dist
 from engine.comm import session
 from engine.comm.world import World
 from engine.errors import LockstepError
-from plugins.resilience import agent, status
+from plugins.resilience import status
 from plugins.resilience.store_client import Failure, Notes
+from plugins.security import agent as security_agent
 from plugins.security import listen, sign
 from plugins.security.sign import SignedStore
 
 
 @pytest.fixture(autouse=True)
 def nobody_has_written(monkeypatch):
-    monkeypatch.setattr(session.session, "warned", False)
+    monkeypatch.setattr(sign.state, "warned", False)
 
 
 def test_only_the_notes_of_this_run_are_read(capfd):
@@ -110,7 +111,7 @@ def test_who_knows_the_secret(tmp_path, monkeypatch):
 def test_a_text_for_the_next_attempt(monkeypatch):
     """But not one of a stranger's, nor where there is no store."""
     for store in (None, SignedStore(dist.HashStore(), b"key")):
-        monkeypatch.setattr(session.session, "lasting", store)
+        monkeypatch.setattr(session.session, "job_store", store)
         assert session.recall("folder") == ""
         session.remember("folder", "run")
         assert session.recall("folder") == ("run" if store else "")
@@ -135,7 +136,7 @@ def test_where_a_store_listens(monkeypatch, host, stands_for, one_machine, addre
             raise OSError("no such name")
         return [(0, 0, 0, "", (each, 0)) for each in stands_for]
 
-    monkeypatch.setattr(agent.socket, "getaddrinfo", found)
+    monkeypatch.setattr(security_agent.socket, "getaddrinfo", found)
     monkeypatch.setattr(listen, "way_to", lambda host: ("127.0.0.3", "eth1"))
     listener = listen._listen(host, 0, one_machine)
     assert (listener and listener.getsockname()[0]) == address

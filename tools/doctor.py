@@ -34,8 +34,6 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine import errors
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -47,7 +45,7 @@ try:
     import tasks
     import train
     from data_loader import TrainLoader, create_data_loaders
-    from engine import config, launch, threads
+    from engine import config, errors, launch, threads
     from engine.comm.world import World
     from engine.data.batches import tensors
     from engine.errors import LockstepError, amount

@@ -47,7 +47,7 @@ def step(
     skipped = (grad_norm - grad_norm != 0).float()
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
-    in_kernel: bool = optimizer.skips_in_kernel  # type: ignore[attr-defined]
+    in_kernel: bool = getattr(optimizer, "skips_in_kernel", False)
     # A fused kernel divides by grad_scale, in float32, in the pass that it makes anyway, and leaves
     # weights and state alone if found_inf is 1: GradScaler uses both.
     divides = in_kernel and divisor.dtype == torch.float32

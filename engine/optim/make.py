@@ -274,6 +274,8 @@ def load_state(
     for number, p in numbered.items():
         if p in optimizer.state and number in states:
             optimizer.state[p] = _as_saved(optimizer.state[p], states[number], p)
+    # loading may replace `fused`
+    optimizer.skips_in_kernel = skips_itself(optimizer)  # type: ignore[attr-defined]
 
 
 def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
