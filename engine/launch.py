@@ -207,12 +207,19 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
     if device.type == "cpu" and cfg.ddp.strategy != "ddp":  # its meshes take no backend of our own
         return "gloo"
     if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
-        return "shm"
+        return _sums_on_cpus()
     if cfg.ddp.backend == "gloo":
         return "gloo"
     if device.type == "cuda":
         return "nccl" if env.size == 1 else "cpu:gloo,cuda:nccl"
-    return "shm" if env.size in (1, env.local_size) or not env.local_size else "gloo"
+    one_machine = env.size in (1, env.local_size) or not env.local_size
+    return _sums_on_cpus() if one_machine else "gloo"
+
+
+def _sums_on_cpus() -> str:
+    """Return the backend of the ranks of one machine: shared memory where a plugin offers it."""
+    hooks.load()
+    return "shm" if "shm" in dist.Backend.backend_list else "gloo"
 
 
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:

@@ -148,6 +148,7 @@ def print_plan(run: Run, steps: bool = True) -> None:
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
     rows = plan_table(run.plan, run.cfg, run.world, run.model, run.precision)
+    rows["plugins"] = ", ".join(hooks.load())
     for more in hooks.plan_rows.each(run):
         rows |= more
     sampler, test = run.loaders.train.sampler, run.task.set_aside
