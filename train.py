@@ -39,7 +39,7 @@ from engine.phases import phase
 from engine.plan import make_plan
 from engine.private import NO_BUFFER_SYNC
 from engine.report.open_log import already_complete, open_log
-from engine.run import Due, Record, Run
+from engine.run import AfterStep, Record, Run
 from engine.seeds import seed_everything
 
 
@@ -73,7 +73,7 @@ def build(
     """(all ranks) Prepare everything for the first step; write nothing. With `split`, prepare to
     score that split."""
     kernels.set_backends(args.cfg)
-    cfg, saved = checkpoint.find(args.cfg, world)
+    cfg, saved = checkpoint.locate(args.cfg, world)
     with sync_errors(world):  # if one rank fails in here, all stop with its message
         task = tasks.load(cfg.task)(cfg)
         task.resuming = saved.path is not None
@@ -145,7 +145,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             **NO_BUFFER_SYNC,
         )
     session.wrapped = True
-    return parallel.add_comm_hook(net, cfg.comm_hook, run.workers)
+    return parallel.add_comm_hook(net, cfg.comm_hook, run.reducer)
 
 
 def train(run: Run) -> None:
@@ -175,7 +175,7 @@ def train(run: Run) -> None:
             run.progress.next_epoch()
 
 
-def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
+def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
     """(all ranks) One optimizer step on this rank's share of a global batch, in one pass or several
     (accumulation).
 
@@ -209,10 +209,10 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
         resilience.check_all_reduced(net)  # no parameter lacked its gradient
     summed.wait()
     phase("optimizer step")
-    totals = run.workers.reduce_rows(totals)
+    totals = run.reducer.sum_workers(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
     grad_norm, skipped = optim.step(
-        run.optimizer, run.scaler, run.workers, run.lr, divisor, run.cfg.optim.grad_clip
+        run.optimizer, run.scaler, run.reducer, run.lr, divisor, run.cfg.optim.grad_clip
     )
     # buffers, average of weights, totals, progress
     return run.end_step(totals, grad_norm, skipped, micro.consumed)

@@ -39,10 +39,10 @@ import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
 from engine.files.checkpoints import Checkpoints, CheckpointWriter
-from engine.metrics import Meter, Outcome
+from engine.metrics import Meter, StepResult
 from engine.phases import Phases, phase
 from engine.report import log
-from engine.run import Due, Run, Silent
+from engine.run import AfterStep, NullLog, Run
 from plugins.resilience.watchdog import BEAT_S, Watchdog
 from tools.probe import endless
 
@@ -58,7 +58,7 @@ OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
 
 
 class NoMeter(Meter):
-    def add(self, *step: Any) -> list[Outcome]:
+    def add(self, *step: Any) -> list[StepResult]:
         return []
 
 
@@ -133,7 +133,7 @@ class Ways:
         )
         train.train_step = step
 
-    def _stand_in(self, run: Run, passes: Any) -> Due:
+    def _stand_in(self, run: Run, passes: Any) -> AfterStep:
         sums = torch.ones(7, dtype=torch.float64)
         began = time.thread_time()
         while time.thread_time() - began < self.step_s:
@@ -145,7 +145,9 @@ class Ways:
         run.meter.timed_samples += run.plan.global_batch
         run.meter.names = ["accuracy", "count"]
         run.meter.add(sums, run.progress.step, wait=False)
-        return Due([], log=run.progress.step % run.plan.log_every == 0, check=False, save=False)
+        return AfterStep(
+            [], log=run.progress.step % run.plan.log_every == 0, check=False, save=False
+        )
 
     def mark(self) -> None:
         """Make the marks of a step."""
@@ -202,7 +204,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
     busy: dict[str, list[float]] = {name: [] for name in names}
     run = prepared(world, "har")
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        run.record.log = on_rank0(world, lambda: log.start(Path(folder), run)) or Silent()
+        run.record.log = on_rank0(world, lambda: log.start(Path(folder), run)) or NullLog()
         ways = Ways(run, steps)
         for name in names[:-1]:
             ways.measure(name, 0.0)

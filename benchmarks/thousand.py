@@ -201,7 +201,7 @@ def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
                 signal.pause()
             world.sum(vote)
     except BaseException as error:
-        os._exit(failure_report.end(error, debug=False))
+        os._exit(failure_report.handle_fatal(error, debug=False))
 
 
 def measure(size: int, lost: int, out: Path) -> dict[str, float]:

@@ -393,7 +393,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             each.state = self.state
 
 
-under_way: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+current_pass: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 """The `Run` and `MicroBatch` of the current pass of a training; None outside of its steps. In
 plugins/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces
 `gather_batch`."""
@@ -410,11 +410,11 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     all-reduces of (N, ...), one of them in the backward pass. Raises LockstepError if a step has
     several forward passes, none of which has all samples.
     """
-    if callable(under_way):
-        return under_way(tensor)
-    if under_way is None or not under_way[1].samples:  # all of this step are excluded
+    if callable(current_pass):
+        return current_pass(tensor)
+    if current_pass is None or not current_pass[1].samples:  # all of this step are excluded
         return tensor, torch.arange(len(tensor), device=tensor.device)
-    run, micro = under_way
+    run, micro = current_pass
     plan, passes = run.plan, run.plan.accumulation
     if passes > 1:
         what = (
@@ -471,10 +471,10 @@ def join(terms: Mapping[str, Any]) -> Loss:
     weight in the global batch, or outside of a training step in this batch. A term without any
     weight is zero."""
     here = next(iter(terms.values())).total.device
-    if not isinstance(under_way, tuple):
+    if not isinstance(current_pass, tuple):
         weights, samples, size = weights_of(terms, here), 1, 1
     else:
-        run, micro = under_way
+        run, micro = current_pass
         weights, samples, size = (
             run.meter.terms.weights(terms, micro),
             micro.samples,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine.contract import Batch, Sums, Task
-from engine.data.batches import info_of
+from engine.data.batches import batch_info
 from engine.errors import LockstepError, amount
 from engine.hooks import check
 from engine.metrics import Gathered, loading_s, means
@@ -28,7 +28,7 @@ def log_metrics(run: Run) -> None:
     every, step = run.cfg.digest_every, run.progress.step
     if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
         with run.world.host_sync():
-            metrics["digest"] = run.workers.digest()
+            metrics["digest"] = run.reducer.digest()
     run.record.log.train(run, metrics)
 
 
@@ -67,7 +67,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         incomplete = False
         phase("loading validation data")
         for number, batch in enumerate(_with_empty(run, batches)):
-            if incomplete := run.workers.any(bool(run.stop.reason)):
+            if incomplete := run.reducer.any(bool(run.stop.reason)):
                 break
             phase("validation")
             # by the batch
@@ -78,7 +78,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
                 if not empty:
                     scored.add(sums)
                 if collects(task):
-                    samples = len(info_of(batch).index)
+                    samples = len(batch_info(batch).index)
                     values = check("collect", task.collect(model, batch), samples)
                     if not empty:
                         collected.collect(values, samples)

@@ -44,7 +44,7 @@ def limit_threads(cfg: Any, world: World, plan: Plan) -> Plan:
     if world.device.type != "cpu":
         return plan
     local_size = max(1, launch.environment().local_size)
-    most = world.decide(threads.limit_threads(_threads(cfg), local_size), min)
+    most = world.reduce_on_rank0(threads.limit_threads(_threads(cfg), local_size), min)
     return replace(plan, threads=most)
 
 

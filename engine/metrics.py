@@ -21,7 +21,7 @@ from engine.errors import LockstepError
 from engine.phases import phase
 
 
-class Outcome(NamedTuple):
+class StepResult(NamedTuple):
     """The outcome of a step.
 
     losses   of this rank's passes: a data_loader.MicroBatch, its loss
@@ -64,7 +64,7 @@ class Meter:
     def restart_clock(self) -> None:
         self.since, self.timed_samples = time.perf_counter(), 0
 
-    def add(self, numbers: Tensor, step: int, wait: bool) -> list[Outcome]:
+    def add(self, numbers: Tensor, step: int, wait: bool) -> list[StepResult]:
         """Queue this step's numbers; add those already on the host (all, if `wait`) and return
         their outcomes, the same on every rank. The sums of a skipped step may be NaN, and don't
         count.
@@ -89,7 +89,7 @@ class Meter:
             for name, value in zip(names, sums, strict=True):
                 self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
             self.skipped += skipped
-            arrived.append(Outcome(step, losses, votes, skipped, sums[1]))
+            arrived.append(StepResult(step, losses, votes, skipped, sums[1]))
             late = late and not votes  # a run that stops or saves here needs all of them now
         return arrived
 

@@ -17,11 +17,11 @@ from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, scalar_on, weights_of
 from engine.errors import amount
-from engine.files.archive import Saved
+from engine.files.archive import CheckpointState
 from engine.hooks import check
-from engine.metrics import Meter, Outcome, Skipped, same_names
+from engine.metrics import Meter, Skipped, StepResult, same_names
 from engine.optim.ema import EMA
-from engine.optim.make import fresh_copy
+from engine.optim.make import clone_optimizer
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
@@ -59,7 +59,7 @@ class Progress:
         return better
 
 
-class Silent:
+class NullLog:
     """The log of every rank but the main one: prints and writes nothing."""
 
     def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
@@ -73,7 +73,7 @@ class Silent:
     def close(self, status: str = "done") -> None: ...
 
 
-class Fresh(NamedTuple):
+class InitialState(NamedTuple):
     """What a new process begins with, before it loads a checkpoint."""
 
     # with the same parameters; None where it cannot be copied
@@ -81,7 +81,7 @@ class Fresh(NamedTuple):
     forms: dict[str, str]  # see `forms`
 
 
-def forms(task: Task, model: nn.Module) -> dict[str, str]:
+def tensor_specs(task: Task, model: nn.Module) -> dict[str, str]:
     """Return the type and the shape of each tensor of the model that a checkpoint holds, by
     name."""
     return {
@@ -91,7 +91,7 @@ def forms(task: Task, model: nn.Module) -> dict[str, str]:
     }
 
 
-class Due(NamedTuple):
+class AfterStep(NamedTuple):
     """What follows a step, the same on all ranks.
 
     outcomes  of the steps whose numbers have arrived, if one of them was skipped or a rank votes to
@@ -99,7 +99,7 @@ class Due(NamedTuple):
     check     compare the ranks
     """
 
-    outcomes: list[Outcome]
+    outcomes: list[StepResult]
     log: bool
     check: bool
     save: bool
@@ -109,17 +109,19 @@ class Due(NamedTuple):
 class Record:
     """What is written of a run, and what a resumed run is compared with."""
 
-    log: Silent = field(default_factory=Silent)  # what a person reads, see report/log.py
+    log: NullLog = field(default_factory=NullLog)  # what a person reads, see report/log.py
     checkpoints: Any = None  # (rank 0) see files/checkpoints.py
     # of --profile and record=N: `follow(steps)`, `end(totals)`, `finish()`
     recorders: list[Any] = field(default_factory=list)
     resume_command: str = ""
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    resumed: Saved = Saved()  # the checkpoint that it was resumed from, without its tensors
+    resumed: CheckpointState = (
+        CheckpointState()
+    )  # the checkpoint that it was resumed from, without its tensors
     fingerprint: str = ""  # of the data
     # digests of the weights that no checkpoint holds
     left_out: dict[str, str] = field(default_factory=dict)
-    fresh: Fresh | None = None  # until it has been compared with what a checkpoint holds
+    fresh: InitialState | None = None  # until it has been compared with what a checkpoint holds
 
 
 @dataclass
@@ -144,13 +146,13 @@ class Run:
     stopped: str = ""
 
     def __post_init__(self) -> None:
-        self.workers: LocalReducer = hooks.reducers.first(self) or LocalReducer(
+        self.reducer: LocalReducer = hooks.reducers.first(self) or LocalReducer(
             self.world, self.model, self.cfg.ddp.buffers
         )
-        self.meter = Meter(self.world, len(self.workers.block))
+        self.meter = Meter(self.world, len(self.reducer.block))
         if self.cfg.check_resume:
-            self.record.fresh = Fresh(
-                fresh_copy(self.optimizer, self.model), forms(self.task, self.model)
+            self.record.fresh = InitialState(
+                clone_optimizer(self.optimizer, self.model), tensor_specs(self.task, self.model)
             )
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
@@ -173,7 +175,7 @@ class Run:
             for p in group["params"]:
                 p.grad = None
         self.meter.losses = []
-        self.workers.begin_step()
+        self.reducer.begin_step()
 
     def seed_pass(self, micro: Any) -> None:
         """Seed all generators by the position of the pass's first sample in the epoch: the random
@@ -189,13 +191,13 @@ class Run:
         `gather_batch` reads."""
         phase("forward")
         self.seed_pass(micro)
-        self.workers.begin_pass(micro)
-        contract.under_way = self, micro
+        self.reducer.begin_pass(micro)
+        contract.current_pass = self, micro
         try:
             yield
-            self.workers.end_pass()
+            self.reducer.end_pass()
         finally:
-            contract.under_way = None
+            contract.current_pass = None
 
     def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no
@@ -204,7 +206,7 @@ class Run:
         Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also
         compares the names of the sums.
         """
-        self.workers.end_forward()
+        self.reducer.end_forward()
         meter, here = self.meter, self.world.device
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
@@ -226,7 +228,7 @@ class Run:
         if micro.closes_step and (votes := self.votes(micro.consumed)):
             # `numbers[0] = votes` copies from pageable memory, which waits for a GPU
             numbers[0].fill_(votes)
-        return self.workers.as_row(numbers, micro)
+        return self.reducer.worker_row(numbers, micro)
 
     def votes(self, consumed: int) -> float:
         """Return this rank's votes on what follows the step that ends at position `consumed`: 1 to
@@ -237,7 +239,9 @@ class Run:
             save = time.monotonic() >= (writer.epoch_due_at if ends else writer.due_at)
         return bool(self.stop.reason) + 0.5 * save
 
-    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
+    def end_step(
+        self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int
+    ) -> AfterStep:
         """End a step: update buffers, the average of weights, totals and progress. Return what
         follows.
 
@@ -248,7 +252,7 @@ class Run:
         """
         cfg, progress, meter = self.cfg, self.progress, self.meter
         samples = consumed - progress.position
-        self.workers.end_step(skipped)
+        self.reducer.end_step(skipped)
         if self.ema is not None:
             self.ema.update(skipped)
         meter.timed_samples += samples
@@ -268,7 +272,7 @@ class Run:
         # also after a resume, even if its first steps are skipped
         first = step == 1 or self.record.fresh is not None
         check = first or (cfg.check_every > 0 and step % cfg.check_every == 0)
-        self.workers.check = check  # in the coming step
+        self.reducer.check = check  # in the coming step
         outcomes = meter.add(
             torch.cat([totals, torch.stack([skipped, grad_norm])]), step, log or save or first
         )
@@ -282,15 +286,15 @@ class Run:
         if any(outcome.votes >= 1 for outcome in outcomes):
             self.agree_to_stop()
         matters = skipped_before or any(outcome.skipped for outcome in outcomes)
-        return Due(outcomes if matters else [], log, check, save)
+        return AfterStep(outcomes if matters else [], log, check, save)
 
-    def excluded_whole(self, outcome: Outcome) -> bool:
+    def excludes_step(self, outcome: StepResult) -> bool:
         """Return whether `exclude` has left no sample of a step."""
         return bool(self.cfg.exclude) and outcome.weight == 0
 
-    def _count_skipped(self, outcome: Outcome) -> None:
+    def _count_skipped(self, outcome: StepResult) -> None:
         progress = self.progress
-        if self.excluded_whole(outcome):  # nothing has diverged
+        if self.excludes_step(outcome):  # nothing has diverged
             progress.skipped += 1
         elif outcome.skipped:
             progress.skipped += 1
@@ -310,14 +314,16 @@ class Run:
         """The model in eval mode, with the average of weights if one is kept. What it changes in
         buffers is put back: the training continues as if nothing had been scored, as it does after
         a resume."""
-        with self.ema.swapped() if self.ema else nullcontext(), self.workers.buffers.unchanged():
+        with self.ema.swapped() if self.ema else nullcontext(), self.reducer.buffers.unchanged():
             yield self.model.eval()
 
     def agree_to_stop(self, here: bool = True) -> None:
         """(all ranks) Mark the run as stopped, for the reason of the first rank that wants to stop
         `here`."""
         reason = self.stop.reason if here else ""
-        self.stopped = self.world.decide(reason, lambda everyone: next(filter(None, everyone), ""))
+        self.stopped = self.world.reduce_on_rank0(
+            reason, lambda everyone: next(filter(None, everyone), "")
+        )
 
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""
@@ -359,12 +365,12 @@ class Terms:
         for batch, micro in passes:
             phase("weights of the terms")
             if micro.opens_worker:
-                run.workers.buffers.restore()
+                run.reducer.buffers.restore()
             run.seed_pass(micro)
             with run.net.no_sync() if in_ddp else nullcontext(), run.precision.autocast():
                 rows = rows + self._of_pass(check("losses", run.task.losses(run.net, batch)), micro)
             held.append((batch, micro))
-        run.workers.buffers.restore()
+        run.reducer.buffers.restore()
         self.known = self._over_all(rows)
         return held
 
@@ -375,11 +381,11 @@ class Terms:
         if self.names != [*terms]:
             self.names = same_names([*terms], self.names, run.world.gather, "terms")
         weights = weights_of(terms, run.world.device)
-        return run.workers.as_row(torch.zeros_like(weights) if micro.empty else weights, micro)
+        return run.reducer.worker_row(torch.zeros_like(weights) if micro.empty else weights, micro)
 
     def _over_all(self, rows: Tensor) -> Tensor:
         self.run.world.sum(rows)
-        return self.run.workers.reduce_rows(rows)
+        return self.run.reducer.sum_workers(rows)
 
 
 def environment(run: Run) -> dict[str, str]:

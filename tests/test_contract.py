@@ -145,15 +145,15 @@ def test_weights_are_those_of_the_passes_that_count(steps, tmp_path, more):  # n
     (tmp_path / "drawn.py").write_text(AS_DRAWN)
     words = ["global_batch=12", "batch_size=3", *more]
     run, _ = steps(*words, task=str(tmp_path / "drawn.py"))
-    buffers = {name: value.clone() for name, value in run.workers.buffers().items()}
+    buffers = {name: value.clone() for name, value in run.reducer.buffers().items()}
     run.loaders.train.set_epoch(0)
     run.task.seen.clear()
     passes = next(iter(run.steps()))
-    assert all(torch.equal(value, buffers[name]) for name, value in run.workers.buffers().items()), "put back"
+    assert all(torch.equal(value, buffers[name]) for name, value in run.reducer.buffers().items()), "put back"
     train.train_step(run, passes)
     seen = run.task.seen
     assert len(seen) == 8 and seen[:4] == seen[4:] and run.meter.terms.known.tolist() == [sum(seen[:4]), 12]
-    tracked = [value for name, value in run.workers.buffers().items() if name.endswith("num_batches_tracked")]
+    tracked = [value for name, value in run.reducer.buffers().items() if name.endswith("num_batches_tracked")]
     assert tracked[0] == (2 if more else 4), "BatchNorm's: once for each pass"
 
 

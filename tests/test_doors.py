@@ -392,7 +392,7 @@ def test_an_error_of_nccl_keeps_its_reason(text):
             explained(Environment(1, 1, 2, launched=True)),
         ):
             raise error
-        assert "version 2.27.5: socketPollConnect: " in str(failure_report.translate(error, None))
+        assert "version 2.27.5: socketPollConnect: " in str(failure_report.to_user_error(error, None))
     assert headline(RuntimeError("\none\ntwo")) == "one" and headline(RuntimeError("Last error:")) == "Last error:"
 
 

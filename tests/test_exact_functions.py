@@ -16,7 +16,7 @@ from conftest import ROOT
 from engine.comm.world import World
 from engine.optim.fused import AdamW
 from plugins.parallel.exact import sqrt_correctly_rounded
-from plugins.parallel.virtual import VirtualWorkers
+from plugins.parallel.virtual import WorkerReducer
 
 SETTINGS = {
     "as it is": {},
@@ -98,7 +98,7 @@ def test_adamw_rounds_each_operation_once(kind):
 
 def test_the_root_of_a_norm_is_rounded_correctly():
     world = World(0, 0, 1, torch.device("cpu"))
-    workers = VirtualWorkers(2, world, torch.nn.Linear(2, 1))
+    workers = WorkerReducer(2, world, torch.nn.Linear(2, 1))
     draw = torch.Generator().manual_seed(0)
     pairs = torch.randn(2_000, 2, 1, generator=draw, dtype=torch.float64)
     norms = [workers.grad_norm([pair]).item() for pair in pairs]

@@ -38,7 +38,7 @@ from engine.data.batches import tensors
 from engine.data.processes import _begin_worker
 from engine.launch import processes_sharing
 from engine.phases import phase
-from plugins.performance.cached_data import CachedDataset
+from plugins.performance.cached_data import InMemoryDataset
 
 
 def world(rank=0, size=1):
@@ -504,7 +504,7 @@ class Crossings(TorchFunctionMode):
 def test_held_data_are_indexed_where_they_lie(monkeypatch):
     """Within an epoch nothing goes from the host to the device, which has no memory here: it stands in for a GPU."""
     monkeypatch.setitem(data_loader.AT_ONCE, "meta", 3 * 2 * (11 * 4 + 8))
-    monkeypatch.delattr(CachedDataset, "__getitems__")  # which takes a list
+    monkeypatch.delattr(InMemoryDataset, "__getitems__")  # which takes a list
     monkeypatch.setattr(TrainLoader, "check_prepare", lambda self, _: setattr(self, "together", True))
     there = World(0, 0, 1, torch.device("meta"))
     cfg = config.Config(batch_size=2, cache="device", eval_batch_size=8)

@@ -15,7 +15,7 @@ from conftest import FAULTY, ROOT, TOY, killed_and_resumed, launching, succeed
 import tasks
 from engine import checkpoint, config, errors, plan
 from engine.comm.world import World
-from engine.files.archive import Saved
+from engine.files.archive import CheckpointState
 
 
 def load(path):
@@ -497,7 +497,7 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
 
     (old, before), (new, after) = planned(then), planned(now)
     keys = config.to_dict(old.cfg) | {"gc_every": 100}  # of an older version: sets nothing
-    saved = Saved(Path("run/last.pt"), keys, horizon=before.horizon, data="same")
+    saved = CheckpointState(Path("run/last.pt"), keys, horizon=before.horizon, data="same")
     saved = saved._replace(global_batch=before.global_batch, num_samples=before.num_samples)
     errors.set_up(main=True)
     found = checkpoint.check_same_run(saved, new, tasks.load(TOY)(new.cfg), after, "same")

@@ -7,7 +7,7 @@ from engine.comm import session
 from engine.comm.world import World
 from engine.errors import LockstepError
 from plugins.resilience import status
-from plugins.resilience.store_client import Failure, Notes
+from plugins.resilience.store_client import Failure, StoreClient
 from plugins.security import agent as security_agent
 from plugins.security import listen, sign
 from plugins.security.sign import SignedStore
@@ -65,8 +65,8 @@ def test_a_note_may_change_little(note, told, monkeypatch):
     """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
     monkeypatch.setattr(status.current, "smaller", ((4, SMALLER), (4, {})))
     monkeypatch.setattr(status.current, "shrinks", True)
-    notes = Notes(World(1, 1, 2, None), 5.0, SignedStore(dist.HashStore(), b"key"))
-    assert notes.put_first("failure", note) and notes.first_cause() == told
+    notes = StoreClient(World(1, 1, 2, None), 5.0, SignedStore(dist.HashStore(), b"key"))
+    assert notes.set_if_absent("failure", note) and notes.first_cause() == told
     monkeypatch.setattr(status.current, "shrinks", False)
     assert told is None or notes.first_cause().again == {}
     notes.thread.shutdown()
@@ -77,8 +77,8 @@ def test_a_note_without_form_ends_no_watch(found):
     store = SignedStore(dist.HashStore(), b"key")
     for key in ("failure", "stop", "beat0", "dump"):
         store.set(key, found)
-    notes = Notes(World(0, 0, 1, None), 5.0, store)
-    assert notes.first_cause() is None and notes.beats() == {} and notes.get_first("stop") is None
+    notes = StoreClient(World(0, 0, 1, None), 5.0, store)
+    assert notes.first_cause() is None and notes.beats() == {} and notes.get_if_present("stop") is None
     notes.thread.shutdown()
 
 

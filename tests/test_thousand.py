@@ -25,7 +25,7 @@ from engine.contract import LockstepError
 from engine.phases import Phases
 from plugins.resilience import store_client, watchdog
 from plugins.resilience.signals import StopRequest
-from plugins.resilience.store_client import Beat, Failure
+from plugins.resilience.store_client import Failure, Heartbeat
 from plugins.resilience.watchdog import Watchdog
 from plugins.security import handshake, listen
 from plugins.security.sign import SignedStore
@@ -114,7 +114,7 @@ def test_a_dead_rank_is_named_by_its_machine_alone(ranks, monkeypatch, size):
     some, living = ranks(size), range(size - 1)
     monkeypatch.setattr(watchdog, "_alive", lambda pid: pid == os.getpid())
     last = some.watches[-1].notes
-    last.put(f"beat{size - 1}", vars(Beat(2, 7, "there", last.machine, phase="forward")))
+    last.put(f"beat{size - 1}", vars(Heartbeat(2, 7, "there", last.machine, phase="forward")))
     for ahead_s in (0.0, 5.0):
         some.passed[0] += ahead_s
         most, _ = some.all(lambda watch: watch.look(), living)
@@ -135,7 +135,7 @@ def test_one_rank_looks_for_all_and_another_if_it_is_gone(ranks, frozen):
     some.all(lambda watch: watch._beat())
     some.others = lambda: [watch._beat() for watch in some.watches[: 63 + (not frozen)]]
     some.passed[0] += 98.0
-    told = [watch for watch in waiting if watch.notes.put_first("look0.0", True)][:1]
+    told = [watch for watch in waiting if watch.notes.set_if_absent("look0.0", True)][:1]
     assert told == [some.watches[0]]
     most, _ = some.all(lambda watch: watch._waits_too_long(), range(1, 63))
     assert most == 1 and not some.ended, "the question who looks"
@@ -153,7 +153,7 @@ def test_one_rank_looks_whether_a_machine_is_gone(ranks, monkeypatch):
     """What breaks a connection may be on any machine, and every rank wants to know."""
     some = ranks(64)
     some.all(lambda watch: watch._beat())
-    monkeypatch.setattr(watchdog, "Notes", lambda world, patience_s: some.watches[world.rank].notes)
+    monkeypatch.setattr(watchdog, "StoreClient", lambda world, patience_s: some.watches[world.rank].notes)
     some.others = lambda: [watch._beat() for watch in some.watches[:56]]
     causes = []
 
@@ -169,7 +169,7 @@ def test_one_rank_looks_whether_a_machine_is_gone(ranks, monkeypatch):
 
 
 def test_a_message_about_many_ranks_is_short():
-    beats = {rank: Beat(2, 7, "here", "m", phase="sync", waits=True) for rank in range(1024)}
+    beats = {rank: Heartbeat(2, 7, "here", "m", phase="sync", waits=True) for rank in range(1024)}
     silent, text, _ = watchdog.diagnose(beats, {rank: beat for rank, beat in beats.items() if rank < 512}, 1024)
     assert silent == 0 and len(text) < 1500 and "neither do ranks 8, 9" in text and "and 1008 more" in text
 

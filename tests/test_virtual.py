@@ -48,7 +48,7 @@ def terms(monkeypatch):
 @pytest.mark.parametrize("workers", range(1, 34))
 def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
     """Against a naive recursion: on every number of processes, each of which adds up its own block first."""
-    straight = tree.fold(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
+    straight = tree.tree_sum(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
     assert straight == grouped(0, workers)
     for processes in range(1, workers + 1):
         blocks = [plan.workers_of_rank(workers, rank, processes) for rank in range(processes)]
@@ -57,18 +57,18 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
         for block in blocks:
             mine = []
             for worker in block:
-                tree.push(mine, tree.Node(worker, worker + 1, Term(str(worker))))
+                tree.push_node(mine, tree.Node(worker, worker + 1, Term(str(worker))))
             everyone += mine
-        assert tree.fold(everyone).text == straight, processes
+        assert tree.tree_sum(everyone).text == straight, processes
 
 
 def test_spans_are_what_is_left_of_a_block():
-    assert tree.spans(plan.workers_of_rank(8, 0, 1)) == ([(0, 8)], 3)
-    assert tree.spans(plan.workers_of_rank(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
-    assert tree.spans(plan.workers_of_rank(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
-    assert [tree.spans(plan.workers_of_rank(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
+    assert tree.subtree_roots(plan.workers_of_rank(8, 0, 1)) == ([(0, 8)], 3)
+    assert tree.subtree_roots(plan.workers_of_rank(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
+    assert tree.subtree_roots(plan.workers_of_rank(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
+    assert [tree.subtree_roots(plan.workers_of_rank(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
     assert [[*plan.workers_of_rank(5, rank, 3, in_rounds=True)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
-    assert tree.spans(plan.workers_of_rank(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
+    assert tree.subtree_roots(plan.workers_of_rank(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -77,7 +77,7 @@ def test_sums_in_place_are_the_sums(in_place):
     values = [torch.randn(5) for _ in range(7)]
     copies = [value.clone() for value in values]
     a, b, c, d, e, f, g = copies
-    total = tree.fold((tree.Node(n, n + 1, [value]) for n, value in enumerate(values)), in_place)[0]
+    total = tree.tree_sum((tree.Node(n, n + 1, [value]) for n, value in enumerate(values)), in_place)[0]
     assert torch.equal(total, ((a + b) + (c + d)) + ((e + f) + g))
     assert in_place or all(map(torch.equal, values, copies)), "others read them, too"
 
@@ -97,7 +97,7 @@ class Net(nn.Module):
 def step(change, workers=3, busy=3, check=True):
     """One step of `workers` in one process; `change(net, worker)` is the forward pass."""
     net = Net()
-    ours = virtual.VirtualWorkers(workers, World(0, 0, 1, torch.device("cpu")), net)
+    ours = virtual.WorkerReducer(workers, World(0, 0, 1, torch.device("cpu")), net)
     ours.check = check
     ours.begin_step()
     for worker in range(workers):
@@ -157,14 +157,14 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end)
     worker's first one uses it."""
     torch.manual_seed(0)
     net = nn.Linear(70, 30, bias=False)
-    ours = virtual.VirtualWorkers(5, World(0, 0, 1, torch.device("cpu")), net, unused=at_end)
+    ours = virtual.WorkerReducer(5, World(0, 0, 1, torch.device("cpu")), net, unused=at_end)
     ours.begin_step()
     grads = torch.randn(5, 30, 70) * torch.tensor([1.0, 0.0])[torch.randint(2, (5, 30, 70))]
     for worker, done in itertools.product(range(5), range(passes)):
         begin(ours, worker, done, passes)
         if worker in used and not done:
             (net.weight * grads[worker]).sum().backward()
-    assert ours.reduce_rows(torch.eye(5)).tolist() == [1.0] * 5
+    assert ours.sum_workers(torch.eye(5)).tolist() == [1.0] * 5
     if not used:
         assert net.weight.grad is None
         return
@@ -176,7 +176,7 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end)
 def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, sign):
     """-0.0 + 0.0 is 0.0, but -0.0 + -0.0 is not: as on any other number of processes."""
     net = nn.Linear(1, 1, bias=False)
-    ours = virtual.VirtualWorkers(2, World(0, 0, 1, torch.device("cpu")), net, unused=True)
+    ours = virtual.WorkerReducer(2, World(0, 0, 1, torch.device("cpu")), net, unused=True)
     ours.begin_step()
     for worker in range(2):
         begin(ours, worker, in_ddp=True)
@@ -186,7 +186,7 @@ def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, s
     bucket = SimpleNamespace(  # DDP's only one
         buffer=lambda: flat, gradients=lambda: [flat.view(1, 1)], parameters=lambda: [net.weight], is_last=lambda: True
     )
-    total = virtual.VirtualWorkers.hook(ours, bucket).value()
+    total = virtual.WorkerReducer.hook(ours, bucket).value()
     assert total.item() == 0.0 and torch.copysign(torch.ones(1), total).item() == sign
 
 
@@ -319,13 +319,13 @@ def test_a_resume_says_what_changes_the_bits(launch, tmp_path):
 def test_a_gpu_takes_the_norm_of_aligned_gradients():
     """DDP keeps them behind each other in a bucket; one process without DDP has them in memory of their own."""
     model = torch.nn.Sequential(torch.nn.Linear(7, 1), torch.nn.Linear(1, 8), torch.nn.Linear(8, 2))
-    workers = virtual.VirtualWorkers(2, SimpleNamespace(rank=0, size=1, device=torch.device("cuda")), model)
+    workers = virtual.WorkerReducer(2, SimpleNamespace(rank=0, size=1, device=torch.device("cuda")), model)
     workers.in_ddp, bucket, begin = True, torch.randn(100), 0
     for p in model.parameters():
         p.grad = bucket.as_strided(p.shape, p.stride(), begin)
         begin += p.numel()
     before = [p.grad for p in model.parameters()]
-    workers.reduce_rows(torch.zeros(2, 3))
+    workers.sum_workers(torch.zeros(2, 3))
     assert [a is p.grad for a, p in zip(before, model.parameters(), strict=True)] == [
         grad.data_ptr() % 32 == 0 for grad in before
     ]

@@ -17,7 +17,7 @@ from engine.metrics import Meter
 from engine.phases import Phases
 from plugins.resilience import nccl_trace, scratch, watchdog
 from plugins.resilience.signals import StopRequest
-from plugins.resilience.store_client import Beat, Failure
+from plugins.resilience.store_client import Failure, Heartbeat
 from plugins.resilience.watchdog import Watchdog, diagnose
 from plugins.security.sign import SignedStore
 
@@ -25,7 +25,7 @@ HERE = machine()
 
 
 def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, pid=7, machine=HERE):
-    return Beat(beats, pid, "here", machine, step=3, phase=phase, waits=waits, for_s=for_s)
+    return Heartbeat(beats, pid, "here", machine, step=3, phase=phase, waits=waits, for_s=for_s)
 
 
 BUSY, LONGER = beat(phase="forward", waits=False, for_s=3), beat(phase="data loading", waits=False, for_s=40)

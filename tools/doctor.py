@@ -53,7 +53,7 @@ try:
     from engine.threads import available, threads_at_most
     from plugins.parallel import strategies
     from plugins.performance import shm_backend
-    from plugins.performance.cached_data import CachedDataset
+    from plugins.performance.cached_data import InMemoryDataset
     from plugins.performance.cores import CpuContention, contention_warning
     from plugins.reporting import plan_text
     from plugins.resilience import agent, failure_report, status
@@ -244,7 +244,7 @@ def _together(
     # a batch without the tensors that the loader adds
     source = ready.loaders.train if ready else None
     batch = [*tensors(source.source.get(next(iter(source.sampler))))] if source else []
-    workers = 0 if source and isinstance(source.dataset, CachedDataset) else cfg.num_workers
+    workers = 0 if source and isinstance(source.dataset, InMemoryDataset) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
@@ -294,7 +294,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
         left_out = unknown(
             "not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first"
         )
-        return [failure(str(failure_report.translate(error, world))), left_out], None
+        return [failure(str(failure_report.to_user_error(error, world))), left_out], None
     said = [
         line.removeprefix("warning: ")
         for line in output.getvalue().splitlines()
@@ -495,7 +495,7 @@ def measure(run: Run, workers: int) -> Speed | str:
             rounds = 5 if run.plan.sharded and name == "step" else 0
             found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device, rounds)
         except Exception as error:
-            problem = str(failure_report.translate(error, run.world))
+            problem = str(failure_report.to_user_error(error, run.world))
     return problem or Speed(
         *found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0]
     )

@@ -55,7 +55,7 @@ import tasks
 from data_loader import EvalLoader, EvalSampler, fingerprint, test_set
 from engine import checkpoint, config, errors, kernels, precision
 from engine.comm.world import World
-from engine.data.batches import info_of
+from engine.data.batches import batch_info
 from engine.errors import LockstepError, amount
 from engine.files import run_folder
 from engine.files.atomic import write_atomically
@@ -229,7 +229,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     """(all ranks) Return the model of the checkpoint `resume`, and the samples of `split`: all,
     train, val, test or none."""
     kernels.set_backends(args.cfg)
-    cfg, saved = checkpoint.find(args.cfg, world)
+    cfg, saved = checkpoint.locate(args.cfg, world)
     assert saved.path
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
@@ -320,7 +320,7 @@ def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
     for batch in EvalLoader(dataset, EvalSampler(dataset, world, loaded.batch_size), world, None):
         with torch.inference_mode(), loaded.precision.autocast():
             output = loaded.task.predict(loaded.model, batch)
-        index = info_of(batch).index
+        index = batch_info(batch).index
         yield {"index": index.cpu(), **packed(check("predict", output, len(index)))}
 
 

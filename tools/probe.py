@@ -38,14 +38,14 @@ from engine.evaluation import training_metrics
 from engine.files import run_folder
 from engine.files.atomic import write_json
 from engine.phases import phase
-from engine.run import Due, Run
+from engine.run import AfterStep, Run
 from engine.threads import threads_at_most
 from plugins import performance
 from plugins import resilience as survive
 from plugins.parallel import fsdp
 from plugins.performance.cores import CpuContention
 from plugins.reporting import plan_text
-from plugins.reporting.profile import PHASES, PerformanceProfiler, heeded
+from plugins.reporting.profile import PHASES, PerformanceProfiler, on_phase_change
 from plugins.resilience import failure_report, status
 from plugins.resilience.signals import StopRequest
 from tools.running import guarded, in_world, python, started
@@ -93,7 +93,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
     return status.set_exit_code(errors.DONE)
 
 
-def endless(run: Run) -> Iterator[Due]:
+def endless(run: Run) -> Iterator[AfterStep]:
     """(all ranks) Take a training's steps, one epoch after the other, without its evaluations;
     yield what is due."""
     take_step = performance.recorded(run, train.train_step)
@@ -119,7 +119,7 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
     peak = max(world.gather(peak_memory_mb(run)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
-    with heeded(PHASES, profiler.mark):
+    with on_phase_change(PHASES, profiler.mark):
         timed(run, steps, count)
     profiler.mark("")
     spent = profiler.spent()

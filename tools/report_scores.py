@@ -27,7 +27,7 @@ from engine.comm import digests
 from engine.comm.world import World
 from engine.contract import Batch, BatchInfo, Sums, Task
 from engine.data.ahead import to_device
-from engine.data.batches import attach, info_of, tree_leaves
+from engine.data.batches import attach_info, batch_info, tree_leaves
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, headline
 from engine.evaluation import TRIALS_AT_ONCE, collects, reported
@@ -181,7 +181,7 @@ def _batch(loaded: LoadedModel, dataset: Any, indices: list[int]) -> Batch:
     """Return these samples as a batch of an evaluation, on the device."""
     fetcher, index = Fetcher(dataset), torch.tensor(indices, device=loaded.device)
     batch = to_device(fetcher.fetch(indices), loaded.device)
-    return attach(batch, BatchInfo(index, index, sample_seeds(0, 0, index)))
+    return attach_info(batch, BatchInfo(index, index, sample_seeds(0, 0, index)))
 
 
 class _Totals:
@@ -198,7 +198,7 @@ class _Totals:
 
     def add(self, loaded: LoadedModel, batch: Batch, number: int, *others: _Totals) -> None:
         """Score a batch, the `number`-th; add it here and to the others."""
-        task, samples = self.task, len(info_of(batch).index)
+        task, samples = self.task, len(batch_info(batch).index)
         seed_generators(loaded.device, "score", task.cfg.seed, number)
         with loaded.precision.autocast():
             sums = check("score", task.score(loaded.model, batch))

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 import train
 from engine import contract, private
 from engine.comm.buffers import Buffers
-from engine.data.batches import attach, info_of, map_tensors
+from engine.data.batches import attach_info, batch_info, map_tensors
 from engine.files.atomic import write_json
 from engine.files.checkpoints import MANIFEST
 from engine.run import Run
 from engine.seeds import positions
-from plugins.preflight.partition import cut_dependent
+from plugins.preflight.partition import partition_dependent
 from tools.witness import Witness
 
 LAST_BIT = 2.0**-23
@@ -137,7 +137,7 @@ def _of_doubles(method: Any) -> Any:
     """Return the task's method of (model, batch) for batches in float64."""
 
     def of_doubles(model: nn.Module, batch: Any) -> Any:
-        return method(model, attach(map_tensors(batch, _double), info_of(batch)))
+        return method(model, attach_info(map_tensors(batch, _double), batch_info(batch)))
 
     return of_doubles
 
@@ -167,7 +167,7 @@ def _take_notes(run: Run, path: Path) -> None:
         "global_batch": run.plan.global_batch,
         "accumulation": run.plan.accumulation,
         "buffers": [*Buffers(run.model)()],
-        "depends_on_cut": cut_dependent(run.model, 2),
+        "depends_on_cut": partition_dependent(run.model, 2),
         "scored": run.loaders.val is not None,
         "draws": [],
     }
@@ -176,7 +176,7 @@ def _take_notes(run: Run, path: Path) -> None:
     plain = getattr(run.task, method)
 
     def first(net: nn.Module, batch: Any) -> Any:
-        if not isinstance(contract.under_way, tuple):  # the preflight's
+        if not isinstance(contract.current_pass, tuple):  # the preflight's
             return plain(net, batch)
         before, loss = positions(run.world.device), plain(net, batch)
         notes["draws"] = [

@@ -55,7 +55,7 @@ class ObjectExchange:
             send(message[FRAME:])
         return value if main else self._unpacked(frame, send)
 
-    def decide(self, value: Any, choose: Callable[[Iterator[Any]], T], group: Any) -> T:
+    def reduce_on_rank0(self, value: Any, choose: Callable[[Iterator[Any]], T], group: Any) -> T:
         """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function
         that raises nothing. Two messages for each rank; an all-gather of gloo's takes one for each
         pair of ranks."""

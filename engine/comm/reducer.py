@@ -15,7 +15,7 @@ from engine.comm.world import World
 
 class LocalReducer:
     """Gradients and sums stay as a pass leaves them: DDP and one all-reduce add up those of the
-    ranks. Virtual workers (`virtual.VirtualWorkers`) override these methods.
+    ranks. Virtual workers (`virtual.WorkerReducer`) override these methods.
 
     mode   ddp.buffers
     block  numbers of the workers of this process
@@ -45,10 +45,10 @@ class LocalReducer:
     def end_pass(self) -> None:
         """(all ranks) Called after the backward pass."""
 
-    def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
+    def worker_row(self, numbers: Tensor, micro: Any) -> Tensor:
         return numbers
 
-    def reduce_rows(self, totals: Tensor) -> Tensor:
+    def sum_workers(self, totals: Tensor) -> Tensor:
         """Return the (3 + sums,) totals of a step."""
         return totals
 

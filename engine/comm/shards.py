@@ -19,13 +19,13 @@ def is_sharded(value: Any) -> bool:
     return hasattr(value, "full_tensor")
 
 
-def local(value: Tensor) -> Tensor:
+def to_local(value: Tensor) -> Tensor:
     """Return this rank's rows, perhaps none, in the memory of `value`."""
     rows: Any = value
     return rows.to_local() if is_sharded(value) else value
 
 
-def whole(value: Tensor) -> Tensor:
+def to_full(value: Tensor) -> Tensor:
     """(all ranks that hold rows) Return all rows. From a GPU NCCL gathers them there, one tensor at
     a time."""
     rows: Any = value
@@ -36,7 +36,7 @@ def whole(value: Tensor) -> Tensor:
     return found
 
 
-def held(value: Tensor) -> slice:
+def row_range(value: Tensor) -> slice:
     """Return the rows that this rank holds: ceil(rows / ranks) each, so the last ranks may hold
     fewer, or none."""
     if not is_sharded(value):
@@ -47,7 +47,7 @@ def held(value: Tensor) -> slice:
     return slice(first, min(first + share, len(value)))
 
 
-def like(value: Any, sharded: Any) -> Any:
+def shard_like(value: Any, sharded: Any) -> Any:
     """Return the rows of a whole `value` that this rank holds of `sharded`, in the same form; no
     collective."""
     if (
@@ -59,7 +59,7 @@ def like(value: Any, sharded: Any) -> Any:
         return value
     from torch.distributed.tensor import DTensor
 
-    rows = value[held(sharded)].to(sharded.device)
+    rows = value[row_range(sharded)].to(sharded.device)
     # With its shape: torch would take it to be rows x ranks.
     about = {"shape": sharded.shape, "stride": sharded.stride()}
     return DTensor.from_local(

@@ -45,27 +45,31 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank (pickled: for small things, now and
         then)."""
-        return self.decide(value, list)
+        return self.reduce_on_rank0(value, list)
 
-    def decide(self, value: Any, choose: Callable[[Iterator[Any]], T]) -> T:
+    def reduce_on_rank0(self, value: Any, choose: Callable[[Iterator[Any]], T]) -> T:
         """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function
         that raises nothing: the other ranks hold none of these values (pickled)."""
         if self.size == 1:
             return choose(iter([value]))
         with phase.during("all_gather", waits=True):
-            return exchange().decide(value, choose, dist.group.WORLD)
+            return exchange().reduce_on_rank0(value, choose, dist.group.WORLD)
 
-    def differing(self, value: Any) -> bool:
+    def differs_across_ranks(self, value: Any) -> bool:
         """(all ranks) Return whether the text of the value is another on some rank; its digest is
         exchanged."""
-        return self.decide(
+        return self.reduce_on_rank0(
             hashlib.sha256(repr(value).encode()).digest(), lambda everyone: len({*everyone}) > 1
         )
 
-    def unlike(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
+    def first_difference(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
         """(all ranks) Return by name, those of the first rank first, the facts in which a rank
         differs from rank 0: the first such rank, its value, and rank 0's."""
-        return self.decide(facts, _unlike_the_first) if self.differing(facts) else {}
+        return (
+            self.reduce_on_rank0(facts, _first_difference)
+            if self.differs_across_ranks(facts)
+            else {}
+        )
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others
@@ -101,7 +105,7 @@ class World:
         return phase.during("waiting for the device", waits=self.size > 1)
 
 
-def _unlike_the_first(everyone: Iterator[dict[str, str]]) -> dict[str, tuple[int, str, str]]:
+def _first_difference(everyone: Iterator[dict[str, str]]) -> dict[str, tuple[int, str, str]]:
     first, found = next(everyone), dict[str, tuple[int, str, str]]()
     for rank, theirs in enumerate(everyone, 1):
         for name in first | theirs:
@@ -124,7 +128,7 @@ def sync_errors(world: World) -> Iterator[None]:
         yield
     except LockstepError as error:
         problem = (str(error), error.exit_code)
-    if first := world.decide(problem, lambda everyone: next(filter(None, everyone), None)):
+    if first := world.reduce_on_rank0(problem, lambda everyone: next(filter(None, everyone), None)):
         raise LockstepError(first[0], exit_code=first[1], everywhere=True)
 
 

@@ -15,7 +15,7 @@ from engine.errors import LockstepError, headline
 from engine.files.atomic import sha256_of
 
 
-class Saved(NamedTuple):
+class CheckpointState(NamedTuple):
     """The state in a checkpoint of any version, see `checkpoint.opened`; empty for a new run."""
 
     path: Path | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.reducer import LocalReducer
-from engine.comm.shards import local
+from engine.comm.shards import to_local
 from engine.config import Optim
 from engine.optim.ema import EMA
 from engine.optim.make import make_optimizer as make_optimizer
@@ -39,7 +39,7 @@ def step(
     ]
     divisor = divisor.to(grads[0].dtype)
     if scaler.is_enabled():  # divide first, so that unscale_ sees the gradients of a bad divisor
-        torch._foreach_div_([local(grad) for grad in grads], divisor)
+        torch._foreach_div_([to_local(grad) for grad in grads], divisor)
         scaler.unscale_(optimizer)
         divisor = torch.ones_like(divisor)
     grad_norm = workers.grad_norm(grads) / divisor
@@ -52,7 +52,7 @@ def step(
     # weights and state alone if found_inf is 1: GradScaler uses both.
     divides = in_kernel and divisor.dtype == torch.float32
     if not divides:
-        torch._foreach_div_([local(grad) for grad in grads], divisor)
+        torch._foreach_div_([to_local(grad) for grad in grads], divisor)
     if in_kernel:
         optimizer.grad_scale = divisor if divides else None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]

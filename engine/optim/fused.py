@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.comm.shards import is_sharded, local
+from engine.comm.shards import is_sharded, to_local
 
 
 class Lists(NamedTuple):
@@ -51,7 +51,7 @@ class AdamW(torch.optim.AdamW):
             if not grads:
                 continue
             if is_sharded(grads[0]):  # FSDP2 shards all weights or none
-                grads = [local(grad) for grad in grads]
+                grads = [to_local(grad) for grad in grads]
             # `_init_group` takes a third of the kernel's time if the model is small: keep the
             # lists.
             lists, whole = kept.get(number), len(grads) == len(group["params"])
@@ -101,7 +101,7 @@ class AdamW(torch.optim.AdamW):
         counts = [self.state[p]["step"] for p in params]
         counters = [*{id(count): count for count in counts}.values()]
         params, first, second = (
-            [local(value.detach()) for value in values] for values in (params, first, second)
+            [to_local(value.detach()) for value in values] for values in (params, first, second)
         )
         return Lists(self.state, params, first, second, counts, counters)
 
@@ -162,11 +162,11 @@ class SGD(torch.optim.SGD):
             if group["weight_decay"]:
                 taken: Any = 1.0 if found_inf is None else 1 - found_inf.to(params[0].dtype)
                 torch._foreach_mul_(
-                    [local(p) for p in params], 1 - group["lr"] * group["weight_decay"] * taken
+                    [to_local(p) for p in params], 1 - group["lr"] * group["weight_decay"] * taken
                 )
             self.kernel(
                 *(
-                    [local(value) for value in values]
+                    [to_local(value) for value in values]
                     for values in (params, [p.grad for p in params], kept)
                 ),
                 lr=group["lr"],

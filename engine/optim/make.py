@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.comm.shards import like, local
+from engine.comm.shards import shard_like, to_local
 from engine.config import Optim
 from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, few
@@ -228,7 +228,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     ]
     count = 0.0
     for each, group, parameter in held:
-        p = local(parameter)
+        p = to_local(parameter)
         if isinstance(each, torch.optim.Adam):
             count += p.nbytes * (2 + group["amsgrad"])
         elif isinstance(each, torch.optim.Adafactor):
@@ -262,7 +262,7 @@ def load_state(
     ]
     numbered = dict(enumerate(parameters_of(optimizer)))
     states = {
-        n: {name: like(value, numbered.get(n)) for name, value in held.items()}
+        n: {name: shard_like(value, numbered.get(n)) for name, value in held.items()}
         if isinstance(held, dict)
         else held
         for n, held in state["state"].items()
@@ -303,18 +303,18 @@ def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return [each for each in held if isinstance(each, torch.optim.Optimizer)]
 
 
-def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+def _clone(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Return a copy that shares the objects in `memo`. `copy.deepcopy` of an optimizer would lose
     its attributes."""
     twin = memo[id(optimizer)] = object.__new__(type(optimizer))
     for part in parts(optimizer):
         if id(part) not in memo:
-            _twin(part, memo)
+            _clone(part, memo)
     vars(twin).update(copy.deepcopy(vars(optimizer), memo))
     return twin
 
 
-def fresh_copy(
+def clone_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     instead: Mapping[Tensor, Tensor] = MappingProxyType({}),
@@ -325,6 +325,6 @@ def fresh_copy(
         id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())
     }
     try:
-        return _twin(optimizer, shared | {id(p): other for p, other in instead.items()})
+        return _clone(optimizer, shared | {id(p): other for p, other in instead.items()})
     except Exception:
         return None

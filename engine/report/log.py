@@ -25,7 +25,7 @@ from engine.evaluation import pictures
 from engine.files import atomic
 from engine.metrics import Skipped, means
 from engine.report.tensorboard import Board
-from engine.run import Run, Silent
+from engine.run import NullLog, Run
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ GROUPS = {"train": "train", "eval": "val"}
 SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
 
 
-class Log(Silent):
+class Log(NullLog):
     """Rank 0's log: each event goes to every sink, and as a sentence or a progress bar to the
     terminal."""
 

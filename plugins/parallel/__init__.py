@@ -8,11 +8,11 @@ from engine.run import Run
 from plugins.parallel.ddp_options import add_comm_hook as add_comm_hook
 from plugins.parallel.ddp_options import sync_batch_norm as sync_batch_norm
 from plugins.parallel.exact import use_exact_kernels
-from plugins.parallel.fsdp import Sharded, ShardedWorkers
+from plugins.parallel.fsdp import ShardedReducer, ShardedWorkerReducer
 from plugins.parallel.fsdp import shard as shard
 from plugins.parallel.rows import plan_rows, strict_line
 from plugins.parallel.strategies import check_strategy as check_strategy
-from plugins.parallel.virtual import VirtualWorkers
+from plugins.parallel.virtual import WorkerReducer
 
 
 def reducer(run: Run) -> LocalReducer | None:
@@ -21,11 +21,11 @@ def reducer(run: Run) -> LocalReducer | None:
     if workers:
         use_exact_kernels(run.optimizer)
     if run.plan.sharded and workers:
-        return ShardedWorkers(workers, world, model, cfg.timeout_s)
+        return ShardedWorkerReducer(workers, world, model, cfg.timeout_s)
     if run.plan.sharded:
-        return Sharded(world, model, cfg.buffers, cfg.reduce_every, cfg.timeout_s)
+        return ShardedReducer(world, model, cfg.buffers, cfg.reduce_every, cfg.timeout_s)
     if workers:
-        return VirtualWorkers(workers, world, model, cfg.find_unused_parameters)
+        return WorkerReducer(workers, world, model, cfg.find_unused_parameters)
     return None
 
 

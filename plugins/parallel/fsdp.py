@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from engine import private
 from engine.comm import digests
 from engine.comm.reducer import LocalReducer
-from engine.comm.shards import held, local
+from engine.comm.shards import row_range, to_local
 from engine.comm.world import World
 from engine.errors import LockstepError
-from plugins.parallel.tree import Node, fold, push
+from plugins.parallel.tree import Node, push_node, tree_sum
 from plugins.parallel.unit_calls import Collective, UnitCalls
 from plugins.parallel.virtual import Dealt
 
@@ -212,9 +212,9 @@ class _OverShards:
         sums, start = torch.zeros(2, digests.BLOCKS, dtype=torch.int32, device=self.world.device), 0
         for p in self.model.parameters():
             words = p.numel() * max(1, p.element_size() // 4)
-            if local(p).numel():
+            if to_local(p).numel():
                 sums += digests.sum_of_bits(
-                    [local(p.detach())], start + held(p).start * words // len(p)
+                    [to_local(p.detach())], start + row_range(p).start * words // len(p)
                 )
             start += words
         self.sum_over_shards(sums)
@@ -222,10 +222,10 @@ class _OverShards:
 
     def any(self, here: bool) -> bool:
         """(all ranks) Return whether any rank says so."""
-        return bool(self.world.decide(here, any))
+        return bool(self.world.reduce_on_rank0(here, any))
 
 
-class Sharded(_OverShards, LocalReducer):
+class ShardedReducer(_OverShards, LocalReducer):
     """Each process is its own worker. Gradients are added up after each `every`-th pass of a step,
     and its last."""
 
@@ -242,13 +242,13 @@ class Sharded(_OverShards, LocalReducer):
         self.calls.begin_pass(bool(due))
 
     def grad_norm(self, grads: list[Tensor]) -> Tensor:
-        norm = super().grad_norm([local(grad) for grad in grads])
+        norm = super().grad_norm([to_local(grad) for grad in grads])
         square = norm.double().square()
         self.sum_over_shards(square)
         return square.sqrt().to(norm.dtype)
 
 
-class ShardedWorkers(_OverShards, Dealt):
+class ShardedWorkerReducer(_OverShards, Dealt):
     """Virtual workers whose gradients `Tree` adds up, a round of them at a time."""
 
     in_rounds = True
@@ -280,7 +280,7 @@ class ShardedWorkers(_OverShards, Dealt):
 
 
 class Tree(Collective):
-    """The sum of one unit's gradients over all workers, along the tree of `VirtualWorkers`, in
+    """The sum of one unit's gradients over all workers, along the tree of `WorkerReducer`, in
     FSDP2's reduce-scatter.
 
     The backend's own adds in an order of its own. This one sends as many bytes, by all_to_all, and
@@ -311,9 +311,9 @@ class Tree(Collective):
             tensor.record_stream(torch.cuda.current_stream())
         # what is beyond has no samples
         for leaf in (self.leaves or [output.clone()])[: self.workers - self.seen]:
-            push(self.nodes, Node(self.seen, self.seen + 1, [leaf]))
+            push_node(self.nodes, Node(self.seen, self.seen + 1, [leaf]))
             self.seen += 1
         output.zero_()  # it is added to the gradient: nothing before the last round
         if self.seen == self.workers:
-            output.copy_(fold(self.nodes)[0])
+            output.copy_(tree_sum(self.nodes)[0])
             self.nodes, self.seen = [], 0

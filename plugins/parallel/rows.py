@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from engine import private
-from engine.comm.shards import local
+from engine.comm.shards import to_local
 from engine.errors import amount
 from engine.plan import Plan, workers_of_rank
 from engine.run import Run
 from plugins.parallel import strategies
 from plugins.parallel.ddp_options import MIB
-from plugins.parallel.tree import spans
+from plugins.parallel.tree import subtree_roots
 
 
 def plan_rows(run: Run) -> dict[str, str]:
@@ -19,7 +19,7 @@ def plan_rows(run: Run) -> dict[str, str]:
     rows: dict[str, str] = {}
     if run.plan.workers:
         trained = [p for p in run.model.parameters() if p.requires_grad]
-        rows = describe_workers(run.plan, sum(local(p).nbytes for p in trained))
+        rows = describe_workers(run.plan, sum(to_local(p).nbytes for p in trained))
     if run.world.size > 1:
         rows["strategies"] = strategies.describe(run)
     return rows
@@ -35,7 +35,7 @@ def describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
     largest = -(-plan.global_batch // workers)
     turns = [workers_of_rank(workers, rank, processes, plan.sharded) for rank in range(processes)]
     counts = " or ".join(map(str, sorted({*map(len, turns)})))
-    everyones = [*map(spans, turns)]
+    everyones = [*map(subtree_roots, turns)]
     nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
     one_way = (processes - 1) / processes * gradient_bytes / 1e6
     sent = "nothing to send"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from engine import hooks
-from engine.comm.shards import like, whole
+from engine.comm.shards import shard_like, to_full
 from engine.errors import LockstepError, console, headline
 from engine.optim.fused import SGD, AdamW
-from engine.optim.make import fresh_copy, parameters_of
+from engine.optim.make import clone_optimizer, parameters_of
 from engine.run import Run
 from plugins.parallel import fsdp
 
@@ -138,14 +138,16 @@ def _check_optimizer(run: Run) -> None:
     names: dict[Tensor, str] = {p: n for n, p in run.model.named_parameters()}
     chosen = _few(parameters_of(fresh))
     rows = {p: nn.Parameter(p.detach().clone()) for p in chosen}
-    wholes = {p: nn.Parameter(whole(p.detach()).clone()) for p in chosen}
+    wholes = {p: nn.Parameter(to_full(p.detach()).clone()) for p in chosen}
     try:
-        twins: list[Any] = [fresh_copy(fresh, run.model, instead) for instead in (rows, wholes)]
+        twins: list[Any] = [
+            clone_optimizer(fresh, run.model, instead) for instead in (rows, wholes)
+        ]
         for step in range(STEPS):
             for n, p in enumerate(chosen):
                 draw = torch.Generator().manual_seed(1 + n + step * len(chosen))
                 grad = torch.randn(p.shape, generator=draw).to(p.device, p.dtype) * 1e-2
-                rows[p].grad, wholes[p].grad = like(grad, p), grad.clone()
+                rows[p].grad, wholes[p].grad = shard_like(grad, p), grad.clone()
             for twin in twins:
                 twin.step()
     except Exception as error:
@@ -155,7 +157,7 @@ def _check_optimizer(run: Run) -> None:
         )
         raise LockstepError(what, where, todo, everywhere=True) from error
     for p in chosen:
-        begin, here, there = whole(p.detach()), whole(rows[p].detach()), wholes[p].detach()
+        begin, here, there = to_full(p.detach()), to_full(rows[p].detach()), wholes[p].detach()
         gap, moved = (here - there).norm(), (there - begin).norm()
         if gap > CLOSE * moved or (run.plan.workers and gap > 0):
             of = f"{float(gap / moved):.2g} of its length"

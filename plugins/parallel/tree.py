@@ -20,7 +20,7 @@ class Node(NamedTuple):
     sums: list[Tensor]
 
 
-def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
+def push_node(nodes: list[Node], node: Node, in_place: bool = True) -> None:
     """Append a node, and add up the last two while they are the halves of a larger one: in place,
     into the right half, or into new tensors."""
     nodes.append(node)
@@ -38,12 +38,12 @@ def are_halves(nodes: list[Node]) -> bool:
     return left.end == right.begin == left.begin + size and left.begin % (2 * size) == 0
 
 
-def fold(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
+def tree_sum(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
     """Return the sums of all nodes, which come in order. Where the number of workers is no power of
     two, several trees are left: they are added up from the right."""
     tree: list[Node] = []
     for node in nodes:
-        push(tree, node, in_place)
+        push_node(tree, node, in_place)
     total = tree.pop().sums
     while tree:
         total = _add(tree.pop().sums, total, in_place)
@@ -57,12 +57,12 @@ def _add(left: list[Tensor], right: list[Tensor], in_place: bool) -> list[Tensor
     return right
 
 
-def spans(workers: Iterable[int]) -> tuple[list[Span], int]:
+def subtree_roots(workers: Iterable[int]) -> tuple[list[Span], int]:
     """Return the nodes that remain of a process's workers once halves are added up, and the most
     that ever wait."""
     nodes: list[Node] = []
     most = 0
     for worker in workers:
         most = max(most, len(nodes))
-        push(nodes, Node(worker, worker + 1, [torch.zeros(())]))
+        push_node(nodes, Node(worker, worker + 1, [torch.zeros(())]))
     return [(node.begin, node.end) for node in nodes], most

@@ -22,12 +22,12 @@ from torch.nn.functional import pad
 
 from engine import hooks
 from engine.comm.reducer import LocalReducer
-from engine.comm.shards import held, local
+from engine.comm.shards import row_range, to_local
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.plan import workers_of_rank
 from plugins.parallel.exact import sqrt_correctly_rounded
-from plugins.parallel.tree import Node, Span, fold, push, spans
+from plugins.parallel.tree import Node, Span, push_node, subtree_roots, tree_sum
 
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Gradients whose squares are in memory at once: on a CPU in its cache."""
@@ -39,7 +39,7 @@ ALIGNED = 32
 """Bytes: CUDA's kernels read four float64 at once where the memory allows it."""
 
 
-class Exchange:
+class TreeAllReduce:
     """(all ranks) One sum over the nodes of all processes. Each process adds up one piece of the
     tensor: where every process has one node, it sends and receives as many bytes as in a ring
     all-reduce. In shared memory every process reads everything.
@@ -106,7 +106,9 @@ class Exchange:
             for span, part in zip(spans_of_rank, parts_of_rank, strict=True)
         ]
         nodes.sort(key=lambda node: node.begin)
-        return fold(nodes, in_place=self.channel is None)[0]  # other ranks still read shared memory
+        return tree_sum(nodes, in_place=self.channel is None)[
+            0
+        ]  # other ranks still read shared memory
 
 
 class Dealt(LocalReducer):
@@ -127,7 +129,7 @@ class Dealt(LocalReducer):
             workers_of_rank(workers, rank, world.size, self.in_rounds) for rank in range(world.size)
         ]
         blocks = [range(each.start, min(each.stop, workers), each.step) for each in everyones]
-        self.block, self.by_rank = blocks[world.rank], [spans(each)[0] for each in blocks]
+        self.block, self.by_rank = blocks[world.rank], [subtree_roots(each)[0] for each in blocks]
         self.changes: list[Node] = []
         self.others: dict[str, Tensor] = {}
         # of the passes under way; -1 before the step's first
@@ -161,7 +163,7 @@ class Dealt(LocalReducer):
         self.worker, self.others = -1, {}
         if not self.changes:
             return
-        exchange = Exchange(self.by_rank, [node.sums[0] for node in self.changes])
+        exchange = TreeAllReduce(self.by_rank, [node.sums[0] for node in self.changes])
         exchange.add()
         self.changes = []
         change, at = exchange.result() / busy, 0
@@ -201,11 +203,11 @@ class Dealt(LocalReducer):
             change = torch.where(after == before, 0.0, after - before)
             change = torch.zeros_like(change) if self.idle else change
             if self.worker < self.workers:
-                push(self.changes, Node(self.worker, self.worker + 1, [change]))
+                push_node(self.changes, Node(self.worker, self.worker + 1, [change]))
 
     # ---- numbers ----
 
-    def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
+    def worker_row(self, numbers: Tensor, micro: Any) -> Tensor:
         """Return (workers, len(numbers)) with zeros in the other workers' rows, so that any order
         of additions over passes and ranks is exact. A pass beyond the last worker has votes
         only."""
@@ -213,9 +215,9 @@ class Dealt(LocalReducer):
         rows[min(micro.worker, self.workers - 1)] = numbers
         return rows
 
-    def reduce_rows(self, rows: Tensor) -> Tensor:
+    def sum_workers(self, rows: Tensor) -> Tensor:
         """Return (columns,): the root of the tree over the rows."""
-        return fold((Node(w, w + 1, [row]) for w, row in enumerate(rows)), in_place=False)[0]
+        return tree_sum((Node(w, w + 1, [row]) for w, row in enumerate(rows)), in_place=False)[0]
 
     @torch.no_grad()
     def grad_norm(self, grads: list[Tensor]) -> Tensor:
@@ -229,8 +231,8 @@ class Dealt(LocalReducer):
         # small weights of a width together
         batches = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
         for grad, sums in zip(grads, table.split(lengths), strict=True):
-            if (mine := local(grad)).numel():
-                places = sums[held(grad)]
+            if (mine := to_local(grad)).numel():
+                places = sums[row_range(grad)]
                 rows = mine.reshape(len(places), -1)
                 width = 1 << (rows.shape[1] - 1).bit_length()
                 several = max(1, AT_ONCE[table.device.type] // rows.shape[1])
@@ -256,7 +258,7 @@ class Dealt(LocalReducer):
         return sqrt_correctly_rounded(table.sum()).to(grads[0].dtype)
 
 
-class VirtualWorkers(Dealt):
+class WorkerReducer(Dealt):
     """Virtual workers whose gradients DDP, or the only process, adds up along the tree.
 
     in_ddp  a step's last pass leaves its gradients to `hook`, which DDP has
@@ -277,7 +279,7 @@ class VirtualWorkers(Dealt):
         self.used: set[int] = set()
         for number, p in enumerate(self.parameters):
             p.register_post_accumulate_grad_hook(lambda _, number=number: self.added.add(number))
-        self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
+        self.buckets: list[tuple[TreeAllReduce, Tensor, Future[Tensor]]] = []
 
     def begin_worker(self, worker: int, idle: bool) -> None:
         if self.worker >= 0:
@@ -297,12 +299,12 @@ class VirtualWorkers(Dealt):
             sums.append(p.grad)
             # A gradient added to -0.0 keeps its bits, even if it is -0.0.
             p.grad = torch.full_like(p, -0.0) if self.unused and self.in_ddp else None
-        push(self.nodes, Node(self.worker, self.worker + 1, sums))
+        push_node(self.nodes, Node(self.worker, self.worker + 1, sums))
         self.used |= self.added
         self.added.clear()
 
     @staticmethod
-    def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
+    def hook(state: "WorkerReducer", bucket: dist.GradBucket) -> Future[Tensor]:
         """Sum a bucket over all workers, as DDP's communication hook. A bucket is sent when it is
         full, and added up when the last one is: the backward pass continues meanwhile."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -322,12 +324,12 @@ class VirtualWorkers(Dealt):
             Node(begin, end, [sums[number] for number in numbers])
             for begin, end, sums in state.nodes
         ]
-        push(nodes, Node(state.block[-1], state.block[-1] + 1, views))
+        push_node(nodes, Node(state.block[-1], state.block[-1] + 1, views))
         mine = [torch.zeros_like(buffer) for _ in nodes[1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
             torch._foreach_copy_(_views(flat, parameters, offsets), node.sums)
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-        state.buckets.append((Exchange(state.by_rank, [*mine, buffer]), buffer, future))
+        state.buckets.append((TreeAllReduce(state.by_rank, [*mine, buffer]), buffer, future))
         if bucket.is_last():
             for exchange, _, _ in state.buckets:
                 exchange.add()
@@ -338,12 +340,12 @@ class VirtualWorkers(Dealt):
             state.buckets = []
         return future
 
-    def reduce_rows(self, rows: Tensor) -> Tensor:
+    def sum_workers(self, rows: Tensor) -> Tensor:
         """Also give the parameters their gradients, where one process runs all workers without
         DDP."""
         if not self.in_ddp:
             self._take()
-            sums = fold(self.nodes)
+            sums = tree_sum(self.nodes)
             for number in self.used:
                 self.parameters[number].grad = sums[number]
         self.nodes, self.used = [], set()
@@ -360,7 +362,7 @@ class VirtualWorkers(Dealt):
                 odd, torch._foreach_mul([*odd.values()], 1.0) if odd else (), strict=True
             ):
                 p.grad = grad
-        return super().reduce_rows(rows)
+        return super().sum_workers(rows)
 
 
 def _views(flat: Tensor, parameters: list[Tensor], offsets: list[int]) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from engine import hooks, launch, threads
 from engine.comm.world import World, sync_errors
 from engine.plan import Plan
-from engine.run import Due, Run
+from engine.run import AfterStep, Run
 from plugins.performance import (
     compiled_step,
     compiler,
@@ -24,7 +24,7 @@ from plugins.performance import (
     shm_backend,
     snapshot,
 )
-from plugins.performance.cached_data import CachedDataset, cache_datasets
+from plugins.performance.cached_data import InMemoryDataset, cache_datasets
 
 
 def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
@@ -39,7 +39,7 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     mode = compiler.choose(
         cfg.compile, world.device, plan.total_steps, not (plan.devices or plan.sharded)
     )
-    if world.differing(mode):
+    if world.differs_across_ranks(mode):
         mode = "off"  # one of the machines may lack a C compiler
     with sync_errors(world):
         if mode != "off":
@@ -54,7 +54,7 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     return replace(plan, compile=mode)
 
 
-def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], Due]:
+def recorded(run: Run, step: Callable[[Run, Any], AfterStep]) -> Callable[[Run, Any], AfterStep]:
     """Return `step`, or a callable that takes it with the compiled model; with cuda_graph=true one
     that records it once, so that each later step is one launch."""
     if run.plan.compile != "off":
@@ -71,7 +71,7 @@ def finish(run: Run) -> Plan:
     """Set the allocator, last of all; return the plan with texts that describe the choices."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     datasets = [loader.dataset for loader in run.loaders if loader is not None]
-    held = sum(data.bytes for data in datasets if isinstance(data, CachedDataset))
+    held = sum(data.bytes for data in datasets if isinstance(data, InMemoryDataset))
     # Only now: the memory of loading is freed. Not with FSDP: what units free after their pass
     # would stay, and nothing be saved.
     kept = on_cpu and not plan.sharded and cfg.allocator == "keep" and memory.keep_freed_memory()

@@ -25,7 +25,7 @@ CHUNK = 64 << 20
 """Bytes fetched at once."""
 
 
-class CachedDataset:
+class InMemoryDataset:
     """A dataset that holds all samples of the fetcher's; its batches are on `device`."""
 
     in_memory = True
@@ -85,7 +85,7 @@ def cache_datasets(
     wanted: str,
     datasets: list[Any],
     device: torch.device,
-) -> list[CachedDataset] | None:
+) -> list[InMemoryDataset] | None:
     """Return the datasets in memory, or None to leave them as they are.
 
     wanted             the key `cache`; auto: on a GPU, if they take at most SHARE of its free
@@ -116,7 +116,8 @@ def cache_datasets(
         f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n"
     )
     return [
-        CachedDataset(fetcher, size, memory) for size, fetcher in zip(sizes, fetchers, strict=True)
+        InMemoryDataset(fetcher, size, memory)
+        for size, fetcher in zip(sizes, fetchers, strict=True)
     ]
 
 

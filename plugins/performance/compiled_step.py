@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engine import contract
-from engine.comm.shards import local
+from engine.comm.shards import to_local
 from engine.data.batches import map_tensors
 from engine.errors import console, headline
 from engine.hooks import check
 from engine.phases import phase
-from engine.run import Due, Run
-from engine.seeds import kept_generators
+from engine.run import AfterStep, Run
+from engine.seeds import preserve_rng_state
 from engine.trial import Kept, copied_task
 from plugins.performance import compiler
 
@@ -71,13 +71,13 @@ class CompiledStep:
     sizes  global batches that have been compared: an epoch's last one may be shorter
     """
 
-    def __init__(self, run: Run, step: Callable[[Run, Any], Due]):
+    def __init__(self, run: Run, step: Callable[[Run, Any], AfterStep]):
         self.run, self.step = run, step
         self.model = compiler.Compiled(run.model, run.plan.compile, run.world.device)
         self.sizes: set[int] = set()
         self.given_up = False
 
-    def __call__(self, run: Run, passes: Any) -> Due:
+    def __call__(self, run: Run, passes: Any) -> AfterStep:
         """(all ranks) Take a step."""
         if self.given_up:
             return self.step(run, passes)
@@ -98,7 +98,7 @@ class CompiledStep:
         run, before, difference = self.run, compiler.graphs(), ""
         chosen = passes if len(passes) == 1 else [passes[0], passes[-1]]
         run.begin_step()
-        with phase.during("comparing the compiled step"), kept_generators(run.world.device):
+        with phase.during("comparing the compiled step"), preserve_rng_state(run.world.device):
             for batch, micro in chosen:  # in a step of several passes `loss` holds no collective
                 difference = difference or self._difference(batch, micro)
         if not self.sizes and not difference and compiler.graphs() == before:
@@ -106,7 +106,9 @@ class CompiledStep:
                 "compile: torch's compiler has compiled nothing, so steps are as without it: "
                 "a loss must call the model itself, not one of its methods"
             )
-        if found := run.world.decide(difference, lambda everyone: next(filter(None, everyone), "")):
+        if found := run.world.reduce_on_rank0(
+            difference, lambda everyone: next(filter(None, everyone), "")
+        ):
             self._give_up(found)
 
     def _difference(self, batch: Any, micro: Any) -> str:
@@ -135,7 +137,7 @@ class CompiledStep:
         parameters = [p for p in run.model.parameters() if p.requires_grad]
         with _without_consequences(run) as task, self._net() as net:
             run.seed_pass(micro)
-            contract.under_way = run, micro
+            contract.current_pass = run, micro
             with run.precision.autocast():
                 loss = check("loss", task.loss(net, map_tensors(batch, torch.clone)))
             scale = run.plan.loss_scale * (FP16_SCALE if run.scaler.is_enabled() else 1.0)
@@ -174,12 +176,12 @@ class CompiledStep:
 def _without_consequences(run: Run) -> Iterator[Any]:
     """Yield a copy of the task; put back what it, the model and the task's own modules hold."""
     kept = Kept(run.model, run.task)
-    weights = [local(p.detach()) for module in kept.of_task for p in module.parameters()]
+    weights = [to_local(p.detach()) for module in kept.of_task for p in module.parameters()]
     before = [each.clone() for each in weights]
     try:
         yield copied_task(run.task)
     finally:
-        contract.under_way = None
+        contract.current_pass = None
         kept.put_back()
         if weights:
             torch._foreach_copy_(weights, before)

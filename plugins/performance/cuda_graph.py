@@ -25,9 +25,9 @@ from engine.data.batches import map_tensors, tensors, tree_leaves
 from engine.errors import amount, console, headline
 from engine.optim.make import name_of, skips_itself
 from engine.phases import phase
-from engine.run import Due, Run
+from engine.run import AfterStep, Run
 
-Outcome = tuple[Tensor, Tensor, Tensor]
+StepResult = tuple[Tensor, Tensor, Tensor]
 """The arguments of `Run.end_step` of a step: totals, the norm of the gradient, whether it was
 skipped."""
 
@@ -83,7 +83,7 @@ class StepGraph:
         self.form: dict[str, Any] = {}
         self.taken = 0
 
-    def __call__(self, run: Run, passes: Any) -> Due:
+    def __call__(self, run: Run, passes: Any) -> AfterStep:
         """Take a step, of one pass."""
         if self.given_up:
             return self.step(run, passes)
@@ -114,7 +114,7 @@ class StepGraph:
             group["lr"] = rate * group.get("lr_scale", 1.0)  # a number again: checkpoints hold it
         return run.end_step(*outcome, micro.consumed)
 
-    def _eager(self, passes: Any) -> Outcome:
+    def _eager(self, passes: Any) -> StepResult:
         here = torch.cuda.current_stream()
         self.run.seed_pass(passes[0][1])
         self.stream.wait_stream(here)
@@ -123,14 +123,14 @@ class StepGraph:
         here.wait_stream(self.stream)
         return self.inside.outcome
 
-    def _watched(self, passes: Any) -> Outcome:
+    def _watched(self, passes: Any) -> StepResult:
         """Take a step kernel by kernel; give up, while it is harmless, if the step could not be
         recorded."""
         (batch, _), *_ = passes
         objects = any(
             not isinstance(part, Tensor) and part is not None for _, part in tree_leaves(batch)
         )
-        buffers = self.run.workers.buffers
+        buffers = self.run.reducer.buffers
         mode, before = torch.cuda.get_sync_debug_mode(), [*map(id, buffers().values())]
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -180,7 +180,7 @@ class StepGraph:
         self.inputs = [*tensors(self.batch)]
         console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
 
-    def _launch(self, parts: dict[str, Any], micro: Any) -> Outcome:
+    def _launch(self, parts: dict[str, Any], micro: Any) -> StepResult:
         assert self.graph is not None
         self.run.seed_pass(micro)
         phase("forward")
@@ -195,7 +195,7 @@ class StepGraph:
             self.outcome[0][0].fill_(votes)
         return self.outcome
 
-    def _compared(self, passes: Any, parts: dict[str, Any]) -> Outcome:
+    def _compared(self, passes: Any, parts: dict[str, Any]) -> StepResult:
         """Launch a step, undo it, and take it kernel by kernel; give up if the results differ. A
         sync point."""
         run = self.run
@@ -261,6 +261,8 @@ class _Recorded(Run):
         """Return this rank's votes, and none while a graph is recorded."""
         return 0.0 if self.recording else super().votes(consumed)
 
-    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
+    def end_step(
+        self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int
+    ) -> AfterStep:
         self.outcome = totals, grad_norm, skipped
-        return Due([], log=False, check=False, save=False)
+        return AfterStep([], log=False, check=False, save=False)

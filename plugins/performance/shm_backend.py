@@ -295,7 +295,9 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
         sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
     )
     file = _reserve(count) if possible and group.rank() == 0 else None
-    everyone = exchange().decide((machine(), os.getpid(), file) if possible else None, list, group)
+    everyone = exchange().reduce_on_rank0(
+        (machine(), os.getpid(), file) if possible else None, list, group
+    )
     first, channel = everyone[0], None
     if (
         None not in everyone
@@ -306,7 +308,7 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
             with open(f"/proc/{first[1]}/fd/{first[2]}", "r+b", buffering=0) as mine:
                 memory = mmap.mmap(mine.fileno(), count)
             channel = Channel(group.rank(), [pid for _, pid, _ in everyone], memory, timeout_s)
-    complete = exchange().decide(channel is not None, all, group)
+    complete = exchange().reduce_on_rank0(channel is not None, all, group)
     if file is not None:
         os.close(file)
     return channel if complete else None

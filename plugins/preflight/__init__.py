@@ -16,7 +16,7 @@ from engine.comm import digests
 from engine.comm.buffers import check_buffers
 from engine.comm.world import World, sync_errors
 from engine.contract import LockstepError, Task
-from engine.data.batches import info_of
+from engine.data.batches import batch_info
 from engine.data.order import LazyOrder
 from engine.errors import console
 from engine.evaluation import check_count, collects, reported
@@ -27,7 +27,7 @@ from engine.phases import phase
 from engine.private import release_device_cache
 from engine.run import Run, environment
 from plugins.preflight import adds_up, resume_check
-from plugins.preflight.partition import cut_dependent
+from plugins.preflight.partition import partition_dependent
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import check_together
 
@@ -59,7 +59,7 @@ def compare_ranks(run: Run) -> None:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
     state_bytes = make.state_bytes(run.optimizer)
-    moments = world.decide(
+    moments = world.reduce_on_rank0(
         state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes)
     )
     run.plan = replace(run.plan, moments=moments)
@@ -91,8 +91,8 @@ def compare_weights(run: Run) -> None:
 def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
-    check_buffers(run.world, run.workers.buffers)
-    if run.world.differing(run.workers.digest()):
+    check_buffers(run.world, run.reducer.buffers)
+    if run.world.differs_across_ranks(run.reducer.digest()):
         of_each = digests.each(run.model.named_parameters())
         _compare(
             run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE
@@ -100,9 +100,9 @@ def _compare_weights(run: Run) -> None:
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
-    if unlike := world.unlike(facts):
-        name, (rank, theirs, ours) = next(iter(unlike.items()))
-        more = f", and in {len(unlike) - 1} more" if len(unlike) > 1 else ""
+    if first_difference := world.first_difference(facts):
+        name, (rank, theirs, ours) = next(iter(first_difference.items()))
+        more = f", and in {len(first_difference) - 1} more" if len(first_difference) > 1 else ""
         what = f"rank {rank} differs from rank 0 in {name}: {theirs} instead of {ours}{more}"
         raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
 
@@ -140,12 +140,12 @@ def _rehearse(run: Run) -> float:
     task, loader, device = run.task, run.loaders.val, run.world.device
     few = device.type == "cpu" and loader.loader is None
     batch = loader.example(FEW) if few or run.plan.sharded else next(iter(loader))
-    samples = len(info_of(batch).index)
+    samples = len(batch_info(batch).index)
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
     with (
         phase.during("validation"),
         run.precision.autocast(),
-        run.workers.buffers.unchanged() as changed,
+        run.reducer.buffers.unchanged() as changed,
     ):
         sums, model = None, run.model.eval()
         if device.type == "cpu":  # the number of threads there depends on it
@@ -183,7 +183,7 @@ def _rehearse(run: Run) -> float:
 
 def plan_rows(run: Run) -> dict[str, str]:
     """Return the row of the plan about parts of the model that depend on the partition."""
-    parts = "" if run.plan.workers else cut_dependent(run.model, run.plan.accumulation)
+    parts = "" if run.plan.workers else partition_dependent(run.model, run.plan.accumulation)
     if not parts:
         return {}
     return {"the cut matters": f"{parts}: other processes or another batch_size, other numbers"}

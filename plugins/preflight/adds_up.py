@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from engine import contract
-from engine.comm.shards import local
+from engine.comm.shards import to_local
 from engine.contract import Batch, LockstepError, Task
-from engine.data.batches import info_of
+from engine.data.batches import batch_info
 from engine.phases import phase
 from engine.run import Run
-from engine.seeds import kept_generators, positions, seed_generators
+from engine.seeds import positions, preserve_rng_state, seed_generators
 from engine.trial import Kept, copied_task
 from plugins.preflight import returned
-from plugins.preflight.partition import cut_dependent
+from plugins.preflight.partition import partition_dependent
 
 FEW, MANY = 5, 32
 """Samples on a CPU, or where loader processes would fetch them, because this process does; and on a
@@ -74,7 +74,7 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
     task keep as they were."""
     with (
         phase.during("preflight"),
-        kept_generators(run.world.device),
+        preserve_rng_state(run.world.device),
         contextlib.ExitStack() as stack,
     ):
         if "torch._dynamo" in sys.modules:  # it would compile for each number of samples
@@ -83,13 +83,13 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
         for backend in backends:  # compute in float32 to the last digit, on GPUs, too
             stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
             backend.allow_tf32 = False
-        trial = _Trial(run, loader, sums)
+        trial = SumCheck(run, loader, sums)
         stack.callback(trial.put_back, trial.begin)
         stack.callback(setattr, contract, "under_way", None)
         return _verdict(trial)
 
 
-class _Gap:
+class SumMismatch:
     """How far a sum is from that of its parts, at the furthest element: `size`, where the parts are
     of size `scale`."""
 
@@ -106,7 +106,7 @@ class _Gap:
         self.relative = self.size and (self.size / self.scale if self.scale else math.inf)
 
 
-class _Trial:
+class SumCheck:
     """Compute sums of a few samples, together and in two parts.
 
     kept      the modules of the model and of the task, and what they hold
@@ -134,12 +134,12 @@ class _Trial:
         self.parameters = [
             p for name, p in self.kept.modules.named_parameters() if name not in left_out
         ]
-        self.rows = [local(p.detach()) for p in self.parameters]
+        self.rows = [to_local(p.detach()) for p in self.parameters]
         self.begin = self.weights = [rows.clone() for rows in self.rows]
         few = self.device.type == "cpu" or loader.loader is not None
         self.samples, self.training, self.low, self.gathered = 1, False, False, list[Tensor]()
         with contextlib.suppress(Exception):  # two that are no batch, where a pass is one sample
-            self.samples = len(info_of(loader.example(FEW if few else MANY, least=2)).index)
+            self.samples = len(batch_info(loader.example(FEW if few else MANY, least=2)).index)
         self.first = max(1, self.samples * 5 // 8)
         self.cuts = (0, self.samples), (0, self.first), (self.first, self.samples)
 
@@ -183,7 +183,7 @@ class _Trial:
 
         if whole:
             self.gathered = []
-        contract.under_way = gather
+        contract.current_pass = gather
         found = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
         return {name: torch.as_tensor(value).detach().cpu() for name, value in found.items()}
 
@@ -193,7 +193,7 @@ class _Trial:
         seed_generators(self.device, "adds up", 0)
         return now != positions(self.device)
 
-    def described(self, gap: _Gap) -> str:
+    def described(self, gap: SumMismatch) -> str:
         parts = "{:.4g} and {:.4g}".format(*gap.parts)
         first, rest = self.first, self.samples - self.first
         return (
@@ -208,7 +208,7 @@ class _Trial:
         return LockstepError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
 
 
-def _verdict(trial: _Trial) -> str:
+def _verdict(trial: SumCheck) -> str:
     """Compute in eval mode and float32 with shaken weights; if that fails, with the weights as they
     are; or else as in training, if nothing in the model depends on the cut then."""
     if trial.samples < 2:
@@ -223,11 +223,11 @@ def _verdict(trial: _Trial) -> str:
         try:
             with run.precision.autocast() if mixed else contextlib.nullcontext():
                 whole = trial.compute(*trial.cuts[0])
-                if trial.training and cut_dependent(run.model, accumulation=2):
+                if trial.training and partition_dependent(run.model, accumulation=2):
                     break
                 parts = [trial.compute(*cut) for cut in trial.cuts[1:]]
                 gaps = [
-                    _Gap(name, values, *(part[name] for part in parts))
+                    SumMismatch(name, values, *(part[name] for part in parts))
                     for name, values in whole.items()
                 ]
                 bad = next((gap for gap in gaps if not math.isfinite(gap.size)), None)
@@ -245,7 +245,7 @@ def _verdict(trial: _Trial) -> str:
     return trial.unknown(why)
 
 
-def _judge(trial: _Trial, gaps: list[_Gap], whole: dict[str, Tensor]) -> str:
+def _judge(trial: SumCheck, gaps: list[SumMismatch], whole: dict[str, Tensor]) -> str:
     """Return the line, or raise LockstepError: not for gaps that weights different in the fourth
     digit explain, as they do those of a tiny loss or a count of near-ties, or that other random
     numbers explain."""
@@ -294,7 +294,9 @@ def _judge(trial: _Trial, gaps: list[_Gap], whole: dict[str, Tensor]) -> str:
     return f"{name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
 
 
-def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) -> list[_Gap]:
+def _beyond_rounding(
+    trial: SumCheck, wrong: list[SumMismatch], whole: dict[str, Tensor]
+) -> list[SumMismatch]:
     """Return the gaps that weights different in the fourth digit do not explain."""
     floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[dict[str, Tensor]]()
     for seed in range(1, 5):
@@ -307,9 +309,11 @@ def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor])
     return [gap for gap in wrong if gap.size > max(floor * gap.scale, 5 * moves[gap.name])]
 
 
-def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) -> list[_Gap]:
+def _beyond_draws(
+    trial: SumCheck, wrong: list[SumMismatch], whole: dict[str, Tensor]
+) -> list[SumMismatch]:
     """Return the gaps that remain in the means over many draws: those of noise vanish."""
-    draws, found = list[list[dict[str, Tensor]]](), list[_Gap]()
+    draws, found = list[list[dict[str, Tensor]]](), list[SumMismatch]()
     for count in DRAWS:
         draws += [
             [trial.compute(*cut, seed) for cut in trial.cuts]
@@ -320,7 +324,7 @@ def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: dict[str, Tensor]) ->
             sums = [
                 torch.stack([draw[n][name].double().flatten() for draw in draws]) for n in range(3)
             ]
-            gap = _Gap(name, *(each.mean(0) for each in sums))
+            gap = SumMismatch(name, *(each.mean(0) for each in sums))
             error = SURE * float((sums[0] - sums[1] - sums[2]).std(0).max()) / math.sqrt(count)
             if gap.size > max(error, (0.2 if trial.low else 0.05) * gap.scale):
                 found.append(gap)

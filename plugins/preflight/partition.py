@@ -8,7 +8,7 @@ from engine import private
 from engine.errors import few
 
 
-def cut_dependent(model: nn.Module, accumulation: int) -> str:
+def partition_dependent(model: nn.Module, accumulation: int) -> str:
     """Return a text that names the parts of a model whose numbers depend on how the global batch is
     cut; empty if none. Calls of functions such as `dropout(x)` are not seen."""
     model.train()  # as the loop does; a model may keep parts of itself in eval mode

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm import digests
-from engine.comm.shards import is_sharded, local
+from engine.comm.shards import is_sharded, to_local
 from engine.comm.world import sync_errors
 from engine.contract import LockstepError
 from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
 from engine.optim.make import load_state, parts
-from engine.run import Run, forms
+from engine.run import Run, tensor_specs
 
 RENEWED = {
     "state",
@@ -53,7 +53,7 @@ def check(run: Run) -> None:
 
 
 def _check_model(run: Run, before: dict[str, str]) -> None:
-    now = forms(run.task, run.model)
+    now = tensor_specs(run.task, run.model)
     for name in now | before:
         was, became = before.get(name, "not there"), now.get(name, "not there")
         if was != became:
@@ -143,7 +143,7 @@ def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that an optimizer's state holds under several names."""
     places: dict[Any, dict[str, Tensor]] = {}
     for name, value in batches.tree_leaves(state.get("state", {})):
-        if isinstance(value, Tensor) and (value := local(value)).numel():
+        if isinstance(value, Tensor) and (value := to_local(value)).numel():
             places.setdefault((value.data_ptr(), value.shape, value.stride()), {})[name] = value
     return {
         name: value for same in places.values() if len(same) > 1 for name, value in same.items()
@@ -155,7 +155,7 @@ def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
     `then`."""
     if isinstance(now, torch.Generator):
         now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
-    inner, others = batches.children(now), batches.children(then) or {}
+    inner, others = batches.tree_children(now), batches.tree_children(then) or {}
     numbers = isinstance(now, int | float | list | Tensor) and not isinstance(
         now, bool | nn.Parameter
     )
@@ -173,5 +173,5 @@ def _same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and (a == b or a != a)
     if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
         return False
-    a, b = local(a), local(b)
+    a, b = to_local(a), to_local(b)
     return (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) or digests.same_bits(a, b)

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine import hooks, launch
 from engine.comm.session import session
-from engine.comm.shards import local
+from engine.comm.shards import to_local
 from engine.comm.world import World, on_rank0
 from engine.config import Config
 from engine.contract import per_sample
@@ -56,7 +56,7 @@ def plan_table(
     trained = [p for p in everything if p.requires_grad]
     numbers, trained_numbers = (sum(p.numel() for p in params) for params in (everything, trained))
     weight_bytes, trained_bytes = (
-        sum(local(p).nbytes for p in params) for params in (everything, trained)
+        sum(to_local(p).nbytes for p in params) for params in (everything, trained)
     )
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
     if plan.moments is not None:

@@ -134,7 +134,7 @@ def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: 
 
 
 @contextlib.contextmanager
-def heeded(known: Iterable[str], heed: Callable[[str], Any]) -> Iterator[None]:
+def on_phase_change(known: Iterable[str], heed: Callable[[str], Any]) -> Iterator[None]:
     """Call `heed` when one of the `known` phases follows a different one; the others are nested in
     those and do not end them."""
     phases, last = {*known}, ""
@@ -162,7 +162,7 @@ class Profile:
         self.on_gpu = world.device.type == "cuda"
         # the host's phase, when it is ahead
         self.rows = [*PHASES, *["waiting for the device"] * self.on_gpu]
-        self.under_way = contextlib.ExitStack()
+        self.current_pass = contextlib.ExitStack()
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
         """Yield a training's steps."""
@@ -170,13 +170,13 @@ class Profile:
             self.taken += 1  # before the step: after the last one nobody requests another
             yield step
             if self.taken == WARM_UP:
-                self.under_way.enter_context(self._timed())
+                self.current_pass.enter_context(self._timed())
             elif self.taken == WARM_UP + TIMED:
-                self.under_way.close()
+                self.current_pass.close()
                 if self.world.main:
-                    self.under_way.enter_context(self._traced())
+                    self.current_pass.enter_context(self._traced())
             elif self.taken == WARM_UP + TIMED + TRACED:
-                self.under_way.close()
+                self.current_pass.close()
 
     def end(self, totals: Any) -> None:
         """The totals of a step are of no use here."""
@@ -188,12 +188,12 @@ class Profile:
                 f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}"
             )
         else:
-            self.under_way.close()
+            self.current_pass.close()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         profiler = PerformanceProfiler(self.world.device)
-        with heeded([*self.rows, *BETWEEN_STEPS], profiler.mark):
+        with on_phase_change([*self.rows, *BETWEEN_STEPS], profiler.mark):
             yield
         profiler.mark("")
         ranks, steps = self.world.gather(profiler.spent()), self.taken - WARM_UP
@@ -212,7 +212,7 @@ class Profile:
                 current.close()
                 current.enter_context(record_function(phase))
 
-            with heeded([*self.rows, *BETWEEN_STEPS], name):
+            with on_phase_change([*self.rows, *BETWEEN_STEPS], name):
                 yield
         tracer.export_chrome_trace(str(self.path))
         console.info(f"  trace        {self.path} (chrome://tracing or ui.perfetto.dev shows it)")

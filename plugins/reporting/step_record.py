@@ -32,7 +32,7 @@ from torch import Tensor
 
 from engine import config
 from engine.comm import digests
-from engine.comm.shards import whole
+from engine.comm.shards import to_full
 from engine.contract import INFO_KEY
 from engine.data.batches import tree_leaves
 from engine.errors import LockstepError, console
@@ -155,7 +155,7 @@ class StepRecord:
             ("weight", (*run.model.named_parameters(), *run.model.named_buffers())),
         ):
             for name, tensor in tensors:
-                self._add(kind, name, tensor if tensor is None else whole(tensor.detach()))
+                self._add(kind, name, tensor if tensor is None else to_full(tensor.detach()))
         if not run.world.main:
             return
         try:

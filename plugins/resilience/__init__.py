@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from engine import hooks
-from engine.comm.shards import local
+from engine.comm.shards import to_local
 from engine.config import EarlyExit
 from engine.errors import DIVERGED, STOPPED, LockstepError, amount
-from engine.metrics import Outcome, Skipped
+from engine.metrics import Skipped, StepResult
 from engine.phases import phase
 from engine.private import check_all_reduced as check_all_reduced
 from engine.run import Run
@@ -53,7 +53,7 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
         except EarlyExit:
             return int(any(lost.startswith("stdout") for lost in terminal.lost_streams))
         except BaseException as error:
-            return failure_report.end(error, "--debug" in argv)
+            return failure_report.handle_fatal(error, "--debug" in argv)
         finally:
             cleanup()
             signal.signal(signal.SIGINT, before)
@@ -77,12 +77,12 @@ def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
     writer.unsaved = None
 
 
-def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
+def check_outcomes(run: Run, outcomes: list[StepResult]) -> None:
     """(all ranks) Act on the outcome of the last step, on a GPU of the one before. Raises
     LockstepError where the training has diverged."""
     progress = run.progress
     for outcome in outcomes:
-        if run.excluded_whole(outcome):
+        if run.excludes_step(outcome):
             run.record.log.skipped(
                 run, Skipped(outcome.step, {}, None, "exclude leaves it no sample")
             )
@@ -93,7 +93,7 @@ def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
         raise LockstepError(what, where, _todo(run), exit_code=DIVERGED, everywhere=True)
 
 
-def _samples_behind(run: Run, outcome: Outcome) -> Skipped:
+def _samples_behind(run: Run, outcome: StepResult) -> Skipped:
     """(all ranks) Return the samples of a skipped step (on rank 0), and what is wrong with them if
     it is early."""
     passes = [micro for micro, loss in outcome.losses if not torch.isfinite(loss)]
@@ -131,7 +131,7 @@ def _todo(run: Run) -> str:
     """Return what to do about a divergence. A skipped step changes no weight: these show whether
     the saved ones are finite."""
     if bad := next(
-        (name for name, p in run.model.named_parameters() if not local(p).isfinite().all()), ""
+        (name for name, p in run.model.named_parameters() if not to_local(p).isfinite().all()), ""
     ):
         return (
             f"{bad} is not finite itself: start from other weights, or resume an older checkpoint"

@@ -27,7 +27,7 @@ from plugins.resilience.signals import cleanup
 from plugins.resilience.store_client import Failure
 
 
-def end(error: BaseException, debug: bool) -> int:
+def handle_fatal(error: BaseException, debug: bool) -> int:
     """Print what happened, once for all ranks, and return the exit code. With a launcher, or DDP,
     end the process: an interpreter that shuts down while gloo's threads live may hang or abort, and
     the exit code would be lost."""
@@ -45,7 +45,7 @@ def end(error: BaseException, debug: bool) -> int:
         # before it reports.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     details = "".join(traceback.format_exception(error))
-    mine = translate(error, world)
+    mine = to_user_error(error, world)
     secondary = lost_connection(error) and not ran_out(error)
     if debug and not secondary:
         terminal.write_stderr(details)
@@ -106,7 +106,7 @@ def ran_out(error: BaseException) -> bool:
     )
 
 
-def translate(error: BaseException, world: World | None) -> LockstepError:
+def to_user_error(error: BaseException, world: World | None) -> LockstepError:
     """Return the error as one for the user. Exit code 1: an error in the code, or memory has run
     out."""
     if isinstance(error, LockstepError):
@@ -156,11 +156,11 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
             if folder
             else "--debug shows the traceback"
         )
-        todo = suggest_fix(error) or _advice(error) or traced
+        todo = suggest_fix(error) or _batch_advice(error) or traced
     return LockstepError(what, where, todo, exit_code=code)
 
 
-def _advice(error: BaseException) -> str:
+def _batch_advice(error: BaseException) -> str:
     """Return the keys of the batch after a KeyError, or the sample whose label is none of the
     model's outputs."""
     # the innermost first

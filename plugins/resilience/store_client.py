@@ -15,11 +15,11 @@ from engine.comm.world import World
 from engine.errors import DISTRIBUTED
 from plugins.resilience import status, terminal
 
-Form = TypeVar("Form", bound="Beat | Failure")
+Form = TypeVar("Form", bound="Heartbeat | Failure")
 
 
 @dataclass
-class Beat:
+class Heartbeat:
     """A heartbeat: what the main thread of a rank is doing, and for how long."""
 
     beats: int = 0
@@ -58,7 +58,7 @@ def parse(form: type[Form], note: Any) -> Form | None:
     )
 
 
-class Notes:
+class StoreClient:
     """The store. It may go: then `gone` is true, and it answers nothing more.
 
     patience_s  a store that hasn't answered for so long counts as gone
@@ -69,7 +69,7 @@ class Notes:
         self.store = store or session.attempt_store  # sealed
         self.near = session.local_ranks or range(world.size)
         # of ranks of this machine: a heartbeat that gives their process
-        self.seen: dict[int, Beat] = {}
+        self.seen: dict[int, Heartbeat] = {}
         self.gone, self.errors = self.store is None, 0
         self.thread = ThreadPoolExecutor(1, "notes")
 
@@ -98,7 +98,7 @@ class Notes:
     def put(self, key: str, value: Any) -> None:
         self._ask("set", key, json.dumps(value))
 
-    def put_first(self, key: str, value: Any) -> bool:
+    def set_if_absent(self, key: str, value: Any) -> bool:
         """Return whether this call was the first for this key on any rank. It is one message to the
         store, so that the value is there as soon as a second caller is refused."""
         # with the rank, or two equal values would both seem the first
@@ -106,7 +106,7 @@ class Notes:
         there = self._ask("compare_set", key, "", mine)
         return there is not None and there.decode() == mine
 
-    def get_first(self, key: str) -> Any:
+    def get_if_present(self, key: str) -> Any:
         """Return the value that was first for this key. The sealed store remembers what this
         process has read, so that it is known after the store is gone."""
         if self.has(key):
@@ -114,20 +114,21 @@ class Notes:
         note = _parsed(self.store.known.get(key)) if self.store is not None else None
         return note[1] if isinstance(note, list) and len(note) == 2 else None
 
-    def beats(self, ranks: Sequence[int] | None = None) -> dict[int, Beat]:
+    def beats(self, ranks: Sequence[int] | None = None) -> dict[int, Heartbeat]:
         """Return the heartbeats of those ranks that have sent one; of all ranks by default, which
         one rank may ask for all others now and then: a beat of each."""
         ranks = range(self.world.size) if ranks is None else ranks
         texts = self._ask("get_all", [f"beat{rank}" for rank in ranks]) if ranks else None
         found = {
-            rank: parse(Beat, _parsed(text)) for rank, text in zip(ranks, texts or (), strict=False)
+            rank: parse(Heartbeat, _parsed(text))
+            for rank, text in zip(ranks, texts or (), strict=False)
         }
         return {rank: beat for rank, beat in found.items() if beat}
 
     def first_cause(self) -> Failure | None:
         """Return the failure in a note of another process, which may ask little of this one; None
         if it holds none."""
-        cause = parse(Failure, self.get_first("failure"))
+        cause = parse(Failure, self.get_if_present("failure"))
         if cause and not 1 <= cause.exit_code <= DISTRIBUTED:
             cause.exit_code = 1
         if cause and (
@@ -140,7 +141,7 @@ class Notes:
     def claim(self, cause: Failure) -> tuple[Failure, bool]:
         """Return (the first cause, whether it is this one); without a store every rank reports its
         own."""
-        mine = self.put_first("failure", vars(cause))
+        mine = self.set_if_absent("failure", vars(cause))
         first = None if mine else self.first_cause()
         return first or cause, mine or (self.gone and first is None)
 

@@ -26,7 +26,7 @@ from engine.launch import is_local_rank0, start_again
 from engine.phases import Phases, phase
 from plugins.resilience import nccl_trace, status, terminal
 from plugins.resilience.signals import StopRequest, cleanup
-from plugins.resilience.store_client import Beat, Failure, Notes
+from plugins.resilience.store_client import Failure, Heartbeat, StoreClient
 
 BEAT_S = 1.0
 
@@ -59,7 +59,7 @@ class Watchdog:
     ):
         self.world, self.stop, self.timeout_s, self.phase = world, stop, timeout_s, phase
         self.beat_s, grace_s = min(BEAT_S, timeout_s / 8), min(4.0, timeout_s / 2)
-        self.notes = Notes(world, timeout_s, store)
+        self.notes = StoreClient(world, timeout_s, store)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         # What ends this process: (a check, which returns the cause or None; seconds that the cause
         # may last)
@@ -79,7 +79,7 @@ class Watchdog:
         self.beats = 0
         self.warned = 0.0  # when the wait began that was warned of
         self.dumped = -1  # the step of the last stacks
-        self.silent: list[Beat] = []
+        self.silent: list[Heartbeat] = []
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -149,7 +149,7 @@ class Watchdog:
         here = os.getpid(), socket.gethostname(), self.notes.machine
         self.notes.put(
             f"beat{self.world.rank}",
-            vars(Beat(self.beats, *here, self.phase.step, doing, waits, for_s)),
+            vars(Heartbeat(self.beats, *here, self.phase.step, doing, waits, for_s)),
         )
         asked = self.notes.get("dump")
         if asked is not None and asked != self.dumped:
@@ -163,8 +163,8 @@ class Watchdog:
         """Pass a stop requested on one rank to all within a beat; the loop votes on the step after
         which it happens."""
         if self.stop.reason:
-            self.notes.put_first("stop", f"{self.stop.reason} on rank {self.world.rank}")
-        elif isinstance(reason := self.notes.get_first("stop"), str):
+            self.notes.set_if_absent("stop", f"{self.stop.reason} on rank {self.world.rank}")
+        elif isinstance(reason := self.notes.get_if_present("stop"), str):
             self.stop.request(terminal.plain(reason, 200))
 
     # ---- what ends this process ----
@@ -197,7 +197,7 @@ class Watchdog:
         # All ranks come here at once, and it takes the beats of all: one of them looks, another if
         # that one is gone.
         turn = f"look{self.phase.step}.{int(over_s / (8 * self.beat_s))}"
-        if not self.notes.put_first(turn, True) or not (found := self._diagnose(since)):
+        if not self.notes.set_if_absent(turn, True) or not (found := self._diagnose(since)):
             return None
         folder = status.current.folder
         todo = (
@@ -211,7 +211,7 @@ class Watchdog:
         )
         return Failure(rank, str(error), DISTRIBUTED)
 
-    def _diagnose(self, since: float) -> tuple[int, str, list[Beat]] | None:
+    def _diagnose(self, since: float) -> tuple[int, str, list[Heartbeat]] | None:
         """Look twice, and return what `diagnose` does; None if the phase that began at `since` has
         ended meanwhile, or the store is gone."""
         before = self.notes.beats()
@@ -235,7 +235,7 @@ class Watchdog:
         dumps = {self.world.rank: stacks()}
         text = f"{doing} has taken {took:.0f} s (step {step})"
         if not alone:
-            if not self.notes.put_first(f"dump{step}", True):  # another rank warns
+            if not self.notes.set_if_absent(f"dump{step}", True):  # another rank warns
                 return
             self.notes.put("dump", step)
             if not (found := self._diagnose(since)):
@@ -256,8 +256,8 @@ class Watchdog:
 
 
 def diagnose(
-    before: dict[int, Beat], now: dict[int, Beat], size: int
-) -> tuple[int, str, list[Beat]]:
+    before: dict[int, Heartbeat], now: dict[int, Heartbeat], size: int
+) -> tuple[int, str, list[Heartbeat]]:
     """Return (the rank to blame, a sentence about all, the last beats of those that send none any
     more) from two looks at the heartbeats, some beats apart."""
     silent = [
@@ -314,10 +314,10 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
 
     secondary  this rank only lost its connection, because another rank failed or was killed
     """
-    notes = Notes(world, 20.0)
+    notes = StoreClient(world, 20.0)
     if secondary:
         # for all: whether a machine is gone shows in the beats of all ranks
-        looks = notes.put_first("looks", True)
+        looks = notes.set_if_absent("looks", True)
         before = notes.beats() if looks else {}
         # A peer that fails reports it within 3 s, and the process of a killed one is gone; then
         # that one rank speaks.
@@ -331,7 +331,7 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
     return notes.claim(cause)
 
 
-def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
+def lost_peer(notes: StoreClient, before: dict[int, Heartbeat]) -> Failure | None:
     """Return the failure of a rank on another machine, known only by its beats, that sends none any
     more."""
     now = notes.beats()
@@ -354,7 +354,7 @@ def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
     return Failure(silent[0], str(error), DISTRIBUTED)
 
 
-def dead_peer(notes: Notes) -> Failure | None:
+def dead_peer(notes: StoreClient) -> Failure | None:
     """Return the failure of a rank on this machine whose process is gone. Each is asked for a
     heartbeat once: a rank keeps its process."""
     new = notes.beats(
@@ -439,7 +439,7 @@ def exit_process(world: World, cause: Failure) -> None:
     if store_in_rank_0 and world.main:
         time.sleep(2.5 * BEAT_S)  # the others read the cause there
     elif store_in_rank_0 and cause.again:  # or this rank would join the store that is about to go
-        notes, deadline = Notes(world, 5.0), time.monotonic() + 60
+        notes, deadline = StoreClient(world, 5.0), time.monotonic() + 60
         while not notes.gone and time.monotonic() < deadline:
             notes.has("failure")
             time.sleep(0.2)

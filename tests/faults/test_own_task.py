@@ -110,7 +110,7 @@ def test_the_loaders_own_name_in_a_sample_is_refused(where):
 def test_a_gpu_that_asserts_is_explained():
     """Its words come late and from anywhere."""
     error = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
-    said = str(failure_report.translate(error, None))
+    said = str(failure_report.to_user_error(error, None))
     assert said.startswith("RuntimeError: CUDA error: device-side assert triggered: mostly a label"), said
     assert said.endswith("device=cpu names it")
 

@@ -92,7 +92,7 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
     fetcher = Fetcher([{"x": torch.zeros(2)}] * 9)
     with pytest.raises(RuntimeError, match=r"^DataLoader worker was killed, or has ended$") as gone:
         fetcher.get(Request([7]), fetched(error))
-    said = str(failure_report.translate(gone.value, None))
+    said = str(failure_report.to_user_error(gone.value, None))
     assert said.startswith(
         "a loader process failed: DataLoader worker was killed, or has ended (engine/data/samples.py"
     )

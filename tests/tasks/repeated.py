@@ -286,8 +286,8 @@ class Task(contract.Task):
         return None
 
     def loss(self, net, batch):
-        if isinstance(contract.under_way, tuple):  # in the check of sums it is a function
-            clock.step = contract.under_way[0].progress.step
+        if isinstance(contract.current_pass, tuple):  # in the check of sums it is a function
+            clock.step = contract.current_pass[0].progress.step
         return Loss(errors_of(net, batch, self.cfg.model.kind).sum(), batch["mask"].sum())
 
     def score(self, model, batch):
