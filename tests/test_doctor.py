@@ -20,7 +20,6 @@ from engine import config, launch, threads
 from engine.comm.world import World
 from engine.contract import LockstepError
 from plugins.parallel import strategies
-from plugins.performance import cores
 from tools import doctor, machine, nvidia
 from tools.doctor import Speed
 
@@ -299,11 +298,11 @@ def start(monkeypatch, processes):
 def test_cores_are_counted_against_threads_and_workers(monkeypatch, count, workers, line):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     start(monkeypatch, 2)
-    assert told(doctor.threads(config.Config(num_workers=workers), world(), count), line)
+    assert told(doctor.check_threads(config.Config(num_workers=workers), world(), count), line)
 
 
 def test_a_containers_share_of_the_cores_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(cores, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(threads, "CPU_QUOTA", tmp_path / "cpu.max")
     all_of_them = len(os.sched_getaffinity(0))
     for text, count in (("max 100000\n", all_of_them), ("100000 100000\n", 1), ("50000 100000\n", 1)):
         (tmp_path / "cpu.max").write_text(text)

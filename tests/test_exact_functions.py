@@ -15,6 +15,7 @@ from conftest import ROOT
 
 from engine.comm.world import World
 from engine.optim.fused import AdamW
+from plugins.parallel import exact
 from plugins.parallel.exact import sqrt_correctly_rounded
 from plugins.parallel.virtual import WorkerReducer
 
@@ -83,7 +84,7 @@ def test_adamw_rounds_each_operation_once(kind):
     weights, *grads = (np.exp(draw.normal(size=70_001) * 4).astype(kind) for _ in range(3))
     p = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = AdamW([p], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True)
-    optimizer.exact = True
+    exact.use_exact_kernels(optimizer)
     first, second = np.zeros_like(weights), np.zeros_like(weights)
     for step, grad in enumerate(grads, 1):
         p.grad = torch.from_numpy(grad.copy())
@@ -116,7 +117,7 @@ def test_the_correction_of_a_moment_is_rounded_correctly(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_div_", lambda a, b: (divisors.append(b), divide(a, b))[1])
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = AdamW([p], lr=1e-3, fused=True)
-    optimizer.exact = True
+    exact.use_exact_kernels(optimizer)
     for step in (1, *STEPS):
         p.grad = torch.ones(3)
         if step > 1:

@@ -19,7 +19,9 @@ from engine import config, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.optim import ema, fused
+from plugins.parallel import exact as exact_kernels
 from plugins.parallel import fsdp
+from plugins.parallel.exact import use_exact_kernels
 from plugins.parallel.virtual import Dealt
 
 SHARDED, FORWARDS, UNUSED = (
@@ -331,7 +333,8 @@ def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(monkeypatch, op
     def stepped(lengths, exact):
         parameters = [torch.nn.Parameter(part.clone()) for part in begin.split(lengths)]
         own = optimizer(parameters)
-        own.exact = exact
+        if exact:
+            use_exact_kernels(own)
         for number, grad in enumerate(grads):
             for p, part in zip(parameters, grad.split(lengths), strict=True):
                 p.grad = part.clone()
@@ -343,7 +346,7 @@ def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(monkeypatch, op
     for lengths in ([7, 94], [12, 36, 53], [1] * 101):
         assert torch.equal(stepped(lengths, True), whole)
     torch.testing.assert_close(stepped([101], False), whole, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(fused, "CACHED", 30)
+    monkeypatch.setattr(exact_kernels, "CACHED", 30)
     for lengths in ([101], [12, 36, 53], [1] * 101):
         assert torch.equal(stepped(lengths, True), whole)
 

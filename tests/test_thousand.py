@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 from collections import Counter
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +63,7 @@ class Ranks:
         self.others, self.watches = lambda: None, []
         for rank in range(size):
             first = rank - rank % OF_A_MACHINE
-            monkeypatch.setattr(session, "near", [*range(first, min(size, first + OF_A_MACHINE))])
+            monkeypatch.setattr(session, "local_ranks", [*range(first, min(size, first + OF_A_MACHINE))])
             monkeypatch.setattr(store_client, "machine", lambda first=first: f"machine {first}")
             store = SignedStore(Counted(self.store, rank, self.asked), b"key")
             self.watches.append(Watchdog(world(rank, size), StopRequest(), 100.0, Phases(), store))
@@ -180,16 +179,17 @@ def test_a_message_about_many_ranks_is_short():
 def meet(size, monkeypatch):
     """(questions of each rank, what rank 0 has told each)"""
     asked, keys, store = Counter(), {}, dist.HashStore()
+    cfg = SimpleNamespace(ddp=SimpleNamespace(init_timeout_s=60))
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
-    monkeypatch.setattr(launch, "machine", lambda: f"machine {int(threading.current_thread().name) // OF_A_MACHINE}")
-    monkeypatch.setattr(session, "near", []), monkeypatch.setattr(session, "network", "")
+    monkeypatch.setattr(handshake, "machine", lambda: f"machine {int(threading.current_thread().name) // OF_A_MACHINE}")
+    monkeypatch.setattr(session, "local_ranks", []), monkeypatch.setattr(session, "network", "")
     monkeypatch.setattr(listen, "way_to", lambda host: ("10.0.0.9", "eth1"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
 
     def join(rank):
         env = launch.Environment(rank, rank % OF_A_MACHINE, size, OF_A_MACHINE, True)
         counted = Counted(store, rank, asked)
-        keys[rank] = handshake._of_this_attempt(counted, env, timedelta(seconds=60), "gloo", b"secret")[1]
+        keys[rank] = handshake._meet(counted, env, cfg, "gloo", b"secret")
 
     threads = [threading.Thread(target=join, args=[rank], name=str(rank)) for rank in range(size)]
     for each in threads:

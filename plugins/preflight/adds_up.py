@@ -85,7 +85,7 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
             backend.allow_tf32 = False
         trial = SumCheck(run, loader, sums)
         stack.callback(trial.put_back, trial.begin)
-        stack.callback(setattr, contract, "under_way", None)
+        stack.callback(setattr, contract, "current_pass", None)
         return _verdict(trial)
 
 

@@ -162,7 +162,7 @@ class Profile:
         self.on_gpu = world.device.type == "cuda"
         # the host's phase, when it is ahead
         self.rows = [*PHASES, *["waiting for the device"] * self.on_gpu]
-        self.current_pass = contextlib.ExitStack()
+        self.measuring = contextlib.ExitStack()
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
         """Yield a training's steps."""
@@ -170,13 +170,13 @@ class Profile:
             self.taken += 1  # before the step: after the last one nobody requests another
             yield step
             if self.taken == WARM_UP:
-                self.current_pass.enter_context(self._timed())
+                self.measuring.enter_context(self._timed())
             elif self.taken == WARM_UP + TIMED:
-                self.current_pass.close()
+                self.measuring.close()
                 if self.world.main:
-                    self.current_pass.enter_context(self._traced())
+                    self.measuring.enter_context(self._traced())
             elif self.taken == WARM_UP + TIMED + TRACED:
-                self.current_pass.close()
+                self.measuring.close()
 
     def end(self, totals: Any) -> None:
         """The totals of a step are of no use here."""
@@ -188,7 +188,7 @@ class Profile:
                 f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}"
             )
         else:
-            self.current_pass.close()
+            self.measuring.close()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
