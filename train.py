@@ -199,7 +199,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
                 loss = run.task.loss(net, batch)
             # (votes, total, weight, *sums), float64; zeros if empty
             totals += run.loss_vector(loss, micro)
-            if micro.closes_step:
+            if micro.closes_step and world.size > 1:
                 # runs during the backward pass, as DDP's own do
                 summed = dist.all_reduce(totals, async_op=True)
             scale = 0.0 if micro.empty else plan.loss_scale
@@ -207,7 +207,8 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
             run.scaler.scale(loss.total * scale).backward()
     if in_ddp:
         resilience.check_all_reduced(net)  # no parameter lacked its gradient
-    summed.wait()
+    if world.size > 1:
+        summed.wait()
     phase("optimizer step")
     totals = run.reducer.sum_workers(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it

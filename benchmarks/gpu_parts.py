@@ -87,7 +87,7 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
     returns (our lines that made them, the number of steps, whether one made on purpose was seen).
     The mode is `warn`, because `error` would end at the first. The first ones are left out: they
     copy class weights, and read the optimizer's counters."""
-    from engine.metrics import Gathered
+    from engine.gathered import Gathered
     from engine.phases import Phases
     from tools.probe import endless
 

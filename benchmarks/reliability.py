@@ -39,7 +39,7 @@ import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
 from engine.files.checkpoints import Checkpoints, CheckpointWriter
-from engine.metrics import Meter, StepResult
+from engine.meter import Meter, StepResult
 from engine.phases import Phases, phase
 from engine.report import log
 from engine.run import AfterStep, NullLog, Run

@@ -21,6 +21,7 @@ from engine.comm.session import recall
 from engine.comm.shards import is_sharded, shard_like, to_full
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import Task
+from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.archive import CheckpointState
@@ -29,7 +30,7 @@ from engine.optim import make, make_ema
 from engine.phases import phase
 from engine.plan import Plan
 from engine.private import scaler_with
-from engine.run import Progress, Run, environment, environment_of
+from engine.run import Progress, Run
 
 FORMAT = 3
 """Format 2 also held the random state of each rank; now every pass is seeded."""

@@ -12,8 +12,9 @@ from torch import nn
 from engine.contract import Batch, Sums, Task
 from engine.data.batches import batch_info
 from engine.errors import LockstepError, amount
+from engine.gathered import Gathered
 from engine.hooks import check
-from engine.metrics import Gathered, loading_s, means
+from engine.meter import loading_s, means
 from engine.phases import phase
 from engine.run import Run
 from engine.seeds import seed_generators

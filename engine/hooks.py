@@ -69,6 +69,9 @@ caches = Hook()
 reducers = Hook()
 """first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
 
+initial_state = Hook()
+"""first(run) -> the state of a run before a checkpoint is loaded, to compare it with a resume."""
+
 # ---- while a run trains
 returned = Hook()
 """each(method, value, *about): raise LockstepError if the task's `method` returned a bad value."""

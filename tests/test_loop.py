@@ -23,10 +23,11 @@ from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss
 from engine.data import batches
+from engine.environment import environment_of
 from engine.evaluation import evaluate_split, training_metrics
-from engine.metrics import means
+from engine.meter import means
 from engine.plan import make_plan
-from engine.run import NullLog, Run, environment_of
+from engine.run import NullLog, Run
 from plugins import resilience as survive
 from plugins.parallel.virtual import WorkerReducer
 from plugins.reporting import plan_text

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from engine import metrics
 from engine.comm.session import machine
 from engine.comm.world import World
-from engine.metrics import Meter
+from engine.meter import Meter
 from engine.phases import Phases
 from plugins.resilience import nccl_trace, scratch, watchdog
 from plugins.resilience.signals import StopRequest

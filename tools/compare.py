@@ -42,11 +42,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine import config, errors
 from engine.data.batches import tree_leaves
+from engine.environment import environment_of
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, weights
 from engine.files.atomic import write_atomically
 from engine.files.checkpoints import Checkpoints, check_files
-from engine.run import environment_of
 from plugins import resilience as survive
 from plugins.resilience import status
 from tools import cards, records

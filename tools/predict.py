@@ -59,8 +59,8 @@ from engine.data.batches import batch_info
 from engine.errors import LockstepError, amount
 from engine.files import run_folder
 from engine.files.atomic import write_atomically
+from engine.gathered import packed
 from engine.hooks import check
-from engine.metrics import packed
 from engine.seeds import seed_everything
 from formats import behaviour, videos
 from formats.arrays import load_npz, stays_below

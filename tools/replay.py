@@ -55,12 +55,12 @@ from data_loader import fingerprint, load_datasets
 from engine import checkpoint, config, private
 from engine.comm import digests
 from engine.comm.world import World
+from engine.environment import SQUARE_ROOT
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder
 from engine.files.archive import CheckpointState
 from engine.files.atomic import write_json
 from engine.files.checkpoints import LOCK, Checkpoints
-from engine.run import SQUARE_ROOT
 from tools import cards
 from tools.arguments import NOT_KNOWN
 from tools.evaluate import SAME_STATE, TRUST, of_run

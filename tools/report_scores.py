@@ -32,8 +32,8 @@ from engine.data.samples import Fetcher
 from engine.errors import LockstepError, headline
 from engine.evaluation import TRIALS_AT_ONCE, collects, reported
 from engine.files import archive
+from engine.gathered import Gathered, Ragged, packed
 from engine.hooks import check
-from engine.metrics import Gathered, Ragged, packed
 from engine.seeds import sample_seeds, seed_generators
 from plugins.preflight.returned import check_scored
 from tasks._classification import precision_recall_f1

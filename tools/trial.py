@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from engine import contract, private
+from engine import contract, global_loss, private
 from engine.comm.buffers import Buffers
 from engine.data.batches import attach_info, batch_info, map_tensors
 from engine.files.atomic import write_json
@@ -176,7 +176,7 @@ def _take_notes(run: Run, path: Path) -> None:
     plain = getattr(run.task, method)
 
     def first(net: nn.Module, batch: Any) -> Any:
-        if not isinstance(contract.current_pass, tuple):  # the preflight's
+        if not isinstance(global_loss.current_pass, tuple):  # the preflight's
             return plain(net, batch)
         before, loss = positions(run.world.device), plain(net, batch)
         notes["draws"] = [

@@ -23,6 +23,8 @@ class LocalReducer:
     """
 
     hook: Any = None  # DDP's communication hook
+    # whether begin_pass, end_forward, end_pass and worker_row are called in each pass
+    follows_passes = False
 
     def __init__(self, world: World, model: nn.Module, mode: str):
         self.world, self.model, self.mode = world, model, mode

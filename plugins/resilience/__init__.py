@@ -19,7 +19,7 @@ from engine import hooks
 from engine.comm.shards import to_local
 from engine.config import EarlyExit
 from engine.errors import DIVERGED, STOPPED, LockstepError, amount
-from engine.metrics import Skipped, StepResult
+from engine.meter import Skipped, StepResult
 from engine.phases import phase
 from engine.private import check_all_reduced as check_all_reduced
 from engine.run import Run
