@@ -297,7 +297,7 @@ def captures(*words: str) -> tuple[float, ...]:
             # not the device: a thread's copies go on beside the training
             torch.cuda.current_stream().synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-        state = snapshot.on_host(state)
+        state = state.on_host() if hasattr(state, "on_host") else state
         next(taken)
     snapshot.room = room
     tensors = [*state["model"].values(), *(state["ema"] or {}).values()]
