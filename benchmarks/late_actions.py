@@ -34,9 +34,9 @@ from engine import config
 from engine.config import changed
 from envs import discs
 from tasks._robot import steps_of
-from tools.evaluate import of_run
-from tools.predict import load_model
 from tools.running import guarded, in_world
+from tools.use.evaluate import of_run
+from tools.use.predict import load_model
 
 PERCENT = 100 / 2.0  # of the table's side
 

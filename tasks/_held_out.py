@@ -16,7 +16,8 @@ from tasks._pictures import Line, plots
 EPISODES = 2  # of an evaluation
 LOOKS = 64  # predictions for an episode, at most
 AT_ONCE = 16
-RECORDED, PREDICTED = (86, 180, 233), (213, 94, 0)  # as in tools/report_figures.py (Okabe and Ito)
+# as in tools/paper/report_figures.py (Okabe and Ito)
+RECORDED, PREDICTED = (86, 180, 233), (213, 94, 0)
 
 
 def pictures(

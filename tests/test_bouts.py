@@ -15,7 +15,7 @@ from engine.contract import LockstepError
 from formats import behaviour, boris, boris_writer, bouts
 from formats.bouts import Smoothing
 from formats.mixup import Mixed
-from tools import bout_files, decide, decisions
+from tools.use import bout_files, decide, decisions
 
 FPS = 20.0
 

@@ -40,7 +40,7 @@ def test_few_files_know_the_ranks():
                          and isinstance(node.value, ast.Name) and node.value.id == "dist")  # fmt: skip
     comm = {f"engine/comm/{name}.py" for name in ("world", "exchange")}
     comm |= {f"plugins/{name}.py" for name in ("parallel/virtual", "parallel/fsdp", "performance/shm_backend")}
-    assert calling == comm | {"train.py", "engine/launch.py", "tools/probe.py"}
+    assert calling == comm | {"train.py", "engine/launch.py", "tools/machine/probe.py"}
 
 
 def test_nothing_unsafe_is_called():

@@ -12,7 +12,7 @@ from engine import config
 from engine.contract import LockstepError
 from formats import windows
 from formats.rates import resampled
-from tools import prepare_windows
+from tools.lab import prepare_windows
 
 HEADER = "time_s,acc_x,acc_y,acc_z"
 

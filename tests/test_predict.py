@@ -22,7 +22,8 @@ from formats.clips import split_by_video
 from formats.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
-from tools import predict, prepare_clips
+from tools.lab import prepare_clips
+from tools.use import predict
 
 FPS = 20
 

@@ -21,7 +21,7 @@ from engine.config import schema_of
 from engine.contract import LockstepError
 from formats.clips import Clips, split_by_video
 from formats.videos import Cutting, slide
-from tools import prepare_clips
+from tools.lab import prepare_clips
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_FRAMES = 40

@@ -13,7 +13,7 @@ from wheels import unpacked
 
 from formats import windows
 from formats.rates import rate_of, resampled
-from tools import prepare_windows
+from tools.lab import prepare_windows
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from runs import progress
 
 import tasks
 from engine import config
-from tools.provenance import holds, merkle, use_hash
+from tools.evidence.provenance import holds, merkle, use_hash
 
 TOOL = "tools/provenance.py"
 

@@ -33,7 +33,7 @@ from formats import shard_cache, shard_files, shards
 from formats.lerobot_writer import Recorder
 from formats.shards import Options, Order, Shards
 from plugins import preflight
-from tools import index_shards
+from tools.lab import index_shards
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ sys.path.insert(0, sys.argv[1])
 import gpu_parts
 from engine import checkpoint
 from engine.files import snapshot
-from tools.probe import endless
+from tools.machine.probe import endless
 from torch.multiprocessing.reductions import StorageWeakRef
 
 snapshot.BUFFER, snapshot.LARGE, snapshot.PART = 4096, 1024, 512

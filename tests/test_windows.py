@@ -21,7 +21,7 @@ from models.conv1d import Conv1d
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
 from tasks.har import SHIPPED, resample, rotate
-from tools import prepare_watch
+from tools.lab import prepare_watch
 
 AXES = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 

@@ -11,7 +11,7 @@ import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
 from formats.clips import Clips, ClipsWriter
-from tools import prepare_clips
+from tools.lab import prepare_clips
 
 
 def make(name, **dataset):
