@@ -85,6 +85,23 @@ def test_a_script_finds_the_project_before_it_imports_it(path):
     assert not own or (found and found < min(own))
 
 
+COMMANDS = [p for p in SCRIPTS if p.parent.name == "tools" and "__main__" in p.read_text()]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_a_command_of_tools_holds_no_code(path):
+    """It imports its `main` from a package of tools/, so that nothing is defined twice, in `__main__` and by name."""
+    kinds = {type(node) for node in TREES[str(path.relative_to(ROOT))].body}
+    assert kinds <= {ast.Expr, ast.Import, ast.ImportFrom, ast.If}
+
+
+@pytest.mark.parametrize("room", ["tasks", "tools"])
+def test_no_folder_is_crowded(room):
+    """At most 15 modules, besides the commands of tools/ and `__init__.py`."""
+    for folder in [ROOT / room, *(path for path in (ROOT / room).iterdir() if (path / "__init__.py").exists())]:
+        assert len({*folder.glob("[a-z]*.py")}.difference(COMMANDS)) <= 15, folder
+
+
 def test_no_held_measurement_is_over_its_bar():
     """The rows that need a training are left out: they take twenty seconds."""
     done = subprocess.run(
