@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option
 from engine.contract import Batch, Loss, PerSample, Sums
-from formats.mixup import Mixed
+from formats.lab.mixup import Mixed
 from tasks._calibration import bins_of, draw_reliability, ece
 from tasks._pictures import text_width
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from engine.contract import LockstepError
-from formats import backbones
+from formats.weights import backbones
 
 KEY = "policy.pretrained_backbone_weights"
 # torchvision's names of weights

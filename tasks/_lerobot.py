@@ -344,7 +344,7 @@ def config_of(policy: Any, features: dict[str, tuple[str, tuple[int, ...]]] | No
 class Windows(NamedTuple):
     """What a policy looks at.
 
-    deltas  {feature: frames relative to the sample's}, as for `formats.lerobot.Chunks`
+    deltas  {feature: frames relative to the sample's}, as for `formats.robots.lerobot.Chunks`
     skipped  frames at the end of each episode that it is not trained from
     first   the place of the present in the window of actions
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.contract import LockstepError
-from formats import pretrained
+from formats.weights import pretrained
 from tasks._lerobot import LeRobotSettings, texts
 
 ALIASES = {

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option
 from engine.contract import Batch, LockstepError
-from formats import backbones
-from formats.features import VERSION, Features, compute_once, statistics
+from formats.weights import backbones
+from formats.weights.features import VERSION, Features, compute_once, statistics
 from models.backbone import Backbone
 from tasks._classification import Classification
 

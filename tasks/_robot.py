@@ -11,9 +11,10 @@ from engine import contract
 from engine.config import choice, option, section
 from engine.contract import LockstepError, amount
 from envs import discs
-from formats import lerobot, pretrained
 from formats.arrays import is_file_name
-from formats.lerobot import Demonstrations
+from formats.robots import lerobot
+from formats.robots.lerobot import Demonstrations
+from formats.weights import pretrained
 from models import act, vla
 from models.policy import Policy
 from tasks import _imagenet as imagenet

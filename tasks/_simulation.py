@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from engine.contract import LockstepError
 from envs import discs, pusht, trials
-from formats.lerobot import Demonstrations
-from formats.lerobot_writer import Recorder
+from formats.robots.lerobot import Demonstrations
+from formats.robots.lerobot_writer import Recorder
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 RECIPE = 2  # version of the demonstrations; raise it when the same config would give different ones

@@ -162,7 +162,8 @@ def _tile(trial: Trial, length: int) -> np.ndarray:
 
 
 def _shrunk(pictures: Tensor, size: tuple[int, int]) -> Tensor:
-    """Shrink (B, 3, H, W) uint8 to (B, 3, *size) as in batches, by formats/frames.py's filter."""
+    """Shrink (B, 3, H, W) uint8 to (B, 3, *size) as in batches, by the filter of
+    formats/robots/frames.py."""
     if size == tuple(pictures.shape[2:]):
         return pictures
     return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()

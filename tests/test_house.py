@@ -95,7 +95,7 @@ def test_a_command_of_tools_holds_no_code(path):
     assert kinds <= {ast.Expr, ast.Import, ast.ImportFrom, ast.If}
 
 
-@pytest.mark.parametrize("room", ["tasks", "tools"])
+@pytest.mark.parametrize("room", ["formats", "tasks", "tools"])
 def test_no_folder_is_crowded(room):
     """At most 15 modules, besides the commands of tools/ and `__init__.py`."""
     for folder in [ROOT / room, *(path for path in (ROOT / room).iterdir() if (path / "__init__.py").exists())]:

@@ -23,9 +23,9 @@ from engine import config
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.batches import map_tensors
 from envs import discs
-from formats import lerobot
-from formats.frames import Frames
-from formats.lerobot_writer import Recorder
+from formats.robots import lerobot
+from formats.robots.frames import Frames
+from formats.robots.lerobot_writer import Recorder
 from models.policy import Policy
 from tasks import _simulation as simulation
 from tasks import robot

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from formats import bouts
+from formats.lab import bouts
 from tasks._classification import precision_recall_f1
 
 

@@ -30,8 +30,8 @@ from data_loader import EvalLoader, EvalSampler
 from engine import config, errors
 from engine.comm.world import World
 from engine.errors import LockstepError, amount
-from formats import bouts
-from formats.behaviour import BACKGROUND
+from formats.lab import bouts
+from formats.lab.behaviour import BACKGROUND
 from plugins.resilience import status
 from tasks import har
 from tasks._calibration import bins_of, ece, fit_temperature

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.contract import LockstepError
-from formats import hub
-from formats.lerobot import need
 from formats.partial import Partial
+from formats.robots.lerobot import need
+from formats.weights import hub
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"

@@ -41,8 +41,8 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import read_ahead, stays_below
-from formats.depth import CODES
-from formats.lerobot import Demonstrations, Place, need
+from formats.robots.depth import CODES
+from formats.robots.lerobot import Demonstrations, Place, need
 
 VERSION = 1
 OPEN_VIDEOS = 8  # per process; a decoder of 480p takes about 15 MB

@@ -1,7 +1,7 @@
 """What people saw in videos: one form for the events of BORIS and the frames of DeepEthogram and
 SimBA.
 
-BORIS          tabular and aggregated events, see `formats/boris.py`
+BORIS          tabular and aggregated events, see `formats/lab/boris.py`
 DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour of 1, 0, or -1 for not
                labelled
 SimBA          targets_inserted/VIDEO.csv: a row per frame, the pose, features, and at the end the
@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from engine.contract import LockstepError
-from formats import boris
 from formats.arrays import csv_rows, text_lines
-from formats.boris import Event
-from formats.videos import SUFFIXES
+from formats.lab import boris
+from formats.lab.boris import Event
+from formats.lab.videos import SUFFIXES
 
 BACKGROUND = "background"
 SUFFIX = "_labels.csv"  # of DeepEthogram's files

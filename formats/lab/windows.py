@@ -35,7 +35,7 @@ from torch import Tensor
 
 from engine.contract import Batch, LockstepError
 from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
-from formats.bouts import columns_of, one_hot
+from formats.lab.bouts import columns_of, one_hot
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = (

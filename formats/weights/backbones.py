@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import LockstepError
-from formats.lerobot import need
+from formats.robots.lerobot import need
 
 KEY = "model.pretrained"
 HASH = re.compile(r"-([0-9a-f]{8,64})\.\w+$")  # the first digits of the SHA-256 in a file's name

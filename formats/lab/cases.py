@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.sensor_tables import blocks
-from formats.windows import parse_ts
+from formats.lab.sensor_tables import blocks
+from formats.lab.windows import parse_ts
 
 KINDS = (".ts", ".tsv", ".arff")
 NAN = float("nan")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError, mix, sample_seeds, uniform
-from formats.lerobot import Demonstrations, value_at
-from formats.lerobot_mix import Joined
+from formats.robots.lerobot import Demonstrations, value_at
+from formats.robots.lerobot_mix import Joined
 
 COLUMN = "language_persistent"
 

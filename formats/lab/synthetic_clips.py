@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.clips import ClipsWriter
+from formats.lab.clips import ClipsWriter
 
 CLASSES = ("rest", "walk", "rear", "groom", "paw_withdraw")
 SHARES = (0.543, 0.2, 0.12, 0.117, 0.02)

@@ -41,8 +41,8 @@ import torch.distributed as dist
 from engine.config import option
 from engine.contract import LockstepError
 from engine.errors import console
-from formats import shard_cache
-from formats.shard_files import INDEX, Index, Opened, RowGroups, Shard
+from formats.shards import cache as shard_cache
+from formats.shards.files import INDEX, Index, Opened, RowGroups, Shard
 
 LANES = (1, 2, 4, 6, 12, 24, 60, 120)
 """Numbers that most numbers of processes divide; the largest that leaves two shards to a lane is

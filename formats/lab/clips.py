@@ -32,7 +32,7 @@ import torch
 
 from engine.contract import Batch, LockstepError
 from formats.arrays import check_text, csv_rows, load_npy, map_npy, read_ahead, renumber
-from formats.bouts import columns_of, one_hot
+from formats.lab.bouts import columns_of, one_hot
 from formats.partial import Partial
 
 FRAMES, TRIALS, CLASSES, CUTTING = "frames.npy", "trials.csv", "classes.txt", "cutting.json"

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import text_lines
-from formats.behaviour import stem_of
+from formats.lab.behaviour import stem_of
 
 READ = "a DeepLabCut CSV, a SLEAP analysis .h5, or a folder of them"
 CENTRE = "body_?cent|centre|center|centroid|thorax|torso|spine_?mid|mid_?spine|middle|spine|back"

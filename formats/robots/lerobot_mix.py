@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from engine.contract import LockstepError, amount
-from formats import lerobot
-from formats.frames import Frames
-from formats.lerobot import Demonstrations, Feature
+from formats.robots import lerobot
+from formats.robots.frames import Frames
+from formats.robots.lerobot import Demonstrations, Feature
 
 WHOLE = ("action", "observation.state")
 """Features whose size all sets must share: those that differ otherwise are left out."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.lerobot import need
+from formats.robots.lerobot import need
 
 
 class Kind(NamedTuple):

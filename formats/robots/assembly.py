@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from engine.contract import LockstepError
-from formats import encoders, lerobot, recording
-from formats import lerobot_files as files
-from formats.depth import Depth
-from formats.lerobot import BOOKKEEPING, FILES, Demonstrations, Stats, measure, need
-from formats.lerobot_files import NUMBERS, OWN, Declared
+from formats.robots import encoders, lerobot, recording
+from formats.robots import lerobot_files as files
+from formats.robots.depth import Depth
+from formats.robots.lerobot import BOOKKEEPING, FILES, Demonstrations, Stats, measure, need
+from formats.robots.lerobot_files import NUMBERS, OWN, Declared
 
 EPISODES = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 SUMMED = ("meta/info.json", "meta/stats.json", "meta/tasks.parquet")

@@ -1,5 +1,5 @@
-"""Record demonstrations as a LeRobot dataset of version 3.0, which LeRobot and `formats.lerobot`
-read.
+"""Record demonstrations as a LeRobot dataset of version 3.0, which LeRobot and
+`formats.robots.lerobot` read.
 
     with Recorder("data/reach", fps=10, features={
         "observation.state": ("float32", (2,)),
@@ -11,7 +11,7 @@ read.
 
 The dataset gets its name when the block ends. An episode that was finished before is not lost to a
 kill or an error: `resume=True` goes on after it, and adds to a dataset that is complete. See
-formats/recording.py.
+formats/robots/recording.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from engine.contract import LockstepError
-from formats import assembly, encoders, lerobot, recording
-from formats import lerobot_files as files
 from formats.arrays import is_file_name
-from formats.depth import CODES, Depth
-from formats.lerobot import BOOKKEEPING, Stats, measure, need
-from formats.lerobot_files import NUMBERS, OWN, PICTURES
+from formats.robots import assembly, encoders, lerobot, recording
+from formats.robots import lerobot_files as files
+from formats.robots.depth import CODES, Depth
+from formats.robots.lerobot import BOOKKEEPING, Stats, measure, need
+from formats.robots.lerobot_files import NUMBERS, OWN, PICTURES
 
 
 class Recorder:

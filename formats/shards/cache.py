@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.contract import LockstepError
-from formats.shard_files import Shard, damaged
+from formats.shards.files import Shard, damaged
 
 TIMEOUT_S = 30.0
 """Until a server that says nothing counts as gone."""

@@ -11,7 +11,7 @@ or lerobot.
                                    are PNG in data/
 
 The numbers of all chosen episodes are held in memory, as arrays in the order of episode_index, then
-frame: a batch is one gather per feature. Pictures come from `formats.frames`.
+frame: a batch is one gather per feature. Pictures come from `formats.robots.frames`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
-from formats import hub
 from formats.arrays import is_file_name, stays_below
-from formats.depth import Depth, depth_of
+from formats.robots.depth import Depth, depth_of
+from formats.weights import hub
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
@@ -649,7 +649,7 @@ class Chunks:
     episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
     deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49],
               "observation.state": [-1, 0]}
-    pictures  `formats.frames.Frames` with the cameras' pictures; None: batches have none
+    pictures  `formats.robots.frames.Frames` with the cameras' pictures; None: batches have none
     skipped   frames at the end of each episode that are no samples
     labels    (len,) int64: each sample's task_index
     sources   (len,) str: each sample's episode_index

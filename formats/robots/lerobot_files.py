@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from formats import encoders
-from formats.depth import Depth
-from formats.lerobot import BOOKKEEPING, FILES, QUANTILES, Stats, aggregate, need
+from formats.robots import encoders
+from formats.robots.depth import Depth
+from formats.robots.lerobot import BOOKKEEPING, FILES, QUANTILES, Stats, aggregate, need
 
 NUMBERS = ("float32", "float64", "int32", "int64", "bool")
 PICTURES = ("image", "video", "depth")
