@@ -28,8 +28,8 @@ from models.harnet import RATE_HZ, STAGES, HarNet
 from models.layers import Standardise
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
-from tasks._classification import Deployed, LossSettings
-from tasks._pretrained import BackboneSettings, FromWeights
+from tasks.shared.classification import Deployed, LossSettings
+from tasks.shared.pretrained import BackboneSettings, FromWeights
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
 # width and depth where the config says 0

@@ -2,8 +2,8 @@
 demonstrations.
 
 The data are in LeRobot's format (formats/robots/lerobot.py). Without a dataset, demonstrations of a
-simulation are recorded at the first start, coloured discs on a table (envs/discs.py) or PushT
-(envs/pusht.py), and every evaluation also makes trials of the policy in it.
+simulation are recorded at the first start, coloured discs on a table (tasks/envs/discs.py) or PushT
+(tasks/envs/pusht.py), and every evaluation also makes trials of the policy in it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from formats.weights import pretrained
 from models import act, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
-from tasks import _held_out as held_out
-from tasks import _imagenet as imagenet
-from tasks import _lerobot, _lerobot_keys
-from tasks import _simulation as simulation
-from tasks import _trials as trials
-from tasks._robot import (
+from tasks.robots import held_out, imagenet, simulation, trials
+from tasks.robots import lerobot as _lerobot
+from tasks.robots import lerobot_keys as _lerobot_keys
+from tasks.robots.settings import (
     POLICIES,
     Augment,
     Settings,

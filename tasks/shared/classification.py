@@ -16,8 +16,8 @@ from engine import contract
 from engine.config import option
 from engine.contract import Batch, Loss, PerSample, Sums
 from formats.lab.mixup import Mixed
-from tasks._calibration import bins_of, draw_reliability, ece
-from tasks._pictures import text_width
+from tasks.shared.calibration import bins_of, draw_reliability, ece
+from tasks.shared.pictures import text_width
 
 PARTNER = 0x5851F42D4C957F2D
 """Turns a sample's seed into that of its partner's augmentation."""

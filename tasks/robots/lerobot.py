@@ -670,11 +670,12 @@ def save(
 
 
 Asked = Callable[[dict[str, Any], list[str]], Any]
-"""See `envs.trials.Policy`."""
+"""See `tasks.envs.trials.Policy`."""
 
 
 def with_history(predict: Asked, history: list[int], steps: int) -> tuple[Asked, int]:
-    """Return (a policy for `envs.trials.roll_out`, after how many steps it is to be asked again).
+    """Return (a policy for `tasks.envs.trials.roll_out`, after how many steps it is to be asked
+    again).
 
     Where more than the present is seen (`history`: frames relative to it), it is asked at every
     step and remembers what it has seen: before every `steps` actions, `predict` gets observations

@@ -12,11 +12,11 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.contract import LockstepError
-from envs import discs, pusht, trials
 from formats.robots.lerobot import Demonstrations
 from formats.robots.lerobot_writer import Recorder
+from tasks.envs import discs, pusht, trials
 
-GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
+GENERATED = Path(__file__).resolve().parents[2] / "data" / "generated"
 RECIPE = 2  # version of the demonstrations; raise it when the same config would give different ones
 AT_ONCE = 25  # worlds simulated as one batch
 FRESH = 10**9

@@ -20,7 +20,7 @@ from engine.contract import Batch, LockstepError
 from formats.weights import backbones
 from formats.weights.features import VERSION, Features, compute_once, statistics
 from models.backbone import Backbone
-from tasks._classification import Classification
+from tasks.shared.classification import Classification
 
 
 @dataclass

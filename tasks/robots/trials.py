@@ -14,13 +14,13 @@ from torch import Tensor
 
 from engine import contract
 from engine.contract import Sums
-from envs.trials import roll_out
 from models import act
 from models.policy import Policy
-from tasks import _lerobot
-from tasks import _simulation as simulation
-from tasks._pictures import caption, captioned
-from tasks._robot import steps_of
+from tasks.envs.trials import roll_out
+from tasks.robots import lerobot as _lerobot
+from tasks.robots import simulation
+from tasks.robots.settings import steps_of
+from tasks.shared.pictures import caption, captioned
 
 SHOWN = 4  # films of an evaluation
 TILE = 288  # pixels of a film's side, at least

@@ -10,16 +10,15 @@ from typing import Any, ClassVar, Literal
 from engine import contract
 from engine.config import choice, option, section
 from engine.contract import LockstepError, amount
-from envs import discs
 from formats.arrays import is_file_name
 from formats.robots import lerobot
 from formats.robots.lerobot import Demonstrations
 from formats.weights import pretrained
 from models import act, vla
 from models.policy import Policy
-from tasks import _imagenet as imagenet
-from tasks import _lerobot
-from tasks import _simulation as simulation
+from tasks.envs import discs
+from tasks.robots import imagenet, simulation
+from tasks.robots import lerobot as _lerobot
 
 NEVER = 10**9  # steps: an evaluation at the end alone
 Kind = Literal["act", "vla"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.contract import LockstepError
 from formats.weights import pretrained
-from tasks._lerobot import LeRobotSettings, texts
+from tasks.robots.lerobot import LeRobotSettings, texts
 
 ALIASES = {
     "policy.path": "policy.pretrained_path",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.policy import Policy
-from tasks._pictures import Line, plots
+from tasks.shared.pictures import Line, plots
 
 EPISODES = 2  # of an evaluation
 LOOKS = 64  # predictions for an episode, at most
