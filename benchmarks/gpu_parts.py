@@ -72,7 +72,7 @@ def about(on: str) -> Facts:
 def clips(folder: str, *sizes: str) -> str:
     """Make clips: trials, videos, frames, size, and how many times each trial is in the table, if
     not once."""
-    from formats.synthetic_clips import Recipe, ensure
+    from formats.lab.synthetic_clips import Recipe, ensure
 
     trials, videos, frames, size, times = (*map(int, sizes), 1)[:5]
     table = ensure(folder, Recipe(trials, videos, frames, size)) / "trials.csv"

@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from formats.videos import SUFFIXES, import_av
+from formats.lab.videos import SUFFIXES, import_av
 from tools.lab.own_data import find_raw, run, start
 
 TABLE = "trials.csv"

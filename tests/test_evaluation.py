@@ -15,8 +15,8 @@ from conftest import ROOT, launching, succeed
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
 from engine.gathered import Gathered
-from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
+from tasks.shared.classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tools.use.evaluate import _matrix, of_run
 
 SIZES = [1, 2, 7, 61, 196]

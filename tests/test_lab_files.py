@@ -17,9 +17,9 @@ from test_prepare_clips import NUM_FRAMES, encode, left
 from wheels import unpacked
 
 from engine.contract import LockstepError
-from formats import behaviour, tracks, windows
-from formats.clips import Clips
-from formats.videos import Cutting
+from formats.lab import behaviour, tracks, windows
+from formats.lab.clips import Clips
+from formats.lab.videos import Cutting
 from tools.lab import prepare_clips, prepare_tracks
 from tools.use import predict
 

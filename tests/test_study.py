@@ -24,7 +24,7 @@ from test_test_split import write_clips
 
 import tasks
 from engine import config
-from formats.folds import folds, part_to_validate
+from formats.lab.folds import folds, part_to_validate
 from tools import running
 from tools.paper import report
 from tools.paper import study as tool

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import tasks
 from engine import config, contract
 from engine.contract import LockstepError
-from formats import windows
+from formats.lab import windows
 from models.conv1d import Conv1d
 from models.mlp import MLP
 from models.transformer1d import Transformer1d

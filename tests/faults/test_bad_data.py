@@ -10,7 +10,7 @@ import pytest
 import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
-from formats.clips import Clips, ClipsWriter
+from formats.lab.clips import Clips, ClipsWriter
 from tools.lab import prepare_clips
 
 

@@ -59,7 +59,7 @@ from engine.files import archive
 from engine.files.atomic import write_atomically
 from engine.plan import make_plan
 from engine.seeds import preserve_rng_state, seed_everything
-from formats.mixup import Mixed
+from formats.lab.mixup import Mixed
 from plugins.resilience import status
 from tools.running import alone, guarded
 from tools.use.evaluate import TRUST, aligned, of_run

@@ -34,9 +34,10 @@ from tqdm import tqdm
 
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
-from formats import shard_cache, shard_files
-from formats.shard_files import INDEX, SCANS, Index, Scanned, Shard
+from formats.shards import cache as shard_cache
 from formats.shards import digest_of, read_index, size
+from formats.shards import files as shard_files
+from formats.shards.files import INDEX, SCANS, Index, Scanned, Shard
 from tools.arguments import printed, whole_number
 
 

@@ -29,11 +29,11 @@ import numpy as np
 
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
-from formats import behaviour, tracks
-from formats.behaviour import BACKGROUND, Labels, first_of
-from formats.bouts import columns_of
-from formats.tracks import Track
-from formats.windows import VALID
+from formats.lab import behaviour, tracks
+from formats.lab.behaviour import BACKGROUND, Labels, first_of
+from formats.lab.bouts import columns_of
+from formats.lab.tracks import Track
+from formats.lab.windows import VALID
 from tools.arguments import printed, rate, whole_number
 from tools.lab.prepare_clips import MULTI, add_labels, groups_of
 

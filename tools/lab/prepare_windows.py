@@ -40,12 +40,12 @@ import numpy as np
 
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
-from formats import cases, sensor_tables
 from formats.arrays import csv_rows, look_alikes, text_lines
-from formats.public_sensors import LIKE
-from formats.rates import changed, rate_of, resampled, steps_at, widest_gap
-from formats.sensor_tables import Reading, Sheet
-from formats.windows import VALID
+from formats.lab import cases, sensor_tables
+from formats.lab.public_sensors import LIKE
+from formats.lab.rates import changed, rate_of, resampled, steps_at, widest_gap
+from formats.lab.sensor_tables import Reading, Sheet
+from formats.lab.windows import VALID
 from tools.arguments import printed, whole_number
 
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")

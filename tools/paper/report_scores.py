@@ -36,7 +36,7 @@ from engine.gathered import Gathered, Ragged, packed
 from engine.hooks import check
 from engine.seeds import sample_seeds, seed_generators
 from plugins.preflight.returned import check_scored
-from tasks._classification import precision_recall_f1
+from tasks.shared.classification import precision_recall_f1
 from tools.running import in_world
 from tools.use.predict import LoadedModel, load_model
 

@@ -59,7 +59,7 @@ from engine.errors import LockstepError, amount
 from engine.files import run_folder
 from engine.files.atomic import write_atomically
 from engine.hooks import check
-from formats.folds import folds, part_to_validate
+from formats.lab.folds import folds, part_to_validate
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN, whole_number
 from tools.machine import cards

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from formats import bouts
-from tasks._classification import precision_recall_f1
+from formats.lab import bouts
+from tasks.shared.classification import precision_recall_f1
 
 
 def of_confusion(matrix: np.ndarray) -> dict[str, float]:

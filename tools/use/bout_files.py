@@ -12,8 +12,8 @@ import numpy as np
 
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
-from formats import boris_writer, bouts
-from formats.behaviour import BACKGROUND
+from formats.lab import boris_writer, bouts
+from formats.lab.behaviour import BACKGROUND
 from formats.partial import Partial
 from tools.use.evaluate import aligned
 

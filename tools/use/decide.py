@@ -30,12 +30,12 @@ from data_loader import EvalLoader, EvalSampler
 from engine import config, errors
 from engine.comm.world import World
 from engine.errors import LockstepError, amount
-from formats import bouts
-from formats.behaviour import BACKGROUND
+from formats.lab import bouts
+from formats.lab.behaviour import BACKGROUND
 from plugins.resilience import status
 from tasks import har
-from tasks._calibration import bins_of, ece, fit_temperature
-from tasks._classification import Classification
+from tasks.shared.calibration import bins_of, ece, fit_temperature
+from tasks.shared.classification import Classification
 from tools.arguments import whole_number
 from tools.lab.prepare_clips import add_labels
 from tools.running import alone, guarded

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import LockstepError
 from engine.files.atomic import sha256_of, write_json
-from formats.bouts import Smoothing
+from formats.lab.bouts import Smoothing
 
 
 @dataclass

@@ -59,11 +59,11 @@ from engine.files.atomic import write_atomically
 from engine.gathered import packed
 from engine.hooks import check
 from engine.seeds import seed_everything
-from formats import behaviour, videos
 from formats.arrays import load_npz, stays_below
-from formats.bouts import Smoothing, columns_of, decide, one_hot
-from formats.clips import FRAMES, Clips
-from formats.windows import Windows
+from formats.lab import behaviour, videos
+from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
+from formats.lab.clips import FRAMES, Clips
+from formats.lab.windows import Windows
 from plugins.resilience import status
 from tasks import har, video
 from tools.arguments import whole_number
