@@ -1,5 +1,5 @@
-"""The state of a run: find it, compare it with a config, restore it, capture it; `files` keeps it
-on disk."""
+"""The state of a run: locate a checkpoint, capture and restore the state. `files` writes and reads
+the disk."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ FORMAT = 3
 
 
 def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
-    """(all ranks) Return the config with the run's folder, and the checkpoint to resume, empty
-    where there is none.
+    """(all ranks) Return the config with the run's folder, and the checkpoint to resume; an empty
+    state without a checkpoint.
 
-    A run that torchrun, or lack of memory, has restarted is resumed from the folder it had.
+    A run that torchrun, or lack of memory, has restarted is resumed from its own folder.
     """
     # A node that rejoins has restart count 0: ask all ranks.
     restarted = world.reduce_on_rank0(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", any)
@@ -69,7 +69,8 @@ def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
 
 
 def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
-    """Return the state in a checkpoint, with defaults for what an older version did not write."""
+    """Return the state in a checkpoint, with defaults for keys that an older version did not
+    write."""
     if state["format"] not in (2, FORMAT):
         what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
         todo = (
@@ -128,7 +129,7 @@ def capture(run: Run) -> dict[str, Any]:
     }
 
     def finish(state: dict[str, Any]) -> None:
-        """Add what is read of the copies."""
+        """Add the entries that are computed from the copies."""
         state["digest"] = digests.as_text(sums) if sums is not None else ""
         state["scaler"] = scaler.state_dict()
         for name in frozen & model.keys() if ema else ():
@@ -170,14 +171,14 @@ def _copy_of(value: Tensor) -> Tensor:
 
 
 def _no_copy(value: Tensor) -> None:
-    """Of a rank other than 0: it only takes part in gathering the rows."""
+    """Copy nothing: a rank other than 0 takes part in gathering the rows."""
 
 
 def _weights(
     state: dict[str, Any], left_out: Container[str], to_host: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Any]:
     """Return a copy in which tied weights are one tensor, as in the model, so that the file holds
-    it once."""
+    the tensor once."""
     state = {name: value for name, value in state.items() if name not in left_out}
     once = {_identity(value): value for value in state.values()}
     copies = {key: _copy(value, to_host) for key, value in once.items()}
@@ -191,8 +192,8 @@ def _identity(value: Any) -> Any:
 
 
 def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
-    """Copy to the host of rank 0. Rows that other ranks hold come to each of them, one tensor at a
-    time."""
+    """Copy a value to the host of rank 0. All ranks gather the rows of a sharded tensor, one tensor
+    at a time."""
     if isinstance(value, torch.Tensor):
         return to_host(to_full(value.detach()))
     if isinstance(value, dict):
@@ -203,8 +204,8 @@ def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def restore(run: Run, saved: CheckpointState) -> None:
-    """(all ranks) Load a checkpoint into the run; without one, the weights of `init_from`, if it is
-    given."""
+    """(all ranks) Load a checkpoint into the run; without a checkpoint, the weights of
+    `init_from`."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
         run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
@@ -238,8 +239,8 @@ def restore(run: Run, saved: CheckpointState) -> None:
 
 
 def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:
-    """Load the weights that an evaluation uses, their average if the run keeps one, into a bare
-    model."""
+    """Load the weights of an evaluation into a bare model: the average of weights, if the run has
+    one."""
     if saved.left_out and (source := saved.config["init_from"]):
         weights.load_matching(model, weights.read(Path(source)), source)
     average = dict(saved.ema or saved.model)
@@ -248,7 +249,8 @@ def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:
 
 
 def _load_model(model: nn.Module, saved: CheckpointState, held: dict[str, Any]) -> None:
-    """Load a checkpoint's weights; those left out of it must be in the model already, unchanged."""
+    """Load a checkpoint's weights. Weights that the checkpoint leaves out must be in the model,
+    unchanged."""
     own = {name: value for name, value in model.state_dict().items() if name in saved.left_out}
     now = digests.each(own.items())
     if changed := next(

@@ -21,7 +21,7 @@ FREE_KEYS = (
     "check_resume check_sums "
     "ddp. wandb. mlflow."
 ).split()
-"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, with
+"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, in addition to
 `Task.resumable_keys`. global_batch and schedule.horizon are compared by resolved value, the data by
 fingerprint."""
 
@@ -34,9 +34,9 @@ def check_same_run(
     fingerprint: str,
     split: str = "",
 ) -> CheckpointState:
-    """Refuse to resume under a config that would make it a different run, and name the differences.
-    If a split is only scored, compare its data and warn. Return `saved` with the changes that
-    --force allows."""
+    """Raise LockstepError, with the differences, under a config that would make a different run. If
+    a split is scored, compare its data and warn. Return `saved` with the changes that --force
+    allows."""
     if saved.path is None:
         return saved
     if split == "test":
@@ -56,37 +56,25 @@ def check_same_run(
             f"--force: this is not the run of {saved.path}: {'; '.join(refused.values())}"
         )
     elif refused:
-        hint = (
-            f" (global_batch={saved.global_batch} keeps it)"
-            if saved.global_batch != plan.global_batch
-            else ""
-        )
-        raise LockstepError(
-            f"this is not the run of the checkpoint: {'; '.join(refused.values())}",
-            str(saved.path),
-            (
-                f"change these back{hint}, start a new run with another save_dir, or insist with "
-                "--force "
-            )
-            + ",".join([*named, *refused]),
-        )
+        hint = ""
+        if saved.global_batch != plan.global_batch:
+            hint = f" (global_batch={saved.global_batch} keeps it)"
+        what = f"this is not the run of the checkpoint: {'; '.join(refused.values())}"
+        todo = f"change these back{hint}, start a new run with another save_dir, or insist with "
+        todo += f"--force {','.join([*named, *refused])}"
+        raise LockstepError(what, str(saved.path), todo)
     return saved._replace(changes=differences)
 
 
 def check_test(saved: CheckpointState, fingerprint: str) -> None:
-    """Raise LockstepError unless these are the data that the checkpoint's training has set
+    """Raise LockstepError unless the data are the data that the checkpoint's training has set
     aside."""
     if saved.test.get("fingerprint") != fingerprint:
-        what = (
-            "these are not the data that its training set aside"
-            if saved.test
-            else "its training set none aside"
-        )
-        todo = (
-            "give the data and the split of its config"
-            if saved.test
-            else "train anew with a test set"
-        )
+        what = "its training set none aside"
+        todo = "train anew with a test set"
+        if saved.test:
+            what = "these are not the data that its training set aside"
+            todo = "give the data and the split of its config"
         raise LockstepError(f"no test of this checkpoint: {what}", str(saved.path), todo)
 
 
