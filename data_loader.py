@@ -24,24 +24,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.checks import check_datasets, check_scored, checked_order, test_set
+from engine import hooks
 from engine.comm.digests import same_bits
-from engine.comm.scratch import own_scratch
-from engine.comm.tree import dealt
 from engine.comm.world import World
 from engine.config import Config
 from engine.contract import Batch, BatchInfo, Task, kept, per_sample
 from engine.data.ahead import fetched, fetching, to_device
-from engine.data.batches import attach, map_tensors, tree_leaves
-from engine.data.cache import CachedDataset, cache_datasets
+from engine.data.batches import attach_info, map_tensors, tree_leaves
+from engine.data.order import checked_order
 from engine.data.processes import in_processes
 from engine.data.samples import Fetcher, Request, stop_or_warn
 from engine.data.samples import fingerprint as fingerprint
 from engine.errors import LockstepError, console
-from engine.launch import processes_sharing
+from engine.hooks import check
 from engine.phases import phase
 from engine.plan import Plan
-from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
+from engine.seeds import data_seeds, positions, preserve_rng_state, sample_seeds
 
 STRETCH = 8192
 """Samples whose place in the order, seed and so on are computed at once: little memory, and few
@@ -51,7 +49,7 @@ operations a step."""
 class MicroBatch(NamedTuple):
     """One forward pass of one rank: which samples, and what they mean for the step.
 
-    positions    of these samples in the epoch's global order, see `TrainSampler.arranged`
+    positions    of these samples in the epoch's global order, see `TrainSampler.epoch_indices`
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen, or left out, once that step is done
     samples      of the step, over all ranks; 0 if all of its samples are excluded
@@ -104,7 +102,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.excludes = bool(exclude)
         self.workers = plan.workers or plan.processes
         # the workers that this process runs
-        self.mine = dealt(self.workers, rank, plan.processes, plan.sharded)
+        self.mine = plan.workers_of_rank(rank)
         # of this process; an epoch's last step may have fewer
         self.passes_of_a_step = plan.passes * len(self.mine)
         # where the next iteration starts: samples of the epoch, counted over all ranks
@@ -125,13 +123,13 @@ class TrainSampler(DistributedSampler[Any]):
             self.drawn = self.epoch, order
         return self.drawn[1]
 
-    def stretch_at(self, place: int) -> range:
+    def chunk_at(self, place: int) -> range:
         """Return the places around this one, those of whole steps, whose numbers are computed at
         once: for all places of an epoch they would take 32 bytes a sample."""
         first = self.position + (place - self.position) // self.stretch * self.stretch
         return range(max(0, first), min(first + self.stretch, self.plan.num_samples))
 
-    def arranged(self, where: range) -> tuple[np.ndarray, np.ndarray]:
+    def epoch_indices(self, where: range) -> tuple[np.ndarray, np.ndarray]:
         """(n,) indices in the order of the steps to come, and (n,) the place that each has in
         `order`, of a stretch: the same, but the excluded samples of a step are at its end."""
         order, places = self.order()[where.start : where.stop], np.arange(where.start, where.stop)
@@ -144,13 +142,13 @@ class TrainSampler(DistributedSampler[Any]):
             return order[by_step], places[by_step]
         return order, places
 
-    def kept_places(self) -> Iterator[tuple[int, int, int]]:
+    def iter_included(self) -> Iterator[tuple[int, int, int]]:
         """Yield (place as arranged, index, place in `order`) of the samples that are not
         excluded."""
         start = 0
         while start < self.plan.num_samples:
-            where = self.stretch_at(start)
-            order, places = self.arranged(where)
+            where = self.chunk_at(start)
+            order, places = self.epoch_indices(where)
             for at in np.flatnonzero(~self.excluded[order]).tolist():
                 yield where.start + at, int(order[at]), int(places[at])
             start = where.stop
@@ -160,8 +158,8 @@ class TrainSampler(DistributedSampler[Any]):
         end, mean_weight = plan.epoch_samples, None
         for start in range(self.position, end, plan.global_batch):
             if start >= where.stop:
-                where = self.stretch_at(start)
-                order, places = self.arranged(where)
+                where = self.chunk_at(start)
+                order, places = self.epoch_indices(where)
             consumed = min(start + plan.global_batch, end)
             stop = consumed
             if self.excludes:
@@ -185,7 +183,7 @@ class TrainSampler(DistributedSampler[Any]):
                     found = (
                         (start, int(order[own]), int(places[own]))
                         if stop > start
-                        else next(self.kept_places())
+                        else next(self.iter_included())
                     )
                     positions, indices, at = (
                         slice(found[0], found[0] + 1),
@@ -274,8 +272,9 @@ class _Loader:
     def __init__(self, dataset: Any, sampler: Any, world: World, loader: DataLoader[Any] | None):
         self.dataset, self.sampler, self.loader = dataset, sampler, loader
         self.source, self.device = Fetcher(dataset), world.device
-        here = isinstance(dataset, CachedDataset) and dataset.device.type == world.device.type
-        self.held: CachedDataset | None = dataset if here else None
+        in_memory = getattr(dataset, "in_memory", False)
+        here = in_memory and dataset.device.type == world.device.type
+        self.held: Any = dataset if here else None
 
     def _fetched(self) -> Iterator[tuple[Any, Batch]]:
         """Return the sampler's requests, each with its batch on the device, or with None for data
@@ -361,7 +360,7 @@ class TrainLoader(_Loader):
                 [full((len(micro.indices),), micro.mean_weight) for micro in micros]
             )
         batch = batch if self.held is None else self.held.rows(given.index)
-        batch = attach(batch, given)
+        batch = attach_info(batch, given)
         if self.prepare is None:
             return batch
         phase("augmentation")
@@ -371,8 +370,8 @@ class TrainLoader(_Loader):
         """(3, B) index, position and seed of a pass. They are computed by stretches, because per
         pass they would take fifty operations."""
         if positions.start not in self.given[0]:
-            where = self.sampler.stretch_at(positions.start)
-            self.given = where, self._computed(*self.sampler.arranged(where))
+            where = self.sampler.chunk_at(positions.start)
+            self.given = where, self._computed(*self.sampler.epoch_indices(where))
         where, numbers = self.given
         return numbers[
             :, positions.start - where.start : positions.stop - where.start : positions.step
@@ -396,7 +395,7 @@ class TrainLoader(_Loader):
         """Return the arguments of `_prepared` for these samples of the epoch's order, without the
         excluded ones."""
         sampler = self.sampler
-        kept_ones = itertools.islice(sampler.kept_places(), positions.start, positions.stop)
+        kept_ones = itertools.islice(sampler.iter_included(), positions.start, positions.stop)
         order, places = (
             np.array([each[1:] for each in kept_ones], dtype=np.int64).reshape(-1, 2).T.copy()
         )
@@ -429,7 +428,7 @@ class TrainLoader(_Loader):
                 name for name, place in positions(self.device).items() if place != before[name]
             ]
 
-        with kept_generators(self.device):
+        with preserve_rng_state(self.device):
             (whole, _), (again, moved) = prepared(0, samples), prepared(0, samples)
             changed = [name for name, leaf in whole.items() if not _same(leaf, again.get(name))]
             if changed or moved:
@@ -511,7 +510,7 @@ class EvalLoader(_Loader):
                 seeds = sample_seeds(0, 0, index)
             here = slice(indices[0] - first, indices[-1] + 1 - first)
             given = BatchInfo(index[here], index[here], seeds[here])
-            yield attach(batch if self.held is None else self.held.rows(given.index), given)
+            yield attach_info(batch if self.held is None else self.held.rows(given.index), given)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -523,7 +522,7 @@ class EvalLoader(_Loader):
         request = self.source.request([*range(begin, end)])
         index = to_device(torch.tensor(request.indices), self.device)
         info = BatchInfo(index, index, sample_seeds(0, 0, index))
-        return attach(to_device(self.source.get(request), self.device), info)
+        return attach_info(to_device(self.source.get(request), self.device), info)
 
 
 def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tuple[Any, Any]:
@@ -540,10 +539,13 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
         datasets = (task.full_dataset(),) * 2
     else:
         datasets = task.datasets()
-    train_set, val_set = check_datasets(datasets)
+    train_set, val_set = check("datasets", datasets)
+    tested = None
+    if split in ("", "test"):
+        tested = test_set(task, train_set, val_set, needed=split == "test")
     if split == "test":
-        val_set = test_set(task, train_set, val_set, needed=True)
-    elif not split and (tested := test_set(task, train_set, val_set)) is not None:
+        val_set = tested
+    elif tested is not None:
         task.set_aside = set_aside(train_set, tested, task.cfg.random_samples)
     if val_set is None and split == "val":
         raise LockstepError(
@@ -552,10 +554,23 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
     if split == "train" or (split == "any" and val_set is None):
         val_set = train_set
     if val_set is not None and split != "any":
-        check_scored(task, split)
+        check("split", task, split)
     if not split and task.summary():
         console.info(task.summary() + "\n")
     return train_set, val_set
+
+
+def test_set(task: Task, train_set: Any, val_set: Any, needed: bool = False) -> Any:
+    """Return the task's test set, None if it has none and none is `needed`. Raises LockstepError if
+    a needed one is absent, or if one of its sources is in another set, too."""
+    tested = task.test_dataset()
+    if tested is not None:
+        return check("test_dataset", tested, train_set, val_set)
+    if needed:
+        todo = "train anew with one, such as dataset.test_share=0.2: what a training has seen is "
+        todo += "no test"
+        raise LockstepError("the run has no test set", "split test", todo)
+    return None
 
 
 def set_aside(train_set: Any, tested: Any, random_samples: str) -> dict[str, Any]:
@@ -581,7 +596,7 @@ def create_data_loaders(
 ) -> Loaders:
     """Return the loaders of this rank. A `task` prepares the batches to train on."""
     if cfg.num_workers:
-        own_scratch()
+        hooks.loader_folders.each()
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
     if cfg.sampler == "balanced" and labels is None:
         what = f"sampler=balanced, but the data of task {cfg.task} have no labels"
@@ -610,7 +625,7 @@ def create_data_loaders(
     # the first step.
     slow = bool(cfg.num_workers) or hasattr(train_set, "digest")
     wanted = "none" if cfg.cache == "auto" and slow else cfg.cache
-    held = cache_datasets(wanted, sets, world.device, processes_sharing)
+    held = hooks.caches.first(wanted, sets, world.device)
     loaders: list[DataLoader[Any] | None] = [None] * len(sets)
     if held is not None:
         sets = [*held]

@@ -28,21 +28,19 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
-from engine import checkpoint, config, launch, optim, precision, preflight, speed
-from engine.checks import built
-from engine.comm import ddp, fsdp
-from engine.comm.world import World
-from engine.errors import console
+from engine import checkpoint, command, config, kernels, launch, optim, precision
+from engine.comm.session import session
+from engine.comm.world import World, sync_errors
+from engine.errors import STOPPED, console, set_up
 from engine.evaluation import evaluate_split, log_metrics
+from engine.guarantees import check_plugins, parallel, performance, preflight, reporting, resilience
+from engine.hooks import check
 from engine.phases import phase
 from engine.plan import make_plan
-from engine.report import describe
+from engine.private import NO_BUFFER_SYNC
 from engine.report.open_log import already_complete, open_log
-from engine.run import Due, Record, Run
+from engine.run import AfterStep, Record, Run
 from engine.seeds import seed_everything
-from engine.survive import command
-from engine.survive import door as survive
-from engine.survive.signals import StopRequest
 
 
 def setup_distributed(cfg: Any, always: bool = False) -> World:
@@ -53,7 +51,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
     if device.type == "cuda":
         # before any other CUDA call, or every rank opens a context on GPU 0
         torch.cuda.set_device(device)
-    speed.bind_cores(cfg, env, device)
+    performance.bind_cores(cfg, env, device)
     # nccl for tensors on GPUs, gloo for the others
     backend = launch.pick_backend(cfg, env, device, always)
     with launch.explained(env):
@@ -74,9 +72,9 @@ def build(
 ) -> Run:
     """(all ranks) Prepare everything for the first step; write nothing. With `split`, prepare to
     score that split."""
-    speed.set_backends(args.cfg)
-    cfg, saved = checkpoint.find(args.cfg, world)
-    with survive.sync_errors(world):  # if one rank fails in here, all stop with its message
+    kernels.set_backends(args.cfg)
+    cfg, saved = checkpoint.locate(args.cfg, world)
+    with sync_errors(world):  # if one rank fails in here, all stop with its message
         task = tasks.load(cfg.task)(cfg)
         task.resuming = saved.path is not None
         train_set, val_set = load_datasets(task, split, saved.metadata)
@@ -87,33 +85,42 @@ def build(
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
         saved = checkpoint.check_same_run(saved, args, task, plan, data, split)
     # compiled or not, how many threads: the same on all ranks
-    plan = speed.resolve(cfg, world, plan)
+    plan = kernels.limit_threads(cfg, world, plan)
+    plan = performance.resolve(cfg, world, plan)
     amp = precision.resolve(cfg, world, saved.precision, strict)  # bf16, fp16 or off
     console.info("Creating model...")
-    with survive.sync_errors(world):
+    with sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
         # FSDP2 moves a unit at a time
-        model = built(task).to("cpu" if plan.sharded else world.device)
-        plan = speed.set_memory_format(
+        model = check("model", task.model(), task).to("cpu" if plan.sharded else world.device)
+        plan = kernels.set_memory_format(
             cfg, task, model, loaders.train, plan, amp, saved.memory_format
         )
     # with ddp.strategy=fsdp: rows of each weight, else as it is
-    model = fsdp.shard(model, cfg, world, task, amp.name)
-    with survive.sync_errors(world):
+    model = parallel.shard(model, cfg, world, task, amp.name)
+    with sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
-            optimizer=optim.make_optimizer(model, cfg.optim, world, task, exact=plan.workers > 0),
+            optimizer=optim.make_optimizer(model, cfg.optim, task),
             ema=optim.make_ema(model, cfg.optim),
             # bf16 needs none
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),
-            loaders=loaders, stop=stop or StopRequest(), record=Record(fingerprint=data),
+            loaders=loaders, stop=stop or resilience.StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
         checkpoint.restore(run, saved)  # or the weights of init_from
-    run.net = wrap_ddp(run, always=strict)
-    preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere
-    preflight.sanity_check(run)  # show a mistake in the evaluation now, not after an epoch
-    run.plan = speed.finish(run)  # threads, allocator
+    prepare(run, strict)
     return run
+
+
+def prepare(run: Run, strict: bool) -> None:
+    """(all ranks) Wrap the model, compare the ranks, try an evaluation, set the threads."""
+    run.net = wrap_ddp(run, always=strict)
+    resilience.prepare_advice(run)  # batches that need less memory, names for DDP's errors
+    preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere
+    parallel.check_strategy(run)  # with shards: checkpoints and the optimizer allow them
+    preflight.sanity_check(run)  # show a mistake in the evaluation now, not after an epoch
+    run.plan = kernels.set_threads(run)
+    run.plan = performance.finish(run)  # the allocator
 
 
 def wrap_ddp(run: Run, always: bool) -> nn.Module:
@@ -125,8 +132,8 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
     if run.plan.sharded or (world.size == 1 and not always):
         return model
     if cfg.sync_bn:
-        model = ddp.sync_batch_norm(model, world)
-    with speed.compiler.unloaded():
+        model = parallel.sync_batch_norm(model, world)
+    with performance.unloaded():
         net = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -135,15 +142,16 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             find_unused_parameters=cfg.find_unused_parameters,
             static_graph=cfg.static_graph,
             # a broadcast per forward; buffers are averaged before they are used instead
-            **ddp.NO_BUFFER_SYNC,
+            **NO_BUFFER_SYNC,
         )
-    return ddp.add_comm_hook(net, cfg.comm_hook, run.workers)
+    session.wrapped = True
+    return parallel.add_comm_hook(net, cfg.comm_hook, run.reducer)
 
 
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
     # perhaps compiled; with cuda_graph=true a step is one launch
-    take_step = speed.recorded(run, train_step)
+    take_step = performance.recorded(run, train_step)
     if run.progress.evaluation_due:  # it was stopped just before
         evaluate(run)
     while not (run.finished or run.stopped):
@@ -152,7 +160,7 @@ def train(run: Run) -> None:
         for passes in run.steps():
             due = take_step(run, passes)
             if due.outcomes:  # a step was skipped, or a rank was asked to stop
-                survive.check_outcomes(run, due.outcomes)  # ends a run that has diverged
+                resilience.check_outcomes(run, due.outcomes)  # ends a run that has diverged
             if due.log:
                 log_metrics(run)  # (all ranks) look for a straggler; (rank 0) write a line
             if due.check:
@@ -167,7 +175,7 @@ def train(run: Run) -> None:
             run.progress.next_epoch()
 
 
-def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
+def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
     """(all ranks) One optimizer step on this rank's share of a global batch, in one pass or several
     (accumulation).
 
@@ -191,20 +199,21 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
                 loss = run.task.loss(net, batch)
             # (votes, total, weight, *sums), float64; zeros if empty
             totals += run.loss_vector(loss, micro)
-            if micro.closes_step:
+            if micro.closes_step and world.size > 1:
                 # runs during the backward pass, as DDP's own do
                 summed = dist.all_reduce(totals, async_op=True)
             scale = 0.0 if micro.empty else plan.loss_scale
             phase("backward", waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
     if in_ddp:
-        survive.check_all_reduced(net)  # no parameter lacked its gradient
-    summed.wait()
+        resilience.check_all_reduced(net)  # no parameter lacked its gradient
+    if world.size > 1:
+        summed.wait()
     phase("optimizer step")
-    totals = run.workers.reduce_rows(totals)
+    totals = run.reducer.sum_workers(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
     grad_norm, skipped = optim.step(
-        run.optimizer, run.scaler, run.workers, run.lr, divisor, run.cfg.optim.grad_clip
+        run.optimizer, run.scaler, run.reducer, run.lr, divisor, run.cfg.optim.grad_clip
     )
     # buffers, average of weights, totals, progress
     return run.end_step(totals, grad_norm, skipped, micro.consumed)
@@ -216,7 +225,7 @@ def evaluate(run: Run, save_due: bool = False) -> None:
     rank returns with the same metrics."""
     # now: a failure or a stop in the evaluation must not lose the training so far
     state = checkpoint.capture(run)
-    with survive.keep(run, state):
+    with resilience.keep(run, state):
         scored = evaluate_split(run, run.record.log.progress(run, run.loaders.val, "Validation"))
         if scored is None:  # asked to stop
             save(run, state)
@@ -239,22 +248,24 @@ def save(run: Run, state: dict[str, Any], best: bool = False) -> None:
         run.record.checkpoints.write(state, best)
 
 
-@survive.guarded  # any exception: one line, the first cause on any rank, an exit code
+@resilience.guarded  # any exception: one line, the first cause on any rank, an exit code
 def main(argv: list[str], strict: bool = False) -> int:
     """Resolve defaults < task < YAML < command line, and train. `strict` refuses where it would
     adapt."""
     args = command.read(argv, tasks)
-    command.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
+    check_plugins(args.cfg, strict)  # a setting whose plugin is absent is an error
+    resilience.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
     # also without torchrun: in a world of one collectives cost nothing
     world = setup_distributed(args.cfg, strict)
-    describe.announce(world, args.cfg, always=strict)
-    stop = StopRequest(args.cfg.max_time_s)
+    set_up(world.main)  # from here on only rank 0 prints
+    reporting.announce(world, args.cfg, always=strict)
+    stop = resilience.StopRequest(args.cfg.max_time_s)
     # a heartbeat per rank shows who failed and who hangs
-    with survive.Watchdog(world, stop, args.cfg.ddp.timeout_s):
-        describe.check_trackers(args.cfg, world)
+    with resilience.Watchdog(world, stop, args.cfg.ddp.timeout_s):
+        reporting.check_trackers(args.cfg, world)
         run = build(args, world, stop, strict)
         if args.dry_run or not already_complete(run):
-            describe.training(run, strict)  # the plan
+            reporting.training(run, strict)  # the plan
             preflight.check_sums(run)  # the loss of a batch is the sum over its samples
             if not args.dry_run:
                 # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
@@ -265,7 +276,7 @@ def main(argv: list[str], strict: bool = False) -> int:
     # (all ranks) wait for all, destroy the group; only after success, because it could hang
     # otherwise
     launch.leave()
-    return survive.STOPPED if stopped else 0  # 75: the same command resumes it
+    return STOPPED if stopped else 0  # 75: the same command resumes it
 
 
 if __name__ == "__main__":

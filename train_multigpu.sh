@@ -220,7 +220,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores = $(nproc) / processes, cores
 signals="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 if [[ $forwards != True ]]; then signals='' && trap '' USR1 USR2; fi
 read -r -d '' -a options <<<"--nproc_per_node=$processes $signals ${TORCHRUN_ARGS:-}" || true
-command=("$python" "$here/engine/survive/agent.py" "${rendezvous[@]}" "${options[@]}" "$script" "$@")
+agent=("$here/plugins/resilience/agent.py")
+[[ -f ${agent[0]} ]] || agent=(-m torch.distributed.run) # a copy without that plugin
+command=("$python" "${agent[@]}" "${rendezvous[@]}" "${options[@]}" "$script" "$@")
 
 if [[ -n $only_print ]]; then
     [[ -z ${LOCKSTEP_THREADS:-} ]] || printf 'LOCKSTEP_THREADS=%q ' "$LOCKSTEP_THREADS"

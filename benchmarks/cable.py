@@ -68,7 +68,7 @@ def network(strategy: str, machines: int) -> nn.Module:
         return DistributedDataParallel(model)
     copies = {"fsdp": 1, "hsdp": machines, "apart": ranks}[strategy]
     mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("copy", "shard"))
-    for module in (*model.blocks, model):  # as engine/comm/fsdp.py does
+    for module in (*model.blocks, model):  # as plugins/parallel/fsdp.py does
         fully_shard(
             module, mesh=mesh if strategy == "hsdp" else mesh["shard"], reshard_after_forward=True
         )

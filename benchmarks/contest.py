@@ -495,7 +495,8 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from engine.speed import memory
+    from engine import kernels
+    from plugins.performance import memory
 
     how = about.get("limit", [])
     if "allocator" in how:
@@ -505,7 +506,7 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
         torch.distributed.init_process_group("nccl" if work.gpu else "gloo")
     model = work.model().to(work.device)
     if "channels_last" in how:
-        memory.set_memory_format(model, "channels_last")
+        kernels.apply_memory_format(model, "channels_last")
     net: Any = (
         DistributedDataParallel(model, gradient_as_bucket_view=True) if work.size > 1 else model
     )

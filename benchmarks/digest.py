@@ -23,11 +23,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config
+from engine import config, errors
 from engine.comm import digests
 from engine.comm.world import World
-from engine.files import status
-from engine.survive.signals import StopRequest
+from plugins.resilience import status
+from plugins.resilience.signals import StopRequest
 from tools.probe import endless
 from tools.running import guarded, in_world
 
@@ -74,7 +74,7 @@ def of_training(name: str, rounds: int, args: config.Args) -> int:
         print(f"| {name} | {count:,} | {times} | {middle} % ({low} .. {high}) |", file=sys.stderr)
 
     in_world(args.cfg, measured)
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 if __name__ == "__main__":

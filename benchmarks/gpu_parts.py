@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from engine import config
+from plugins.resilience import nccl_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 Facts = dict[str, Any]
@@ -86,7 +87,7 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
     returns (our lines that made them, the number of steps, whether one made on purpose was seen).
     The mode is `warn`, because `error` would end at the first. The first ones are left out: they
     copy class weights, and read the optimizer's counters."""
-    from engine.metrics import Gathered
+    from engine.gathered import Gathered
     from engine.phases import Phases
     from tools.probe import endless
 
@@ -221,11 +222,11 @@ def words(folder: str, on: str) -> Facts:
     NCCL."""
     import torch.distributed as dist
 
-    from engine.comm import network, scratch
+    from plugins.resilience import scratch
 
     on_gpu = on == "device=cuda"
     if on_gpu:
-        network.set_up_nccl(60.0)
+        nccl_trace.set_up_nccl(60.0)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     device = {"device_id": torch.device("cuda:0")} if on_gpu else {}
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
@@ -246,7 +247,7 @@ def words(folder: str, on: str) -> Facts:
     found: Facts = {"an object took": f"{1e3 * (time.perf_counter() - began):.2f} ms"}
     found["the GPU was busy"] = bool(ended) and not ended.query()
     require(told == ["a word"] and bool(product.isfinite().all()), "another word arrived")
-    network.trace_nccl(Path(folder))
+    nccl_trace.trace_nccl(Path(folder))
     trace, until = Path(folder) / "nccl_trace_rank0", time.monotonic() + (20 if on_gpu else 0)
     while not trace.exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -276,7 +277,7 @@ def captures(*words: str) -> tuple[float, ...]:
     """Return (ms of a step; ms that a copy for a checkpoint keeps the training's stream: the first
     and the second with room on the device, then the first and the second without; MB of a copy)."""
     from engine import checkpoint
-    from engine.files import snapshot
+    from plugins.performance import snapshot
     from tools.probe import endless
 
     run = built(words)
@@ -419,7 +420,7 @@ def plain_loop(run: Any, batch: Any, graph: bool | None = None) -> Callable[[], 
     """Return a step without an engine: the network and the loss of a run, compiled as the run's is,
     one batch that lies on the device, torch's own fused AdamW; as a `graph` or kernel by kernel,
     without a choice as the run's own step."""
-    from engine.speed.graph import unsupported_reason
+    from plugins.performance.cuda_graph import unsupported_reason
 
     if graph is None:
         graph = run.cfg.cuda_graph and not unsupported_reason(run)

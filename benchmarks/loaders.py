@@ -47,7 +47,7 @@ import torch
 from loader_kinds import KINDS, Data, Kind, Place
 from tqdm import tqdm
 
-from engine.comm.scratch import end_with_parent
+from plugins.resilience.scratch import end_with_parent
 
 PATIENCE_S = 300.0
 """After so long a rank that has not come to its end counts as one that hangs."""

@@ -34,7 +34,7 @@ from formats.clips import FRAMES, Clips, ClipsWriter
 BATCH, FRAME_SHAPE = 16, (17, 256, 256)
 
 
-class Silent(Clips):
+class NullLog(Clips):
     """Clips without prefetching."""
 
     prefetch = property()  # raises AttributeError: there is none
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--work-ms", type=float, default=30.0)
     parser.add_argument("--folder", default=None, help="on the disk in question")
     args = parser.parse_args()
-    ways: dict[str, type[Clips]] = {"as it is touched": Silent, "one batch ahead": Clips}
+    ways: dict[str, type[Clips]] = {"as it is touched": NullLog, "one batch ahead": Clips}
     times: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary) / "packed"

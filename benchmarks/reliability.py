@@ -1,13 +1,10 @@
 #!/usr/bin/env python3
-"""Measure the cost of watching, saving and optim.zero, as ratios of interleaved repetitions in one
-run.
+"""Measure the cost of watching and saving, as ratios of interleaved repetitions in one run.
 
 torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch
     a training with and without observers
 python benchmarks/reliability.py save
     a background save beside a blocking one
-torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py zero
-    optim.zero beside the whole optimizer
 python benchmarks/reliability.py save --check
     exit code 1 if a bar is missed
 
@@ -42,14 +39,14 @@ import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
 from engine.files.checkpoints import Checkpoints, CheckpointWriter
-from engine.metrics import Meter, Outcome
+from engine.meter import Meter, StepResult
 from engine.phases import Phases, phase
 from engine.report import log
-from engine.run import Due, Run, Silent
-from engine.survive.watchdog import BEAT_S, Watchdog
+from engine.run import AfterStep, NullLog, Run
+from plugins.resilience.watchdog import BEAT_S, Watchdog
 from tools.probe import endless
 
-DEFAULTS = {"watch": (16, 30), "save": (7, 10), "zero": (12, 20)}
+DEFAULTS = {"watch": (16, 30), "save": (7, 10)}
 """Rounds, and steps of one measurement in a round: for `watch` a few log points."""
 
 MARKS, MATRIX = 20_000, 512
@@ -61,7 +58,7 @@ OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
 
 
 class NoMeter(Meter):
-    def add(self, *step: Any) -> list[Outcome]:
+    def add(self, *step: Any) -> list[StepResult]:
         return []
 
 
@@ -136,7 +133,7 @@ class Ways:
         )
         train.train_step = step
 
-    def _stand_in(self, run: Run, passes: Any) -> Due:
+    def _stand_in(self, run: Run, passes: Any) -> AfterStep:
         sums = torch.ones(7, dtype=torch.float64)
         began = time.thread_time()
         while time.thread_time() - began < self.step_s:
@@ -148,7 +145,9 @@ class Ways:
         run.meter.timed_samples += run.plan.global_batch
         run.meter.names = ["accuracy", "count"]
         run.meter.add(sums, run.progress.step, wait=False)
-        return Due([], log=run.progress.step % run.plan.log_every == 0, check=False, save=False)
+        return AfterStep(
+            [], log=run.progress.step % run.plan.log_every == 0, check=False, save=False
+        )
 
     def mark(self) -> None:
         """Make the marks of a step."""
@@ -205,7 +204,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
     busy: dict[str, list[float]] = {name: [] for name in names}
     run = prepared(world, "har")
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        run.record.log = on_rank0(world, lambda: log.start(Path(folder), run)) or Silent()
+        run.record.log = on_rank0(world, lambda: log.start(Path(folder), run)) or NullLog()
         ways = Ways(run, steps)
         for name in names[:-1]:
             ways.measure(name, 0.0)
@@ -331,53 +330,6 @@ def save(world: World, rounds: int, steps: int) -> list[Bar]:
     return found
 
 
-def zero(world: World, rounds: int, steps: int) -> list[Bar]:
-    """Measure two interleaved trainings of a perceptron that differ in optim.zero only; there is no
-    bar."""
-    kinds = ("true", "false")
-    times: dict[str, dict[str, list[float]]] = {
-        "ms a step": {},
-        "ms that a checkpoint stops the training": {},
-    }
-    runs, trainings = {}, {}
-    for kind in kinds:
-        runs[kind] = prepared(
-            world, "har", "model.width=1024", "model.mode=flatten", f"optim.zero={kind}"
-        )
-        trainings[kind] = endless(runs[kind])
-        next(trainings[kind])
-        for values in times.values():
-            values[kind] = []
-    for number in range(rounds):
-        for kind in kinds if number % 2 else kinds[::-1]:
-            parts = [seconds(lambda: next(trainings[kind])) for _ in range(steps)]  # noqa: B023
-            world.gather(None)
-            parts_of = statistics.fmean(parts), seconds(lambda: checkpoint.capture(runs[kind]))  # noqa: B023
-            for values, took in zip(times.values(), parts_of, strict=True):
-                values[kind].append(took)
-    sizes = {
-        kind: world.gather(
-            sum(value.nbytes for state in run.optimizer.state.values() for value in state.values())
-        )
-        for kind, run in runs.items()
-    }
-    if world.main:
-        parameters = sum(p.numel() for p in runs["true"].model.parameters())
-        print(
-            f"\n| {world.size} processes, {parameters:,} parameters | optim.zero | without | "
-            "ratio, quartiles |"
-        )
-        print("|---|---|---|---|")
-        state = [" + ".join(f"{size / 1e6:.2f}" for size in sizes[kind]) for kind in kinds]
-        print(f"| MB of optimizer state by rank | {' | '.join(state)} | |")
-        for name, values in times.items():
-            ratios = [a / b for a, b in zip(values["true"], values["false"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            medians = [f"{1e3 * statistics.median(values[kind]):.1f}" for kind in kinds]
-            print(f"| {name} | {' | '.join(medians)} | {middle:.2f}, {low:.2f} .. {high:.2f} |")
-    return []
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=DEFAULTS)
@@ -398,7 +350,7 @@ def main() -> int:
         machine = platform.processor() or platform.machine()
         print(f"{machine}, {os.cpu_count()} cores, Python {platform.python_version()}")
         print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s) per process")
-    found = {"watch": watch, "save": save, "zero": zero}[args.command](world, rounds, steps)
+    found = {"watch": watch, "save": save}[args.command](world, rounds, steps)
     if world.main and found:
         print("\n" + "\n".join(bars.table(found)))
     launch.leave()

@@ -44,13 +44,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from engine import config, launch
-from engine.comm.scratch import end_with_parent
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.errors import LockstepError
-from engine.preflight import ALIKE, _compare
-from engine.survive import blame, notes
-from engine.survive.signals import StopRequest
-from engine.survive.watchdog import BEAT_S, Watchdog
+from plugins.preflight import ALIKE, _compare
+from plugins.resilience import failure_report, store_client
+from plugins.resilience.scratch import end_with_parent
+from plugins.resilience.signals import StopRequest
+from plugins.resilience.watchdog import BEAT_S, Watchdog
 
 OF_A_MACHINE = 8
 BEATS = 8
@@ -136,7 +136,7 @@ def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
         "MASTER_PORT": str(port),
     }
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
-    launch.machine = notes.machine = lambda: f"machine {rank // OF_A_MACHINE}"
+    launch.machine = store_client.machine = lambda: f"machine {rank // OF_A_MACHINE}"
     sent, cfg, stop = (
         count_messages(),
         config.Config(ddp=config.DDP(timeout_s=600, init_timeout_s=600)),
@@ -201,7 +201,7 @@ def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
                 signal.pause()
             world.sum(vote)
     except BaseException as error:
-        os._exit(blame.end(error, debug=False))
+        os._exit(failure_report.handle_fatal(error, debug=False))
 
 
 def measure(size: int, lost: int, out: Path) -> dict[str, float]:

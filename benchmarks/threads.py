@@ -30,8 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.speed.cores import BY_RULE, available
-from engine.survive import agent
+from engine.threads import BY_RULE, available
+from plugins.resilience import agent
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAININGS = {
@@ -179,7 +179,7 @@ def main(argv: list[str]) -> int:
     print(f"{platform.machine()}, {available()} cores, {load}; {args.rounds} rounds, medians.")
     print(
         "Ratios within a round, of time and of CPU time, to what the rule of "
-        "engine/speed/cores.py takes.\n"
+        "plugins/performance/cores.py takes.\n"
     )
     print(
         "| training | processes | loops beside | threads by the rule | ms a step | of alone | "

@@ -12,10 +12,13 @@ The processor must be the same on both sides: a recording is good for one machin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,12 +42,15 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "har_1": (0, [*HAR, "steps=9"]),
     "har_1_fp32": (0, [*HAR, "steps=9", "amp=off", "batch_size=16"]),
     "har_2": (2, [*HAR, "steps=9"]),
-    "har_2_zero": (2, [*HAR, "steps=9", "optim.zero=true", "ddp.comm_hook=fp16"]),
+    "har_2_hook": (2, [*HAR, "steps=9", "ddp.comm_hook=fp16"]),
     "har_3_ends_amid_a_batch": (3, [*HAR, "epochs=1", "eval_every=30", "amp=off", "num_workers=1"]),
     "har_flatten_gloo_2": (2, [*HAR, "--mode", "flatten", "steps=4", "ddp.backend=gloo"]),
     "har_transformer_2": (2, [*HAR, "--mode", "transformer", "steps=4", "sampler=balanced"]),
     "har_virtual_1": (0, [*HAR, "steps=6", "virtual_workers=4"]),
     "har_virtual_2": (2, [*HAR, "steps=6", "virtual_workers=4", "amp=off"]),
+    "har_fsdp_2": (2, [*HAR, "steps=6", "ddp.strategy=fsdp"]),
+    "har_fsdp_virtual_2": (2, [*HAR, "steps=6", "ddp.strategy=fsdp", "virtual_workers=4"]),
+    "har_no_compile_1": (0, [*HAR, "steps=6", "compile=false", "batch_size=12"]),
     "video_1": (0, [*VIDEO, "steps=5", "memory_format=channels_last"]),
     "video_2_fp32": (2, [*VIDEO, "steps=5", "amp=off", "batch_size=3"]),
     "robot_1": (0, [*ROBOT, "steps=6", "optim.ema_decay=0.9"]),
@@ -52,9 +58,20 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 }
 """Name -> (processes under torchrun, 0 for none; words)."""
 
-RESUMED = {"har_1": 2, "har_3_ends_amid_a_batch": 0, "robot_1": 2}
+RESUMED = {
+    "har_1": 2,
+    "har_3_ends_amid_a_batch": 0,
+    "har_virtual_2": 0,
+    "har_fsdp_2": 0,
+    "robot_1": 2,
+}
 """Runs that are stopped after half their steps and resumed on so many processes, under another
 name."""
+
+KILLED = {
+    "har_2_killed": (2, [*HAR, "steps=40", "epochs=9", "save_every=4", "virtual_workers=4"]),
+}
+"""Runs that are killed without warning after their first checkpoint, and resumed."""
 
 TIMES = {"time_s", "samples_per_s", "data_wait_share"}
 
@@ -72,7 +89,22 @@ def train(processes: int, words: list[str], folder: Path) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
+def kill(processes: int, words: list[str], folder: Path) -> None:
+    """Start a run in a process group of its own, and kill all of it after its first checkpoint."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *launch, "train.py", *words, f"save_dir={folder}"]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **quiet) as process:
+        while process.poll() is None and not (folder / "manifest.json").exists():
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def record(folder: Path) -> None:
+    for name, (processes, words) in KILLED.items():
+        kill(processes, words, folder / name)
+        train(processes, words, folder / name)
     for name, (processes, words) in RUNS.items():
         train(processes, words, folder / name)
         if name in RESUMED:

@@ -50,10 +50,14 @@ def main(words: list[str]) -> int:
         for (where, name), count in calls.items():
             if where == file:
                 print(f"    {name}" + (f"  x{count}" if count > 1 else ""))
-    own = {file for file in files if file.startswith(("engine/", "data_loader"))}
-    inside = sum(file in own for file, _ in calls)
+    own = {file for file in files if file.startswith(("engine/", "plugins/", "data_loader"))}
+    functions = [key for key in calls if key[0] in own]
+    own_calls = sum(calls[key] for key in functions)
     print(f"{sum(calls.values())} calls of {len(calls)} functions in {len(files)} files")
-    print(f"{inside} functions in {len(own)} files of engine and loader")
+    print(
+        f"{len(functions)} functions in {len(own)} files of engine, plugins and loader, "
+        f"{own_calls} calls"
+    )
     return 0
 
 

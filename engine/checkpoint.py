@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import config, launch
-from engine.comm import digests, sealed
+from engine import config, hooks, launch
+from engine.comm import digests
 from engine.comm.buffers import check_buffers, sync_buffers
-from engine.comm.dtensor import is_sharded, like, whole
+from engine.comm.session import recall
+from engine.comm.shards import is_sharded, shard_like, to_full
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import Task
+from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
-from engine.files.archive import Saved
+from engine.files.archive import CheckpointState
 from engine.files.checkpoints import find_checkpoint
-from engine.files.snapshot import Copies, Snapshot
 from engine.optim import make, make_ema
-from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
 from engine.private import scaler_with
-from engine.run import Progress, Run, environment, environment_of
+from engine.run import Progress, Run
 
 FORMAT = 3
 """Format 2 also held the random state of each rank; now every pass is seeded."""
@@ -51,17 +51,17 @@ FREE_KEYS = (
 fingerprint."""
 
 
-def find(cfg: Any, world: World) -> tuple[Any, Saved]:
+def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
     """(all ranks) Return the config with the run's folder, and the checkpoint to resume, empty
     where there is none.
 
     A run that torchrun, or lack of memory, has restarted is resumed from the folder it had.
     """
     # A node that rejoins has restart count 0: ask all ranks.
-    restarted = world.decide(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", any)
+    restarted = world.reduce_on_rank0(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", any)
 
     def look() -> tuple[dict[str, str], Path | None, list[str]]:
-        folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir
+        folder = (recall("folder") if restarted else "") or cfg.save_dir
         again = (
             folder
             and (restarted or launch.restart().times)
@@ -81,11 +81,11 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
             )
             raise LockstepError(what, str(path), "give a save_dir that all machines share")
         mapped = cfg.ddp.strategy != "ddp"  # each rank reads its own rows
-        saved = opened(archive.read(path, mapped), path) if path else Saved()
+        saved = parse_state(archive.read(path, mapped), path) if path else CheckpointState()
     return config.changed(cfg, asked), saved
 
 
-def opened(state: dict[str, Any], path: Path) -> Saved:
+def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
     """Return the state in a checkpoint, with defaults for what an older version did not write."""
     if state["format"] not in (2, FORMAT):
         what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
@@ -105,36 +105,32 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
         "optimizer_name",
         "changes",
     }
-    if missing := {*Saved._fields} - newer - state.keys():
+    if missing := {*CheckpointState._fields} - newer - state.keys():
         raise LockstepError(
             f"the checkpoint lacks {min(missing)}", str(path), "resume another one", exit_code=3
         )
     order = state.get("memory_format") or state["config"].get("memory_format", "auto")
-    held = {name: state[name] for name in Saved._fields if name in state}
+    held = {name: state[name] for name in CheckpointState._fields if name in state}
     held |= {"path": path, "metadata": state.get("known"), "memory_format": order}
-    return Saved(**held | {"environment": environment_of(state)})
+    return CheckpointState(**held | {"environment": environment_of(state)})
 
 
 def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which
     `weights_only=True` loads; return an empty dict on the other ranks. Training may continue while
-    it is written, and on a GPU while it is on its way to the host, see `files/snapshot.py`."""
-    check_buffers(run.world, run.workers.buffers)
-    norms = run.workers.buffers(of_norms=True)
+    it is written, and on a GPU while it is copied to the host."""
+    check_buffers(run.world, run.reducer.buffers)
+    norms = run.reducer.buffers(of_norms=True)
     sync_buffers(
         run.world, norms, {name: run.ema.values[name] for name in norms} if run.ema else {}
     )
-    optimizer = (
-        run.optimizer.whole_state()
-        if isinstance(run.optimizer, Zero)
-        else run.optimizer.state_dict()
-    )
+    optimizer = run.optimizer.state_dict()
     main, device = run.world.main, run.world.device
     if not (main or run.plan.sharded):
         return {}
-    copies = Copies(device, at_once=run.plan.sharded) if device.type == "cuda" and main else None
+    copies = hooks.device_copies.first(run) if device.type == "cuda" and main else None
     to_host = copies or (_copy_of if main else _no_copy)
-    sums = to_host(run.workers.sum_of_bits()) if run.cfg.digest_every else None
+    sums = to_host(run.reducer.sum_of_bits()) if run.cfg.digest_every else None
     model = _weights(run.model.state_dict(keep_vars=True), run.record.left_out, to_host)
     without = {f"module.{name}" for name in run.record.left_out}
     ema = _weights(run.ema.state_dict(), without, to_host) if run.ema is not None else {}
@@ -183,8 +179,7 @@ def capture(run: Run) -> dict[str, Any]:
         finish(state)
         return state
     with run.world.host_sync():  # where the GPU has no room for a copy
-        arrival = copies.start()
-    return Snapshot(state, arrival, finish)
+        return copies.snapshot(state, finish)
 
 
 def _copy_of(value: Tensor) -> Tensor:
@@ -216,7 +211,7 @@ def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
     """Copy to the host of rank 0. Rows that other ranks hold come to each of them, one tensor at a
     time."""
     if isinstance(value, torch.Tensor):
-        return to_host(whole(value.detach()))
+        return to_host(to_full(value.detach()))
     if isinstance(value, dict):
         return {name: _copy(item, to_host) for name, item in value.items()}
     if type(value) in (list, tuple):
@@ -225,8 +220,13 @@ def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def check_same_run(
-    saved: Saved, args: config.Args, task: Task, plan: Plan, fingerprint: str, split: str = ""
-) -> Saved:
+    saved: CheckpointState,
+    args: config.Args,
+    task: Task,
+    plan: Plan,
+    fingerprint: str,
+    split: str = "",
+) -> CheckpointState:
     """Refuse to resume under a config that would make it a different run, and name the differences.
     If a split is only scored, compare its data and warn. Return `saved` with the changes that
     --force allows."""
@@ -267,7 +267,7 @@ def check_same_run(
     return saved._replace(changes=differences)
 
 
-def check_test(saved: Saved, fingerprint: str) -> None:
+def check_test(saved: CheckpointState, fingerprint: str) -> None:
     """Raise LockstepError unless these are the data that the checkpoint's training has set
     aside."""
     if saved.test.get("fingerprint") != fingerprint:
@@ -285,7 +285,7 @@ def check_test(saved: Saved, fingerprint: str) -> None:
 
 
 def _differences(
-    saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: str
+    saved: CheckpointState, cfg: Any, task: Task, plan: Plan, fingerprint: str
 ) -> dict[str, str]:
     """Return the differences between this run and the saved one: key -> text."""
     now = config.flatten(config.to_dict(cfg))
@@ -318,7 +318,7 @@ def _differences(
     return {key: "; ".join(texts) for key, texts in found.items()}
 
 
-def restore(run: Run, saved: Saved) -> None:
+def restore(run: Run, saved: CheckpointState) -> None:
     """(all ranks) Load a checkpoint into the run; without one, the weights of `init_from`, if it is
     given."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
@@ -353,7 +353,7 @@ def restore(run: Run, saved: Saved) -> None:
     run.record.resumed = saved._replace(model={}, ema=None, optimizer={})
 
 
-def load_evaluated(model: nn.Module, saved: Saved) -> None:
+def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:
     """Load the weights that an evaluation uses, their average if the run keeps one, into a bare
     model."""
     if saved.left_out and (source := saved.config["init_from"]):
@@ -363,7 +363,7 @@ def load_evaluated(model: nn.Module, saved: Saved) -> None:
     _load_model(model, saved, average)
 
 
-def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:
+def _load_model(model: nn.Module, saved: CheckpointState, held: dict[str, Any]) -> None:
     """Load a checkpoint's weights; those left out of it must be in the model already, unchanged."""
     own = {name: value for name, value in model.state_dict().items() if name in saved.left_out}
     now = digests.each(own.items())
@@ -381,7 +381,7 @@ def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:
         state = model.state_dict()
         fitted = weights.fitted(held, state)
         model.load_state_dict(
-            own | {name: like(value, state.get(name)) for name, value in fitted.items()}
+            own | {name: shard_like(value, state.get(name)) for name, value in fitted.items()}
         )
 
 
@@ -406,7 +406,7 @@ def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _of_the_same_model(saved: Saved) -> Iterator[None]:
+def _of_the_same_model(saved: CheckpointState) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:

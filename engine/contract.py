@@ -7,20 +7,23 @@ is divided.
 
 from __future__ import annotations
 
-import difflib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.chained_optimizer import ChainedOptimizer as ChainedOptimizer
 from engine.errors import LockstepError as LockstepError
 from engine.errors import amount as amount
+from engine.exclude import kept as kept
+from engine.exclude import per_sample as per_sample
+from engine.global_loss import Loss as Loss
+from engine.global_loss import Sums as Sums
+from engine.global_loss import gather_batch as gather_batch
+from engine.global_loss import join as join
 from engine.seeds import mix as mix
 from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
@@ -66,37 +69,6 @@ def inputs(batch: dict[str, Any]) -> dict[str, Any]:
 PerSample = Mapping[str, Tensor | Sequence[Any]]
 """Values by name, one for each sample: a tensor (B, ...), or a list of B tensors of any length,
 texts or others."""
-
-
-class Sums(dict[str, Tensor]):
-    """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape.
-
-    collected  what `Task.collect` has returned for all samples, in the order of the dataset, on the
-    host of rank 0;
-               then rank 0 alone calls `report`
-    """
-
-    collected: Mapping[str, Any] = MappingProxyType({})
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums({name: self[name] + other[name] for name in self}) if self else Sums(other)
-
-
-class Loss(NamedTuple):
-    """A loss before the division: the loss is `total / weight`, each summed over the global batch
-    on all ranks.
-
-    total   scalar with a graph: the sum of the samples' weighted losses
-    weight  scalar: the sum of the weights (class weights, mask entries, or the number of samples)
-    sums    totals to log in training, e.g. `{"accuracy": hits, "count": ...}`: shown as means over
-            `count`; no graph
-    factor  of one of several terms, see `Task.losses`
-    """
-
-    total: Tensor
-    weight: Tensor
-    sums: Sums = Sums()
-    factor: float = 1.0
 
 
 @dataclass
@@ -171,7 +143,7 @@ class Task:
         epoch)` ((N,) indices to take in place of a shuffle; or an object with `__len__` that gives
         a slice of them when it is asked, `order[a:b]`, as formats/shards.py does), `digest` (a text
         that tells the samples apart from others: only the first one is fetched to compare data) and
-        `prefetch(indices)`: see "Samples and batches of any form" in docs/your-own-data.md.
+        `prefetch(indices)`: see "Define samples and batches" in docs/your-own-data.md.
         """
         raise NotImplementedError
 
@@ -312,200 +284,3 @@ class Task:
         """Return pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H,
         W, 3) moving."""
         return {}
-
-
-def per_sample(dataset: Any, name: str) -> np.ndarray | None:
-    """Return the dataset's (N,) attribute of that name, if it has one."""
-    if (values := getattr(dataset, name, None)) is None:
-        return None
-    values = np.asarray(values)
-    if values.shape != (len(dataset),):
-        what = (
-            f"the `{name}` of the dataset have the shape {values.shape}, and it has "
-            f"{len(dataset)} samples"
-        )
-        raise LockstepError(what, type(dataset).__name__, "give one for each sample")
-    return values
-
-
-def kept(dataset: Any, exclude: Sequence[str]) -> np.ndarray:
-    """Return (N,) bool: the samples that are not in `exclude`, which names sources, or samples as
-    `sample:12`, in a dataset without `sources` as 12, too. Raises LockstepError for one that is not
-    there."""
-    left = np.ones(len(dataset), dtype=bool)
-    names = (
-        None
-        if (sources := per_sample(dataset, "sources") if exclude else None) is None
-        else sources.astype(str)
-    )
-    for item in exclude:
-        number = item.removeprefix("sample:")
-        if names is not None and (found := names == item).any():
-            left[found] = False
-        elif (names is None or number != item) and number.isdecimal() and int(number) < len(left):
-            left[int(number)] = False
-        else:
-            known = [] if names is None else [*dict.fromkeys(names.tolist())]
-            near = difflib.get_close_matches(item, known, n=3) or known[:8]
-            todo = f"give a source to train on, such as {', '.join(near)}, or " if near else "give "
-            todo += f"a sample, sample:0 to sample:{len(left) - 1}"
-            raise LockstepError(f"there is no {item!r} to leave out", "exclude", todo)
-    if exclude and not left.any():
-        raise LockstepError("no sample is left to train on", "exclude", "name fewer")
-    return left
-
-
-class ChainedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, such as Muon for matrices and AdamW for the rest: each updates its
-    own groups. `param_groups` and `state` hold the same objects as theirs, and a checkpoint holds
-    them in this order."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer):
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
-        self.optimizers = optimizers
-        self._share()
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for each in self.optimizers:
-            each.step()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = list(state_dict["param_groups"])
-        if len(groups) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        for each in self.optimizers:
-            saved = [{**groups.pop(0)} for _ in each.param_groups]
-            numbers = {n for group in saved for n in group["params"]}
-            # Texts are of no parameter.
-            state = {
-                n: value
-                for n, value in state_dict["state"].items()
-                if n in numbers or not isinstance(n, int)
-            }
-            each.load_state_dict({"state": state, "param_groups": saved})
-        self._share()
-
-    def _share(self) -> None:
-        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
-        self.state = defaultdict(dict)  # a new one, by which AdamW tells that its lists are old
-        for each in self.optimizers:
-            self.state.update(each.state)
-            each.state = self.state
-
-
-under_way: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""The `Run` and `MicroBatch` of the current pass of a training; None outside of its steps. In
-engine/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces
-`gather_batch`."""
-
-
-def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensors (N, ...) of all samples of the global batch, in its order, and the row
-    numbers (B,) of this batch in it: for a loss that compares each sample with all others.
-    Gradients flow back to the rank of each row.
-
-    tensor  (B, ...) floats or whole numbers: one for each sample of the batch of `Task.loss`
-
-    Outside of a training step, as in `score`, return `tensor` itself and 0 to B - 1. This costs two
-    all-reduces of (N, ...), one of them in the backward pass. Raises LockstepError if a step has
-    several forward passes, none of which has all samples.
-    """
-    if callable(under_way):
-        return under_way(tensor)
-    if under_way is None or not under_way[1].samples:  # all of this step are excluded
-        return tensor, torch.arange(len(tensor), device=tensor.device)
-    run, micro = under_way
-    plan, passes = run.plan, run.plan.accumulation
-    if passes > 1:
-        what = (
-            f"gather_batch in a step of {passes} forward passes, none of which sees the whole "
-            "global batch"
-        )
-        last = "virtual_workers=0" if plan.workers else "or more processes"
-        todo = (
-            "give one pass a step: no accumulation, "
-            f"batch_size={-(-plan.global_batch // plan.processes)}, {last}"
-        )
-        raise LockstepError(what, "the task's `loss`", todo, everywhere=True)
-    check_rows(tensor, len(micro.indices))
-    first = run.progress.position
-    rows = slice(micro.positions.start - first, micro.positions.stop - first, micro.positions.step)
-    whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.samples, micro.empty)
-    return whole, torch.arange(rows.start, rows.stop, rows.step or 1, device=tensor.device)
-
-
-def check_rows(tensor: Tensor, samples: int) -> None:
-    """Raise LockstepError unless there is one row per sample."""
-    if len(tensor) != samples:
-        what = (
-            f"gather_batch was given {amount(len(tensor), 'row')} in a batch of "
-            f"{amount(samples, 'sample')}"
-        )
-        raise LockstepError(what, "the task's `loss`", "give it one row for each sample")
-
-
-class _Gather(torch.autograd.Function):
-    """A sum over the ranks, in which one rank gives a row and the others zeros: exact in any
-    order."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, world: Any, rows: slice, count: int, empty: bool) -> Tensor:
-        ctx.about = world, rows, empty
-        whole = mine.new_zeros(count, *mine.shape[1:])
-        if not empty:  # the sample of an empty pass belongs to another rank
-            whole[rows] = mine
-        world.sum(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        world, rows, empty = ctx.about
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        world.sum(grad)
-        mine = grad[rows]
-        return torch.zeros_like(mine) if empty else mine, None, None, None, None
-
-
-def join(terms: Mapping[str, Any]) -> Loss:
-    """Return one loss, the sum of `factor * total / weight` over `terms`, each divided by its
-    weight in the global batch, or outside of a training step in this batch. A term without any
-    weight is zero."""
-    here = next(iter(terms.values())).total.device
-    if not isinstance(under_way, tuple):
-        weights, samples, size = weights_of(terms, here), 1, 1
-    else:
-        run, micro = under_way
-        weights, samples, size = (
-            run.meter.terms.weights(terms, micro),
-            micro.samples,
-            len(micro.indices),
-        )
-    total: Any = 0.0
-    sums = Sums()
-    for (name, term), weight in zip(terms.items(), weights.unbind(), strict=True):
-        kind = torch.promote_types(term.total.dtype, torch.float32)
-        share = term.total.to(kind) * torch.where(weight == 0, 0.0, samples / weight).to(kind)
-        total = total + term.factor * share
-        sums |= {name: share.detach()} | term.sums
-    # The engine adds up the totals of all passes and divides by all samples: the sum of the
-    # quotients.
-    count = torch.full((), size, dtype=torch.int64, device=here)
-    return Loss(total, count, Sums(sums, count=count))
-
-
-def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
-    """(terms,) float64: the weights of one batch."""
-    return torch.stack(
-        [
-            scalar_on(device, torch.as_tensor(term.weight).detach()).double()
-            for term in terms.values()
-        ]
-    )
-
-
-def scalar_on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a scalar tensor on `device`. From the host by a fill, because a copy is a sync
-    point."""
-    if number.device.type == "cpu" != device.type:
-        return torch.full((), number.item(), dtype=number.dtype, device=device)
-    return number.to(device)

@@ -1,11 +1,16 @@
-"""Errors that a user sees, each in one line, and the console. Exit codes are in files/status.py."""
+"""Errors that a user sees, each in one line; exit codes; the console."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
+"""Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same
+command resumes."""
 
 
 class LockstepError(Exception):
@@ -87,3 +92,15 @@ def set_up(main: bool) -> None:
 
 def show_bars(shown: bool) -> None:
     _Terminal.bars = shown
+
+
+def warn_on_stderr(text: str) -> None:
+    """Print a warning on stderr, above a progress bar if one is shown. A closed stream is no
+    error."""
+    with contextlib.suppress(OSError, ValueError):
+        if _Terminal.bars:
+            from tqdm import tqdm
+
+            tqdm.write(f"warning: {text}", file=sys.stderr)
+        else:
+            print(f"warning: {text}", file=sys.stderr, flush=True)

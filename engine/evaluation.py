@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.checks import check, check_count, collects, reported
-from engine.contract import Batch, Sums
-from engine.data.batches import info_of
-from engine.metrics import Gathered, loading_s, means
+from engine.contract import Batch, Sums, Task
+from engine.data.batches import batch_info
+from engine.errors import LockstepError, amount
+from engine.gathered import Gathered
+from engine.hooks import check
+from engine.meter import loading_s, means
 from engine.phases import phase
 from engine.run import Run
 from engine.seeds import seed_generators
@@ -21,12 +23,13 @@ from engine.seeds import seed_generators
 def log_metrics(run: Run) -> None:
     """(all ranks) Look for a straggler, and log the metrics since the last log point."""
     seconds = phase.take()
-    run.record.log.straggler(run, run.meter.stragglers.find(seconds))
+    if run.meter.stragglers:
+        run.record.log.straggler(run, run.meter.stragglers.find(seconds))
     metrics: dict[str, Any] = training_metrics(run, seconds)
     every, step = run.cfg.digest_every, run.progress.step
     if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
         with run.world.host_sync():
-            metrics["digest"] = run.workers.digest()
+            metrics["digest"] = run.reducer.digest()
     run.record.log.train(run, metrics)
 
 
@@ -65,7 +68,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         incomplete = False
         phase("loading validation data")
         for number, batch in enumerate(_with_empty(run, batches)):
-            if incomplete := run.workers.any(bool(run.stop.reason)):
+            if incomplete := run.reducer.any(bool(run.stop.reason)):
                 break
             phase("validation")
             # by the batch
@@ -76,7 +79,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
                 if not empty:
                     scored.add(sums)
                 if collects(task):
-                    samples = len(info_of(batch).index)
+                    samples = len(batch_info(batch).index)
                     values = check("collect", task.collect(model, batch), samples)
                     if not empty:
                         collected.collect(values, samples)
@@ -153,3 +156,27 @@ def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
         return {}
     with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:
         return run.task.pictures(model, batch, sums)
+
+
+def check_count(sums: Sums, samples: int) -> None:
+    """(all ranks) Raise LockstepError unless the totals count each sample once."""
+    if (count := sums["count"].tolist()) != samples:
+        what = f"the `count` of `score` is {count} for {amount(samples, 'sample')}"
+        todo = (
+            "count each sample of the batch once; other numbers, such as tokens, under another name"
+        )
+        raise LockstepError(what, "the task's `score`", todo, everywhere=True)
+
+
+def collects(task: Task) -> bool:
+    """Return whether a task collects values of each sample for its metrics."""
+    return type(task).collect is not Task.collect
+
+
+def reported(task: Task, sums: Sums) -> dict[str, float]:
+    """Return the task's metrics as Python floats: torch.load with weights_only=True refuses numbers
+    of NumPy."""
+    return {
+        name: float(value)
+        for name, value in check("report", task.report(sums), task.monitor).items()
+    }

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import json
 import os
-import secrets
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -21,17 +21,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from engine.comm import network, sealed
-from engine.comm.sealed import meeting
-from engine.comm.shm_backend import machine
+from engine import hooks
+from engine.comm.session import TextStore, session
 from engine.config import Config
-from engine.errors import LockstepError, amount, headline, named_ranks
+from engine.errors import LockstepError, amount, headline
 from engine.phases import phase
+
+STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
+"""Environment variable: set where all agents count the same restarts, so that the count may name an
+attempt's keys."""
 
 RESTART = "LOCKSTEP_RESTART"
 """Environment variable: JSON of a `Restart`."""
 
-ALIKE = "start the same command on all of them"
+COMMAND = "LOCKSTEP_COMMAND"
+"""Environment variable: the command in the user's shell up to the training's own arguments."""
+
 REACH = (
     "check that all processes start and reach that address; ddp.init_timeout_s is how long "
     "to wait for them"
@@ -202,130 +207,50 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
     if device.type == "cpu" and cfg.ddp.strategy != "ddp":  # its meshes take no backend of our own
         return "gloo"
     if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
-        return "shm"
+        return _sums_on_cpus()
     if cfg.ddp.backend == "gloo":
         return "gloo"
     if device.type == "cuda":
         return "nccl" if env.size == 1 else "cpu:gloo,cuda:nccl"
-    return "shm" if env.size in (1, env.local_size) or not env.local_size else "gloo"
+    one_machine = env.size in (1, env.local_size) or not env.local_size
+    return _sums_on_cpus() if one_machine else "gloo"
+
+
+def _sums_on_cpus() -> str:
+    """Return the backend of the ranks of one machine: shared memory where a plugin offers it."""
+    hooks.load()
+    return "shm" if "shm" in dist.Backend.backend_list else "gloo"
 
 
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for
     all attempts."""
-    if "nccl" in backend:
-        network.set_up_nccl(cfg.ddp.timeout_s)
-    network.prepare_for_many(env.size)
-    wait, one_machine = timedelta(seconds=cfg.ddp.init_timeout_s), env.size in (1, env.local_size)
-    known = sealed.secret(one_machine) if env.launched else b""
+    hooks.before_rendezvous.each(env, cfg, backend)
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
-        lasting: dist.Store = dist.HashStore()
+        job_store: dist.Store = dist.HashStore()
     else:
-        if one_machine and sys.platform == "linux":
-            network.listen_on("lo")
-        network.listen_less(one_machine)  # where rank 0 serves the store, and not the agent
-        lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
-    store, key = (
-        _of_this_attempt(lasting, env, wait, backend, known) if env.launched else (lasting, b"")
-    )
-    # A prefix of our own, apart from the group's keys.
-    meeting.notes = sealed.Sealed(dist.PrefixStore("lockstep", store), key)
-    meeting.lasting = sealed.Sealed(dist.PrefixStore("lockstep", lasting), known)
-    meeting.key, meeting.warned = key, not is_local_rank0()
+        wait = timedelta(seconds=cfg.ddp.init_timeout_s)
+        job_store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
+    store = _of_this_attempt(job_store) if env.launched else job_store
+    if not hooks.handshakes.first(job_store, store, env, cfg, backend):
+        # A prefix apart from the group's keys.
+        session.attempt_store = TextStore(dist.PrefixStore("lockstep", store))
+        session.job_store = TextStore(dist.PrefixStore("lockstep", job_store))
     return store
 
 
-def _of_this_attempt(
-    store: dist.Store, env: Environment, timeout: timedelta, backend: str, known: bytes
-) -> tuple[dist.Store, bytes]:
+def _of_this_attempt(store: dist.Store) -> dist.Store:
     """Return the part of the store where a restarted rank doesn't read the addresses of dead ones
-    (pytorch#167288), and the key of its seal, to which each rank adds random digits: notes of other
-    runs and attempts do not bear it."""
+    (pytorch#167288)."""
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no
     # prefix there.
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or network.STATIC in os.environ:
-        store = dist.PrefixStore(
-            f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-        )
-    store = dist.PrefixStore(f"time{restart().times}", store)
-    # Under torchrun the agent's store always answers: wait for the ranks here, or gloo would wait
-    # ddp.timeout_s.
-    notes, mine, answer = (
-        sealed.Sealed(store, known),
-        secrets.token_hex(16),
-        f"rank{env.rank}_is_answered",
-    )
-    about = [
-        backend,
-        mine,
-        network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0],
-        machine(),
-    ]
-    notes.set(f"rank{env.rank}_joins", json.dumps(about))
-    if env.rank == 0:
-        _answer_all(notes, about, env.size, timeout)
-    store.wait([answer], timeout + timedelta(seconds=10))  # rank 0 says who has not come in time
-    told = json.loads(notes.get(answer) or "[0]")
-    store.set(f"rank{env.rank}_has_read", "")
-    if told[0] != mine:
-        what = f"rank 0 and rank {env.rank} have different secrets"
-        raise LockstepError(what, sealed.SECRET_FILE, ALIKE, exit_code=6)
-    _, joined, addresses, near, refused = told
-    if refused:
-        # Rank 0 prints it: torchrun would end it, once another process has ended.
-        with contextlib.suppress(RuntimeError):
-            store.wait(["rank0_has_read"], timedelta(seconds=10))
-        raise LockstepError(*refused, exit_code=6, everywhere=True)
-    meeting.near = near
-    if env.size not in (1, env.local_size):
-        meeting.network = network.choose_network(addresses)
-    return store, sealed.digest(known, joined.encode())
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or STATIC in os.environ:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt{attempt}", store)
+    return dist.PrefixStore(f"time{restart().times}", store)
 
 
-def _answer_all(notes: sealed.Sealed, mine: list[str], size: int, timeout: timedelta) -> None:
-    """(rank 0) Wait for all ranks, and tell each a digest of what all have sent, a few addresses,
-    the ranks of its machine, and why they cannot start. Each reads this alone: all notes would be a
-    million messages among 1,024."""
-    names = [f"rank{rank}_joins" for rank in range(size)]
-    with contextlib.suppress(RuntimeError):  # who has not come is named below
-        notes.store.wait(names, timeout)
-    everyone = [mine, *(json.loads(text or "[0, 0, 0, 0]") for text in notes.get_all(names)[1:])]
-    refused, near, addresses = [], dict[str, list[int]](), dict[str, int]()
-    if odd := [rank for rank, theirs in enumerate(everyone) if theirs[0] != mine[0]]:
-        if its := everyone[odd[0]][0]:  # they would wait for each other, or worse
-            refused = [
-                f"rank {odd[0]} joins with {its}, rank 0 with {mine[0]}",
-                "ddp.backend",
-                ALIKE,
-            ]
-        elif notes.check([names[odd[0]]]):
-            refused = [
-                f"rank {odd[0]} and rank 0 have different secrets",
-                sealed.SECRET_FILE,
-                ALIKE,
-            ]
-        else:
-            what = (
-                f"{named_ranks(odd)} of {size} could not join the others within "
-                f"{timeout.total_seconds():g} s"
-            )
-            refused = [what, _meeting_place(), REACH]
-    for rank, (_, _, address, where) in enumerate(everyone):
-        near.setdefault(where, []).append(rank)
-        addresses.setdefault(address or "", rank)
-    joined = hashlib.sha256(repr(everyone).encode()).hexdigest()
-    for rank, (_, digits, _, where) in enumerate(everyone):
-        notes.set(
-            f"rank{rank}_is_answered",
-            json.dumps([digits, joined, [*addresses][:4], near[where], refused]),
-        )
-    came = [rank for rank, (its, *_) in enumerate(everyone) if its and rank]
-    # the store may go with this process, before they have read it
-    with contextlib.suppress(RuntimeError):
-        notes.store.wait([f"rank{rank}_has_read" for rank in came if refused], timedelta(seconds=5))
-
-
-def _meeting_place() -> str:
+def meeting_place() -> str:
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
@@ -335,7 +260,7 @@ def explained(env: Environment) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
-        text, where, port = headline(error), _meeting_place(), os.environ.get("MASTER_PORT", "?")
+        text, where, port = headline(error), meeting_place(), os.environ.get("MASTER_PORT", "?")
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             todo = (
                 "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free "
@@ -369,6 +294,25 @@ def processes_sharing(memory: torch.device) -> int:
     return -(-local_size // max(torch.cuda.device_count(), int(cards) if cards.isdigit() else 0))
 
 
+def typed_command() -> str:
+    """Return the command before the training's own arguments, as typed in a shell (a best
+    guess)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
+    torchrun = (
+        ["torchrun"]
+        if shutil.which("torchrun")
+        else [sys.executable, "-m", "torch.distributed.run"]
+    )
+    rendezvous = ["--standalone"]
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        names = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK"}
+        names |= {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+        rendezvous = [f"--{option}={os.environ.get(name, '')}" for option, name in names.items()]
+    processes = f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    return shlex.join([*torchrun, *rendezvous, processes, sys.argv[0]])
+
+
 def leave() -> None:
     """(all ranks) Wait for all ranks, and destroy the process group; nothing of DDP may survive
     it."""
@@ -378,5 +322,6 @@ def leave() -> None:
     if dist.get_world_size() > 1:
         with phase.during("barrier", waits=True):
             dist.barrier()
-    meeting.notes, meeting.lasting, meeting.wrapped, meeting.near = None, None, False, []
+    session.attempt_store, session.job_store = None, None
+    session.wrapped, session.local_ranks = False, []
     dist.destroy_process_group()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from engine import private
+from engine import hooks
 from engine.comm.world import World
 from engine.config import Config, Schedule
-from engine.errors import LockstepError, few
+from engine.errors import LockstepError
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Plan:
     workers: int = 0  # virtual workers; 0 where each process is its own
     passes: int = 1  # forward passes of a worker, or of a process, in a step
     log_every: int = 10
-    # What was decided for speed where the config has auto, see engine/speed:
+    # What was decided for speed where the config has auto, see engine/kernels.py:
     compile: str = "off"  # the mode of torch.compile, or off
     memory_format: str = "auto"  # the order of convolutions
     threads: int = 0  # the most a process may compute in, on a CPU
@@ -47,6 +45,10 @@ class Plan:
     # first.
     moments: int | None = None
     speed: tuple[str, ...] = ()  # these decisions as texts
+
+    def workers_of_rank(self, rank: int) -> range:
+        """Return the workers whose samples a process takes; without virtual workers itself."""
+        return workers_of_rank(self.workers or self.processes, rank, self.processes, self.sharded)
 
     @functools.cached_property
     def epoch_samples(self) -> int:
@@ -84,6 +86,17 @@ class Plan:
         return self.horizon - max(1, round(self.schedule.decay_share * self.horizon))
 
 
+def workers_of_rank(workers: int, rank: int, processes: int, in_rounds: bool = False) -> range:
+    """Return the virtual workers that a process runs, one after the other: a block of neighbours,
+    all as equal as possible; or `in_rounds` one of each round of as many as there are processes, so
+    that few sums wait in the tree. Numbers from `workers` on have no samples: then every process
+    takes part in every round."""
+    if in_rounds:
+        rounds = -(-workers // processes)
+        return range(rank, rounds * processes, processes)
+    return range(workers * rank // processes, workers * (rank + 1) // processes)
+
+
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not
     fit each other."""
@@ -102,7 +115,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             if num_samples
             else "the training set is empty",
         )
-    _check_together(cfg, world, accumulation, devices)
+    hooks.settings.each(cfg, world, accumulation, devices)
     # one of them is given
     total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))
     s = cfg.schedule
@@ -130,74 +143,6 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     )
 
 
-def _check_together(cfg: Config, world: World, accumulation: int, devices: tuple[int, ...]) -> None:
-    """Raise LockstepError where what is chosen rules a setting out."""
-    strategy, workers, ddp = cfg.ddp.strategy, cfg.virtual_workers, cfg.ddp
-    fewer = (
-        f"start at most {workers}, or a new run with more workers than there ever will be processes"
-    )
-    by_themselves = "drop it: virtual workers sum gradients and average buffers by themselves"
-    graphs = cfg.compile in ("reduce-overhead", "max-autotune") and world.device.type == "cuda"
-    no_graphs = (
-        "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass "
-        "would overwrite the "
-        "gradients of the one before, which lie in the memory of a CUDA graph"  # pytorch#169545
-    )
-    rules: list[tuple[Any, str, dict[str, tuple[Any, str]]]] = [
-        (
-            strategy != "ddp",
-            f"ddp.strategy={strategy}",
-            {
-                "optim.zero=true": (cfg.optim.zero, "drop it: moments are sharded, too"),
-                "cuda_graph=true": (cfg.cuda_graph, "drop it"),
-                f"compile={cfg.compile}": (cfg.compile not in ("off", "auto"), "drop it"),
-                "memory_format=channels_last": (
-                    cfg.memory_format == "channels_last",
-                    "drop it: rows are contiguous",
-                ),
-                "multi_gpu=dp": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
-                f"ddp.comm_hook={ddp.comm_hook}": (
-                    ddp.comm_hook != "none",
-                    "drop it, or use ddp.gather_dtype=bf16",
-                ),
-                "ddp.sync_bn=true": (ddp.sync_bn, "drop it, or use GroupNorm"),
-                "ddp.static_graph=true": (ddp.static_graph, "drop it"),
-                f"virtual_workers={workers}": (
-                    workers and strategy == "hsdp",
-                    "use ddp.strategy=fsdp",
-                ),
-            },
-        ),
-        (
-            workers,
-            f"virtual_workers={workers}",
-            {
-                f"{world.size} processes": (world.size > workers, fewer),
-                "multi_gpu=dp": (devices, by_themselves),
-                "ddp.sync_bn=true": (ddp.sync_bn, by_themselves),
-                f"ddp.buffers={ddp.buffers}": (ddp.buffers != "same", by_themselves),
-                f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", by_themselves),
-            },
-        ),
-        (
-            accumulation > 1,
-            f"{accumulation} forward passes a step",
-            {
-                "ddp.static_graph=true": (
-                    ddp.static_graph and (world.size > 1 or workers),
-                    "drop it, or use a larger batch_size: DDP's no_sync() rules it out",
-                ),
-                f"compile={cfg.compile}": (graphs, no_graphs),
-            },
-        ),
-    ]
-    for applies, chosen, excluded in rules:
-        for setting, (is_set, todo) in excluded.items():
-            if applies and is_set:
-                where = setting if "=" in setting else chosen
-                raise LockstepError(f"{setting} with {chosen}", where.partition("=")[0], todo)
-
-
 def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
     """Return (samples of a part in a forward pass, its forward passes in a step, global batch).
     Parts are virtual workers, whose shares may differ by a sample, or devices, whose shares may
@@ -212,7 +157,7 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
         return -(-share // passes), passes, cfg.global_batch
     if rest:
         near = sorted(
-            sorted(_divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5]
+            sorted(divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5]
         )
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
@@ -229,63 +174,12 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
             "gradient_accumulation_steps",
             f"leave it out, or choose a divisor of {share}",
         )
-    batch = share // passes if passes else _divisors(share, cfg.batch_size)[-1]
+    batch = share // passes if passes else divisors(share, cfg.batch_size)[-1]
     return batch, share // batch, cfg.global_batch
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if number % n == 0]
-
-
-def next_smaller_batch(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
-    """Return (samples of a forward pass, settings that take the same steps with fewer of them):
-    those of the largest smaller batch that divides this process's share of the global batch; none
-    if it is a single sample already."""
-    if evaluating:
-        batch = cfg.eval_batch_size or 2 * cfg.batch_size
-        return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
-    # other bits; excludes accumulation
-    if plan.workers or (cfg.ddp.static_graph and plan.processes > 1):
-        return plan.micro_batch, {}
-    copies = max(1, len(plan.devices))
-    batch, share = plan.micro_batch // copies, plan.global_batch // (plan.processes * copies)
-    if not (fits := _divisors(share, batch - 1)):
-        return batch, {}
-    return batch, {
-        "global_batch": plan.global_batch,
-        "batch_size": fits[-1],
-        "gradient_accumulation_steps": 0,
-    }
-
-
-def cut_dependent(model: nn.Module, accumulation: int) -> str:
-    """Return a text that names the parts of a model whose numbers depend on how the global batch is
-    cut; empty if none. Calls of functions such as `dropout(x)` are not seen."""
-    model.train()  # as the loop does; a model may keep parts of itself in eval mode
-    found: dict[str, list[str]] = {}
-    several = accumulation > 1
-    for path, module in model.named_modules():
-        dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
-        if isinstance(module, private.DROPOUT):
-            dropout = module.p
-        sync, training = isinstance(module, nn.SyncBatchNorm), module.training
-        keeps_statistics = isinstance(module, private.INSTANCE_NORM) and module.track_running_stats
-        hooks = [type(hook).__name__ for hook in (*private.forward_pre_hooks(module), module)]
-        kinds = {
-            "dropout": isinstance(dropout, float) and dropout > 0 and training,
-            # one for all ranks, but not for all passes of a step
-            "SyncBatchNorm": sync and training and several,
-            "BatchNorm": isinstance(module, private.BATCH_NORM) and not sync and training,
-            "InstanceNorm's running statistics": keeps_statistics and training,
-            # iterates in each pass
-            "spectral_norm": several and any(hook.endswith("SpectralNorm") for hook in hooks),
-        }
-        for kind, depends in kinds.items():
-            if depends:
-                found.setdefault(kind, []).append(
-                    path.partition(".parametrizations")[0] or type(module).__name__
-                )
-    return ", ".join(f"{kind} ({few(paths, 3)})" for kind, paths in found.items())
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Pr
     in a checkpoint."""
     with sync_errors(world):
         chosen = choose(cfg.amp, world.device, strict, compiled=cfg.compile not in ("off", "auto"))
-    if world.differing(chosen.name):
+    if world.differs_across_ranks(chosen.name):
         chosen = replace(chosen, name="off", note="not all processes have bf16")
     if saved and cfg.amp == "auto" and saved != chosen.name:
         return replace(chosen, name=saved, note="as in the run it continues")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import platform
 import re
@@ -256,3 +257,11 @@ def reduce_gradients(unit: Any) -> None:
         group.post_backward()
         group._training_state = type(group._training_state).IDLE  # as after a backward pass
         group.finalize_backward()
+
+
+# its name since torch 2.13
+_renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if _renamed else "broadcast_buffers": False
+}
+"""The option by which DDP broadcasts no buffers."""

@@ -66,7 +66,7 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def kept_generators(device: torch.device | None = None) -> Iterator[None]:
+def preserve_rng_state(device: torch.device | None = None) -> Iterator[None]:
     """Restore the generators of torch (of the CPU and of `device`), random and NumPy after the
     block."""
     of_random, of_numpy = random.getstate(), np.random.get_state()

@@ -1,8 +1,8 @@
 """An optimizer of your own: Muon for the hidden matrices, AdamW with a rate for each other part.
 Fork this file.
 
-    python train.py examples/own_optimizer.py torchrun --standalone --nproc_per_node=2 train.py
-    examples/own_optimizer.py optim.zero=true schedule.kind=wsd
+    python train.py examples/own_optimizer.py
+    torchrun --standalone --nproc_per_node=2 train.py examples/own_optimizer.py schedule.kind=wsd
 
 Any torch.optim.Optimizer will do whose step needs no closure. The task here: which of six tones a
 noisy sound holds.

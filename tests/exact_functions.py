@@ -30,7 +30,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from engine.comm.exact import sqrt_correctly_rounded
+from plugins.parallel.exact import sqrt_correctly_rounded
 
 FACTOR = 0.9991
 """A number in double precision: an operation with a float32 tensor takes the nearest float32 number."""
@@ -162,16 +162,16 @@ def not_rounded(name: str, row: Row, count: int) -> int:
         b = a
     with np.errstate(all="ignore"):
         right = row.truth(a.double().numpy(), b.double().numpy())  # type: ignore[misc]
-        faults += differing(row.apply(a, b), torch.from_numpy(right.astype(np.float32)))
+        faults += differs_across_ranks(row.apply(a, b), torch.from_numpy(right.astype(np.float32)))
         if name == "convert":
             return faults
         a, b = (numbers(torch.float64, count // 50, seed) for seed in (4, 5))
         results = row.apply(a, b)
     exact = torch.tensor([*map(EXACT[name.split()[0], name.split()[-1]], a.tolist(), b.tolist())], dtype=torch.float64)
-    return faults + differing(results, exact)
+    return faults + differs_across_ranks(results, exact)
 
 
-def differing(results: Tensor, right: Tensor) -> int:
+def differs_across_ranks(results: Tensor, right: Tensor) -> int:
     """Count the numbers that have other bits. One NaN is as good as another."""
     integers = INTEGERS[results.dtype]
     same = results.view(integers) == right.view(integers)
@@ -249,15 +249,15 @@ def depending_on_place(row: Row) -> int:
     for kind in TYPES:
         a, b = (moderate(kind, 400, seed) for seed in (1, 2))
         whole = row.apply(a, b)
-        faults += sum(differing(row.apply(a[cut], b[cut]), whole[cut]) > 0 for cut in cuts())
+        faults += sum(differs_across_ranks(row.apply(a[cut], b[cut]), whole[cut]) > 0 for cut in cuts())
         a, b = (moderate(kind, 90_000, seed) for seed in (1, 2))  # from 32,768 numbers on, threads share the work
         torch.set_num_threads(1)
         whole = row.apply(a, b)
         torch.set_num_threads(2)
-        faults += differing(row.apply(a, b), whole) > 0
-        faults += differing(row.apply(a[12_345:], b[12_345:]), whole[12_345:]) > 0
+        faults += differs_across_ranks(row.apply(a, b), whole) > 0
+        faults += differs_across_ranks(row.apply(a[12_345:], b[12_345:]), whole[12_345:]) > 0
         turned = [part.view(300, 300).t().contiguous().t() for part in (a, b)]
-        faults += differing(row.apply(*turned).contiguous().view(-1), whole) > 0
+        faults += differs_across_ranks(row.apply(*turned).contiguous().view(-1), whole) > 0
         torch.set_num_threads(1)
     return faults
 
@@ -270,7 +270,7 @@ def depending_on_memory(row: Row) -> int:
         right = row.apply(values, values)
         for offset in range(1, 9):
             moved = torch.empty(length + offset, dtype=torch.float64)[offset:].copy_(values)
-            faults += differing(row.apply(moved, moved), right) > 0
+            faults += differs_across_ranks(row.apply(moved, moved), right) > 0
     return faults
 
 
@@ -290,7 +290,7 @@ def roots_of_torch(count: int) -> dict[str, int]:
     found = {}
     for kind in (torch.float32, torch.float64):
         values = numbers(kind, count, 1).abs()
-        found[str(kind)] = differing(values.sqrt(), sqrt_correctly_rounded(values))
+        found[str(kind)] = differs_across_ranks(values.sqrt(), sqrt_correctly_rounded(values))
     return found
 
 

@@ -154,7 +154,6 @@ def ddp_of(dice: random.Random) -> list[str]:
         f"ddp.backend={dice.choice(['auto', 'gloo'])}",
         f"ddp.bucket_cap_mb={dice.choice([0.001, 0.004, 25])}",
         f"ddp.gradient_as_bucket_view={dice.choice(['true', 'true', 'false'])}",
-        f"optim.zero={dice.choice(['false', 'false', 'true'])}",
     ]
 
 

@@ -30,7 +30,7 @@ BITS = bool(int(os.environ.get("BITS") or 0))
 
 COMMON = [TOY, "model.double=true", "global_batch=12"]
 if BITS:
-    COMMON = [NORMS, "virtual_workers=6", "global_batch=13", "batch_size=2", "amp=off", "optim.zero=true"]
+    COMMON = [NORMS, "virtual_workers=6", "global_batch=13", "batch_size=2", "amp=off"]
 COMMON += ["optim.ema_decay=0.99", "schedule.kind=constant", "lr=1e-3"]
 COMMON += ["epochs=1000000", "schedule.horizon=1000000", "save_every=7", "eval_every=50", "ddp.timeout_s=8"]
 

@@ -12,11 +12,12 @@ from test_shards import indexed, of_the_robot
 
 import tasks
 import train
-from engine import config, errors, launch, preflight
+from engine import config, errors, launch
 from engine.contract import LockstepError
-from engine.files import status
-from engine.preflight import adds_up
-from engine.report import describe
+from plugins import preflight
+from plugins.preflight import adds_up
+from plugins.reporting import plan_text
+from plugins.resilience import status
 
 HEAD = """
 import random, torch
@@ -278,7 +279,7 @@ def start():
 
         def begin(*words):
             run = train.build(config.parse([*words, "allocator=system", "device=cpu"], tasks.load), world)
-            describe.training(run, strict=False)
+            plan_text.training(run, strict=False)
             preflight.check_sums(run)
             return run
 

@@ -21,11 +21,11 @@ from torch.utils.data import Subset, default_collate
 import tasks
 from data_loader import create_data_loaders, fingerprint
 from engine import config, contract
-from engine.checks import hint
 from engine.contract import BatchInfo, LockstepError
 from engine.data import batches
 from engine.data.ahead import to_device
 from engine.data.samples import Fetcher, Request
+from plugins.resilience.failure_report import suggest_fix
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
 from tests.tasks.toy import Waves
 
@@ -206,17 +206,17 @@ def test_the_loaders_numbers_change_nothing_else():
     given = BatchInfo(*[torch.arange(2)] * 3)
     x = torch.arange(6).view(2, 3)
     for batch in ({"x": x}, Answer(x=x)):
-        told = batches.attach(batch, given)
-        assert told["lockstep"] is given is batches.info_of(told) and type(told) is type(batch) and len(batch) == 1
-    a, b = batches.attach((x, "a text"), given)
+        told = batches.attach_info(batch, given)
+        assert told["lockstep"] is given is batches.batch_info(told) and type(told) is type(batch) and len(batch) == 1
+    a, b = batches.attach_info((x, "a text"), given)
     assert a is x and b == "a text"
     for batch in ((x, 1), [x, 1], Pair(x, 1, 2), Wave(x[0], 1, {}), Ragged.__new__(Ragged), Encoding({"x": x}), x):
-        told = batches.attach(batch, given)
-        assert told.lockstep is given is batches.info_of(told) and isinstance(told, type(batch))
+        told = batches.attach_info(batch, given)
+        assert told.lockstep is given is batches.batch_info(told) and isinstance(told, type(batch))
         assert not hasattr(batch, "lockstep"), "a dataset may give the same one again"
-    assert net(**batches.attach(Encoding({"x": x}), given)) == {"x"}, "as it goes into a model"
-    assert net(**contract.inputs(batches.attach({"x": x}, given))) == {"x"}
-    assert torch.equal(batches.attach(x, given), x)
+    assert net(**batches.attach_info(Encoding({"x": x}), given)) == {"x"}, "as it goes into a model"
+    assert net(**contract.inputs(batches.attach_info({"x": x}, given))) == {"x"}
+    assert torch.equal(batches.attach_info(x, given), x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def test_a_batch_of_any_form_is_loaded(form):
         train, val = loaders_of(dataset, workers)
         for batch in [*(batch for batch, _ in train.passes()), *val]:
             assert isinstance(batch, Ragged) is (form == "collate")
-            given, (x, y, about) = batches.info_of(batch), parts(batch)
+            given, (x, y, about) = batches.batch_info(batch), parts(batch)
             names = about["name"] if isinstance(about, dict) else [each["name"] for each in about]
             assert names == [f"wave {i}" for i in given.index.tolist()] and len(given.index) == len(x) == len(y)
             seen.append((workers, [*map(str, dict(batches.tree_leaves([x, y, about])).values())]))
@@ -427,7 +427,7 @@ MISTAKES = [  # an error of a task, and what it is told
 def test_a_task_that_looks_for_the_loaders_numbers_elsewhere_is_told(mistake, batch, todo):
     with pytest.raises((KeyError, TypeError, AttributeError)) as caught:
         mistake(batch)
-    assert hint(caught.value) == todo
+    assert suggest_fix(caught.value) == todo
 
 
 def test_it_is_told_where_it_looks(launch, tmp_path):

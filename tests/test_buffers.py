@@ -9,8 +9,8 @@ import torch
 from conftest import ROOT, launching, succeed
 from torch import nn
 
-from engine import plan
 from engine.comm.buffers import Buffers
+from plugins.preflight import partition
 
 TASK = str(ROOT / "tests" / "tasks" / "buffers.py")
 MANY = str(ROOT / "tests" / "ranks" / "many.py")
@@ -198,7 +198,9 @@ def test_the_parts_that_depend_on_the_cut_are_named():
         "dropout (drop, attention), BatchNorm (norms.0, norms.1, norms.2 and 2 more), "
         "InstanceNorm's running statistics (instance)"
     )
-    assert plan.cut_dependent(Parts().eval(), 1) == both
-    assert plan.cut_dependent(Parts(), 2) == f"{both}, SyncBatchNorm (sync), spectral_norm (spectral, hooked)"
-    assert plan.cut_dependent(nn.BatchNorm2d(3), 1) == "BatchNorm (BatchNorm2d)"
-    assert plan.cut_dependent(nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3)), 2) == ""
+    assert partition.partition_dependent(Parts().eval(), 1) == both
+    assert (
+        partition.partition_dependent(Parts(), 2) == f"{both}, SyncBatchNorm (sync), spectral_norm (spectral, hooked)"
+    )
+    assert partition.partition_dependent(nn.BatchNorm2d(3), 1) == "BatchNorm (BatchNorm2d)"
+    assert partition.partition_dependent(nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3)), 2) == ""

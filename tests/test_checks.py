@@ -10,8 +10,10 @@ from test_loop import steps  # noqa: F401, a fixture
 from torch import nn
 from torch.utils.data import ChainDataset, DataLoader
 
-from engine import checks, evaluation
+from engine import evaluation, hooks
 from engine.contract import LockstepError, Loss, Sums, Task
+from plugins.preflight import returned
+from plugins.resilience import failure_report
 
 ONE = torch.ones(())
 LOSS = Loss(torch.ones((), requires_grad=True), 1)
@@ -95,7 +97,7 @@ KEPT = [
 )
 def test_what_a_method_may_not_return(method, found, about, said):
     with pytest.raises(LockstepError) as error:
-        checks.check(method, found, *about)
+        hooks.check(method, found, *about)
     assert str(error.value).startswith(f"`{method}` returns {said}") and f" (the task's `{method}`): " in str(
         error.value
     )
@@ -103,22 +105,22 @@ def test_what_a_method_may_not_return(method, found, about, said):
 
 @pytest.mark.parametrize(("method", "found", "about"), KEPT)
 def test_what_it_may_return_is_returned(method, found, about):
-    assert checks.check(method, found, *about) is found
+    assert hooks.check(method, found, *about) is found
 
 
 def test_a_report_becomes_plain_numbers():
     found = {"loss": np.float64(0.5), "auc": torch.ones(1, 1), "n": 3}
-    told = checks.reported(SimpleNamespace(report=lambda sums: found, monitor="auc"), Sums())
+    told = evaluation.reported(SimpleNamespace(report=lambda sums: found, monitor="auc"), Sums())
     assert told == {"loss": 0.5, "auc": 1.0, "n": 3.0} and {*map(type, told.values())} == {float}
     with pytest.raises(LockstepError, match=r"^`report` returns no 'f1'"):
-        checks.reported(SimpleNamespace(report=lambda sums: found, monitor="f1"), Sums())
+        evaluation.reported(SimpleNamespace(report=lambda sums: found, monitor="f1"), Sums())
 
 
 def test_the_count_is_that_of_the_samples():
-    checks.check_count(Sums(count=torch.tensor(20)), 20)
+    evaluation.check_count(Sums(count=torch.tensor(20)), 20)
     for count in (torch.tensor(160), torch.ones(20)):
         with pytest.raises(LockstepError, match=r"^the `count` of `score` is .* for 20 samples \(the task's `score`\)"):
-            checks.check_count(Sums(count=count), 20)
+            evaluation.check_count(Sums(count=count), 20)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -139,10 +141,10 @@ class Stream(torch.utils.data.IterableDataset):
 def test_what_gives_no_sample_by_its_number(dataset, said):
     for name, pair in (("training", (dataset, None)), ("training", (dataset, ROWS)), ("validation", (ROWS, dataset))):
         with pytest.raises(LockstepError, match="^" + re.escape(f"the {name} set is a {said}")):
-            checks.check_datasets(pair)
+            returned.check_datasets(pair)
     with pytest.raises(LockstepError, match=r"^the training set is a NoneType, which gives"):
-        checks.check_datasets((None, ROWS))
-    assert checks.check_datasets((ROWS, None)) == (ROWS, None)
+        returned.check_datasets((None, ROWS))
+    assert returned.check_datasets((ROWS, None)) == (ROWS, None)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +153,14 @@ def test_what_gives_no_sample_by_its_number(dataset, said):
 )
 def test_a_task_without_score_is_told_what_it_has_not_done(split, said):
     with pytest.raises(LockstepError, match=re.escape(f"lacks score, report (task): see engine/contract.py; {said}")):
-        checks.check_scored(type("Bare", (Task,), {})(SimpleNamespace(task="own")), split)
+        returned.check_scored(type("Bare", (Task,), {})(SimpleNamespace(task="own")), split)
 
 
 def test_who_passes_on_the_loaders_numbers_is_told():
     """As it is told from DataParallel; see also tests/test_batches.py."""
     error = TypeError("Caught TypeError in replica 0.\nforward() got an unexpected keyword argument 'lockstep'")
-    assert checks.hint(error) == "leave that out: net(**contract.inputs(batch))"
-    assert not checks.hint(KeyError("label")) and not checks.hint(ValueError("lockstep"))
+    assert failure_report.suggest_fix(error) == "leave that out: net(**contract.inputs(batch))"
+    assert not failure_report.suggest_fix(KeyError("label")) and not failure_report.suggest_fix(ValueError("lockstep"))
 
 
 # ---- where a task is called, and not only for the first batch, which is tried before the first step -----------------

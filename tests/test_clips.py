@@ -26,12 +26,12 @@ from torch.overrides import TorchFunctionMode
 import tasks
 from engine.config import schema_of
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
-from engine.data.cache import CachedDataset
 from engine.data.samples import Fetcher
 from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
 from models.cnn3d import CNN3d
+from plugins.performance.cached_data import InMemoryDataset
 from tasks._classification import draw_confusion, precision_recall_f1
 from tasks.video import Augment, augment, draw_clips, one_of_each, stretched
 
@@ -122,7 +122,7 @@ class Pins(TorchFunctionMode):
 def test_clips_for_a_gpu_are_gathered_into_pinned_memory(packed, monkeypatch):
     """Held ones, too; and nothing is pinned without one in use, as in a loader process."""
     clips = Clips(packed)
-    held = CachedDataset(Fetcher(clips), 1, torch.device("cpu"))
+    held = InMemoryDataset(Fetcher(clips), 1, torch.device("cpu"))
     x, y = ((2, *clips.shape), torch.uint8), ((2,), torch.int64)
     for dataset, pinned in ((clips, [x]), (held, [x, y])):
         right = dataset.__getitems__([2, 1])

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, launching, succeed
 
 from engine.errors import LockstepError
-from engine.report.step_record import ARRAYS, sketched
+from plugins.reporting.step_record import ARRAYS, sketched
 from tools import compare, records, running
 
 TASK = """
@@ -240,6 +240,18 @@ def test_a_step_is_taken_again_in_the_precision_that_auto_has_chosen_then(place,
     assert (
         first_lines(found)[0].startswith(PLANTED["rate"][1]) and "cannot change the numbers: amp (auto, off)" in found
     )
+
+
+@pytest.mark.slow
+def test_a_step_of_a_run_that_had_optim_zero_is_taken_again_without(place, say):
+    """The key is an error in a new run."""
+    then = shutil.copytree(place.folder / "a", place.folder / "zero", symlinks=True)
+    text = (then / "config.yaml").read_text()
+    assert text.count("  zero: false\n") == 1
+    (then / "config.yaml").write_text(text.replace("  zero: false\n", "  zero: true\n"))
+    found = say(then, place.run("rate", *PLANTED["rate"][0]), "--trust")
+    assert first_lines(found)[0].startswith(PLANTED["rate"][1]), found
+    assert "cannot change the numbers: save_every (5, 0), optim.zero (True, False)" in found, found
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from conftest import ROOT, TOY, succeed
 from runs import weights
 from torch import nn
 
-from engine.speed import compiled_step, compiler
-from engine.speed.compiled_step import NEAR, Pass, disagreement
 from models.layers import largest
+from plugins.performance import compiled_step, compiler
+from plugins.performance.compiled_step import NEAR, Pass, disagreement
 
 STAND_IN = str(ROOT / "tests" / "compiled_stand_in.py")
 CONTRAST = str(ROOT / "tests" / "tasks" / "contrast.py")

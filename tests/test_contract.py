@@ -18,10 +18,10 @@ from torch import nn
 
 import tasks
 import train
-from engine import metrics
+from engine import gathered
 from engine.config import parse
 from engine.contract import LockstepError, Loss, gather_batch, sample_seeds, uniform
-from engine.metrics import GpuClock
+from plugins.resilience.stragglers import GpuClock
 from tests.tasks.contrast import info_nce
 
 SETTINGS = (
@@ -92,7 +92,7 @@ def test_three_processes_take_the_steps_of_a_plain_loop(launch, tmp_path, task, 
 
 def shown():
     """The methods that docs/your-own-data.md shows, for the task of the README, by the first one's name."""
-    page = (ROOT / "docs/your-own-data.md").read_text().partition("## More than sums")[2]
+    page = (ROOT / "docs/your-own-data.md").read_text().partition("## Add metrics, loss terms and predictions")[2]
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     return {re.match(r"def (\w+)", block)[1]: textwrap.indent(block, "    ") for block in blocks}
 
@@ -145,15 +145,15 @@ def test_weights_are_those_of_the_passes_that_count(steps, tmp_path, more):  # n
     (tmp_path / "drawn.py").write_text(AS_DRAWN)
     words = ["global_batch=12", "batch_size=3", *more]
     run, _ = steps(*words, task=str(tmp_path / "drawn.py"))
-    buffers = {name: value.clone() for name, value in run.workers.buffers().items()}
+    buffers = {name: value.clone() for name, value in run.reducer.buffers().items()}
     run.loaders.train.set_epoch(0)
     run.task.seen.clear()
     passes = next(iter(run.steps()))
-    assert all(torch.equal(value, buffers[name]) for name, value in run.workers.buffers().items()), "put back"
+    assert all(torch.equal(value, buffers[name]) for name, value in run.reducer.buffers().items()), "put back"
     train.train_step(run, passes)
     seen = run.task.seen
     assert len(seen) == 8 and seen[:4] == seen[4:] and run.meter.terms.known.tolist() == [sum(seen[:4]), 12]
-    tracked = [value for name, value in run.workers.buffers().items() if name.endswith("num_batches_tracked")]
+    tracked = [value for name, value in run.reducer.buffers().items() if name.endswith("num_batches_tracked")]
     assert tracked[0] == (2 if more else 4), "BatchNorm's: once for each pass"
 
 
@@ -208,7 +208,7 @@ def test_rows_that_are_not_the_samples_are_refused(launch, tmp_path):
 
 
 def test_batches_that_do_not_fit_together_and_too_many_are_said():
-    held = metrics.Gathered("collect", limit_mb=1e-3)
+    held = gathered.Gathered("collect", limit_mb=1e-3)
     held.collect({"a": torch.zeros(2, 3), "b": [torch.zeros(1), torch.zeros(5)]}, 2)
     for other in ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 3, dtype=torch.float64)}, {"a": ["text", "text"]}):
         with pytest.raises(LockstepError, match="`collect` gives"):
@@ -222,14 +222,14 @@ def test_numpy_can_take_what_was_bf16():
         "score": torch.tensor([0.5, 1.5], dtype=torch.bfloat16),
         "boxes": [torch.ones(2).bfloat16(), torch.ones(1)],
     }
-    part = metrics.packed(found)
+    part = gathered.packed(found)
     assert part["score"].numpy().tolist() == [0.5, 1.5] and part["boxes"].whole.dtype == torch.float32
 
 
 def test_a_view_does_not_keep_what_it_is_a_part_of():
-    part = metrics.packed({"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10})
+    part = gathered.packed({"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10})
     assert part["a"].untyped_storage().nbytes() == 40 and part["b"].whole.untyped_storage().nbytes() == 80
-    assert isinstance(part["b"], metrics.Ragged) and part["b"].lengths == [2] * 10
+    assert isinstance(part["b"], gathered.Ragged) and part["b"].lengths == [2] * 10
 
 
 # ---- without validation data ----

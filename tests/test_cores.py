@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import TOY, succeed
 
-from engine.speed import cores
+from engine import threads
+from plugins.performance import cores
 
 MINE = sorted(os.sched_getaffinity(0))
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,7 +40,7 @@ def _bound(pipe, sys, device, rank, size):
     )
     try:
         cores.bind(device, rank, size)
-        pipe.send((cores.bound_to(), sorted(os.sched_getaffinity(0))))
+        pipe.send((threads.bound[0], sorted(os.sched_getaffinity(0))))
     except Exception as error:
         pipe.send(error)
 
@@ -104,7 +105,7 @@ def test_a_launch_keeps_each_process_to_its_cores_and_says_so(launch, tmp_path):
 import os, pathlib, sys
 sys.path.insert(0, {str(Path(TOY).parent)!r})
 import toy
-from engine.speed import cores
+from plugins.performance import cores
 cores.SYS = pathlib.Path({str(sys)!r})
 class Task(toy.Task):
     def model(self):
@@ -134,48 +135,54 @@ def test_lists_of_cores():
 def four_cores(monkeypatch):
     """Of which torch would take all; and the number of threads that it is told to take."""
     told = []
-    monkeypatch.setattr(cores, "available", lambda: 4)
-    monkeypatch.setattr(cores, "_given", lambda: 4)
+    monkeypatch.setattr(threads, "available", lambda: 4)
+    monkeypatch.setattr(threads, "_given", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv(cores.BY_RULE, raising=False)
+    monkeypatch.delenv(threads.BY_RULE, raising=False)
     return told
 
 
 @pytest.mark.parametrize(
-    ("gflop", "processes", "threads"),
+    ("gflop", "processes", "number"),
     [(0.0, 1, 1), (9.9, 1, 1), (10.0, 1, 2), (16.0, 1, 3), (1e3, 1, 4), (1e3, 2, 2), (1e3, 3, 1), (1e3, 8, 1)],
 )  # fmt: skip
-def test_a_small_model_computes_in_one_thread(four_cores, gflop, processes, threads):
-    said = cores.set_threads(0, gflop, cores.limit_threads(0, processes))
-    assert four_cores == [1, threads], "until there is a model it is one"
+def test_a_small_model_computes_in_one_thread(four_cores, gflop, processes, number):
+    said = threads.set_threads(0, gflop, threads.limit_threads(0, processes))
+    assert four_cores == [1, number], "until there is a model it is one"
     assert re.search(r"takes ([\d.,]+) GFLOP", said)[1] == {1e3: "1,000", 0.0: "0"}.get(gflop, f"{gflop:g}")
+
+
+def test_the_limit_is_torchs_own_number_in_a_new_process(launch):
+    script = "import torch; own = torch.get_num_threads(); from engine import threads; "
+    script += "assert threads.limit_threads(0, 1) == min(own, threads.available()) and torch.get_num_threads() == 1"
+    succeed(launch.python("-c", script))
 
 
 def test_who_asks_for_a_number_of_threads_gets_it(four_cores, monkeypatch):
     """By the key before the variable; a variable that the launcher has set says how many there may be."""
-    assert cores.set_threads(3, 0.0, cores.limit_threads(3, 8)) == "as threads says"
+    assert threads.set_threads(3, 0.0, threads.limit_threads(3, 8)) == "as threads says"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert cores.set_threads(0, 0.0, cores.limit_threads(0, 8)) == "as OMP_NUM_THREADS says"
+    assert threads.set_threads(0, 0.0, threads.limit_threads(0, 8)) == "as OMP_NUM_THREADS says"
     assert four_cores == [3, 4]
     four_cores.clear()
-    monkeypatch.setenv(cores.BY_RULE, "by_rule")
-    cores.set_threads(0, 0.0, cores.limit_threads(0, 1))
+    monkeypatch.setenv(threads.BY_RULE, "by_rule")
+    threads.set_threads(0, 0.0, threads.limit_threads(0, 1))
     assert four_cores == [1, 1]
 
 
 def test_new_processes_are_told_how_many_threads_there_may_be(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert cores.threads_at_most(2) == {}, "somebody has asked"
+    assert threads.threads_at_most(2) == {}, "somebody has asked"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert cores.threads_at_most(2) == {"OMP_NUM_THREADS": "2", cores.BY_RULE: "by_rule"}
+    assert threads.threads_at_most(2) == {"OMP_NUM_THREADS": "2", threads.BY_RULE: "by_rule"}
 
 
 @pytest.mark.slow
 def test_the_plan_says_how_many_threads_and_why(launch, tmp_path):
     """They are counted from the work of a forward pass, the same for a resumed run; evaluations keep to one."""
     from_task = ["har", "dataset.stride=512", "batch_size=64", f"save_dir={tmp_path / 'run'}", "schedule.horizon=2"]
-    env = {"OMP_NUM_THREADS": "2", cores.BY_RULE: "by_rule"}
+    env = {"OMP_NUM_THREADS": "2", threads.BY_RULE: "by_rule"}
     small = succeed(launch.python("train.py", *from_task, "steps=1", **env)).out
     assert re.search(r"device +cpu, 1 thread per process \(of \d; a forward pass takes 0\.38 GFLOP", small), small
     again = succeed(launch.python("train.py", *from_task, "steps=2", **env)).out
@@ -235,7 +242,7 @@ def test_a_busy_machine_is_said_once(tasks_of, monkeypatch):
 )
 def test_what_a_busy_machine_is(monkeypatch, share, load, busy):
     """The process's own clocks count; the load only where the system tells nothing of them."""
-    monkeypatch.setattr(cores, "available", lambda: 4)
+    monkeypatch.setattr(threads, "available", lambda: 4)
     monkeypatch.setattr(cores.os, "getloadavg", lambda: (load, load, load))
     assert bool(cores.contention_warning(share)) is busy
 
@@ -243,7 +250,7 @@ def test_what_a_busy_machine_is(monkeypatch, share, load, busy):
 TELLS = """
 import sys
 import train
-from engine.speed import cores
+from plugins.performance import cores
 cores.LOOK_EVERY_S, cores.CpuContention.share = 0.0, lambda self: 0.5
 sys.exit(train.main(sys.argv[1:]))
 """

@@ -12,11 +12,11 @@ from runs import records
 from torch import nn
 
 import tasks
-from engine import preflight
 from engine.comm import digests
 from engine.comm.digests import as_text, digest, sum_of_bits
 from engine.comm.world import World
 from engine.errors import LockstepError
+from plugins import preflight
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def ranks(mine, theirs):
 
     def compare(model, everyone):
         world = SimpleNamespace(size=2, device=torch.device("cuda"))
-        world.decide = lambda value, choose: choose(iter(everyone(value)))
-        world.differing = lambda value: len({*map(repr, everyone(value))}) > 1
-        world.unlike = partial(World.unlike, world)
+        world.reduce_on_rank0 = lambda value, choose: choose(iter(everyone(value)))
+        world.differs_across_ranks = lambda value: len({*map(repr, everyone(value))}) > 1
+        world.first_difference = partial(World.first_difference, world)
         record = SimpleNamespace(fresh=None)
         workers = SimpleNamespace(buffers=lambda of_norms: {}, digest=lambda: digest(model.parameters()))
         run = SimpleNamespace(
@@ -148,9 +148,9 @@ def test_what_only_one_rank_has_is_named():
     one, both = {"parameter a": "1"}, {"parameter a": "1", "parameter b": "2"}
 
     def said(*everyone):
-        world = SimpleNamespace(differing=lambda value: len({*map(repr, everyone)}) > 1)
-        world.decide = lambda value, choose: choose(iter(everyone))
-        world.unlike = partial(World.unlike, world)
+        world = SimpleNamespace(differs_across_ranks=lambda value: len({*map(repr, everyone)}) > 1)
+        world.reduce_on_rank0 = lambda value, choose: choose(iter(everyone))
+        world.first_difference = partial(World.first_difference, world)
         preflight._compare(world, everyone[0], "make them alike")
 
     with pytest.raises(LockstepError, match=r"^rank 1 differs from rank 0 in parameter b: 2 instead of absent \("):

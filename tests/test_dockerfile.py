@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from engine.files import status
+from engine import errors
 
 SHORT = ["--mode", "flatten", "device=cpu", "steps=400", "log_every=1"]
 
@@ -103,7 +103,7 @@ def test_the_image_is_built_and_a_container_is_stopped_with_a_checkpoint(launch,
     (agent,) = [pid for pid in launch.left_behind() if b"survive/agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert os.stat(f"/proc/{agent}").st_uid == 1000
     os.kill(agent, signal.SIGTERM)  # as `docker stop` does
-    assert run.wait().code == status.STOPPED
+    assert run.wait().code == errors.STOPPED
     now = json.loads((runs / "har" / "status.json").read_text())
     assert now["state"] == "stopped" and (runs / "har" / f"step_{now['step']}.pt").exists()
     assert os.stat(runs / "har" / f"step_{now['step']}.pt").st_uid == 1000

@@ -16,11 +16,10 @@ from conftest import FAULTY, TOY, launching, succeed
 
 import tasks
 import train
-from engine import config, launch
+from engine import config, launch, threads
 from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.preflight import strategies
-from engine.speed import cores
+from plugins.parallel import strategies
 from tools import doctor, machine, nvidia
 from tools.doctor import Speed
 
@@ -299,15 +298,15 @@ def start(monkeypatch, processes):
 def test_cores_are_counted_against_threads_and_workers(monkeypatch, count, workers, line):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     start(monkeypatch, 2)
-    assert told(doctor.threads(config.Config(num_workers=workers), world(), count), line)
+    assert told(doctor.check_threads(config.Config(num_workers=workers), world(), count), line)
 
 
 def test_a_containers_share_of_the_cores_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(cores, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(threads, "CPU_QUOTA", tmp_path / "cpu.max")
     all_of_them = len(os.sched_getaffinity(0))
     for text, count in (("max 100000\n", all_of_them), ("100000 100000\n", 1), ("50000 100000\n", 1)):
         (tmp_path / "cpu.max").write_text(text)
-        assert cores.available() == count
+        assert threads.available() == count
 
 
 def test_what_ranks_and_machines_have_different_is_said():

@@ -15,15 +15,16 @@ from runs import records, same_bits, weights
 
 import tasks
 from engine import config
-from engine.comm import network, scratch
 from engine.comm.digests import code
-from engine.comm.sealed import meeting
+from engine.comm.session import session
 from engine.contract import LockstepError
 from engine.errors import headline
-from engine.launch import Environment, _of_this_attempt, environment, explained, pick_backend, pick_device, rendezvous
+from engine.launch import Environment, environment, explained, pick_backend, pick_device, rendezvous
 from engine.plan import data_parallel_devices
 from engine.precision import Autocast, choose
-from engine.survive import blame, command
+from plugins.resilience import command, failure_report, scratch
+from plugins.security import listen
+from plugins.security.handshake import _of_this_attempt
 
 SPY = """
 import torch
@@ -257,21 +258,21 @@ def no_nccl(monkeypatch, tmp_path):
     theirs = {name for name in os.environ if "NCCL_" in name} | {"GLOO_SOCKET_IFNAME", "MASTER_ADDR"}
     mine = {name: value for name, value in os.environ.items() if name not in theirs}
     monkeypatch.setattr(os, "environ", mine | {"HOME": str(tmp_path)})
-    monkeypatch.setattr(network, "INFINIBAND", tmp_path / "infiniband")
+    monkeypatch.setattr(listen, "INFINIBAND", tmp_path / "infiniband")
     return tmp_path
 
 
 @pytest.mark.parametrize("known", ["", "file", "home", "infiniband"])
 def test_nccl_is_given_the_interface_unless_it_finds_its_own(no_nccl, monkeypatch, known):
     """That one alone: without the = it would take eth10 for eth1."""
-    monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.2", "eth1"))
+    monkeypatch.setattr(listen, "way_to", lambda host: ("10.0.0.2", "eth1"))
     if known == "infiniband":
-        (network.INFINIBAND / "mlx5_0").mkdir(parents=True)
+        (listen.INFINIBAND / "mlx5_0").mkdir(parents=True)
     elif known:
         file = no_nccl / {"file": "nccl.conf", "home": ".nccl.conf"}[known]
         file.write_text("# of the cluster\nNCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ib0\n")
         os.environ |= {"NCCL_CONF_FILE": str(file)} if known == "file" else {}
-    assert network.choose_network(["10.0.0.1", "10.0.0.2"]) == "eth1 (10.0.0.2)"
+    assert listen.choose_network(["10.0.0.1", "10.0.0.2"]) == "eth1 (10.0.0.2)"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1" and os.environ.get("NCCL_SOCKET_IFNAME") == (
         None if known else "=eth1"
     )
@@ -279,11 +280,11 @@ def test_nccl_is_given_the_interface_unless_it_finds_its_own(no_nccl, monkeypatc
 
 def test_gloo_is_given_the_interface_though_that_of_nccl_is_set(no_nccl, monkeypatch):
     """On GPUs both are used, and gloo would take that of the machine's own name."""
-    monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.2", "eth1"))
+    monkeypatch.setattr(listen, "way_to", lambda host: ("10.0.0.2", "eth1"))
     os.environ |= {"NCCL_SOCKET_IFNAME": "ib0", "MASTER_ADDR": "10.0.0.1"}
-    assert network.choose_network([]) == "eth1 (10.0.0.2)"
+    assert listen.choose_network([]) == "eth1 (10.0.0.2)"
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
-    assert network.choose_network([]) == "", "the user's own"
+    assert listen.choose_network([]) == "", "the user's own"
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,7 @@ def test_who_cannot_join_is_named(monkeypatch, amiss):
     """By rank 0, which alone reads what all have sent."""
     secrets, backends, said, alike = JOINS[amiss]
     monkeypatch.setenv("MASTER_ADDR", "one"), monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr(meeting, "near", [])
+    monkeypatch.setattr(session, "near", [])
     store, patience = dist.HashStore(), timedelta(seconds=0.1 if amiss == "a rank" else 9)
 
     def join(rank):
@@ -335,7 +336,7 @@ def test_who_cannot_join_is_named(monkeypatch, amiss):
     with ThreadPoolExecutor(len(secrets)) as ranks:
         found = [*ranks.map(join, range(len(secrets)))]
     if amiss == "nothing":
-        assert found[0] == found[1] and meeting.near == [0, 1]
+        assert found[0] == found[1] and session.near == [0, 1]
         return
     for error, words in zip(found, said, strict=True):
         assert str(error).startswith(words) and error.exit_code == 6
@@ -349,7 +350,7 @@ def test_objects_go_over_gloo_beside_another_backend_for_gpus(launch):
 
 def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
     """Nothing of it ends this process before the watchdog would; what the user has set stays."""
-    monkeypatch.setattr(meeting, "notes", None), monkeypatch.setattr(meeting, "lasting", None)
+    monkeypatch.setattr(session, "notes", None), monkeypatch.setattr(session, "lasting", None)
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     cfg = config.parse([TOY, "ddp.timeout_s=1800"], tasks.load).cfg
     rendezvous(Environment(), cfg, "gloo")
@@ -391,7 +392,7 @@ def test_an_error_of_nccl_keeps_its_reason(text):
             explained(Environment(1, 1, 2, launched=True)),
         ):
             raise error
-        assert "version 2.27.5: socketPollConnect: " in str(blame.translate(error, None))
+        assert "version 2.27.5: socketPollConnect: " in str(failure_report.to_user_error(error, None))
     assert headline(RuntimeError("\none\ntwo")) == "one" and headline(RuntimeError("Last error:")) == "Last error:"
 
 
@@ -484,7 +485,7 @@ def test_what_is_not_used_is_not_loaded(launch, tmp_path):
         "print('loaded', *sorted(unused & set(sys.modules))); "
         "sys.exit(code)"
     )
-    words = [TOY, "optim.ema_decay=0.9", "optim.zero=true", f"save_dir={tmp_path / 'run'}"]  # of one process
+    words = [TOY, "optim.ema_decay=0.9", f"save_dir={tmp_path / 'run'}"]
     done = succeed(launch.python("-c", script, *words, "steps=3"))
     assert done.out.splitlines()[-1] == "loaded"
     done = succeed(launch.python("-c", script, *words, "steps=6", "deterministic=true"))  # from a checkpoint

@@ -14,7 +14,7 @@ from conftest import ROOT, launching, succeed
 
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
-from engine.metrics import Gathered
+from engine.gathered import Gathered
 from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
 from tools.evaluate import _matrix, of_run

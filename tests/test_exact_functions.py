@@ -13,10 +13,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from engine.comm.exact import sqrt_correctly_rounded
-from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.optim.fused import AdamW
+from plugins.parallel import exact
+from plugins.parallel.exact import sqrt_correctly_rounded
+from plugins.parallel.virtual import WorkerReducer
 
 SETTINGS = {
     "as it is": {},
@@ -40,9 +41,10 @@ def test_each_function_keeps_its_promise(setting):
 
 
 def test_the_page_has_a_line_for_each_row():
-    section = (ROOT / "docs/same-bits.md").read_text().split("## Every function in the bits\n")[1].split("\n## ")[0]
+    page = (ROOT / "docs/same-bits.md").read_text()
+    section = page.split("## Functions between gradients and checkpoint\n")[1].split("\n## ")[0]
     shown = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", section, re.MULTILINE))
-    words = {"rounded": "rounded correctly", "place": "wherever it is cut", "memory": "wherever it lies"}
+    words = {"rounded": "rounded correctly", "place": "any slice", "memory": "any address"}
     for name, row in exact_functions.ROWS.items():
         assert [promise for promise, text in words.items() if text in shown[name]] == [*row.promises], name
 
@@ -82,7 +84,7 @@ def test_adamw_rounds_each_operation_once(kind):
     weights, *grads = (np.exp(draw.normal(size=70_001) * 4).astype(kind) for _ in range(3))
     p = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = AdamW([p], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True)
-    optimizer.exact = True
+    exact.use_exact_kernels(optimizer)
     first, second = np.zeros_like(weights), np.zeros_like(weights)
     for step, grad in enumerate(grads, 1):
         p.grad = torch.from_numpy(grad.copy())
@@ -97,7 +99,7 @@ def test_adamw_rounds_each_operation_once(kind):
 
 def test_the_root_of_a_norm_is_rounded_correctly():
     world = World(0, 0, 1, torch.device("cpu"))
-    workers = VirtualWorkers(2, world, torch.nn.Linear(2, 1))
+    workers = WorkerReducer(2, world, torch.nn.Linear(2, 1))
     draw = torch.Generator().manual_seed(0)
     pairs = torch.randn(2_000, 2, 1, generator=draw, dtype=torch.float64)
     norms = [workers.grad_norm([pair]).item() for pair in pairs]
@@ -115,7 +117,7 @@ def test_the_correction_of_a_moment_is_rounded_correctly(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_div_", lambda a, b: (divisors.append(b), divide(a, b))[1])
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = AdamW([p], lr=1e-3, fused=True)
-    optimizer.exact = True
+    exact.use_exact_kernels(optimizer)
     for step in (1, *STEPS):
         p.grad = torch.ones(3)
         if step > 1:

@@ -15,7 +15,7 @@ from engine import config
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
 
 EXAMPLES = {
-    "own_optimizer": (["steps=60", "optim.zero=true", "batch_size=16"], 1.6),
+    "own_optimizer": (["steps=60", "batch_size=16"], 1.6),
     "own_lora": (["steps=30", "batch_size=8", "optim.ema_decay=0.5"], 3.5),
 }
 """Words, and the loss that is reached."""

@@ -16,11 +16,13 @@ from test_the_idea import TERMS
 
 import tasks
 from engine import config, plan
-from engine.comm import fsdp
-from engine.comm.virtual import Dealt
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.optim import ema, fused
+from plugins.parallel import exact as exact_kernels
+from plugins.parallel import fsdp
+from plugins.parallel.exact import use_exact_kernels
+from plugins.parallel.virtual import Dealt
 
 SHARDED, FORWARDS, UNUSED = (
     str(ROOT / "tests" / place) for place in ("tasks/sharded.py", "ranks/forwards.py", "ranks/unused.py")
@@ -201,7 +203,7 @@ REFUSED = {
     "optim.name=adafactor": "Adafactor cannot take a step on rows of weights",
     "ddp.gather_dtype=bf16": "ddp.gather_dtype=bf16 without autocast (ddp.strategy=fsdp): add amp=bf16",
     "ddp.strategy=hsdp ddp.shards=3": "2 processes are no groups of 3 (ddp.shards) (ddp.strategy=hsdp)",
-    "optim.zero=true": "optim.zero=true with ddp.strategy=fsdp (optim.zero): drop it: ",
+    "optim.zero=true": "optim.zero=true is no longer there (optim.zero): use ddp.strategy=fsdp, which shards moments, ",
 }
 
 
@@ -275,7 +277,7 @@ def test_a_record_and_weights_that_no_checkpoint_holds(launch, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "key"), [
-    (["optim.zero=true"], "optim.zero"), (["cuda_graph=true"], "cuda_graph"), (["compile=default"], "compile"),
+    (["cuda_graph=true"], "cuda_graph"), (["compile=default"], "compile"),
     (["memory_format=channels_last"], "memory_format"), (["ddp.comm_hook=fp16"], "ddp.comm_hook"),
     (["ddp.sync_bn=true"], "ddp.sync_bn"), (["ddp.static_graph=true"], "ddp.static_graph"),
     (["ddp.strategy=hsdp", "virtual_workers=4"], "virtual_workers"),
@@ -331,7 +333,8 @@ def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(monkeypatch, op
     def stepped(lengths, exact):
         parameters = [torch.nn.Parameter(part.clone()) for part in begin.split(lengths)]
         own = optimizer(parameters)
-        own.exact = exact
+        if exact:
+            use_exact_kernels(own)
         for number, grad in enumerate(grads):
             for p, part in zip(parameters, grad.split(lengths), strict=True):
                 p.grad = part.clone()
@@ -343,7 +346,7 @@ def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(monkeypatch, op
     for lengths in ([7, 94], [12, 36, 53], [1] * 101):
         assert torch.equal(stepped(lengths, True), whole)
     torch.testing.assert_close(stepped([101], False), whole, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(fused, "CACHED", 30)
+    monkeypatch.setattr(exact_kernels, "CACHED", 30)
     for lengths in ([101], [12, 36, 53], [1] * 101):
         assert torch.equal(stepped(lengths, True), whole)
 

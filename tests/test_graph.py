@@ -11,7 +11,7 @@ from conftest import ROOT, TOY, succeed
 
 from engine.config import Optim
 from engine.optim import make_optimizer
-from engine.speed import compiler, graph
+from plugins.performance import compiler, cuda_graph
 
 GRAPHED, TERMS, FORMS = (str(ROOT / f"tests/tasks/{name}.py") for name in ("graphed", "terms", "forms"))
 ODD = [GRAPHED, "dataset.samples=57", "epochs=6"]
@@ -204,7 +204,7 @@ def test_each_obstacle_has_its_words():
             optimizer=make_optimizer(model, Optim()), cfg=SimpleNamespace(exclude=[]),
         )  # fmt: skip
         vars(run).update(other)
-        return graph.unsupported_reason(run)
+        return cuda_graph.unsupported_reason(run)
 
     assert about() == ""
     assert about(cfg=SimpleNamespace(exclude=["7"])) == "exclude makes steps of several sizes"

@@ -203,12 +203,11 @@ def test_a_file_that_would_take_more_memory_than_it_is_long_is_not_unpacked(tmp_
 
 
 def test_a_run_starts_from_another_with_a_new_head(launch, tmp_path):
-    """On two processes, with frozen weights, an average and shares of the optimizer; once started it needs the file no
-    more."""
+    """On two processes, with frozen weights, an average and shards of all; once started it needs the file no more."""
     first = {"layers.0.weight": torch.randn(16, 8), "layers.0.bias": torch.randn(16)}
     torch.save(first | {"layers.3.weight": torch.ones(9, 16)}, tmp_path / "it.pt")
-    words = [TOY, "optim.freeze=layers.0", "optim.ema_decay=0.5", "optim.zero=true", "schedule.horizon=4"]
-    words += ["global_batch=12", f"save_dir={tmp_path / 'run'}"]
+    words = [TOY, "optim.freeze=layers.0", "optim.ema_decay=0.5", "schedule.horizon=4"]
+    words += ["ddp.strategy=fsdp", "global_batch=12", f"save_dir={tmp_path / 'run'}"]
     done = succeed(launch.train(*words, f"init_from={tmp_path / 'it.pt'}", "steps=2", processes=2))
     told = r"Weights from .*it.pt: 2 of 3 loaded\n  skipped  layers.3.weight \(9, 16\), here \(4, 16\)\n"
     assert re.search(told, done.out)

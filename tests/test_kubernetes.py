@@ -20,7 +20,7 @@ import yaml
 from conftest import ROOT, free_port, launching, succeed, wait_until
 from hosts import two_hosts
 
-from engine.files import status
+from engine import errors
 
 FILES = {
     name: list(yaml.safe_load_all((ROOT / "kubernetes" / name).read_text())) for name in ("job.yaml", "trainjob.yaml")
@@ -153,9 +153,9 @@ def test_the_parts_of_a_manifest_fit_each_other(name):
     job, pod, container = pod_of(name)
     rules = {rule["action"]: rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
     assert {rule["containerName"] for rule in rules.values()} == {container["name"]}
-    assert rules["Ignore"]["values"] == [status.STOPPED, 143], "a stopped run resumes"
-    again = {status.DISTRIBUTED}
-    assert {*rules["FailJob"]["values"]} == {1, status.USAGE, status.CHECKPOINT, status.DIVERGED, status.DATA} - again
+    assert rules["Ignore"]["values"] == [errors.STOPPED, 143], "a stopped run resumes"
+    again = {errors.DISTRIBUTED}
+    assert {*rules["FailJob"]["values"]} == {1, errors.USAGE, errors.CHECKPOINT, errors.DIVERGED, errors.DATA} - again
     assert pod["restartPolicy"] == "Never", "else a podFailurePolicy is refused"
     volumes, claim = {volume["name"]: volume for volume in pod["volumes"]}, of_kind(name, "PersistentVolumeClaim")
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
@@ -219,7 +219,7 @@ def stopped_and_started_again(start, stop, straight):
     pods[0].wait_for("step 10/")
     stop(pods)
     done = [pod.wait(20) for pod in pods]  # torchrun's would wait for each other for 300 s
-    assert [each.code for each in done] == [status.STOPPED] * 2, [each.err for each in done]
+    assert [each.code for each in done] == [errors.STOPPED] * 2, [each.err for each in done]
     (at,) = re.findall(r"Stopped after step (\d+) of 180: SIGTERM", done[0].out + done[1].out)
     assert 10 <= int(at) < 180
     done = [succeed(pod.wait()) for pod in (start(0), start(1))]

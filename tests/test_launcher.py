@@ -103,10 +103,8 @@ class Home:
         }
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
-        agent = "survive/agent survive/terminal comm/network comm/scratch comm/sealed errors private"
-        for path in (Path("engine", f"{name}.py") for name in agent.split()):
-            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(LAUNCHER.parent / path, self.folder / path)
+        for package in ("engine", "plugins"):
+            (self.folder / package).symlink_to(LAUNCHER.parent / package)
 
     def train(self, source: str) -> None:
         (self.folder / "train.py").write_text(source)
@@ -452,7 +450,7 @@ def test_what_is_started(home: Home, line: str, expected: str, warning: str) -> 
     (processes,) = (int(word.partition("=")[2]) for word in words if word.startswith("--nproc_per_node="))
     assert f"{by_rule} " == BY_RULE, "nobody has asked for this number of threads"
     assert threads == f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // processes)}"
-    assert (python, agent) == (sys.executable, str(home.folder / "engine" / "survive" / "agent.py"))
+    assert (python, agent) == (sys.executable, str(home.folder / "plugins" / "resilience" / "agent.py"))
     words.remove("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2")
     assert [word.removeprefix(f"{home.folder}/") for word in words] == shlex.split(expected)
     lines = done.stderr.splitlines()

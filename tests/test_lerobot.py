@@ -1105,7 +1105,7 @@ def test_frames_are_dropped(tmp_path):
 def test_the_recording_of_the_guide(tmp_path, monkeypatch, capsys):
     """Stopped by Ctrl-C, started again; what it prints then is in the guide, too."""
     page = (ROOT / "docs" / "robots.md").read_text()
-    program = re.search(r"## Record\n\n```python\n(.*?)```", page, re.S)[1]
+    program = re.search(r"## Record a dataset\n\n```python\n(.*?)```", page, re.S)[1]
     program = program.replace("< 50", "< 3").replace("range(300)", "range(4)")
     monkeypatch.chdir(tmp_path)
 

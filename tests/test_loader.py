@@ -35,10 +35,10 @@ from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.ahead import ahead, fetching
 from engine.data.batches import tensors
-from engine.data.cache import CachedDataset
 from engine.data.processes import _begin_worker
 from engine.launch import processes_sharing
 from engine.phases import phase
+from plugins.performance.cached_data import InMemoryDataset
 
 
 def world(rank=0, size=1):
@@ -504,7 +504,7 @@ class Crossings(TorchFunctionMode):
 def test_held_data_are_indexed_where_they_lie(monkeypatch):
     """Within an epoch nothing goes from the host to the device, which has no memory here: it stands in for a GPU."""
     monkeypatch.setitem(data_loader.AT_ONCE, "meta", 3 * 2 * (11 * 4 + 8))
-    monkeypatch.delattr(CachedDataset, "__getitems__")  # which takes a list
+    monkeypatch.delattr(InMemoryDataset, "__getitems__")  # which takes a list
     monkeypatch.setattr(TrainLoader, "check_prepare", lambda self, _: setattr(self, "together", True))
     there = World(0, 0, 1, torch.device("meta"))
     cfg = config.Config(batch_size=2, cache="device", eval_batch_size=8)
@@ -572,9 +572,9 @@ def test_data_held_by_every_process_of_a_machine_must_fit_as_often(monkeypatch, 
     cfg = config.Config(batch_size=3, cache="host")
     data = Rows()
     needed = 2 * sum(data[0][name].nbytes for name in data[0]) * len(data)
-    monkeypatch.setattr("engine.data.cache._free_bytes", lambda device: 4 * needed)
+    monkeypatch.setattr("plugins.performance.cached_data._free_bytes", lambda device: 4 * needed)
     create_data_loaders(cfg, world(size=4), make_plan(10, 4), data, Rows())
-    monkeypatch.setattr("engine.data.cache._free_bytes", lambda device: 4 * needed - 1)
+    monkeypatch.setattr("plugins.performance.cached_data._free_bytes", lambda device: 4 * needed - 1)
     with pytest.raises(LockstepError, match="in each of 4 process"):
         create_data_loaders(cfg, world(size=4), make_plan(10, 4), data, Rows())
     monkeypatch.delenv("RANK"), monkeypatch.delenv("WORLD_SIZE")

@@ -27,9 +27,10 @@ from engine import config, errors
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.files import run_folder
-from engine.metrics import Straggler
-from engine.report import log, wandb
+from engine.report import log
 from engine.run import Progress, Record
+from plugins.reporting import wandb
+from plugins.resilience.stragglers import Straggler
 from tools.evaluate import of_run
 
 
@@ -342,7 +343,7 @@ def test_what_wandb_is_told_of_a_run(monkeypatch, tmp_path, earlier, asked, went
 
 
 def test_wandb_missing_is_an_error_before_training(launch, tmp_path):
-    script = "import sys, train; from engine.report import wandb; wandb.find_spec = lambda name: None; "
+    script = "import sys, train; from plugins.reporting import wandb; wandb.find_spec = lambda name: None; "
     script += "sys.exit(train.main(sys.argv[1:]))"
     done = launch.python("-c", script, TOY, "wandb.enable=true", f"save_dir={tmp_path / 'run'}")
     todo = "error: the package wandb is not installed (wandb.enable): pip install wandb"
@@ -418,7 +419,7 @@ def test_a_store_that_cannot_be_reached_ends_the_run_before_its_first_step(launc
 
 
 def test_mlflow_missing_is_an_error_before_training(launch, tmp_path):
-    script = "import sys, train; from engine.report import mlflow; mlflow.find_spec = lambda name: None; "
+    script = "import sys, train; from plugins.reporting import mlflow; mlflow.find_spec = lambda name: None; "
     script += "sys.exit(train.main(sys.argv[1:]))"
     done = launch.python("-c", script, TOY, "mlflow.enable=true", f"save_dir={tmp_path / 'run'}")
     assert done.code == 2 and "the package mlflow is not installed (mlflow.enable): pip install" in done.errors[0]

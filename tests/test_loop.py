@@ -19,18 +19,20 @@ import tasks
 import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.buffers import Buffers
-from engine.comm.plain import Plain
-from engine.comm.virtual import VirtualWorkers
+from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss
 from engine.data import batches
+from engine.environment import environment_of
 from engine.evaluation import evaluate_split, training_metrics
-from engine.files import status
-from engine.metrics import Straggler, Stragglers, means
+from engine.meter import means
 from engine.plan import make_plan
-from engine.report import describe
-from engine.run import Run, Silent, environment_of
-from engine.survive import door as survive
+from engine.run import NullLog, Run
+from plugins import resilience as survive
+from plugins.parallel.virtual import WorkerReducer
+from plugins.reporting import plan_text
+from plugins.resilience import status
+from plugins.resilience.stragglers import Straggler, Stragglers
 from tasks._classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
@@ -47,14 +49,14 @@ def steps(monkeypatch):
         words = [task, "amp=off", "allocator=system", "dataset.samples=72", *own, *words]
         run = train.build(config.parse(words, tasks.load), world)
         if state:
-            checkpoint.restore(run, checkpoint.opened(state, Path("state.pt")))
+            checkpoint.restore(run, checkpoint.parse_state(state, Path("state.pt")))
         return run, epoch_of(run)
 
     yield begin
     launch.leave()
 
 
-class Skips(Silent):
+class Skips(NullLog):
     """A log that keeps what it was told of skipped steps."""
 
     def __init__(self):
@@ -128,7 +130,7 @@ def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_
     watch = Stragglers(run.world, 1)
     assert watch.find({"forward": 1.0, "data loading": 0.5}) is None and watch.times.tolist() == [[0.5, 1.0], [0, 0]]
     run.stop.request("SIGTERM")
-    monkeypatch.setattr(World, "decide", lambda self, value, choose: choose(iter(["", value])))
+    monkeypatch.setattr(World, "reduce_on_rank0", lambda self, value, choose: choose(iter(["", value])))
     assert evaluate_split(run, [None]) is None and sent == ["cpu"] and run.stopped == "SIGTERM"
 
 
@@ -146,7 +148,7 @@ def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, st
 
     def found(rank):
         world = World(rank, 0, 3, torch.device("cpu"))
-        workers_of = VirtualWorkers(workers, world, run.model) if workers else Plain(world, run.model, "same")
+        workers_of = WorkerReducer(workers, world, run.model) if workers else LocalReducer(world, run.model, "same")
         return Stragglers(world, len(workers_of.block)).find({"forward": computed[rank]})
 
     monkeypatch.setattr(World, "sum", lambda self, times: (rows.append(times.clone()), times.zero_()))
@@ -209,7 +211,7 @@ def trained(monkeypatch, run, at_step, **log):
     """Train without a save; `at_step` is called with the sums of each step, `log` are the methods of a log."""
     end_step = Run.end_step
     monkeypatch.setattr(Run, "end_step", lambda run, *totals: (at_step(run, totals[0]), end_step(run, *totals))[1])
-    run.record.log = type("Log", (Silent,), log)()
+    run.record.log = type("Log", (NullLog,), log)()
     run.record.checkpoints = SimpleNamespace(due_at=math.inf, epoch_due_at=math.inf, write=lambda *state: None)
     train.train(run)
 
@@ -447,7 +449,7 @@ PLANS = [
 @pytest.mark.parametrize(("words", "row", "warning"), PLANS)
 def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys, words, row, warning):
     errors.set_up(main=True)
-    describe.training(steps(*words.split())[0], strict=False)
+    plan_text.training(steps(*words.split())[0], strict=False)
     out = " ".join(capsys.readouterr().out.split())
     assert row in out and f"warning: {warning}" * bool(warning) in out and ("warning: " in out) is bool(warning)
 
@@ -501,7 +503,7 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     written = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(map(torch.equal, tensors(captured), tensors(written))), "what was captured stays as it was"
     moved = state["model"]["first.weight"].clone()
-    checkpoint.load_evaluated(again.model, checkpoint.opened(state, Path("state.pt")))
+    checkpoint.load_evaluated(again.model, checkpoint.parse_state(state, Path("state.pt")))
     assert torch.equal(again.model.again.weight, state["ema"]["module.first.weight"])
     assert torch.equal(moved, state["model"]["first.weight"]), "what is loaded is a copy"
 
@@ -566,7 +568,7 @@ def test_only_a_run_that_promises_its_bits_notes_that_they_change(monkeypatch, s
     then = {"path": Path("state.pt"), "horizon": 7, "environment": {"torch": "1.0"}}
     run.record.resumed = run.record.resumed._replace(**then)
     monkeypatch.setattr(errors.console, "info", said.append)
-    describe.resumed(run)
+    plan_text.resumed(run)
     notes = [line for line in said if line.startswith("  note: ")]
     assert "the schedule now spans" in notes[0] and "instead of 7" in notes[0]
     assert [f"torch 1.0 -> {torch.__version__}" in note for note in notes[1:]] == [True] * len(words)
@@ -580,7 +582,7 @@ def test_a_checkpoint_of_before_the_exact_square_root_is_resumed_with_one_note(m
     def resumed(state):
         run, outcomes = steps(*words, state=state)
         said.clear()
-        describe.resumed(run)
+        plan_text.resumed(run)
         next(outcomes)
         return checkpoint.capture(run), [line for line in said if "note" in line]
 

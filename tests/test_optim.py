@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from engine import config, optim, plan
-from engine.comm.plain import Plain
+from engine import config, kernels, optim, plan
+from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.config import Optim, Schedule
 from engine.optim import make
-from engine.speed import memory
 
 
 def small():
@@ -23,7 +22,7 @@ def small():
 
 
 def plain(model):
-    return Plain(World(0, 0, 1, torch.device("cpu")), model, "same")
+    return LocalReducer(World(0, 0, 1, torch.device("cpu")), model, "same")
 
 
 def take(model, divisor, grad_clip=0.0, scaler=None):
@@ -191,7 +190,7 @@ def test_moments_take_the_layout_of_their_weights():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 2))
         if last:
-            memory.set_memory_format(net, "channels_last")
+            kernels.apply_memory_format(net, "channels_last")
         return net, optim.make_optimizer(net, Optim())
 
     def train(net, optimizer, steps):

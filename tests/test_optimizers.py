@@ -12,7 +12,7 @@ from torch import nn
 import tasks
 from engine import checkpoint, config, optim
 from engine.comm import digests
-from engine.comm.plain import Plain
+from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
@@ -46,7 +46,7 @@ def fill(model, seed, scale=1.0):
 def take(optimizer, divisor=1.0, clip=0.0, lr=0.1, scaler=None):
     dtype = optimizer.param_groups[0]["params"][0].dtype
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    workers = Plain(World(0, 0, 1, torch.device("cpu")), torch.nn.Linear(1, 1), "same")
+    workers = LocalReducer(World(0, 0, 1, torch.device("cpu")), torch.nn.Linear(1, 1), "same")
     return optim.step(optimizer, scaler, workers, lr, torch.tensor(divisor, dtype=dtype), clip)
 
 
@@ -234,12 +234,12 @@ HARD = ["fault.kind=nan sample", "optim.ema_decay=0.9", "optim.grad_clip=0.5", "
 HARD += ["schedule.kind=wsd", "schedule.horizon=8", "schedule.warmup_steps=2", "virtual_workers=4", "global_batch=13"]
 
 RUNS = {
-    "sgd": ["optim.name=sgd", "optim.lr_scale=layers.0:0.5", "amp=fp16", "optim.zero=true"],
-    "muon": ["optim.name=muon", "batch_size=2", "optim.zero=true", "amp=off"],
-    "adafactor": ["optim.name=adafactor", "amp=fp16", "optim.freeze=layers.3.bias", "optim.zero=true"],
-    "own sgd": ["own.optimizer=sgd", "amp=off", "batch_size=1", "optim.zero=true", "optim.freeze=layers.3.bias"],
-    "own chained": ["own.optimizer=chained", "amp=fp16", "optim.zero=true"],
-    "own lion": ["own.optimizer=lion", "amp=off", "optim.zero=true"],
+    "sgd": ["optim.name=sgd", "optim.lr_scale=layers.0:0.5", "amp=fp16"],
+    "muon": ["optim.name=muon", "batch_size=2", "amp=off"],
+    "adafactor": ["optim.name=adafactor", "amp=fp16", "optim.freeze=layers.3.bias"],
+    "own sgd": ["own.optimizer=sgd", "amp=off", "batch_size=1", "optim.freeze=layers.3.bias"],
+    "own chained": ["own.optimizer=chained", "amp=fp16"],
+    "own lion": ["own.optimizer=lion", "amp=off"],
     "own lions": ["own.optimizer=lions", "amp=off"],
     "adapter": ["own.adapter=true", "amp=off"],
 }

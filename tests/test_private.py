@@ -26,7 +26,7 @@ def test_they_are_used_behind_one_fence():
         if not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
     fenced = {f"engine/{name}.py" for name in ("private", "optim/fused", "speed/memory", "comm/shm_backend")}
-    assert {path for path, name in used if name not in OF_OTHERS} == fenced | {"engine/speed/compiler.py"}
+    assert {path for path, name in used if name not in OF_OTHERS} == fenced | {"plugins/performance/compiler.py"}
 
 
 @pytest.fixture

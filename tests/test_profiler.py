@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import TOY, succeed
 
-from engine.report import profile as profiling
-from engine.report.profile import PerformanceProfiler, Spent, describe
+from plugins.reporting import profile as profiling
+from plugins.reporting.profile import PerformanceProfiler, Spent, describe
 
 WORDS = [TOY, "epochs=9", "dataset.samples=60", "log_every=2"]  # 45 steps
 
@@ -113,7 +113,7 @@ def test_a_run_that_is_too_short_says_so(launch, tmp_path):
 ON_A_GPU = """
 import json, time
 import torch
-from engine.report.profile import PerformanceProfiler
+from plugins.reporting.profile import PerformanceProfiler
 matrix = torch.ones(8192, 8192, device="cuda")
 matrix @ matrix  # the first product loads cuBLAS, on the host
 torch.cuda.synchronize()

@@ -1,5 +1,5 @@
-"""Every command in a fenced block of these pages runs: literally, with what makes it short behind it. A command that
-neither these tests nor those of test_guides.py run fails a test."""
+"""Every command in a fenced block of these pages, and in a table of the README, runs: literally, with what makes it
+short behind it. A command that neither these tests nor those of test_guides.py run fails a test."""
 
 import os
 import re
@@ -126,7 +126,17 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_labels_that_overlap_from_training_to_bouts",
     "python train.py har dataset.root=data/mice.npz dataset.length=32 dataset.stride=8":
         "test_tracks_with_labels_are_trained_on_and_predicted",
+    "python tools/prepare_windows.py walks.csv walks.npz": "test_a_layout_is_read_at_the_first_try",
     "python tools/prepare_windows.py walks.csv walks.npz --rate 25": "test_a_layout_is_read_at_the_first_try",
+    "python tools/prepare_windows.py PAMAP2_Dataset/Protocol pamap2.npz --like pamap2":
+        "test_a_layout_is_read_at_the_first_try",
+    "python tools/prepare_windows.py Gun_TRAIN.tsv gun.npz": "test_cases_are_refused_padded_or_cut",
+    "python train.py har dataset.root=FOLDER": "test_uci_folder",
+    "python train.py examples/own_task.py table.path=mine.csv table.target=price": "test_a_task_of_ones_own_learns",
+    "python train.py robot dataset.root=DIR": "test_resume_is_exact_in_the_middle_of_an_epoch",
+    "python train.py examples/own_text.py text.path=mine.txt":
+        "test_each_character_of_a_text_is_to_be_told_with_its_own_weight",
+    "python train.py path/to/mine.py": "test_the_task_of_the_readme_trains",
     "python train.py har dataset.root=walks.npz dataset.length=128 dataset.stride=64":
         "test_what_is_prepared_is_trained_on",
     "python tools/prepare_clips.py trials.csv data/mice --videos recordings --frames 17 --size 256":
@@ -149,14 +159,18 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
 
 
 def shown():
-    """{command: page} of all fenced blocks."""
+    """{command: page} of all fenced blocks, and of the tables of the README."""
     found = {}
     for page in PAGES:
-        for block in re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S):
-            for line in block.splitlines():
-                line = line.removeprefix("$ ")
-                if PROGRAMS.match(line):
-                    found.setdefault(re.sub(r"\s+#.*", "", line), page)
+        text = (ROOT / page).read_text()
+        blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+        lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+        if page == "README.md":
+            rows = re.findall(r"^\|.*\|$", text, re.M)
+            lines += [words for row in rows for words in re.findall(r"`([^`]+)`", row)]
+        for line in lines:
+            if PROGRAMS.match(line):
+                found.setdefault(re.sub(r"\s+#.*", "", line), page)
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, launching, succeed
 
-from engine.comm import fsdp
+from plugins.parallel import fsdp
 from tests.tasks import repeated
 
 RANKS, TASK = (str(ROOT / "tests" / place) for place in ("ranks/repeated.py", "tasks/repeated.py"))

@@ -16,9 +16,9 @@ import yaml
 from conftest import ROOT, TOY, succeed
 from runs import records
 
-from engine.files import status
+from engine import errors
+from tools import evaluate, running
 from tools import replay as tool
-from tools import running
 
 RUN = {"steps": 24, "log_every": 4, "save_every": 12, "eval_every": 12, "virtual_workers": 4, "global_batch": 8}
 RUN |= {"digest_every": 1, "keep_checkpoints": 9, "device": "cpu", "model.dropout": 0.2, "amp": "off"}
@@ -238,6 +238,21 @@ def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
     assert found["stretches"][0]["left_out"] == "progress/best, progress/evaluation_due, progress/stale"
 
 
+def test_a_run_that_had_optim_zero_is_scored_and_replayed(run, replay, capfd):
+    """Its config.yaml and its checkpoints have a key that is an error in a new run."""
+    file = run / "config.yaml"
+    text = file.read_text()
+    assert text.count("  zero: false\n") == 1
+    file.write_text(text.replace("  zero: false\n", "  zero: true\n"))
+    for step in (12, 24):
+        change_checkpoint(checkpoint_at(run, step), lambda state: state["config"]["optim"].update(zero=True))
+    code, found, err = replay(run, "--to", 12)
+    assert code == 0 and found["equal"] == found["points"] == 5, err
+    assert evaluate.main([str(run)]) == 0
+    assert evaluate.main([str(run), "optim.zero=true"]) == 2
+    assert "error: optim.zero=true is no longer there (optim.zero): use ddp.strategy=fsdp" in capfd.readouterr().err
+
+
 def test_a_checkpoint_names_no_program_to_run(run, replay, tmp_path):
     """Only the task of config.yaml was checked, see `of_run`."""
     (tmp_path / "planted").mkdir()
@@ -363,7 +378,7 @@ def test_a_run_that_is_still_running_is_left_alone(launch, replay, tmp_path):
     code, _, err = replay(folder)
     going.signal(signal.SIGTERM)
     assert code == 2 and "the run is still running: process " in err
-    assert going.wait().code == status.STOPPED
+    assert going.wait().code == errors.STOPPED
 
 
 @pytest.mark.slow

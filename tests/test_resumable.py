@@ -7,9 +7,9 @@ import torch
 from conftest import cases, succeed
 from test_loop import steps  # noqa: F401, a fixture
 
-from engine import preflight
 from engine.contract import LockstepError
-from engine.preflight import resumable
+from plugins import preflight
+from plugins.preflight import resume_check
 
 HEAD = """
 from collections import namedtuple
@@ -215,14 +215,14 @@ def test_a_loader_process_that_is_killed_meanwhile_is_no_fault_of_the_task(steps
 
     run, outcomes = steps("global_batch=12", "batch_size=12")
     next(outcomes)
-    owner = resumable.torch if call == "save" else resumable
+    owner = resume_check.torch if call == "save" else resume_check
     monkeypatch.setattr(owner, call, interrupted)
     with pytest.raises(RuntimeError, match="is killed by signal"):
-        resumable.check(run)
+        resume_check.check(run)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
+@pytest.mark.parametrize("words", [[], ["ddp.strategy=fsdp", "virtual_workers=2"]], ids=["plain", "shares"])
 def test_all_ranks_end_with_one_line_before_anything_is_lost(launch, own, tmp_path, words):
     save = f"save_dir={tmp_path / 'run'}"
     done = launch.torchrun(2, "train.py", own(COUNTS), *words, save)

@@ -15,7 +15,7 @@ from conftest import FAULTY, ROOT, TOY, killed_and_resumed, launching, succeed
 import tasks
 from engine import checkpoint, config, errors, plan
 from engine.comm.world import World
-from engine.files.archive import Saved
+from engine.files.archive import CheckpointState
 
 
 def load(path):
@@ -436,6 +436,22 @@ def test_what_may_change_may(launch, finished):
     assert load(finished)["progress"]["step"] == 12
 
 
+def test_optim_zero_ends_with_one_line_and_a_run_that_had_it_is_resumed_without(launch, finished):
+    """A checkpoint holds whole moments, with `optim.zero` as without."""
+    path = foreign(finished, lambda state: state["config"]["optim"].update(zero=True))
+    words, new = [TOY, "epochs=2", f"resume={path}"], finished.parent / "new"
+    done = launch.train(*words, "optim.zero=true", f"save_dir={new}")
+    todo = "use ddp.strategy=fsdp, which shards moments, gradients and weights"
+    assert done.code == 2 and not new.exists()
+    assert done.errors == [f"error: optim.zero=true is no longer there (optim.zero): {todo}"]
+    assert "Resuming" in succeed(launch.train(*words, f"save_dir={new}")).out
+    succeed(launch.train(TOY, "epochs=2", f"save_dir={finished}"))
+    ours, straight = load(new), load(finished)
+    assert ours["progress"]["step"] == 12 and ours["config"]["optim"]["zero"] is False
+    for part in ("model", "optimizer"):
+        assert_same(ours[part], straight[part])
+
+
 NUMPY = """
 import numpy as np
 from tests.tasks.toy import Task as Toy
@@ -481,7 +497,7 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
 
     (old, before), (new, after) = planned(then), planned(now)
     keys = config.to_dict(old.cfg) | {"gc_every": 100}  # of an older version: sets nothing
-    saved = Saved(Path("run/last.pt"), keys, horizon=before.horizon, data="same")
+    saved = CheckpointState(Path("run/last.pt"), keys, horizon=before.horizon, data="same")
     saved = saved._replace(global_batch=before.global_batch, num_samples=before.num_samples)
     errors.set_up(main=True)
     found = checkpoint.check_same_run(saved, new, tasks.load(TOY)(new.cfg), after, "same")

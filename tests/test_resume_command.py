@@ -12,10 +12,8 @@ from conftest import FAULTY, succeed
 from torch.distributed import run as torchrun
 
 import tasks
-from engine import config
-from engine.comm import scratch
-from engine.files import status
-from engine.survive import signals
+from engine import config, launch
+from plugins.resilience import scratch, signals
 
 FOLDER = "checkpoints/a run's  own"
 
@@ -67,7 +65,7 @@ def test_what_was_typed_before_them(tmp_path, monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        return shlex.split(status.typed())
+        return shlex.split(launch.typed_command())
 
     own = ["python3", "-X", "dev", "my scripts/train.py"]
     assert said([*own, "har", "lr=1"]) == own
@@ -90,7 +88,7 @@ def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
     run = tmp_path / "it's  $HOME"
     words = [FAULTY, "fault.kind=term", "fault.step=2", "fault.rank=0", "epochs=1", "--save-dir", str(run)]
     words.append(f"fault.once={tmp_path / 'once'}")
-    env = {scratch.COMMAND: None}
+    env = {launch.COMMAND: None}
     if started == "python":
         done = launch.python("train.py", *words)
     elif started == "torchrun":

@@ -37,10 +37,10 @@ RUNS = {
         "act": ["robot", *SMALL["robot"], *ACT, "global_batch=12", "sampler=balanced"],
         "conv": [*CONV, "batch_size=3", "amp=fp16", SMALL_BUCKETS],
         "more workers than samples": [*CONV, "global_batch=3"],
-        "perceptron": [*PERCEPTRON, "global_batch=13", "drop_last=true", "optim.zero=true"],
+        "perceptron": [*PERCEPTRON, "global_batch=13", "drop_last=true"],
     },
     6: {
-        "video": ["video", *SMALL["video"], "global_batch=12", "optim.zero=true", "memory_format=channels_last"],
+        "video": ["video", *SMALL["video"], "global_batch=12", "memory_format=channels_last"],
         "attention": [*ATTENTION, "global_batch=13", "amp=bf16", SMALL_BUCKETS],
         "perceptron": [
             *PERCEPTRON,
@@ -54,7 +54,7 @@ RUNS = {
     },
     8: {
         "vla": ["robot", *SMALL["robot"], "policy.type=vla", "global_batch=12"],
-        "conv": [*CONV, "batch_size=1", "gradient_accumulation_steps=2", "optim.zero=true"],
+        "conv": [*CONV, "batch_size=1", "gradient_accumulation_steps=2"],
         "attention": [*ATTENTION, "global_batch=13", SMALL_BUCKETS],
         "more workers than samples": [*CONV, "global_batch=5", "amp=bf16"],
     },
@@ -173,9 +173,9 @@ def interrupt_thrice(launch, words, folder, processes, said, last, more=((), (),
 @pytest.mark.slow
 def test_killed_and_resumed_on_other_numbers_of_processes(launch, tmp_path):
     """The plug is pulled on 3, a rank is killed on 4, 2 are stopped in good order, 1 ends the run: the bits, and the
-    log, of the straight run on one. Dropout, running statistics, accumulation, short last steps, the optimizer shared
-    out; a checkpoint at every other step, while it trains."""
-    words = ["train.py", *CONV, "global_batch=13", "batch_size=2", "amp=off", "virtual_workers=4", "optim.zero=true"]
+    log, of the straight run on one. Dropout, running statistics, accumulation, short last steps; a checkpoint at every
+    other step, while it trains."""
+    words = ["train.py", *CONV, "global_batch=13", "batch_size=2", "amp=off", "virtual_workers=4"]
     words += [*COMMON[1:], "steps=60", "epochs=50", "save_every=2"]
     words[words.index("eval_every=4")] = "eval_every=10"
     folder = tmp_path / "run"

@@ -3,23 +3,28 @@
 import pytest
 import torch.distributed as dist
 
-from engine.comm import network, sealed
-from engine.comm.sealed import Sealed
+from engine.comm import session
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.files import status
-from engine.survive import agent
-from engine.survive.notes import Failure, Notes
+from plugins.resilience import status
+from plugins.resilience.store_client import Failure, StoreClient
+from plugins.security import agent as security_agent
+from plugins.security import listen, sign
+from plugins.security.sign import SignedStore
 
 
 @pytest.fixture(autouse=True)
 def nobody_has_written(monkeypatch):
-    monkeypatch.setattr(sealed.meeting, "warned", False)
+    monkeypatch.setattr(sign.state, "warned", False)
 
 
 def test_only_the_notes_of_this_run_are_read(capfd):
     store = dist.HashStore()
-    mine, theirs, stranger = Sealed(store, b"key"), Sealed(store, b"key"), Sealed(store, b"another run's")
+    mine, theirs, stranger = (
+        SignedStore(store, b"key"),
+        SignedStore(store, b"key"),
+        SignedStore(store, b"another run's"),
+    )
     theirs.set("a", "1")
     assert mine.get("a") == b"1"
     store.set("b", store.get("a"))  # the note under another name
@@ -60,8 +65,8 @@ def test_a_note_may_change_little(note, told, monkeypatch):
     """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
     monkeypatch.setattr(status.current, "smaller", ((4, SMALLER), (4, {})))
     monkeypatch.setattr(status.current, "shrinks", True)
-    notes = Notes(World(1, 1, 2, None), 5.0, Sealed(dist.HashStore(), b"key"))
-    assert notes.put_first("failure", note) and notes.first_cause() == told
+    notes = StoreClient(World(1, 1, 2, None), 5.0, SignedStore(dist.HashStore(), b"key"))
+    assert notes.set_if_absent("failure", note) and notes.first_cause() == told
     monkeypatch.setattr(status.current, "shrinks", False)
     assert told is None or notes.first_cause().again == {}
     notes.thread.shutdown()
@@ -69,49 +74,49 @@ def test_a_note_may_change_little(note, told, monkeypatch):
 
 @pytest.mark.parametrize("found", ["no JSON", "[]", "[1]", '{"beats": 1}', "7"])
 def test_a_note_without_form_ends_no_watch(found):
-    store = Sealed(dist.HashStore(), b"key")
+    store = SignedStore(dist.HashStore(), b"key")
     for key in ("failure", "stop", "beat0", "dump"):
         store.set(key, found)
-    notes = Notes(World(0, 0, 1, None), 5.0, store)
-    assert notes.first_cause() is None and notes.beats() == {} and notes.get_first("stop") is None
+    notes = StoreClient(World(0, 0, 1, None), 5.0, store)
+    assert notes.first_cause() is None and notes.beats() == {} and notes.get_if_present("stop") is None
     notes.thread.shutdown()
 
 
 def test_who_knows_the_secret(tmp_path, monkeypatch):
-    for name in (sealed.SECRET, sealed.SECRET_FILE, "TORCHELASTIC_ERROR_FILE"):
+    for name in (sign.SECRET, sign.SECRET_FILE, "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
-    assert sealed.secret(True) == b"", "who has none"
+    assert sign.secret(True) == b"", "who has none"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "1" / "error.json"))
-    made = sealed.secret(True)
-    assert len(made) == 64 and sealed.secret(True) == made and sealed.secret(False) == b""
+    made = sign.secret(True)
+    assert len(made) == 64 and sign.secret(True) == made and sign.secret(False) == b""
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
-    monkeypatch.setenv(sealed.SECRET_FILE, str(file))
-    assert sealed.secret(False) == made, "of several machines"
+    monkeypatch.setenv(sign.SECRET_FILE, str(file))
+    assert sign.secret(False) == made, "of several machines"
     short, none = tmp_path / "short", str(tmp_path / "none")
     short.write_text("short"), short.chmod(0o600), file.chmod(0o640)
     for variable, value, problem in [
-        (sealed.SECRET_FILE, str(file), "is not this user's alone"),
-        (sealed.SECRET_FILE, str(short), "holds 5 bytes"),
-        (sealed.SECRET_FILE, none, "cannot be read"),
-        (sealed.SECRET, "of the launcher", "LOCKSTEP_SECRET holds 15 bytes"),
+        (sign.SECRET_FILE, str(file), "is not this user's alone"),
+        (sign.SECRET_FILE, str(short), "holds 5 bytes"),
+        (sign.SECRET_FILE, none, "cannot be read"),
+        (sign.SECRET, "of the launcher", "LOCKSTEP_SECRET holds 15 bytes"),
     ]:
         monkeypatch.setenv(variable, value)
         with pytest.raises(LockstepError, match=problem):
-            sealed.secret(False)
-    monkeypatch.setenv(sealed.SECRET, "of the launcher.")
-    assert sealed.secret(False) == b"of the launcher."
+            sign.secret(False)
+    monkeypatch.setenv(sign.SECRET, "of the launcher.")
+    assert sign.secret(False) == b"of the launcher."
 
 
 def test_a_text_for_the_next_attempt(monkeypatch):
     """But not one of a stranger's, nor where there is no store."""
-    for store in (None, Sealed(dist.HashStore(), b"key")):
-        monkeypatch.setattr(sealed.meeting, "lasting", store)
-        assert sealed.recall("folder") == ""
-        sealed.remember("folder", "run")
-        assert sealed.recall("folder") == ("run" if store else "")
-    Sealed(store.store, b"another run's").set("other", "evil")
-    assert sealed.recall("other") == ""
+    for store in (None, SignedStore(dist.HashStore(), b"key")):
+        monkeypatch.setattr(session.session, "job_store", store)
+        assert session.recall("folder") == ""
+        session.remember("folder", "run")
+        assert session.recall("folder") == ("run" if store else "")
+    SignedStore(store.store, b"another run's").set("other", "evil")
+    assert session.recall("other") == ""
 
 
 @pytest.mark.parametrize(
@@ -131,10 +136,10 @@ def test_where_a_store_listens(monkeypatch, host, stands_for, one_machine, addre
             raise OSError("no such name")
         return [(0, 0, 0, "", (each, 0)) for each in stands_for]
 
-    monkeypatch.setattr(agent.socket, "getaddrinfo", found)
-    monkeypatch.setattr(network, "way_to", lambda host: ("127.0.0.3", "eth1"))
-    listener = network._listen(host, 0, one_machine)
+    monkeypatch.setattr(security_agent.socket, "getaddrinfo", found)
+    monkeypatch.setattr(listen, "way_to", lambda host: ("127.0.0.3", "eth1"))
+    listener = listen._listen(host, 0, one_machine)
     assert (listener and listener.getsockname()[0]) == address
     if listener:
         with listener, pytest.raises(RuntimeError, match="Address already in use"):
-            network._listen(host, listener.getsockname()[1], one_machine)
+            listen._listen(host, listener.getsockname()[1], one_machine)

@@ -25,13 +25,14 @@ from runs import same_bits, weights
 from shard_server import served, write_shards
 
 from data_loader import TrainSampler, create_data_loaders, fingerprint
-from engine import config, plan, preflight
-from engine.checks import LazyOrder
+from engine import config, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
+from engine.data.order import LazyOrder
 from formats import shard_cache, shard_files, shards
 from formats.lerobot_writer import Recorder
 from formats.shards import Options, Order, Shards
+from plugins import preflight
 from tools import index_shards
 
 

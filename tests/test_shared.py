@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import FAULTY, ROOT, TOY, succeed
 
-from engine.comm import shm_backend
+from plugins.performance import shm_backend
 
 SUMS = str(ROOT / "tests" / "ranks" / "sums.py")
 
@@ -28,7 +28,7 @@ def test_sums_in_the_order_of_the_ranks_and_all_other_collectives(launch, proces
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
-def test_ddp_with_and_without_hooks_and_zero(launch, processes):
+def test_ddp_with_and_without_hooks(launch, processes):
     assert "shared" in succeed(launch.torchrun(processes, SUMS, "ddp")).out
 
 
@@ -45,7 +45,7 @@ def test_gloo_where_memory_cannot_be_shared(launch, why):
 
 
 def test_torch_has_what_the_backend_is_made_of():
-    """If this fails after an update of torch, read `engine/comm/shm_backend.py` and PyProcessGroup.hpp anew."""
+    """If this fails after an update of torch, read `plugins/performance/shm_backend.py` and PyProcessGroup.hpp anew."""
     assert callable(dist.ProcessGroup._register_backend)
     header = Path(torch.__file__).parent / "include" / "torch/csrc/distributed/c10d/PyProcessGroup.hpp"
     asked_in_python = set(re.findall(r"intrusive_ptr<Work> (\w+)\(", header.read_text()))

@@ -12,8 +12,9 @@ from conftest import ROOT, succeed
 from test_fake_gpu import FAKE, HAR, gpu  # noqa: F401
 
 from engine.errors import LockstepError
-from engine.files import archive, snapshot
+from engine.files import archive
 from engine.files.checkpoints import Checkpoints, CheckpointWriter
+from plugins.performance import snapshot
 
 TASK = """
 import torch
@@ -182,7 +183,7 @@ def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):  # noqa: F
     assert seen.pinned[snapshot.BUFFER] == 2 and not [what for _, what in seen.waits if "thread snapshot" in what]
     assert [what.split(":")[0] for step, what in seen.waits if step == 4] == [
         "engine/metrics.py",
-        "engine/files/snapshot.py",
+        "plugins/performance/snapshot.py",
     ]
 
 

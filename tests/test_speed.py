@@ -12,10 +12,10 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-from engine import config, plan, speed
+from engine import config, kernels, plan
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.speed import compiler, memory
+from plugins.performance import compiler
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars
@@ -26,7 +26,7 @@ from tests.tasks import toy
 
 FAULTS = """
 import resource, sys, torch
-from engine.speed import memory
+from plugins.performance import memory
 if sys.argv[1] == "keep":
     assert memory.keep_freed_memory()
 def faults():
@@ -64,7 +64,7 @@ def network():
 
 def test_layouts_change_no_number():
     usual, last = network(), network()
-    memory.set_memory_format(last, "channels_last")
+    kernels.apply_memory_format(last, "channels_last")
     assert last[5].weight.is_contiguous(memory_format=torch.channels_last) and not last[5].weight.is_contiguous()
     # Kernels of one channel, or one pixel, are contiguous in either order; by their strides torch chooses the output's.
     assert (last[0].weight.stride(), last[2].weight.stride()) == ((27, 1, 9, 3, 1), (2, 1, 2, 2, 2))
@@ -75,7 +75,7 @@ def test_layouts_change_no_number():
         assert torch.equal(last.state_dict()[name], value)
     usual.load_state_dict(last.state_dict())
     assert usual[0].weight.is_contiguous(), "a checkpoint brings no layout with it"
-    assert memory.set_memory_format(last, "contiguous")[0].weight.is_contiguous()
+    assert kernels.apply_memory_format(last, "contiguous")[0].weight.is_contiguous()
 
 
 def network_1d():
@@ -89,7 +89,7 @@ def network_1d():
 
 def test_networks_of_one_dimension_take_the_fast_order_from_end_to_end():
     """On CPUs, as images of height 1: the same network, gradients, statistics and checkpoint."""
-    usual, last = network_1d(), memory.set_memory_format(network_1d(), "channels_last")
+    usual, last = network_1d(), kernels.apply_memory_format(network_1d(), "channels_last")
     x = torch.randn(2, 3, 16, dtype=torch.double)
     for layers in range(1, 8):
         assert last[:layers](x).stride()[1] == 1 != usual[:layers](x).stride()[1], "channels are neighbours"
@@ -101,11 +101,11 @@ def test_networks_of_one_dimension_take_the_fast_order_from_end_to_end():
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(last.state_dict(), usual.state_dict(), rtol=1e-12, atol=1e-12)
     usual.load_state_dict(last.state_dict())
-    back = memory.set_memory_format(last, "contiguous")
+    back = kernels.apply_memory_format(last, "contiguous")
     assert [type(module) for module in back] == [type(module) for module in network_1d()]
     assert back[0].weight.is_contiguous() and torch.equal(back.eval()(x), usual.eval()(x))
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
-        memory.set_memory_format(network_1d(), "channels_last")[1](x[None])
+        kernels.apply_memory_format(network_1d(), "channels_last")[1](x[None])
 
 
 CONV = ["har", "dataset.stride=512", "model.width=8"]
@@ -181,7 +181,7 @@ def test_a_model_that_views_its_features_is_trained_in_the_usual_order(launch, t
 )  # fmt: skip
 def test_the_order_of_convolutions_is_chosen_by_rule(device, amp, norm, order):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
-    assert memory.faster_order(model, torch.device(device), amp) == order
+    assert kernels.faster_order(model, torch.device(device), amp) == order
 
 
 @pytest.mark.parametrize(("words", "tf32"), [([], True), (["amp=off"], False)])
@@ -194,7 +194,7 @@ def test_tf32_is_for_mixed_precision_and_deterministic_anyway(monkeypatch, words
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         patch.setattr(compiler, "set_deterministic", lambda wanted: None)
         patch.setattr(os, "environ", {})
-        speed.set_backends(cfg)
+        kernels.set_backends(cfg)
     assert cuda.matmul.allow_tf32 is cudnn.allow_tf32 is tf32 and cudnn.benchmark is not deterministic
 
 

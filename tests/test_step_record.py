@@ -14,7 +14,7 @@ import tasks
 from engine import config
 from engine.comm import digests
 from engine.contract import sample_seeds, uniform
-from engine.report.step_record import SIGNS, sketched
+from plugins.reporting.step_record import SIGNS, sketched
 
 COMMON = ["log_every=2", "seed=3", "model.double=true"]
 WORDS = [TOY, "global_batch=12", "batch_size=3", "steps=4", *COMMON]

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 from collections import Counter
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -19,15 +18,16 @@ from test_same_bits import COMMON, CONV, assert_same_bits
 
 from data_loader import EvalSampler
 from engine import config, launch, plan
-from engine.comm import network
-from engine.comm.sealed import Sealed, meeting
+from engine.comm.session import session
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.phases import Phases
-from engine.survive import notes, watchdog
-from engine.survive.notes import Beat, Failure
-from engine.survive.signals import StopRequest
-from engine.survive.watchdog import Watchdog
+from plugins.resilience import store_client, watchdog
+from plugins.resilience.signals import StopRequest
+from plugins.resilience.store_client import Failure, Heartbeat
+from plugins.resilience.watchdog import Watchdog
+from plugins.security import handshake, listen
+from plugins.security.sign import SignedStore
 
 OF_A_MACHINE = 8
 
@@ -63,9 +63,9 @@ class Ranks:
         self.others, self.watches = lambda: None, []
         for rank in range(size):
             first = rank - rank % OF_A_MACHINE
-            monkeypatch.setattr(meeting, "near", [*range(first, min(size, first + OF_A_MACHINE))])
-            monkeypatch.setattr(notes, "machine", lambda first=first: f"machine {first}")
-            store = Sealed(Counted(self.store, rank, self.asked), b"key")
+            monkeypatch.setattr(session, "local_ranks", [*range(first, min(size, first + OF_A_MACHINE))])
+            monkeypatch.setattr(store_client, "machine", lambda first=first: f"machine {first}")
+            store = SignedStore(Counted(self.store, rank, self.asked), b"key")
             self.watches.append(Watchdog(world(rank, size), StopRequest(), 100.0, Phases(), store))
 
     def all(self, do, ranks=None):
@@ -113,7 +113,7 @@ def test_a_dead_rank_is_named_by_its_machine_alone(ranks, monkeypatch, size):
     some, living = ranks(size), range(size - 1)
     monkeypatch.setattr(watchdog, "_alive", lambda pid: pid == os.getpid())
     last = some.watches[-1].notes
-    last.put(f"beat{size - 1}", vars(Beat(2, 7, "there", last.machine, phase="forward")))
+    last.put(f"beat{size - 1}", vars(Heartbeat(2, 7, "there", last.machine, phase="forward")))
     for ahead_s in (0.0, 5.0):
         some.passed[0] += ahead_s
         most, _ = some.all(lambda watch: watch.look(), living)
@@ -134,7 +134,7 @@ def test_one_rank_looks_for_all_and_another_if_it_is_gone(ranks, frozen):
     some.all(lambda watch: watch._beat())
     some.others = lambda: [watch._beat() for watch in some.watches[: 63 + (not frozen)]]
     some.passed[0] += 98.0
-    told = [watch for watch in waiting if watch.notes.put_first("look0.0", True)][:1]
+    told = [watch for watch in waiting if watch.notes.set_if_absent("look0.0", True)][:1]
     assert told == [some.watches[0]]
     most, _ = some.all(lambda watch: watch._waits_too_long(), range(1, 63))
     assert most == 1 and not some.ended, "the question who looks"
@@ -152,7 +152,7 @@ def test_one_rank_looks_whether_a_machine_is_gone(ranks, monkeypatch):
     """What breaks a connection may be on any machine, and every rank wants to know."""
     some = ranks(64)
     some.all(lambda watch: watch._beat())
-    monkeypatch.setattr(watchdog, "Notes", lambda world, patience_s: some.watches[world.rank].notes)
+    monkeypatch.setattr(watchdog, "StoreClient", lambda world, patience_s: some.watches[world.rank].notes)
     some.others = lambda: [watch._beat() for watch in some.watches[:56]]
     causes = []
 
@@ -168,7 +168,7 @@ def test_one_rank_looks_whether_a_machine_is_gone(ranks, monkeypatch):
 
 
 def test_a_message_about_many_ranks_is_short():
-    beats = {rank: Beat(2, 7, "here", "m", phase="sync", waits=True) for rank in range(1024)}
+    beats = {rank: Heartbeat(2, 7, "here", "m", phase="sync", waits=True) for rank in range(1024)}
     silent, text, _ = watchdog.diagnose(beats, {rank: beat for rank, beat in beats.items() if rank < 512}, 1024)
     assert silent == 0 and len(text) < 1500 and "neither do ranks 8, 9" in text and "and 1008 more" in text
 
@@ -179,16 +179,17 @@ def test_a_message_about_many_ranks_is_short():
 def meet(size, monkeypatch):
     """(questions of each rank, what rank 0 has told each)"""
     asked, keys, store = Counter(), {}, dist.HashStore()
+    cfg = SimpleNamespace(ddp=SimpleNamespace(init_timeout_s=60))
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
-    monkeypatch.setattr(launch, "machine", lambda: f"machine {int(threading.current_thread().name) // OF_A_MACHINE}")
-    monkeypatch.setattr(meeting, "near", []), monkeypatch.setattr(meeting, "network", "")
-    monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.9", "eth1"))
+    monkeypatch.setattr(handshake, "machine", lambda: f"machine {int(threading.current_thread().name) // OF_A_MACHINE}")
+    monkeypatch.setattr(session, "local_ranks", []), monkeypatch.setattr(session, "network", "")
+    monkeypatch.setattr(listen, "way_to", lambda host: ("10.0.0.9", "eth1"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
 
     def join(rank):
         env = launch.Environment(rank, rank % OF_A_MACHINE, size, OF_A_MACHINE, True)
         counted = Counted(store, rank, asked)
-        keys[rank] = launch._of_this_attempt(counted, env, timedelta(seconds=60), "gloo", b"secret")[1]
+        keys[rank] = handshake._meet(counted, env, cfg, "gloo", b"secret")
 
     threads = [threading.Thread(target=join, args=[rank], name=str(rank)) for rank in range(size)]
     for each in threads:
@@ -196,9 +197,9 @@ def meet(size, monkeypatch):
     for each in threads:
         each.join()
     assert len(keys) == size and len({*keys.values()}) == 1
-    notes = Sealed(store, b"secret")
+    store_client = SignedStore(store, b"secret")
     counts = [sum(times for (who, _), times in asked.items() if who == rank) for rank in range(size)]
-    return counts, [json.loads(notes.get(f"rank{rank}_is_answered")) for rank in range(size)]
+    return counts, [json.loads(store_client.get(f"rank{rank}_is_answered")) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [16, 64])

@@ -14,11 +14,10 @@ from torch import nn
 
 import tasks
 from engine import config, plan
-from engine.comm import tree, virtual
 from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.data.cache import same_bits
-from engine.report import describe
+from plugins.parallel import rows, tree, virtual
+from plugins.performance.cached_data import same_bits
 from tests.tasks import rare
 
 NORMS = TOY.replace("toy.py", "norms.py")
@@ -49,27 +48,27 @@ def terms(monkeypatch):
 @pytest.mark.parametrize("workers", range(1, 34))
 def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
     """Against a naive recursion: on every number of processes, each of which adds up its own block first."""
-    straight = tree.fold(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
+    straight = tree.tree_sum(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
     assert straight == grouped(0, workers)
     for processes in range(1, workers + 1):
-        blocks = [tree.dealt(workers, rank, processes) for rank in range(processes)]
+        blocks = [plan.workers_of_rank(workers, rank, processes) for rank in range(processes)]
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1, "as even as can be"
         everyone = []
         for block in blocks:
             mine = []
             for worker in block:
-                tree.push(mine, tree.Node(worker, worker + 1, Term(str(worker))))
+                tree.push_node(mine, tree.Node(worker, worker + 1, Term(str(worker))))
             everyone += mine
-        assert tree.fold(everyone).text == straight, processes
+        assert tree.tree_sum(everyone).text == straight, processes
 
 
 def test_spans_are_what_is_left_of_a_block():
-    assert tree.spans(tree.dealt(8, 0, 1)) == ([(0, 8)], 3)
-    assert tree.spans(tree.dealt(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
-    assert tree.spans(tree.dealt(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
-    assert [tree.spans(tree.dealt(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
-    assert [[*tree.dealt(5, rank, 3, in_rounds=True)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
-    assert tree.spans(tree.dealt(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
+    assert tree.subtree_roots(plan.workers_of_rank(8, 0, 1)) == ([(0, 8)], 3)
+    assert tree.subtree_roots(plan.workers_of_rank(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
+    assert tree.subtree_roots(plan.workers_of_rank(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
+    assert [tree.subtree_roots(plan.workers_of_rank(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
+    assert [[*plan.workers_of_rank(5, rank, 3, in_rounds=True)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert tree.subtree_roots(plan.workers_of_rank(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -78,7 +77,7 @@ def test_sums_in_place_are_the_sums(in_place):
     values = [torch.randn(5) for _ in range(7)]
     copies = [value.clone() for value in values]
     a, b, c, d, e, f, g = copies
-    total = tree.fold((tree.Node(n, n + 1, [value]) for n, value in enumerate(values)), in_place)[0]
+    total = tree.tree_sum((tree.Node(n, n + 1, [value]) for n, value in enumerate(values)), in_place)[0]
     assert torch.equal(total, ((a + b) + (c + d)) + ((e + f) + g))
     assert in_place or all(map(torch.equal, values, copies)), "others read them, too"
 
@@ -98,7 +97,7 @@ class Net(nn.Module):
 def step(change, workers=3, busy=3, check=True):
     """One step of `workers` in one process; `change(net, worker)` is the forward pass."""
     net = Net()
-    ours = virtual.VirtualWorkers(workers, World(0, 0, 1, torch.device("cpu")), net)
+    ours = virtual.WorkerReducer(workers, World(0, 0, 1, torch.device("cpu")), net)
     ours.check = check
     ours.begin_step()
     for worker in range(workers):
@@ -158,14 +157,14 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end)
     worker's first one uses it."""
     torch.manual_seed(0)
     net = nn.Linear(70, 30, bias=False)
-    ours = virtual.VirtualWorkers(5, World(0, 0, 1, torch.device("cpu")), net, unused=at_end)
+    ours = virtual.WorkerReducer(5, World(0, 0, 1, torch.device("cpu")), net, unused=at_end)
     ours.begin_step()
     grads = torch.randn(5, 30, 70) * torch.tensor([1.0, 0.0])[torch.randint(2, (5, 30, 70))]
     for worker, done in itertools.product(range(5), range(passes)):
         begin(ours, worker, done, passes)
         if worker in used and not done:
             (net.weight * grads[worker]).sum().backward()
-    assert ours.reduce_rows(torch.eye(5)).tolist() == [1.0] * 5
+    assert ours.sum_workers(torch.eye(5)).tolist() == [1.0] * 5
     if not used:
         assert net.weight.grad is None
         return
@@ -177,7 +176,7 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end)
 def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, sign):
     """-0.0 + 0.0 is 0.0, but -0.0 + -0.0 is not: as on any other number of processes."""
     net = nn.Linear(1, 1, bias=False)
-    ours = virtual.VirtualWorkers(2, World(0, 0, 1, torch.device("cpu")), net, unused=True)
+    ours = virtual.WorkerReducer(2, World(0, 0, 1, torch.device("cpu")), net, unused=True)
     ours.begin_step()
     for worker in range(2):
         begin(ours, worker, in_ddp=True)
@@ -187,7 +186,7 @@ def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, s
     bucket = SimpleNamespace(  # DDP's only one
         buffer=lambda: flat, gradients=lambda: [flat.view(1, 1)], parameters=lambda: [net.weight], is_last=lambda: True
     )
-    total = virtual.VirtualWorkers.hook(ours, bucket).value()
+    total = virtual.WorkerReducer.hook(ours, bucket).value()
     assert total.item() == 0.0 and torch.copysign(torch.ones(1), total).item() == sign
 
 
@@ -278,14 +277,14 @@ def test_the_number_of_processes_changes_nothing_that_is_dealt(words, dealt):
 def test_the_plans_rows():
     """Three processes: blocks of 2, 3 and 3 of 8, two nodes at most; in the last one 5 and 6 wait for 7."""
     made = plan_of("virtual_workers=8", "global_batch=20", "batch_size=2", processes=3)
-    rows = describe._describe_workers(made, 3_000_000)
-    assert rows == {
+    found = rows.describe_workers(made, 3_000_000)
+    assert found == {
         "global batch": "20, dealt to 8 virtual workers: up to 3 samples each, in 2 passes of up to 2",
         "virtual workers": "2 or 3 of 8 per process x 3 processes; the same bits on 1 to 8 processes",
         "tree of sums": "2 of 3.0 MB waiting in a process at most; 6 MB per process and step out and back "
         "(an all-reduce: 4)",
     }
-    alone = describe._describe_workers(dataclasses.replace(made, processes=1), 3_000_000)
+    alone = rows.describe_workers(dataclasses.replace(made, processes=1), 3_000_000)
     assert alone["tree of sums"].startswith("3 of 3.0 MB waiting") and "8 of 8 per" in alone["virtual workers"]
 
 
@@ -320,13 +319,13 @@ def test_a_resume_says_what_changes_the_bits(launch, tmp_path):
 def test_a_gpu_takes_the_norm_of_aligned_gradients():
     """DDP keeps them behind each other in a bucket; one process without DDP has them in memory of their own."""
     model = torch.nn.Sequential(torch.nn.Linear(7, 1), torch.nn.Linear(1, 8), torch.nn.Linear(8, 2))
-    workers = virtual.VirtualWorkers(2, SimpleNamespace(rank=0, size=1, device=torch.device("cuda")), model)
+    workers = virtual.WorkerReducer(2, SimpleNamespace(rank=0, size=1, device=torch.device("cuda")), model)
     workers.in_ddp, bucket, begin = True, torch.randn(100), 0
     for p in model.parameters():
         p.grad = bucket.as_strided(p.shape, p.stride(), begin)
         begin += p.numel()
     before = [p.grad for p in model.parameters()]
-    workers.reduce_rows(torch.zeros(2, 3))
+    workers.sum_workers(torch.zeros(2, 3))
     assert [a is p.grad for a, p in zip(before, model.parameters(), strict=True)] == [
         grad.data_ptr() % 32 == 0 for grad in before
     ]

@@ -11,22 +11,21 @@ import torch
 import torch.distributed as dist
 
 from engine import metrics
-from engine.comm import network, scratch
-from engine.comm.sealed import Sealed
-from engine.comm.shm_backend import machine
+from engine.comm.session import machine
 from engine.comm.world import World
-from engine.metrics import Meter
+from engine.meter import Meter
 from engine.phases import Phases
-from engine.survive import watchdog
-from engine.survive.notes import Beat, Failure
-from engine.survive.signals import StopRequest
-from engine.survive.watchdog import Watchdog, diagnose
+from plugins.resilience import nccl_trace, scratch, watchdog
+from plugins.resilience.signals import StopRequest
+from plugins.resilience.store_client import Failure, Heartbeat
+from plugins.resilience.watchdog import Watchdog, diagnose
+from plugins.security.sign import SignedStore
 
 HERE = machine()
 
 
 def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, pid=7, machine=HERE):
-    return Beat(beats, pid, "here", machine, step=3, phase=phase, waits=waits, for_s=for_s)
+    return Heartbeat(beats, pid, "here", machine, step=3, phase=phase, waits=waits, for_s=for_s)
 
 
 BUSY, LONGER = beat(phase="forward", waits=False, for_s=3), beat(phase="data loading", waits=False, for_s=40)
@@ -47,7 +46,7 @@ def test_who_is_to_blame():
 @pytest.fixture
 def ranks(monkeypatch):
     """Two watches that share a store; `passed` is what the clock is ahead, `ended` the causes they would exit with."""
-    store, passed, ended = Sealed(dist.HashStore(), b""), [0.0], []
+    store, passed, ended = SignedStore(dist.HashStore(), b""), [0.0], []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(watchdog, "exit_process", lambda world, cause: ended.append(cause))
     monkeypatch.setattr(watchdog.status.current, "ended", SimpleNamespace(acquire=lambda blocking: not ended))
@@ -76,7 +75,7 @@ def test_a_request_for_stacks_asks_torch_for_what_nccl_did(ranks, monkeypatch, t
     monkeypatch.setattr(watchdog.os, "environ", {**os.environ, "LOCKSTEP_SCRATCH": str(tmp_path)})
     monkeypatch.setattr(watchdog.status.current, "folder", tmp_path)
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
-    network.set_up_nccl(10.0)
+    nccl_trace.set_up_nccl(10.0)
     pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
     assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0, "or torch makes no pipe"
     if torch_does != "make no pipe":
@@ -98,7 +97,7 @@ def test_a_request_for_stacks_asks_torch_for_what_nccl_did(ranks, monkeypatch, t
     before = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     scratch.remove_scratch(orphaned=False)
     assert not [*tmp_path.iterdir()]
-    network.set_up_nccl(10.0)
+    nccl_trace.set_up_nccl(10.0)
     assert os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] != before, "of a training that starts again here"
     scratch.remove_scratch(orphaned=False)
 

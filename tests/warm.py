@@ -189,7 +189,7 @@ def preload() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous  # noqa: F401
 
-    import engine.survive.agent  # noqa: F401
+    import plugins.resilience.agent  # noqa: F401
     import tasks
     import train
     import train_ddp  # noqa: F401
@@ -286,7 +286,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     import torch
 
     import engine.launch
-    import engine.survive.signals
+    import plugins.resilience.signals
 
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -314,7 +314,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     weakref.finalize._registry.clear()  # temporary folders of torchrun's agent
     random.seed(), numpy.random.seed(), torch.default_generator.seed()  # torch.seed formats a stack
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    engine.survive.signals._parent, engine.launch._BEGAN = os.getppid(), time.monotonic()
+    plugins.resilience.signals._parent, engine.launch._BEGAN = os.getppid(), time.monotonic()
     subprocess.Popen, os.execv = WarmPopen, warm_exec
 
 

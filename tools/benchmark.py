@@ -42,7 +42,8 @@ import torch
 
 from engine import config
 from engine.errors import LockstepError, amount
-from engine.speed.cores import available, contention_warning
+from engine.threads import available
+from plugins.performance.cores import contention_warning
 from tools import scaling
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded

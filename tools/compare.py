@@ -40,14 +40,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine import config
+from engine import config, errors
 from engine.data.batches import tree_leaves
+from engine.environment import environment_of
 from engine.errors import LockstepError, amount
-from engine.files import archive, run_folder, status, weights
+from engine.files import archive, run_folder, weights
 from engine.files.atomic import write_atomically
 from engine.files.checkpoints import Checkpoints, check_files
-from engine.run import environment_of
-from engine.survive import door as survive
+from plugins import resilience as survive
+from plugins.resilience import status
 from tools import cards, records
 from tools.arguments import NOT_KNOWN
 from tools.evaluate import TRUST, aligned, of_run
@@ -139,7 +140,7 @@ def _main(asked: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(a, b, found)))
     return status.set_exit_code(
-        {SAME: status.DONE, DIFFER: 1, UNKNOWN: NOT_KNOWN}[found["verdict"]]
+        {SAME: errors.DONE, DIFFER: 1, UNKNOWN: NOT_KNOWN}[found["verdict"]]
     )
 
 
@@ -882,6 +883,7 @@ NO_MORE = {
     "max_time_s": 0,
     "keep_checkpoints": 0,
     "check_sums": False,
+    "optim": {"zero": False},
     "wandb": {"enable": False},
     "mlflow": {"enable": False},
 }

@@ -31,12 +31,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_loader import EvalLoader, EvalSampler
-from engine import config
+from engine import config, errors
 from engine.comm.world import World
 from engine.errors import LockstepError, amount
-from engine.files import status
 from formats import bouts
 from formats.behaviour import BACKGROUND
+from plugins.resilience import status
 from tasks import har
 from tasks._calibration import bins_of, ece, fit_temperature
 from tasks._classification import Classification
@@ -118,7 +118,7 @@ def _decide(args: config.Args, asked: argparse.Namespace) -> int:
         lines += _smoothing(decision, loaded, asked)
     path = decisions.write(loaded.checkpoint, decision)
     print("\n".join([*lines, f"Wrote {path}"]))
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 def _of_samples(args: config.Args, of_data: LoadedModel) -> tuple[Decision, list[str]]:

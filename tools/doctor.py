@@ -45,25 +45,19 @@ try:
     import tasks
     import train
     from data_loader import TrainLoader, create_data_loaders
-    from engine import config, launch
-    from engine.comm import shm_backend
+    from engine import config, errors, launch, threads
     from engine.comm.world import World
     from engine.data.batches import tensors
-    from engine.data.cache import CachedDataset
     from engine.errors import LockstepError, amount
-    from engine.files import status
-    from engine.preflight import strategies
-    from engine.report import describe
     from engine.run import Run
-    from engine.speed.cores import (
-        CpuContention,
-        available,
-        bound_to,
-        contention_warning,
-        threads_at_most,
-    )
-    from engine.survive import agent, blame
-    from engine.survive.signals import StopRequest
+    from engine.threads import available, threads_at_most
+    from plugins.parallel import strategies
+    from plugins.performance import shm_backend
+    from plugins.performance.cached_data import InMemoryDataset
+    from plugins.performance.cores import CpuContention, contention_warning
+    from plugins.reporting import plan_text
+    from plugins.resilience import agent, failure_report, status
+    from plugins.resilience.signals import StopRequest
     from tools import cards, machine, nvidia
     from tools.arguments import NOT_KNOWN
     from tools.machine import Line, attempt, failure, ok, unknown, warning
@@ -122,7 +116,7 @@ class Report:
         failures, warned, unknowns = (
             levels.count(level) for level in ("failure", "warning", "unknown")
         )
-        code = 1 if failures else NOT_KNOWN if unknowns else status.DONE
+        code = 1 if failures else NOT_KNOWN if unknowns else errors.DONE
         rest = f", {amount(unknowns, 'check')} not made" if unknowns else ""
         self._print(
             f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}{rest}", as_json=False
@@ -246,11 +240,11 @@ def _together(
     add("peers", attempt(machine.peers, world) if world.main else [])
     lines, ready = prepare(args, world, stop)
     add("data", lines)
-    report.run(threads, cfg, world, cores)
+    report.run(check_threads, cfg, world, cores)
     # a batch without the tensors that the loader adds
     source = ready.loaders.train if ready else None
     batch = [*tensors(source.source.get(next(iter(source.sampler))))] if source else []
-    workers = 0 if source and isinstance(source.dataset, CachedDataset) else cfg.num_workers
+    workers = 0 if source and isinstance(source.dataset, InMemoryDataset) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
@@ -293,14 +287,14 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     try:
         with contextlib.redirect_stdout(output):
             ready = train.build(args._replace(cfg=config.changed(cfg, fixed)), world, stop)
-            describe.training(ready, strict=False)
+            plan_text.training(ready, strict=False)
     except Exception as error:
         if world.size > 1 and not getattr(error, "everywhere", False):
             raise  # the other ranks wait for this one, so all must end
         left_out = unknown(
             "not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first"
         )
-        return [failure(str(blame.translate(error, world))), left_out], None
+        return [failure(str(failure_report.to_user_error(error, world))), left_out], None
     said = [
         line.removeprefix("warning: ")
         for line in output.getvalue().splitlines()
@@ -318,7 +312,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     ], ready
 
 
-def threads(cfg: Any, world: World, cores: int) -> list[Line]:
+def check_threads(cfg: Any, world: World, cores: int) -> list[Line]:
     """Compare the cores with processes x (threads + loader processes)."""
     processes, own, workers = (
         max(1, launch.environment().local_size),
@@ -335,7 +329,7 @@ def threads(cfg: Any, world: World, cores: int) -> list[Line]:
         what = f"{started} x {workers} workers = {processes * workers} on {there}"
         lines.append(warning(what, f"num_workers={max(0, cores // processes - 1)}"))
     each = amount(own, "thread") + (f" + {workers} workers" if workers else "")
-    place = f", this one on {bound_to()}" if bound_to() else ""
+    place = f", this one on {threads.bound[0]}" if threads.bound[0] else ""
     return lines or [ok(f"{started} x ({each}) on {there}{place}")]
 
 
@@ -501,7 +495,7 @@ def measure(run: Run, workers: int) -> Speed | str:
             rounds = 5 if run.plan.sharded and name == "step" else 0
             found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device, rounds)
         except Exception as error:
-            problem = str(blame.translate(error, run.world))
+            problem = str(failure_report.to_user_error(error, run.world))
     return problem or Speed(
         *found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0]
     )

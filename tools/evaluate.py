@@ -40,19 +40,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from data_loader import EvalLoader, EvalSampler
-from engine import config
+from engine import config, errors
 from engine.comm import digests
 from engine.comm.world import World
 from engine.contract import Sums, per_sample
 from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
-from engine.files import archive, status
+from engine.files import archive
 from engine.files.atomic import write_atomically
 from engine.files.checkpoints import LAST, Checkpoints, check_files
-from engine.report import describe
 from engine.report.log import of_trials
 from engine.run import Run
-from engine.survive.signals import StopRequest
+from plugins.reporting import plan_text
+from plugins.resilience import status
+from plugins.resilience.signals import StopRequest
 from tools.published import as_run, shown
 from tools.running import guarded, in_world
 from tools.tables import finite
@@ -113,12 +114,15 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         )
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
-    own = any(word.lstrip("-").startswith("ddp.strategy") for word in rest)
+    # a tool may be one process, and copy the model; an older run may have optim.zero=true, which is
+    # an error now
+    whole = {"ddp.strategy": "ddp", "optim.zero": "false"}
+    own = {key for key in whole if any(word.lstrip("-").startswith(key) for word in rest)}
     return [
         "--config",
         str(folder / "config.yaml"),
         *rest,
-        *([] if own else ["ddp.strategy=ddp"]),  # a tool may be one process, and copy the model
+        *(f"{key}={value}" for key, value in whole.items() if key not in own),
         "save_dir=",
         f"resume={file}",
         "wandb.enable=false",
@@ -172,7 +176,7 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
                 )
             )
             print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
@@ -222,7 +226,7 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: s
     """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, task, {source: (its
     metrics, its sums)}); None where it was asked to stop."""
     found = train.build(args, world, stop, split=split)
-    describe.print_plan(found, steps=False)
+    plan_text.print_plan(found, steps=False)
     names = names_of(found.loaders.val.dataset, by) if by else None
     if by and (names is None or found.task.num_trials):
         why = (

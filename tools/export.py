@@ -40,12 +40,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config
+from engine import config, kernels
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
-from engine.report import describe
-from engine.speed import memory
+from plugins.reporting import plan_text
 from tools.evaluate import TRUST, of_run
 from tools.published import shown
 from tools.running import alone, guarded, in_world
@@ -141,9 +140,9 @@ def _compared(
     """Return (the file's description, the file, (size, largest difference, relative) of each real
     batch)."""
     run = train.build(args, world, split="any")
-    describe.print_plan(run, steps=False)
+    plan_text.print_plan(run, steps=False)
     with run.evaluated() as averaged:
-        model = memory.set_memory_format(copy.deepcopy(averaged).float().eval(), "contiguous")
+        model = kernels.apply_memory_format(copy.deepcopy(averaged).float().eval(), "contiguous")
     module, input_of = run.task.export_module(model)
     module.eval()
     with torch.no_grad():

@@ -52,22 +52,22 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from data_loader import EvalLoader, EvalSampler, fingerprint
-from engine import checkpoint, config, precision, speed
-from engine.checks import built, check, check_datasets, test_set
+from data_loader import EvalLoader, EvalSampler, fingerprint, test_set
+from engine import checkpoint, config, errors, kernels, precision
 from engine.comm.world import World
-from engine.data.batches import info_of
+from engine.data.batches import batch_info
 from engine.errors import LockstepError, amount
-from engine.files import run_folder, status
+from engine.files import run_folder
 from engine.files.atomic import write_atomically
-from engine.metrics import packed
+from engine.gathered import packed
+from engine.hooks import check
 from engine.seeds import seed_everything
-from engine.speed import memory
 from formats import behaviour, videos
 from formats.arrays import load_npz, stays_below
 from formats.bouts import Smoothing, columns_of, decide, one_hot
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
+from plugins.resilience import status
 from tasks import har, video
 from tools import bout_files, decisions
 from tools.arguments import whole_number
@@ -228,8 +228,8 @@ class LoadedModel:
 def load_model(args: config.Args, world: World, split: str = "") -> tuple[LoadedModel, Any]:
     """(all ranks) Return the model of the checkpoint `resume`, and the samples of `split`: all,
     train, val, test or none."""
-    speed.set_backends(args.cfg)
-    cfg, saved = checkpoint.find(args.cfg, world)
+    kernels.set_backends(args.cfg)
+    cfg, saved = checkpoint.locate(args.cfg, world)
     assert saved.path
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
@@ -252,11 +252,11 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     if split and dataset is None:
         raise LockstepError("the task has no validation data", "--split", "give train, or all")
     if split:
-        check_datasets((dataset, None))
+        check("datasets", (dataset, None))
     seed_everything(cfg.seed)
-    model = built(task).to(world.device)
+    model = check("model", task.model()).to(world.device)
     checkpoint.load_evaluated(model, saved)
-    memory.set_memory_format(model, saved.memory_format)
+    kernels.apply_memory_format(model, saved.memory_format)
     amp = precision.resolve(cfg, world, saved.precision)
     return LoadedModel(task, model.eval(), amp, saved.path, saved.progress["step"]), dataset
 
@@ -311,7 +311,7 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
             f"Wrote {asked.out}: {', '.join(columns[:8])}"
             + (f" and {len(columns) - 8} more" * (len(columns) > 8))
         )
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
@@ -320,7 +320,7 @@ def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
     for batch in EvalLoader(dataset, EvalSampler(dataset, world, loaded.batch_size), world, None):
         with torch.inference_mode(), loaded.precision.autocast():
             output = loaded.task.predict(loaded.model, batch)
-        index = info_of(batch).index
+        index = batch_info(batch).index
         yield {"index": index.cpu(), **packed(check("predict", output, len(index)))}
 
 
@@ -477,7 +477,7 @@ def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
             print(line)
     for error in left_out:
         print(f"warning: left out: {error}", file=sys.stderr)
-    return status.set_exit_code(status.DATA if left_out else status.DONE)
+    return status.set_exit_code(errors.DATA if left_out else errors.DONE)
 
 
 def _decided(
@@ -744,7 +744,7 @@ def _write(
                 summary[-1]["ethogram"] = str(_draw(each, classes, folder))
         if not summary:
             raise LockstepError(
-                f"not one video could be read: {left_out[0]}", exit_code=status.DATA
+                f"not one video could be read: {left_out[0]}", exit_code=errors.DATA
             )
 
     write_table(out, parts())

@@ -278,8 +278,8 @@ def _signal(
                 names += [f"{prefix}to_{other.animal}_x", f"{prefix}to_{other.animal}_y"]
     signal = np.stack([*columns, valid], 1) * valid[:, None]
     share = 100 * counts / (count * sum(len(one.parts) for one in animals))
-    names = " and ".join(one.animal for one in animals)
-    who = f"{animals[0].video} {names}" if animals[0].animal else f"{animals[0].video}{names}"
+    of_all = " and ".join(one.animal for one in animals)
+    who = f"{animals[0].video} {of_all}" if animals[0].animal else f"{animals[0].video}{of_all}"
     note = f"{who}: {count} frames, {share[0]:.1f}% of the parts filled, {share[1]:.1f}% missing"
     note += f", no animal in {amount(int((~valid).sum()), 'frame')}" * bool((~valid).any())
     return signal.astype(np.float32), [*names, VALID], note

@@ -31,21 +31,23 @@ import torch.distributed as dist
 from torch import nn
 
 import train
-from engine import config, launch, speed
-from engine.comm import fsdp
+from engine import config, errors, launch
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.evaluation import training_metrics
-from engine.files import run_folder, status
+from engine.files import run_folder
 from engine.files.atomic import write_json
 from engine.phases import phase
-from engine.report import describe
-from engine.report.profile import PHASES, PerformanceProfiler, heeded
-from engine.run import Due, Run
-from engine.speed.cores import CpuContention, threads_at_most
-from engine.survive import blame
-from engine.survive import door as survive
-from engine.survive.signals import StopRequest
+from engine.run import AfterStep, Run
+from engine.threads import threads_at_most
+from plugins import performance
+from plugins import resilience as survive
+from plugins.parallel import fsdp
+from plugins.performance.cores import CpuContention
+from plugins.reporting import plan_text
+from plugins.reporting.profile import PHASES, PerformanceProfiler, on_phase_change
+from plugins.resilience import failure_report, status
+from plugins.resilience.signals import StopRequest
 from tools.running import guarded, in_world, python, started
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
@@ -77,10 +79,10 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
     def work(world: World, stop: StopRequest) -> None:
         try:
             run = train.build(args, world, stop)
-            describe.training(run, strict=False)
+            plan_text.training(run, strict=False)
             found = measure(run, seconds)
         except Exception as error:
-            if blame.ran_out(error):
+            if failure_report.ran_out(error):
                 # by any rank, because the others only lose their connection
                 out.with_suffix(".oom").touch()
             raise
@@ -88,13 +90,13 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
             write_json(out, found)
 
     in_world(args.cfg, work)
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
-def endless(run: Run) -> Iterator[Due]:
+def endless(run: Run) -> Iterator[AfterStep]:
     """(all ranks) Take a training's steps, one epoch after the other, without its evaluations;
     yield what is due."""
-    take_step = speed.recorded(run, train.train_step)
+    take_step = performance.recorded(run, train.train_step)
     while True:
         run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
         for passes in run.steps():
@@ -117,7 +119,7 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
     peak = max(world.gather(peak_memory_mb(run)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
-    with heeded(PHASES, profiler.mark):
+    with on_phase_change(PHASES, profiler.mark):
         timed(run, steps, count)
     profiler.mark("")
     spent = profiler.spent()

@@ -64,13 +64,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torch import Tensor
 
-from engine import config, launch
+from engine import config, errors, launch
 from engine.comm import digests
 from engine.contract import LOGGED
 from engine.errors import LockstepError, amount
-from engine.files import archive, status
+from engine.files import archive
 from engine.files.checkpoints import LAST
-from engine.speed.cores import available
+from engine.threads import available
+from plugins.resilience import status
 from tools import cards, records, trial
 from tools.arguments import NOT_KNOWN
 from tools.evaluate import SAME_STATE, TRUST, of_run, tensors_of
@@ -212,7 +213,7 @@ class Trial:
     def ended_by(self) -> str:
         """What has ended the training from outside, such as a signal; empty where it ended by
         itself."""
-        if self.code == status.STOPPED and not self.limit_s:
+        if self.code == errors.STOPPED and not self.limit_s:
             return "it was stopped by a signal"
         if self.code == -signal.SIGKILL or "was killed by SIGKILL" in self.text:
             return "it was killed by SIGKILL, as the system does where memory is short"
@@ -221,14 +222,14 @@ class Trial:
     @property
     def error(self) -> str:
         """The training's error, or empty."""
-        if self.code in (status.DONE, status.STOPPED):
+        if self.code in (errors.DONE, errors.STOPPED):
             return ""
-        errors = [
+        lines = [
             line.removeprefix("error: ")
             for line in self.text.splitlines()
             if line.startswith("error: ")
         ]
-        return [*errors, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
+        return [*lines, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
 
     @property
     def resumed_at(self) -> int:
@@ -366,7 +367,7 @@ class Proof:
         ) as self.bar:
             self._prove()
         self.bar = None
-        code = {HOLDS: status.DONE, BROKEN: 1, UNKNOWN: NOT_KNOWN}[self.verdict]
+        code = {HOLDS: errors.DONE, BROKEN: 1, UNKNOWN: NOT_KNOWN}[self.verdict]
         if self.asked.json:
             print(json.dumps(self._as_json(code)))
         else:
@@ -615,7 +616,7 @@ class Proof:
                         running[0].wait(0.2)
                     self._tick(group)
                 for each, child in children:
-                    if leg == 0 and each.killed and child.returncode == status.DONE:
+                    if leg == 0 and each.killed and child.returncode == errors.DONE:
                         self.left_out.append(
                             f"a resume: the run on {each} ended before it was killed"
                         )
@@ -697,7 +698,7 @@ class Proof:
         found = _apart(first, each)
         if found is None:
             self.agreed.append(each)
-            self.agreed_at_the_end += [each] if first.code == status.DONE else []
+            self.agreed_at_the_end += [each] if first.code == errors.DONE else []
             return
         self._start_again(first, each)
         if not self.finding:
@@ -1080,7 +1081,7 @@ def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
                 1
             ], f"at step {key[1]}: {name} {_shown(mine[name])} and {_shown(theirs.get(name))}"
     # it was stopped early, as the first may be: it ends at another step
-    if one.code != status.DONE:
+    if one.code != errors.DONE:
         return None
     mine, theirs = (
         digests.each(tensors_of("", {n: each.state[n] for n in SAME_STATE}))

@@ -53,16 +53,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 from data_loader import TrainSampler, load_datasets
-from engine import checkpoint, config
+from engine import checkpoint, config, errors
 from engine.comm.world import World
 from engine.contract import per_sample
 from engine.data.samples import Fetcher, contents, fingerprint
 from engine.errors import LockstepError, amount
-from engine.files import archive, status
+from engine.files import archive
 from engine.files.atomic import write_atomically
 from engine.plan import make_plan
-from engine.seeds import kept_generators, seed_everything
+from engine.seeds import preserve_rng_state, seed_everything
 from formats.mixup import Mixed
+from plugins.resilience import status
 from tools.evaluate import TRUST, aligned, of_run
 from tools.running import alone, guarded
 
@@ -116,7 +117,7 @@ def _tell(args: config.Args, asked: argparse.Namespace) -> int:
         if asked.list:
             _write(seen, asked.list)
     print(json.dumps(found) if asked.json else "\n".join(_lines(found, asked)))
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 def tell(
@@ -179,7 +180,7 @@ def _read(args: config.Args, contents_too: bool) -> Seen:
     """Load the checkpoint and its data. Raises LockstepError if the data are others, or the order
     is not one."""
     path = Path(args.cfg.resume)
-    saved = checkpoint.opened(archive.read(path), path)
+    saved = checkpoint.parse_state(archive.read(path), path)
     then = config.defaults(args.cfg) | config.flatten(saved.config)
     cfg = config.changed(args.cfg, {key: then[key] for key in OF_THE_ORDER})
     skipped = _skipped_steps(path, saved.progress)
@@ -402,7 +403,7 @@ def _rooted(seen: Seen, sample: int | None) -> dict[str, Any]:
     dataset: Any = seen.sampler.dataset
     fetcher = Fetcher(dataset.dataset if isinstance(dataset, Mixed) else dataset)
     digests = np.zeros((len(used), 32), np.uint8)
-    with kept_generators():
+    with preserve_rng_state():
         seed_everything(0)
         for index in _bar(np.flatnonzero(used).tolist(), int(used.sum()), "Samples"):
             digests[index] = np.frombuffer(sample_digest(contents(fetcher, index)), np.uint8)

@@ -48,15 +48,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from engine import checkpoint, config
+from engine import checkpoint, config, errors
 from engine.comm import digests
 from engine.contract import Task
 from engine.errors import LockstepError, headline
-from engine.files import archive, status
-from engine.files.archive import Saved
+from engine.files import archive
+from engine.files.archive import CheckpointState
 from engine.files.checkpoints import find_checkpoint
 from engine.files.weights import fitted
 from formats.partial import Partial
+from plugins.resilience import status
 from tasks import har, robot, video
 from tools import model_card, provenance, published
 from tools.evaluate import TRUST, of_run
@@ -210,7 +211,7 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
                 }
             )
         )
-        return status.set_exit_code(status.DONE)
+        return status.set_exit_code(errors.DONE)
     print(f"{published.shown(saved.path or '')}, step {saved.progress['step']}:")
     for name in files:
         print(f"  {name:<20} {(out / name).stat().st_size / 1000:10.1f} kB")
@@ -220,14 +221,14 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
     if not asked.no_sources and seen.get("sources"):
         print(f"note: it names {len(seen['sources'])} sources of the training data (--no-sources)")
     print(f"Wrote {out}; after a look at its README.md: hf upload USER/{out.name} {out}")
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 # ---- the checkpoint
 # --------------------------------------------------------------------------------------------------
 
 
-def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[Saved, dict[str, Any]]:
+def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[CheckpointState, dict[str, Any]]:
     """Return the checkpoint, whole, and its file's contents. Raises LockstepError if it cannot be
     handed on."""
     path = Path(args.cfg.resume)
@@ -240,7 +241,7 @@ def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[Saved, dict[s
         raise LockstepError(what, asked.run, "let it train to its first evaluation", exit_code=3)
     find_checkpoint(str(path), None)  # compares its SHA-256 with the manifest's
     state = archive.read(path)
-    saved, task = checkpoint.opened(state, path), tasks.load(args.cfg.task)
+    saved, task = checkpoint.parse_state(state, path), tasks.load(args.cfg.task)
     if task.metadata is Task.metadata and task.full_dataset is Task.full_dataset:
         what, where = (
             "the task has no `metadata`, so its model cannot be used without the training data",
@@ -278,7 +279,7 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _weights(saved: Saved) -> dict[str, Tensor]:
+def _weights(saved: CheckpointState) -> dict[str, Tensor]:
     """Return the weights that an evaluation takes, by the model's names, in its order."""
     found = dict(saved.ema or saved.model)
     found.pop("n_averaged", None)
@@ -326,7 +327,7 @@ def without_paths(text: str) -> str:
 
 
 def _results(
-    args: config.Args, asked: argparse.Namespace, saved: Saved, state: dict[str, Any]
+    args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the metrics: of the validation, scored now and as logged, and of the test, if that was
     looked at."""
@@ -419,7 +420,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _proof(
-    args: config.Args, asked: argparse.Namespace, saved: Saved, state: dict[str, Any]
+    args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Return digests, the machine, and the command that ends in these weights."""
     assert saved.path
@@ -494,7 +495,7 @@ def _proof(
 def _texts(
     args: config.Args,
     asked: argparse.Namespace,
-    saved: Saved,
+    saved: CheckpointState,
     state: dict[str, Any],
     weights: dict[str, Tensor],
     seen: dict[str, Any],

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from engine.checkpoint import FORMAT
 from engine.comm import digests
-from engine.comm.scratch import own_scratch
 from engine.errors import LockstepError
 from engine.files.archive import reason
 from engine.files.weights import PUBLISHED as WEIGHTS
+from plugins.resilience.scratch import own_scratch
 
 CONFIG, STATE = "config.yaml", "checkpoint.json"
 LAYOUT = 1

@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import LockstepError
 from engine.files.archive import reason
-from engine.report.step_record import ARRAYS, SIGNS
+from plugins.reporting.step_record import ARRAYS, SIGNS
 
 ROUNDINGS, ROUNDINGS_IN_HALF = 16, 4
 """Units in the last place, relative to the norm of a tensor, up to which a difference is taken for
@@ -38,7 +38,7 @@ class Record(NamedTuple):
     """What a step has computed.
 
     about   the JSON of the file: step, processes, lr, config, environment, code, data, entries
-    arrays  name -> (R, ...) rows of the entries, see engine/report/step_record.py
+    arrays  name -> (R, ...) rows of the entries, see plugins/reporting/step_record.py
     """
 
     path: Path

@@ -55,12 +55,12 @@ from data_loader import fingerprint, load_datasets
 from engine import checkpoint, config, private
 from engine.comm import digests
 from engine.comm.world import World
+from engine.environment import SQUARE_ROOT
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder
-from engine.files.archive import Saved
+from engine.files.archive import CheckpointState
 from engine.files.atomic import write_json
 from engine.files.checkpoints import LOCK, Checkpoints
-from engine.run import SQUARE_ROOT
 from tools import cards
 from tools.arguments import NOT_KNOWN
 from tools.evaluate import SAME_STATE, TRUST, of_run
@@ -170,18 +170,18 @@ class Stretch(NamedTuple):
     note   a step without a record whose digest is asked for; 0: none
     """
 
-    begin: Saved
+    begin: CheckpointState
     to: int
-    end: Saved | None
-    later: Saved | None = None
+    end: CheckpointState | None
+    later: CheckpointState | None = None
     note: int = 0
 
     @property
-    def after(self) -> Saved | None:
+    def after(self) -> CheckpointState | None:
         return self.end or self.later
 
     @property
-    def known(self) -> Saved:
+    def known(self) -> CheckpointState:
         """What tells how the steps were taken; its path is None where no checkpoint does."""
         return self.after or self.begin
 
@@ -238,7 +238,7 @@ class Recorded:
         or a digest."""
         return step in self.at or "digest" in self.log.get((step, "train"), {})
 
-    def checkpoint(self, step: int) -> Saved:
+    def checkpoint(self, step: int) -> CheckpointState:
         """Return what the checkpoint of this step holds, without its tensors."""
         path, sha256 = self.at[step]
         if problem := archive.verify(path, sha256):
@@ -246,7 +246,7 @@ class Recorded:
             raise LockstepError(
                 f"the checkpoint is damaged: {problem}", str(path), near, exit_code=3
             )
-        saved = checkpoint.opened(archive.read(path), path)
+        saved = checkpoint.parse_state(archive.read(path), path)
         if saved.progress["step"] != step:
             what = f"it is of step {saved.progress['step']}, and the manifest says {step}"
             raise LockstepError(what, str(path), "correct the manifest", exit_code=3)
@@ -256,7 +256,7 @@ class Recorded:
         """Cut the steps after `after`, up to `to`, which is recorded, at the checkpoints."""
         begin = max((step for step in self.at if step <= after), default=0)
         inner = [step for step in sorted(self.at) if begin < step < to]
-        found, before = list[Stretch](), self.checkpoint(begin) if begin else Saved()
+        found, before = list[Stretch](), self.checkpoint(begin) if begin else CheckpointState()
         for step in [*inner, to]:
             end = self.checkpoint(step) if step in self.at else None
             later = None
@@ -271,7 +271,7 @@ class Recorded:
                     told.config if told else config.to_dict(self.cfg), self.folder
                 )
             found.append(Stretch(before, step, end, later, note if step == to else 0))
-            before = end or Saved()
+            before = end or CheckpointState()
         if found[0].start >= found[0].to:
             what = f"the run began at step {found[0].start}, with {found[0].begin.path}"
             raise LockstepError(what, "command line", "give a later step")
@@ -306,18 +306,20 @@ class Recorded:
         return int(self.environment.get("processes", 1))
 
 
-def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> Saved:
+def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> CheckpointState:
     """Return the checkpoint of another folder from which the run began; empty where it began from
     the seed."""
     path = Path(str(cfg.get("resume", "auto")))
     if str(path) in ("auto", "never") or path.resolve().parent == folder.resolve():
-        return Saved()
+        return CheckpointState()
     if not path.is_file():
         todo = "put it back, or start at a checkpoint of the run: --from"
         raise LockstepError(
             f"the run began with {path}, which is not there", str(folder), todo, exit_code=3
         )
-    return checkpoint.opened(archive.read(path), path)._replace(model={}, ema=None, optimizer={})
+    return checkpoint.parse_state(archive.read(path), path)._replace(
+        model={}, ema=None, optimizer={}
+    )
 
 
 def _check_not_running(folder: Path) -> None:
@@ -423,11 +425,11 @@ def look(run: Recorded, task: Any, stretches: list[Stretch]) -> Anyway:
     return found
 
 
-def _name(saved: Saved) -> str:
+def _name(saved: CheckpointState) -> str:
     return saved.path.name if saved.path else "the seed"
 
 
-def _look_at_config(run: Recorded, saved: list[Saved], found: Anyway) -> None:
+def _look_at_config(run: Recorded, saved: list[CheckpointState], found: Anyway) -> None:
     if not saved:
         found.say("config", "of config.yaml: there is no checkpoint to compare it with")
         return
@@ -487,7 +489,7 @@ def _commit(about: dict[str, Any]) -> str:
     )
 
 
-def _look_at_machine(run: Recorded, saved: list[Saved], found: Anyway) -> None:
+def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway) -> None:
     on_gpu = torch.cuda.is_available() and run.cfg.device != "cpu"
     here = {
         "device": torch.cuda.get_device_name() if on_gpu else private.cpu_model(),
@@ -614,6 +616,7 @@ class Taker:
             "multi_gpu": "dp" if cfg.multi_gpu == "dp" else "none",
             "wandb.enable": False,
             "mlflow.enable": False,
+            "optim.zero": False,  # true in an older run: the same bits, and an error now
         }
         if known.path and not any(word.startswith(("amp=", "--amp")) for word in self.rest):
             fixed |= {"amp": known.precision, "memory_format": known.memory_format}
@@ -635,7 +638,7 @@ class Taker:
             raise Enough
 
 
-def _horizon(saved: Saved) -> int:
+def _horizon(saved: CheckpointState) -> int:
     return int(config.flatten(saved.config).get("schedule.horizon", 0))
 
 

@@ -40,13 +40,13 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from engine import config
+from engine import command, config, errors
 from engine.contract import LOGGED
 from engine.errors import LockstepError, amount, headline
-from engine.files import run_folder, status
+from engine.files import run_folder
 from engine.files.atomic import write_atomically
 from engine.report.log import of_trials
-from engine.survive import command
+from plugins.resilience import status
 from tools import report_figures as figures
 from tools.arguments import whole_number
 from tools.evaluate import TRUST, of_run
@@ -148,7 +148,7 @@ def _report(asked: argparse.Namespace) -> int:
     else:
         of = [f"{study[0]}, {amount(len(runs), 'run')}"] if study else [run.name for run in runs]
         print(f"Wrote {asked.out} ({len(page) / 1e6:.2f} MB): {', '.join(of)}")
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 def _free() -> Path:
@@ -325,7 +325,7 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
         ],
         study=_about_study(asked.study) if asked.study else None,
         panels=_panels(runs),
-        differing=_differing(runs),
+        differs_across_ranks=_differing(runs),
         command=shlex.join(["python", "tools/report.py", *sys.argv[1:]]),
     )
     return text.encode("utf-8", "replace")  # a file's name may hold what is no text

@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import config
-from engine.checks import check, check_scored, collects, reported
+from engine import config, threads
 from engine.comm import digests
 from engine.comm.world import World
 from engine.contract import Batch, BatchInfo, Sums, Task
 from engine.data.ahead import to_device
-from engine.data.batches import attach, info_of, tree_leaves
+from engine.data.batches import attach_info, batch_info, tree_leaves
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, headline
-from engine.evaluation import TRIALS_AT_ONCE
+from engine.evaluation import TRIALS_AT_ONCE, collects, reported
 from engine.files import archive
-from engine.metrics import Gathered, Ragged, packed
+from engine.gathered import Gathered, Ragged, packed
+from engine.hooks import check
 from engine.seeds import sample_seeds, seed_generators
-from engine.speed import cores
+from plugins.preflight.returned import check_scored
 from tasks._classification import precision_recall_f1
 from tools.predict import LoadedModel, load_model
 from tools.running import in_world
@@ -162,7 +162,7 @@ def score(args: config.Args, split: str, most: int) -> Scores:
     loaded, dataset = in_world(args.cfg, lambda world, _: load_model(args, world, split))
     if loaded.device.type == "cpu":
         # to one: the number of threads changes the last digits
-        cores.limit_threads(args.cfg.threads, 1)
+        threads.limit_threads(args.cfg.threads, 1)
     check_scored(loaded.task, split)
     if not len(dataset):
         raise LockstepError("it has no samples", f"split {split}", "give another --split")
@@ -181,7 +181,7 @@ def _batch(loaded: LoadedModel, dataset: Any, indices: list[int]) -> Batch:
     """Return these samples as a batch of an evaluation, on the device."""
     fetcher, index = Fetcher(dataset), torch.tensor(indices, device=loaded.device)
     batch = to_device(fetcher.fetch(indices), loaded.device)
-    return attach(batch, BatchInfo(index, index, sample_seeds(0, 0, index)))
+    return attach_info(batch, BatchInfo(index, index, sample_seeds(0, 0, index)))
 
 
 class _Totals:
@@ -198,7 +198,7 @@ class _Totals:
 
     def add(self, loaded: LoadedModel, batch: Batch, number: int, *others: _Totals) -> None:
         """Score a batch, the `number`-th; add it here and to the others."""
-        task, samples = self.task, len(info_of(batch).index)
+        task, samples = self.task, len(batch_info(batch).index)
         seed_generators(loaded.device, "score", task.cfg.seed, number)
         with loaded.precision.autocast():
             sums = check("score", task.score(loaded.model, batch))

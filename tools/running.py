@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import tasks
 import train
-from engine import config, launch
-from engine.comm.scratch import end_with_parent
+from engine import command, config, launch
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.report import describe
-from engine.survive import agent, command, terminal
-from engine.survive import door as survive
-from engine.survive.signals import StopRequest
+from plugins import resilience as survive
+from plugins.reporting import plan_text
+from plugins.resilience import agent, terminal
+from plugins.resilience.scratch import end_with_parent
+from plugins.resilience.signals import StopRequest
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
     """(all ranks) Join the process group, return what `work` does in it, and leave. `work` keeps no
     DDP alive."""
     world = train.setup_distributed(cfg)
-    describe.announce(world, cfg, always=False)
+    plan_text.announce(world, cfg, always=False)
     stop = StopRequest()  # max_time_s is for a training
     with survive.Watchdog(world, stop, cfg.ddp.timeout_s):
         result = work(world, stop)

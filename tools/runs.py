@@ -32,8 +32,10 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
+from engine import errors
 from engine.errors import LockstepError
-from engine.files import run_folder, status
+from engine.files import run_folder
+from plugins.resilience import status
 from tools.evaluate import TEST, aligned
 from tools.running import alone, guarded
 
@@ -89,7 +91,7 @@ def _list(asked: argparse.Namespace) -> int:
         table.writerows([[_cell(run[name]) for name in COLUMNS] for run in runs])
     else:
         print("\n".join(lines(runs, asked.folder)))
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 # ---- what is there

@@ -20,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from engine import config
-from engine.comm.world import World
+from engine.comm.world import World, sync_errors
 from engine.errors import LockstepError
-from engine.report import describe
-from engine.survive import door as survive
+from plugins.reporting import plan_text
 from tools.evaluate import of_run
 from tools.running import guarded, in_world
 
@@ -40,13 +39,13 @@ def main(argv: list[str]) -> int:
 
     def work(args: config.Args, world: World) -> int:
         found = train.build(args, world, split="val")
-        describe.print_plan(found, steps=False)
+        plan_text.print_plan(found, steps=False)
         task: Any = found.task
         if not hasattr(task, "save_pretrained"):
             raise LockstepError(
                 f"task {args.cfg.task} has no policy to save", argv[0], "give a robot's run"
             )
-        with survive.sync_errors(world):
+        with sync_errors(world):
             if world.main:
                 with found.evaluated() as model:
                     task.save_pretrained(model, folder)

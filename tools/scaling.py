@@ -38,7 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import LockstepError
-from engine.report.describe import buckets
+from plugins.parallel.rows import buckets
 
 
 class Link(NamedTuple):
@@ -169,7 +169,7 @@ def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
     return step.forward + step.rest + max(step.backward, end)
 
 
-class Sharded(NamedTuple):
+class ShardedReducer(NamedTuple):
     """What a unit takes part in: `gather` before each forward and each backward pass, `scatter`
     after a backward pass, and `copies` after the last one of a step."""
 
@@ -178,7 +178,7 @@ class Sharded(NamedTuple):
     copies: list[Collective]
 
 
-def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[Sharded]:
+def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[ShardedReducer]:
     """Return what each unit takes part in under fsdp or hsdp.
 
     gloo  its reduce-scatter is an all-reduce
@@ -194,7 +194,7 @@ def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[S
         copies = (
             [all_reduce(between, unit.gradients / place.per_machine)] if strategy == "hsdp" else []
         )
-        found.append(Sharded(all_gather(ring, unit.weights), scatter, copies))
+        found.append(ShardedReducer(all_gather(ring, unit.weights), scatter, copies))
     return found
 
 
@@ -210,7 +210,7 @@ class Passes(NamedTuple):
         return nth == self.number or bool(self.reduce_every and nth % self.reduce_every == 0)
 
 
-def collectives(each: list[Sharded], passes: Passes) -> list[Collective]:
+def collectives(each: list[ShardedReducer], passes: Passes) -> list[Collective]:
     """Return all that a step takes part in, one after the other."""
     found = []
     for nth in range(1, passes.number + 1):
@@ -221,7 +221,12 @@ def collectives(each: list[Sharded], passes: Passes) -> list[Collective]:
 
 
 def sharded_s(
-    step: Step, units: list[Unit], each: list[Sharded], passes: Passes, place: Place, gloo: bool
+    step: Step,
+    units: list[Unit],
+    each: list[ShardedReducer],
+    passes: Passes,
+    place: Place,
+    gloo: bool,
 ) -> float:
     """Return the seconds of a step under fsdp or hsdp. A unit has the share of a pass that it has
     of the weights.

@@ -55,13 +55,15 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from engine import config
-from engine.checks import check_datasets, test_set
+from data_loader import test_set
+from engine import config, errors
 from engine.contract import Task, per_sample
 from engine.errors import LockstepError, amount
-from engine.files import run_folder, status
+from engine.files import run_folder
 from engine.files.atomic import write_atomically
+from engine.hooks import check
 from formats.folds import folds, part_to_validate
+from plugins.resilience import status
 from tools import cards, evaluate
 from tools.arguments import NOT_KNOWN, whole_number
 from tools.evaluate import TEST, aligned, names_of
@@ -138,7 +140,7 @@ def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> in
         study = Study(args, asked, words)
         print("\n".join(study.plan_lines()), flush=True)
         if asked.dry_run:
-            return status.set_exit_code(status.DONE)
+            return status.set_exit_code(errors.DONE)
         with study.owned():
             failed = study.run()
             found = results(study.plan, study.folder, study.task)
@@ -163,7 +165,7 @@ def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> in
         raise LockstepError(
             what, str(study.folder), "the same command tests again", exit_code=NOT_KNOWN
         )
-    return status.set_exit_code(status.DONE)
+    return status.set_exit_code(errors.DONE)
 
 
 # ---- the plan
@@ -285,7 +287,7 @@ class Study:
         of the test set."""
         task = self.task(cfg)
         with contextlib.redirect_stdout(io.StringIO()):
-            train_set, val_set = check_datasets(task.datasets())
+            train_set, val_set = check("datasets", task.datasets())
             tested = test_set(task, train_set, val_set)
         if not self._cuts and tested is None:
             todo = "give --folds, --leave-one-out, or a test set such as dataset.test_share=0.2"
@@ -328,7 +330,7 @@ class Study:
             return
         task, cut = self.task(config.parse(words, tasks.load).cfg), self.plan["folds"][0]
         with contextlib.redirect_stdout(io.StringIO()):
-            train_set, val_set = check_datasets(task.datasets())
+            train_set, val_set = check("datasets", task.datasets())
             tested = test_set(task, train_set, val_set, needed=True)
         for side, found, key in zip(
             ("val", "test"), (val_set, tested), self.task.split_keys[self.kind], strict=True

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
-from engine.metrics import Packed, Ragged
+from engine.gathered import Packed, Ragged
 
 COLUMNS = 4096
 """The most of a CSV: what has more is a picture, not a row."""

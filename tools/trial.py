@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 import train
-from engine import contract, private
+from engine import contract, global_loss, private
 from engine.comm.buffers import Buffers
-from engine.data.batches import attach, info_of, map_tensors
+from engine.data.batches import attach_info, batch_info, map_tensors
 from engine.files.atomic import write_json
 from engine.files.checkpoints import MANIFEST
-from engine.plan import cut_dependent
 from engine.run import Run
 from engine.seeds import positions
+from plugins.preflight.partition import partition_dependent
 from tools.witness import Witness
 
 LAST_BIT = 2.0**-23
@@ -69,16 +69,18 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0 if argv else 2
-    order, plain_built, plain_build = Order(**json.loads(argv[0])), train.built, train.build
+    order, plain_check, plain_build = Order(**json.loads(argv[0])), train.check, train.build
     sys.argv[1:] = argv[1:]  # the command that resumes is made of it
     witness = Witness(order.notes) if order.watch else None
     if order.double:
         torch.set_default_dtype(torch.float64)
 
-    def built(task: Any) -> nn.Module:
-        model: nn.Module = plain_built(task)
-        prepare(model, task, order)
-        return model
+    def checked(method: str, value: Any, *about: Any) -> Any:
+        if method == "model":
+            model, task = plain_check(method, value), about[0]
+            prepare(model, task, order)
+            return model
+        return plain_check(method, value, *about)
 
     def build(*given: Any, **named: Any) -> Run:
         run: Run = plain_build(*given, **named)
@@ -98,7 +100,7 @@ def main(argv: list[str]) -> int:
             witness.follow(run)
         return run
 
-    train.built, train.build = built, build
+    train.check, train.build = checked, build
     with witness or contextlib.nullcontext():
         return train.main(argv[1:])
 
@@ -135,7 +137,7 @@ def _of_doubles(method: Any) -> Any:
     """Return the task's method of (model, batch) for batches in float64."""
 
     def of_doubles(model: nn.Module, batch: Any) -> Any:
-        return method(model, attach(map_tensors(batch, _double), info_of(batch)))
+        return method(model, attach_info(map_tensors(batch, _double), batch_info(batch)))
 
     return of_doubles
 
@@ -165,7 +167,7 @@ def _take_notes(run: Run, path: Path) -> None:
         "global_batch": run.plan.global_batch,
         "accumulation": run.plan.accumulation,
         "buffers": [*Buffers(run.model)()],
-        "depends_on_cut": cut_dependent(run.model, 2),
+        "depends_on_cut": partition_dependent(run.model, 2),
         "scored": run.loaders.val is not None,
         "draws": [],
     }
@@ -174,7 +176,7 @@ def _take_notes(run: Run, path: Path) -> None:
     plain = getattr(run.task, method)
 
     def first(net: nn.Module, batch: Any) -> Any:
-        if not isinstance(contract.under_way, tuple):  # the preflight's
+        if not isinstance(global_loss.current_pass, tuple):  # the preflight's
             return plain(net, batch)
         before, loss = positions(run.world.device), plain(net, batch)
         notes["draws"] = [

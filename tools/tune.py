@@ -39,7 +39,8 @@ import yaml
 
 from engine import config, precision
 from engine.errors import LockstepError, amount
-from engine.speed.cores import available, contention_warning
+from engine.threads import available
+from plugins.performance.cores import contention_warning
 from tools import cards
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded

@@ -139,6 +139,6 @@ def check_buffers(world: World, buffers: Buffers) -> None:
 def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, tuple[int, str, str]]:
     """(all ranks) Return the names of tensors that differ between ranks, each with the first such
     rank."""
-    if world.size == 1 or not world.differing(digests.digest(tensors.values())):
+    if world.size == 1 or not world.differs_across_ranks(digests.digest(tensors.values())):
         return {}
-    return world.unlike(digests.each(tensors.items()))
+    return world.first_difference(digests.each(tensors.items()))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.comm.dtensor import whole
+from engine.comm.shards import to_full
 from engine.seeds import GAMMA, mix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def content(tensor: Any) -> bytes:
         return repr(tensor).encode()
     return (
         f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-        + _bits(whole(tensor.detach()).cpu()).numpy().tobytes()
+        + _bits(to_full(tensor.detach()).cpu()).numpy().tobytes()
     )
 
 

@@ -3,6 +3,7 @@ process group."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.comm import sealed
+from engine.comm.exchange import exchange
 from engine.errors import LockstepError
 from engine.phases import phase
 
@@ -44,27 +45,31 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank (pickled: for small things, now and
         then)."""
-        return self.decide(value, list)
+        return self.reduce_on_rank0(value, list)
 
-    def decide(self, value: Any, choose: Callable[[Iterator[Any]], T]) -> T:
+    def reduce_on_rank0(self, value: Any, choose: Callable[[Iterator[Any]], T]) -> T:
         """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function
         that raises nothing: the other ranks hold none of these values (pickled)."""
         if self.size == 1:
             return choose(iter([value]))
         with phase.during("all_gather", waits=True):
-            return sealed.decide(value, choose, dist.group.WORLD)
+            return exchange().reduce_on_rank0(value, choose, dist.group.WORLD)
 
-    def differing(self, value: Any) -> bool:
+    def differs_across_ranks(self, value: Any) -> bool:
         """(all ranks) Return whether the text of the value is another on some rank; its digest is
         exchanged."""
-        return self.decide(
-            sealed.digest(b"", repr(value).encode()), lambda everyone: len({*everyone}) > 1
+        return self.reduce_on_rank0(
+            hashlib.sha256(repr(value).encode()).digest(), lambda everyone: len({*everyone}) > 1
         )
 
-    def unlike(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
+    def first_difference(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
         """(all ranks) Return by name, those of the first rank first, the facts in which a rank
         differs from rank 0: the first such rank, its value, and rank 0's."""
-        return self.decide(facts, _unlike_the_first) if self.differing(facts) else {}
+        return (
+            self.reduce_on_rank0(facts, _first_difference)
+            if self.differs_across_ranks(facts)
+            else {}
+        )
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others
@@ -72,14 +77,14 @@ class World:
         if self.size == 1:
             return [value]
         with phase.during("gather", waits=True):
-            return [*sealed.to_main(value, dist.group.WORLD)]
+            return [*exchange().to_main(value, dist.group.WORLD)]
 
     def broadcast(self, value: T) -> T:
         """(all ranks) Return rank 0's value."""
         if self.size == 1:
             return value
         with phase.during("broadcast", waits=True):
-            return sealed.from_main(value, dist.group.WORLD)
+            return exchange().from_main(value, dist.group.WORLD)
 
     def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
         """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating
@@ -100,7 +105,7 @@ class World:
         return phase.during("waiting for the device", waits=self.size > 1)
 
 
-def _unlike_the_first(everyone: Iterator[dict[str, str]]) -> dict[str, tuple[int, str, str]]:
+def _first_difference(everyone: Iterator[dict[str, str]]) -> dict[str, tuple[int, str, str]]:
     first, found = next(everyone), dict[str, tuple[int, str, str]]()
     for rank, theirs in enumerate(everyone, 1):
         for name in first | theirs:
@@ -123,7 +128,7 @@ def sync_errors(world: World) -> Iterator[None]:
         yield
     except LockstepError as error:
         problem = (str(error), error.exit_code)
-    if first := world.decide(problem, lambda everyone: next(filter(None, everyone), None)):
+    if first := world.reduce_on_rank0(problem, lambda everyone: next(filter(None, everyone), None)):
         raise LockstepError(first[0], exit_code=first[1], everywhere=True)
 
 

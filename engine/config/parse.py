@@ -49,9 +49,8 @@ class Args(NamedTuple):
     notes: tuple[str, ...] = ()  # what was accepted, but sets nothing
 
 
-class EarlyExit(Exception):
-    """The command line asked a question, such as --help, and it is answered: there is nothing to
-    run."""
+class EarlyExit(SystemExit):
+    """The command line is answered, such as --help: there is nothing to run."""
 
 
 @dataclasses.dataclass

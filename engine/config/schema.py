@@ -58,9 +58,7 @@ class Optim:
     ema_decay: float = option(
         0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1
     )
-    zero: bool = option(
-        False, "each process keeps the state of its share of the parameters only (ZeRO, stage 1)"
-    )
+    zero: bool = option(False, "replaced by ddp.strategy=fsdp; true is an error")
 
 
 @dataclass

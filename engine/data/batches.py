@@ -28,7 +28,7 @@ PLAIN = {int, float, bool, str, bytes, type(None)}
 STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
 
 
-def children(value: Any) -> dict[Any, Any] | None:
+def tree_children(value: Any) -> dict[Any, Any] | None:
     """Return the parts of a container by key, number or field; None for a leaf."""
     if isinstance(value, dict):
         return value
@@ -69,7 +69,7 @@ def unflatten(value: Any, parts: dict[Any, Any]) -> Any:
 
 def tree_map(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return `value` with `change` applied to each leaf."""
-    parts = children(value)
+    parts = tree_children(value)
     if parts is None:
         return change(value)
     return unflatten(value, {name: tree_map(part, change) for name, part in parts.items()})
@@ -85,7 +85,7 @@ def tree_leaves(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (path, such as `boxes.0`; leaf) of each leaf of a batch; a container counts as one if
     `is_leaf(it)`."""
-    parts = None if is_leaf(value) else children(value)
+    parts = None if is_leaf(value) else tree_children(value)
     if parts is None:
         yield name, value
     else:
@@ -104,20 +104,20 @@ def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> 
 
     numbers, name  for messages: the samples' numbers, and the path to these parts
     """
-    first = children(samples[0])
+    first = tree_children(samples[0])
     at = next((k for k, sample in enumerate(samples) if sample is None), None)
     if at is not None and any(
-        isinstance(each, STACKED) or children(each) is not None for each in samples
+        isinstance(each, STACKED) or tree_children(each) is not None for each in samples
     ):
         which = f"sample {numbers[at]}" if numbers else "one sample"
         raise ValueError(f"{name!r} of {which} is None, and of others it is not")
     if first is None:
         return default_collate(samples) if isinstance(samples[0], STACKED) else [*samples]
-    everyone = [children(sample) or {} for sample in samples]
+    everyone = [tree_children(sample) or {} for sample in samples]
     for sample, parts in zip(samples, everyone, strict=True):
         if parts.keys() != first.keys():
             here, there = (", ".join(map(str, each)) or "nothing" for each in (first, parts))
-            there = "an object" if children(sample) is None else there
+            there = "an object" if tree_children(sample) is None else there
             raise ValueError(f"one sample has {here}, and another has {there}")
 
     def column(key: Any) -> Batch:
@@ -145,7 +145,7 @@ def with_tensors(batch: Batch) -> Batch:
 # ----------------------------------------------------------------------------------------
 
 
-def attach(batch: Batch, info: BatchInfo) -> Batch:
+def attach_info(batch: Batch, info: BatchInfo) -> Batch:
     """Return the batch with the loader's own numbers: under a key of a dict, else as an
     attribute."""
     if isinstance(batch, Tensor):
@@ -168,7 +168,7 @@ def _with_attributes(kind: type) -> type:
     return type(kind.__name__, (kind,), {})
 
 
-def info_of(batch: Batch) -> BatchInfo:
+def batch_info(batch: Batch) -> BatchInfo:
     """Return the loader's own numbers of a batch."""
     return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
 
@@ -179,7 +179,7 @@ def check(batch: Batch, where: str) -> None:
         what = f"a sample has a {INFO_KEY!r}, the one name that the loader itself uses in a batch"
         raise LockstepError(what, where, "give it another name")
     try:
-        attach(batch, BatchInfo(*[torch.empty(0)] * 3))
+        attach_info(batch, BatchInfo(*[torch.empty(0)] * 3))
     except (AttributeError, TypeError):
         what = (
             f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"

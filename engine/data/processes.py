@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine.comm.scratch import end_with_parent
+from engine import hooks
 from engine.config import Config
 from engine.contract import Batch
 from engine.data.batches import map_tensors
@@ -84,7 +84,7 @@ def _begin_worker(parent: int, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.excepthook = _unless_disconnected
-    end_with_parent()
+    hooks.loader_processes.each()
     if os.getppid() != parent:  # the parent died before that call
         os._exit(1)
 

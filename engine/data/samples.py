@@ -16,7 +16,7 @@ from engine.contract import Batch, amount
 from engine.data import batches
 from engine.data.processes import shm_error
 from engine.errors import LockstepError, console, few
-from engine.seeds import data_seeds, kept_generators, seed_everything
+from engine.seeds import data_seeds, preserve_rng_state, seed_everything
 
 
 class Request(NamedTuple):
@@ -73,7 +73,7 @@ class Fetcher:
             if isinstance(error, RuntimeError) and text[0].startswith(
                 ("DataLoader worker", "DataLoader timed out")
             ):
-                raise  # the process, not the sample; engine/survive/blame.py explains it
+                raise  # the process failed, not the sample
             if (
                 fetched is not None
                 and isinstance(error, (ConnectionError, EOFError))
@@ -186,7 +186,7 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
     each, or of the first one and of its own `digest`. Leaves that differ between two fetches are
     left out, and raise LockstepError unless random_samples=warn."""
     digest, changed = hashlib.sha256(), list[tuple[str, str]]()
-    with kept_generators():
+    with preserve_rng_state():
         seed_everything(0)
         for fetcher in [Fetcher(dataset) for dataset in datasets if dataset is not None]:
             digest.update((str(len(fetcher)) + fetcher.digest).encode())

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine import hooks
 from engine.errors import LockstepError, console
-from engine.files import status
 from engine.files.archive import check_archive, reason, verify
 from engine.files.atomic import atomically, write_atomically, write_json
-from engine.files.snapshot import on_host
 from engine.phases import phase
 from engine.private import tree_leaves
 
@@ -105,7 +104,8 @@ class Checkpoints:
             if self.entries and path.exists():
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)
-            state = on_host(state)
+            if hasattr(state, "on_host"):  # its tensors are on their way from the GPU
+                state = state.on_host()
             try:
                 with atomically(path) as file:
                     torch.save(state, file)
@@ -217,7 +217,7 @@ class CheckpointWriter:
         self.failures = 0  # in a row
         self.unsaved: dict[str, Any] | None = None
         self._set_due(time.monotonic(), 0.0)
-        status.current.checkpoints = self
+        hooks.event("checkpoint_writer", writer=self)
 
     def _set_due(self, since: float, cost: float) -> None:
         """Set both times by the last save: when it began, and its CPU seconds (infinite in flight,
@@ -247,8 +247,8 @@ class CheckpointWriter:
             self.log.sync()
             self.checkpoints.commit(state, name, best)
             path = self.checkpoints.last or Path()
-            status.current.update(
-                step=progress["step"], checkpoint=str(path), best=progress.get("best")
+            hooks.event(
+                "status", step=progress["step"], checkpoint=str(path), best=progress.get("best")
             )
             if best:
                 console.info(
@@ -271,10 +271,10 @@ class CheckpointWriter:
             )
             warning = f"{self.failures} saves in a row have failed: {lost}"
             console.warning(warning)
-            status.current.update(warning=warning)
+            hooks.event("status", warning=warning)
         elif before >= WARN_AFTER:
             console.info("A checkpoint could be written again")
-            status.current.update(warning="")
+            hooks.event("status", warning="")
 
     def wait(self) -> None:
         """Wait for the save in flight; raises LockstepError if the newest checkpoint is not on the

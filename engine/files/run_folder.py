@@ -22,7 +22,6 @@ import torch
 from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.files import status
 from engine.files.atomic import write_atomically, write_json
 from engine.files.checkpoints import LOCK, Checkpoints, check_files, find_checkpoint
 
@@ -104,6 +103,10 @@ def make_folder(
     return folder, checkpoints
 
 
+_locks: dict[str, tuple[int, Any]] = {}
+"""Real path of a run.lock -> (process, open file), see `lock`."""
+
+
 def lock(folder: Path, only_look: bool = False) -> Any:
     """Own the run folder while the returned file is open, or raise an error that names the owner.
     With `only_look` release it at once.
@@ -114,8 +117,8 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     opened again.
     """
     path = folder / LOCK
-    name, locks = os.path.realpath(path), status.current.locks
-    owner, file = locks.get(name, (0, None))
+    name = os.path.realpath(path)
+    owner, file = _locks.get(name, (0, None))
     # a forked child inherits the entry but not the lock
     if owner == os.getpid() and not file.closed:
         return None if only_look else file
@@ -149,7 +152,7 @@ def lock(folder: Path, only_look: bool = False) -> Any:
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n"
     )
     file.flush()
-    locks[name] = os.getpid(), file  # open until this process ends
+    _locks[name] = os.getpid(), file  # open until this process ends
     atexit.register(file.close)
     return file
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.comm.dtensor import like
+from engine.comm.shards import shard_like
 from engine.errors import LockstepError, few
 from engine.files.archive import check_archive, reason
 from engine.files.checkpoints import LAST, Checkpoints
@@ -125,7 +125,7 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
             )
             raise LockstepError(f"{name} {fault}", f"init_from={path}", todo)
     model.load_state_dict(
-        {name: like(value, mine[name]) for name, value in fits.items()}, strict=False
+        {name: shard_like(value, mine[name]) for name, value in fits.items()}, strict=False
     )
     left = [
         f"{name} {tuple(value.shape)}, here {tuple(mine[name].shape)}" if name in mine else name

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.comm.dtensor import local
-from engine.comm.plain import Plain
+from engine.comm.reducer import LocalReducer
+from engine.comm.shards import to_local
 from engine.config import Optim
 from engine.optim.ema import EMA
 from engine.optim.make import make_optimizer as make_optimizer
-from engine.optim.make import skips_itself
 from engine.phases import phase
 
 
@@ -21,7 +20,7 @@ def make_ema(model: nn.Module, cfg: Optim) -> EMA | None:
 def step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    workers: Plain,
+    workers: LocalReducer,
     lr: float,
     divisor: Tensor,
     grad_clip: float,
@@ -40,7 +39,7 @@ def step(
     ]
     divisor = divisor.to(grads[0].dtype)
     if scaler.is_enabled():  # divide first, so that unscale_ sees the gradients of a bad divisor
-        torch._foreach_div_([local(grad) for grad in grads], divisor)
+        torch._foreach_div_([to_local(grad) for grad in grads], divisor)
         scaler.unscale_(optimizer)
         divisor = torch.ones_like(divisor)
     grad_norm = workers.grad_norm(grads) / divisor
@@ -48,12 +47,12 @@ def step(
     skipped = (grad_norm - grad_norm != 0).float()
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
-    in_kernel = skips_itself(optimizer)
+    in_kernel: bool = getattr(optimizer, "skips_in_kernel", False)
     # A fused kernel divides by grad_scale, in float32, in the pass that it makes anyway, and leaves
     # weights and state alone if found_inf is 1: GradScaler uses both.
     divides = in_kernel and divisor.dtype == torch.float32
     if not divides:
-        torch._foreach_div_([local(grad) for grad in grads], divisor)
+        torch._foreach_div_([to_local(grad) for grad in grads], divisor)
     if in_kernel:
         optimizer.grad_scale = divisor if divides else None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]

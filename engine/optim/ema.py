@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.buffers import Buffers
-from engine.comm.dtensor import like, local
+from engine.comm.shards import shard_like, to_local
 
 
 class EMA:
@@ -46,7 +46,7 @@ class EMA:
         batch."""
         for name, value in self._current().items():
             if name in self.values and self.values[name].shape == value.shape:
-                yield name, local(self.values[name]), local(value.detach())
+                yield name, to_local(self.values[name]), to_local(value.detach())
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
@@ -98,4 +98,4 @@ class EMA:
         """Load whole tensors, or rows as `values` has them. Raises KeyError if one is missing."""
         self.n_averaged.copy_(state["n_averaged"])
         for name, average in self.values.items():
-            local(average).copy_(local(like(state[f"module.{name}"], average)))
+            to_local(average).copy_(to_local(shard_like(state[f"module.{name}"], average)))

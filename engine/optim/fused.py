@@ -3,20 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.comm.dtensor import local
-from engine.comm.exact import sqrt_correctly_rounded
-
-CACHED = 1 << 16
-"""Elements of a weight that are worked on at once on a CPU, with their gradients, moments and what
-is in between."""
+from engine.comm.shards import is_sharded, to_local
 
 
 class Lists(NamedTuple):
@@ -38,12 +31,12 @@ class AdamW(torch.optim.AdamW):
     Parameters of a group that have taken equally many steps share a counter; torch would advance
     one for each.
 
-    exact  the bits do not depend on where a tensor is cut. On a CPU the fused kernel's do: it
-    rounds the last elements
-           of a tensor, those that do not fill a vector, in another way.
+    kernel  torch's. On a CPU its bits depend on where a tensor is split: it rounds the last
+            elements of a tensor, which do not fill a vector, in another way. With virtual workers
+            `parallel` sets a kernel without this dependence.
     """
 
-    exact = False
+    kernel: Callable[..., None] = staticmethod(torch._fused_adamw_)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -54,9 +47,11 @@ class AdamW(torch.optim.AdamW):
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
         kept: dict[int, Lists] = vars(self).setdefault("kept_lists", {})
         for number, group in enumerate(self.param_groups):
-            grads = [local(grad) for p in group["params"] if (grad := p.grad) is not None]
+            grads = [p.grad for p in group["params"] if p.grad is not None]
             if not grads:
                 continue
+            if is_sharded(grads[0]):  # FSDP2 shards all weights or none
+                grads = [to_local(grad) for grad in grads]
             # `_init_group` takes a third of the kernel's time if the model is small: keep the
             # lists.
             lists, whole = kept.get(number), len(grads) == len(group["params"])
@@ -69,9 +64,7 @@ class AdamW(torch.optim.AdamW):
                 lists = kept[number] = self._lists(group, whole)
             # A list of numbers: one tensor would be read, a sync.
             torch._foreach_add_(lists.counters, [taken] * len(lists.counters))
-            if self.exact and found_inf is not None and found_inf:
-                continue
-            (_adamw_exact if self.exact else torch._fused_adamw_)(
+            self.kernel(
                 lists.params,
                 grads,
                 lists.first,
@@ -108,7 +101,7 @@ class AdamW(torch.optim.AdamW):
         counts = [self.state[p]["step"] for p in params]
         counters = [*{id(count): count for count in counts}.values()]
         params, first, second = (
-            [local(value.detach()) for value in values] for values in (params, first, second)
+            [to_local(value.detach()) for value in values] for values in (params, first, second)
         )
         return Lists(self.state, params, first, second, counts, counters)
 
@@ -149,10 +142,10 @@ class SGD(torch.optim.SGD):
     torch's `step` loads the compiler, and leaves the momentum uninitialised if the first step is
     skipped; here it begins at zero, which is the same without dampening.
 
-    exact  as in AdamW
+    kernel  as in AdamW
     """
 
-    exact = False
+    kernel: Callable[..., None] = staticmethod(torch._fused_sgd_)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -169,13 +162,11 @@ class SGD(torch.optim.SGD):
             if group["weight_decay"]:
                 taken: Any = 1.0 if found_inf is None else 1 - found_inf.to(params[0].dtype)
                 torch._foreach_mul_(
-                    [local(p) for p in params], 1 - group["lr"] * group["weight_decay"] * taken
+                    [to_local(p) for p in params], 1 - group["lr"] * group["weight_decay"] * taken
                 )
-            if self.exact and found_inf is not None and found_inf:
-                continue
-            (_sgd_exact if self.exact else torch._fused_sgd_)(
+            self.kernel(
                 *(
-                    [local(value) for value in values]
+                    [to_local(value) for value in values]
                     for values in (params, [p.grad for p in params], kept)
                 ),
                 lr=group["lr"],
@@ -190,56 +181,3 @@ class SGD(torch.optim.SGD):
             )
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
-
-
-def _pieces(steps: list[float], *lists: list[Tensor]) -> Iterator[Any]:
-    """Yield (steps, *lists) of pieces that together stay in a core's cache: one operation after the
-    other on all weights takes three times as long."""
-    if sum(p.numel() for p in lists[0]) <= CACHED:
-        yield steps, *lists
-        return
-    pieces: list[tuple[Any, ...]] = []
-    for step, *tensors in zip(steps, *lists, strict=True):
-        rows = [torch.atleast_1d(each) for each in tensors]
-        several = max(1, CACHED * len(rows[0]) // max(1, rows[0].numel()))
-        pieces += [
-            (step, *piece) for piece in zip(*(each.split(several) for each in rows), strict=True)
-        ]
-    filled = itertools.accumulate(piece[1].numel() / CACHED for piece in pieces)
-    for _, together in itertools.groupby(pieces, key=lambda _: int(next(filled))):
-        yield [[*values] for values in zip(*together, strict=True)]
-
-
-def _adamw_exact(
-    params: Any, grads: Any, first: Any, second: Any, _: Any, counts: list[Tensor], **o: Any
-) -> None:
-    """AdamW in operations that round once each (Loshchilov and Hutter 2019, algorithm 2). It reads
-    the counters."""
-    for steps, p, grad, m, v in _pieces(
-        [float(count) for count in counts], params, grads, first, second
-    ):
-        if o["grad_scale"] is not None:
-            torch._foreach_div_(grad, o["grad_scale"])
-        torch._foreach_mul_(p, 1 - o["lr"] * o["weight_decay"])
-        for moments, values, beta in (
-            (m, grad, o["beta1"]),
-            (v, torch._foreach_mul(grad, grad), o["beta2"]),
-        ):
-            torch._foreach_mul_(moments, beta)
-            torch._foreach_add_(moments, torch._foreach_mul(values, 1 - beta))
-        root = [sqrt_correctly_rounded(each) for each in v]
-        torch._foreach_div_(root, [math.sqrt(1 - o["beta2"] ** step) for step in steps])
-        torch._foreach_add_(root, o["eps"])
-        updates = torch._foreach_mul(m, [-o["lr"] / (1 - o["beta1"] ** step) for step in steps])
-        torch._foreach_div_(updates, root)
-        torch._foreach_add_(p, updates)
-
-
-def _sgd_exact(params: Any, grads: Any, kept: Any, **o: Any) -> None:
-    """SGD with momentum in operations that round once each."""
-    if o["grad_scale"] is not None:
-        torch._foreach_div_(grads, o["grad_scale"])
-    if o["momentum"]:
-        torch._foreach_mul_(kept, o["momentum"])
-        torch._foreach_add_(kept, grads)
-    torch._foreach_add_(params, torch._foreach_mul(kept or grads, -o["lr"]))

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.comm.dtensor import like, local
-from engine.comm.world import World
+from engine.comm.shards import shard_like, to_local
 from engine.config import Optim
 from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, few
 from engine.optim.fused import SGD, AdamW
-from engine.optim.zero import Zero, parameters_of
 
 Named = dict[str, Tensor]
 
@@ -31,13 +29,10 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 def make_optimizer(
     model: nn.Module,
     cfg: Optim,
-    world: World | None = None,
     task: Task | None = None,
-    exact: bool = False,
 ) -> torch.optim.Optimizer:
     """Freeze the weights of `optim.freeze`; return the task's optimizer, or that of `optim.name` if
-    it has none. With `exact` the bits of its step do not depend on where FSDP2 cuts a weight, as
-    virtual workers need it.
+    it has none.
 
     A group with a different `lr` than `optim.lr` keeps the quotient as its `lr_scale`, a factor of
     the schedule's rate.
@@ -50,13 +45,6 @@ def make_optimizer(
     optimizer = task.optimizer(model) if task else None
     if optimizer is None:
         optimizer = _shipped(model, trained, cfg)
-        for each in _chain(optimizer):
-            if (
-                exact
-                and isinstance(each, AdamW | SGD)
-                and next(iter(trained.values())).device.type == "cpu"
-            ):
-                each.exact = True
     else:
         _check_own(optimizer, model, trained, cfg)
         for group in optimizer.param_groups:
@@ -64,14 +52,7 @@ def make_optimizer(
     for group in optimizer.param_groups:
         if (scale := float(group["lr"]) / cfg.lr) != 1:
             group["lr_scale"] = scale
-    if cfg.zero and world is not None and world.size > 1:
-        if len(types := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
-            found = " and ".join(sorted(types))
-            what = (
-                f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {found}"
-            )
-            raise LockstepError(what, "optim.zero", "drop it, or give all of them one type")
-        return Zero(optimizer, world)
+    optimizer.skips_in_kernel = skips_itself(optimizer)  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -211,28 +192,29 @@ def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
 # --------------------------------------------------------------------------------------
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.own if isinstance(optimizer, Zero) else optimizer
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all parameters, in the order of their numbers in a state dict."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
-    own = unwrapped(optimizer)
-    return own.optimizers if isinstance(own, ChainedOptimizer) else (own,)
+def chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
+    if isinstance(optimizer, ChainedOptimizer):
+        return optimizer.optimizers
+    return (optimizer,)
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the optimizer's class: its state is of no use to a different one."""
-    return " + ".join(type(each).__name__ for each in _chain(optimizer))
+    return " + ".join(type(each).__name__ for each in chain(optimizer))
 
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the kernel leaves weights and state alone if `found_inf` is 1, so that the
     host need not read it. Not torch's fused SGD, which would leave the first momentum
     uninitialised; nor a class with a step of its own."""
-    own = unwrapped(optimizer)
-    if type(own) in (torch.optim.Adam, torch.optim.AdamW):
-        return all(group["fused"] for group in own.param_groups)
-    return type(own) in (AdamW, SGD)
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        return all(group["fused"] for group in optimizer.param_groups)
+    return type(optimizer) in (AdamW, SGD)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
@@ -240,13 +222,13 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     torch's."""
     held = [
         (each, group, p)
-        for each in _chain(optimizer)
+        for each in chain(optimizer)
         for group in each.param_groups
         for p in group["params"]
     ]
     count = 0.0
     for each, group, parameter in held:
-        p = local(parameter)
+        p = to_local(parameter)
         if isinstance(each, torch.optim.Adam):
             count += p.nbytes * (2 + group["amsgrad"])
         elif isinstance(each, torch.optim.Adafactor):
@@ -280,7 +262,7 @@ def load_state(
     ]
     numbered = dict(enumerate(parameters_of(optimizer)))
     states = {
-        n: {name: like(value, numbered.get(n)) for name, value in held.items()}
+        n: {name: shard_like(value, numbered.get(n)) for name, value in held.items()}
         if isinstance(held, dict)
         else held
         for n, held in state["state"].items()
@@ -292,6 +274,8 @@ def load_state(
     for number, p in numbered.items():
         if p in optimizer.state and number in states:
             optimizer.state[p] = _as_saved(optimizer.state[p], states[number], p)
+    # loading may replace `fused`
+    optimizer.skips_in_kernel = skips_itself(optimizer)  # type: ignore[attr-defined]
 
 
 def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
@@ -319,18 +303,18 @@ def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return [each for each in held if isinstance(each, torch.optim.Optimizer)]
 
 
-def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+def _clone(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Return a copy that shares the objects in `memo`. `copy.deepcopy` of an optimizer would lose
     its attributes."""
     twin = memo[id(optimizer)] = object.__new__(type(optimizer))
     for part in parts(optimizer):
         if id(part) not in memo:
-            _twin(part, memo)
+            _clone(part, memo)
     vars(twin).update(copy.deepcopy(vars(optimizer), memo))
     return twin
 
 
-def fresh_copy(
+def clone_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     instead: Mapping[Tensor, Tensor] = MappingProxyType({}),
@@ -341,6 +325,6 @@ def fresh_copy(
         id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())
     }
     try:
-        return _twin(unwrapped(optimizer), shared | {id(p): other for p, other in instead.items()})
+        return _clone(optimizer, shared | {id(p): other for p, other in instead.items()})
     except Exception:
         return None

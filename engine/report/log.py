@@ -3,6 +3,7 @@ writes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,16 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine import hooks
 from engine.contract import LOGGED, Sums
-from engine.errors import LockstepError, amount, console, few, headline, show_bars
+from engine.errors import LockstepError, amount, console, few, headline, show_bars, warn_on_stderr
 from engine.evaluation import pictures
-from engine.files import atomic, status
-from engine.metrics import Skipped, Straggler, means
-from engine.report import trackers
+from engine.files import atomic
+from engine.meter import Skipped, means
 from engine.report.tensorboard import Board
-from engine.run import Run, Silent
-from engine.speed import cores
-from engine.survive import terminal
+from engine.run import NullLog, Run
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ GROUPS = {"train": "train", "eval": "val"}
 SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
 
 
-class Log(Silent):
+class Log(NullLog):
     """Rank 0's log: each event goes to every sink, and as a sentence or a progress bar to the
     terminal."""
 
@@ -46,7 +45,7 @@ class Log(Silent):
         self.bad: set[int] = set()  # indices of samples that are not finite
         # rank and phase of the last straggler that was named
         self.slowest: tuple[int, str] | None = None
-        self.contention = cores.CpuContention()
+        self.watchers = hooks.warnings.each()
         self.bars = _has_room_for_bars()
         show_bars(self.bars)
         self.bar: Any = None
@@ -57,10 +56,10 @@ class Log(Silent):
         self.lines = Lines(folder / "metrics.jsonl", run)
         repeated = self.lines.repeated
         try:
-            self.sinks: list[Any] = [
-                self.lines,
-                *trackers.opened(run, folder, repeated is not None),
-            ]
+            again = repeated is not None
+            trackers = itertools.chain(*hooks.sinks.each(run, folder))
+            self.sinks: list[Any] = [*trackers]
+            self.sinks = [self.lines, Board(folder / "logs", run, again), *self.sinks]
         except BaseException:
             self.lines.close_files()
             raise
@@ -83,9 +82,7 @@ class Log(Silent):
     def _warn_once(self, name: str, error: Any) -> None:
         if name not in self.lost:
             self.lost.add(name)
-            terminal.write_stderr(
-                f"warning: {name} cannot be written ({self.folder}): {error}: training continues\n"
-            )
+            warn_on_stderr(f"{name} cannot be written ({self.folder}): {error}: training continues")
 
     def _thread_failed(self, about: Any) -> None:
         """Warn of a failure in TensorBoard's own thread, instead of a traceback."""
@@ -144,9 +141,7 @@ class Log(Silent):
                 f"{100 * metrics['data_wait_share']:.0f}%  "
                 f"ETA {timedelta(seconds=round(left_s))}"
             )
-        if warning := self.contention.warning():
-            console.warning(warning)
-        self._check_terminal(run)
+        self._watch(run)
 
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
         p, monitor = run.progress, run.task.monitor
@@ -157,11 +152,11 @@ class Log(Silent):
         left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {left} | Val {right}")
-        self._check_terminal(run)
+        self._watch(run)
         for name, picture in pictures(run, next(iter(run.loaders.val)), sums).items():
             self._tell("picture", p.step, name, picture)
 
-    def straggler(self, run: Run, found: Straggler | None) -> None:
+    def straggler(self, run: Run, found: Any) -> None:
         if found and (found.rank, found.phase) != self.slowest:  # once, and again when it changes
             self.slowest = found.rank, found.phase
             console.warning(
@@ -194,14 +189,17 @@ class Log(Silent):
         self.bad |= found.keys()
         console.warning(f"step {skipped.step} skipped: {why}")
 
-    def _check_terminal(self, run: Run) -> None:
-        """Log once that the terminal is gone, which doesn't end the training."""
-        if terminal.lost_streams and "the terminal" not in self.lost:
-            self.lost.add("the terminal")
-            warning = f"{terminal.lost_streams[0]}: training continues"
-            self._write("warning", run, {"warning": warning})
-            status.current.update(warning=warning)
-            terminal.write_stderr(f"warning: {warning}, its log is {self.lines.file.name}\n")
+    def _watch(self, run: Run) -> None:
+        """Print what the watchers warn of. A warning that is a fact of the run goes to
+        metrics.jsonl and the status, too."""
+        for watcher in self.watchers:
+            warning = watcher.warning()
+            if warning and watcher.of_the_run:
+                self._write("warning", run, {"warning": warning})
+                hooks.event("status", warning=warning)
+                warn_on_stderr(f"{warning}, its log is {self.lines.file.name}")
+            elif warning:
+                console.warning(warning)
 
     # ---- progress bars ----
 
@@ -210,8 +208,11 @@ class Log(Silent):
 
         return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
 
-    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
-        """Yield `items`; on a terminal they move a progress bar."""
+    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
+        """Return `items`; on a terminal they move a progress bar."""
+        return self._with_bar(run, items, name) if self.bars else items
+
+    def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
         self.epoch_bar.update(run.progress.epoch - self.epoch_bar.n)
         outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
         try:
@@ -358,7 +359,7 @@ def _truncate_log(
                 trained = {name: value for name, value in record.items() if name not in LOGGED}
     if unreadable:
         what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
-        terminal.write_stderr(f"warning: {what}: training continues\n")
+        warn_on_stderr(f"{what}: training continues")
     # Even if there was no file: an append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
     return time_s, repeated

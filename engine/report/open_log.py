@@ -4,21 +4,21 @@ run ended."""
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine import config
-from engine.comm import digests, sealed
+from engine import config, hooks, launch
+from engine.comm import digests
+from engine.comm.session import remember
 from engine.comm.world import on_rank0, sync_errors
-from engine.errors import console
-from engine.files import run_folder, status
-from engine.files.checkpoints import CheckpointWriter
-from engine.report import describe, log
-from engine.report.profile import Profile
-from engine.report.step_record import StepRecord
+from engine.errors import DONE, STOPPED, console
+from engine.files import run_folder
+from engine.files.checkpoints import LAST, CheckpointWriter
+from engine.report import log
 from engine.run import Run
 
 
@@ -52,7 +52,14 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
     )
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
-    status.current.begin(path, progress.step, resumed, words)
+    run.record.resume_command = f"{launch.typed_command()} {shlex.join(words)}"
+    hooks.event(
+        "opened",
+        folder=path,
+        step=progress.step,
+        checkpoint=resumed,
+        resume_command=run.record.resume_command,
+    )
     # before the next collective: whoever sees rank 0 start may signal any rank
     run.stop.install_handlers()
     record = run.record
@@ -63,8 +70,8 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         try:
             console.info("Starting training...\n")
             yield
-            if record.profile:
-                record.profile.finish()
+            for recorder in record.recorders:
+                recorder.finish()
             with sync_errors(world):
                 if record.checkpoints:
                     record.checkpoints.wait()
@@ -77,12 +84,12 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         sha256 = digests.of_tensors(held)[:16] if of_all else ""
         state = "stopped" if run.stopped else "done"
         if isinstance(record.log, log.Log):
-            code = status.STOPPED if run.stopped else status.DONE
-            status.current.update(
-                state=state, exit_code=code, reason=run.stopped, step=progress.step
+            code = STOPPED if run.stopped else DONE
+            hooks.event(
+                "status", state=state, exit_code=code, reason=run.stopped, step=progress.step
             )
             record.log.end_bars(run)
-            console.info(describe.ended(run, path, sha256))
+            console.info(ended(run, path, sha256))
     finally:
         record.log.close(state)
 
@@ -94,15 +101,39 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
     made  on rank 0 what `run_folder.make_folder` returned; None elsewhere
     """
     record, progress = run.record, run.progress
-    record.profile = Profile(run.world, path) if profile else None
-    record.step = StepRecord(run, path) if run.cfg.record else None
+    record.recorders = [*filter(None, hooks.recorders.each(run, path, profile))]
     if made:
         label = log.SHORT_NAMES.get(run.task.monitor, run.task.monitor)
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
-        sealed.remember("folder", str(path))
-        status.current.update(
-            state="running", exit_code=None, reason="", monitor=run.task.monitor, best=progress.best
+        remember("folder", str(path))
+        hooks.event(
+            "status",
+            state="running",
+            exit_code=None,
+            reason="",
+            monitor=run.task.monitor,
+            best=progress.best,
         )
     if record.resumed.path:
-        describe.resumed(run)
+        hooks.event("resumed", run=run)
+
+
+def ended(run: Run, path: Path, sha256: str) -> str:
+    """(rank 0) Return the last lines of a run: how it ended, and where its files are."""
+    p, checkpoints = run.progress, run.record.checkpoints.checkpoints
+    if run.stopped:
+        result = f"Stopped after step {p.step} of {run.plan.total_steps}: {run.stopped}"
+        rows = {"checkpoint": checkpoints.last, "resume with": run.record.resume_command}
+    else:
+        skipped = f" ({p.skipped} of them skipped)" if p.skipped else ""
+        best = (
+            ""
+            if p.best is None
+            else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
+        )
+        result = f"Done: {p.step} steps{skipped}, {p.samples} samples{best}"
+        board = f"tensorboard --logdir {path / 'logs'}"
+        rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}
+    rows["weights"] = f"sha256 {sha256}"
+    return "\n".join([f"\n{result}", *(f"  {name:<12} {value}" for name, value in rows.items())])

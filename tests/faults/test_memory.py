@@ -11,8 +11,8 @@ from conftest import FAULTY, ROOT, by_hand, free_port, launching, succeed
 from runs import weights
 
 from engine import launch
-from engine.survive import blame
-from engine.survive.signals import StopRequest
+from plugins.resilience import failure_report
+from plugins.resilience.signals import StopRequest
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]
 SO_MANY += ["ddp.timeout_s=4"]  # a rank that waits for one that failed looks up sooner
@@ -103,4 +103,6 @@ def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
     "error", [torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("... can't allocate memory: y")]
 )
 def test_what_running_out_looks_like(error):
-    assert blame.ran_out(error) and not blame.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert failure_report.ran_out(error) and not failure_report.ran_out(
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    )

@@ -10,7 +10,7 @@ from conftest import FAULTY, ROOT, TOY, succeed
 import data_loader
 from engine import contract
 from engine.contract import LockstepError
-from engine.survive import blame
+from plugins.resilience import failure_report
 
 HEAD = """
 import torch
@@ -110,7 +110,7 @@ def test_the_loaders_own_name_in_a_sample_is_refused(where):
 def test_a_gpu_that_asserts_is_explained():
     """Its words come late and from anywhere."""
     error = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
-    said = str(blame.translate(error, None))
+    said = str(failure_report.to_user_error(error, None))
     assert said.startswith("RuntimeError: CUDA error: device-side assert triggered: mostly a label"), said
     assert said.endswith("device=cpu names it")
 

@@ -15,10 +15,9 @@ import torch
 from conftest import FAULTY, ROOT, TOY, by_hand, free_port, launching, succeed, wait_until
 from runs import progress, records, same_bits, status, weights
 
-from engine.comm import scratch
 from engine.data.samples import Fetcher, Request
 from engine.errors import LockstepError
-from engine.survive import blame
+from plugins.resilience import failure_report, scratch
 
 TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]
@@ -93,7 +92,7 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
     fetcher = Fetcher([{"x": torch.zeros(2)}] * 9)
     with pytest.raises(RuntimeError, match=r"^DataLoader worker was killed, or has ended$") as gone:
         fetcher.get(Request([7]), fetched(error))
-    said = str(blame.translate(gone.value, None))
+    said = str(failure_report.to_user_error(gone.value, None))
     assert said.startswith(
         "a loader process failed: DataLoader worker was killed, or has ended (engine/data/samples.py"
     )
@@ -150,7 +149,7 @@ def test_rank_0_is_killed_before_the_folder_exists(fail, folder):
 
 
 def test_whoever_reports_a_rank_0_that_never_had_a_folder():
-    from engine.files.status import Status
+    from plugins.resilience.status import Status
 
     status = Status()
     status.adopt()
@@ -388,7 +387,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, folder, sent):
 
 FORKS = """
 import os, signal
-from engine.survive.signals import StopRequest
+from plugins.resilience.signals import StopRequest
 stop = StopRequest()
 stop.install_handlers()
 if not (loader := os.fork()):
@@ -410,7 +409,7 @@ SLOW = """
 import os, sys, time
 import train
 from engine.errors import console
-from engine.survive.signals import StopRequest
+from plugins.resilience.signals import StopRequest
 ready, install, info = sys.argv.pop(), StopRequest.install_handlers, console.info
 def slowly(self):
     if os.environ["RANK"] == "1":
@@ -621,11 +620,11 @@ print("looked, code", code)
 """
 
 NO_TRACKER = """
+from engine import hooks
 from engine.errors import LockstepError
-from engine.report import trackers
 def opened(*about):
     raise LockstepError("no tracker")
-trackers.opened = opened
+hooks.sinks.add(opened)
 """
 
 ENDS = {

@@ -36,7 +36,7 @@ import torch
 from engine import config
 from engine.contract import LockstepError
 from engine.errors import console
-from engine.files import archive, atomic, run_folder, status
+from engine.files import archive, atomic, run_folder
 from engine.files.checkpoints import (
     FILES,
     LAST,
@@ -49,11 +49,13 @@ from engine.files.checkpoints import (
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.report import log
 from engine.run import Progress, Record
+from plugins.resilience import status
+from plugins.security import inspect
 from tools import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS = sys.modules[Checkpoints.__module__]  # the name is taken in most tests
-MODULES = (atomic, archive, CHECKPOINTS)
+MODULES = (atomic, inspect, CHECKPOINTS)
 
 
 @pytest.fixture
@@ -224,7 +226,8 @@ class Faults:
             patch.setattr(file, "os", Stand(os, mine))
             patch.setattr(file, "open", self.open, raising=False)
         patch.setattr(archive, "torch", Stand(torch, {"load": self.counted(torch, "load")}))
-        patch.setattr(archive, "zipfile", Stand(zipfile, {"ZipFile": self.zip_file}))
+        for module in (archive, inspect):
+            patch.setattr(module, "zipfile", Stand(zipfile, {"ZipFile": self.zip_file}))
         for name in ("is_dir", "is_file", "resolve", "unlink"):
             patch.setattr(Path, name, self.counted(Path, name))
 

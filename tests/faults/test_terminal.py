@@ -18,8 +18,8 @@ from conftest import FAULTY, TOY, succeed, wait_until
 from runs import progress, records, status
 
 from engine.data import processes
-from engine.files.status import current
-from engine.survive import signals, terminal, watchdog
+from plugins.resilience import signals, terminal, watchdog
+from plugins.resilience.status import current
 
 PYTHON = [sys.executable, "train.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
@@ -36,7 +36,7 @@ def warnings(folder):
 
 SPEAK = """
 import sys
-from engine.survive import terminal
+from plugins.resilience import terminal
 terminal.make_safe()
 terminal.make_safe()
 file = open(sys.argv[1], "w")
@@ -111,7 +111,7 @@ def test_closed_descriptors_and_letters_that_are_not_there(launch, tmp_path, she
 
 IN_COLOUR = """
 import sys
-from engine.survive import terminal
+from plugins.resilience import terminal
 terminal.make_safe()
 print("  ✓ Saved\\nwarning: no ✓ within, no error: either")
 print("error: of", 3, file=sys.stderr)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import tasks
 import train
 from engine import config, launch, run
-from engine.comm import tree, virtual
 from engine.report.open_log import open_log
+from plugins.parallel import tree, virtual
 
 if "flat" in sys.argv[2:]:
 
@@ -28,7 +28,7 @@ if "flat" in sys.argv[2:]:
             left, right = nodes[-2:]
             nodes[-2:] = [tree.Node(left.begin, right.end, tree._add(left.sums, right.sums, in_place))]
 
-    tree.push = virtual.push = push
+    tree.push_node = virtual.push = push
 if "rank" in sys.argv[2:]:
     seed = run.seed_generators
     run.seed_generators = lambda device, *key: seed(device, *key, dist.get_rank())

@@ -17,7 +17,7 @@ from engine import config, launch, optim, plan, precision
 from engine.contract import Sums
 from engine.evaluation import evaluate_split
 from engine.run import Run
-from engine.survive.signals import StopRequest
+from plugins.resilience.signals import StopRequest
 from tasks._classification import Classification, LossSettings
 
 NUM_CLASSES = 7
@@ -87,7 +87,7 @@ def main():
         _, batches = data_loader.create_data_loaders(cfg, world, the_plan, data, data)
         run = Run(
             cfg=cfg, world=world, plan=the_plan, task=task, precision=precision.choose("off", world.device),
-            model=model, net=model, optimizer=optim.make_optimizer(model, cfg.optim, world), ema=None,
+            model=model, net=model, optimizer=optim.make_optimizer(model, cfg.optim), ema=None,
             scaler=torch.amp.GradScaler("cpu", enabled=False), loaders=data_loader.Loaders(None, batches),
             stop=StopRequest(),
         )  # fmt: skip

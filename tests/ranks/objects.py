@@ -21,12 +21,12 @@ assert world.broadcast(f"rank {RANK}") == "rank 0"
 long = [f"rank {rank} " + "x" * 1000 * (rank + 1) for rank in range(SIZE)]  # the first bytes, and the rest
 assert world.gather(long[RANK]) == long and world.broadcast(long[RANK]) == long[0]
 assert world.gather(long[RANK] if RANK else "short") == ["short", *long[1:]]
-assert world.decide(long[RANK], next) == long[0], "and the others have not to be looked at"
-assert world.decide(RANK, sum) == SIZE * (SIZE - 1) / 2
-assert not world.differing(long[0]) and world.differing(RANK)
+assert world.reduce_on_rank0(long[RANK], next) == long[0], "and the others have not to be looked at"
+assert world.reduce_on_rank0(RANK, sum) == SIZE * (SIZE - 1) / 2
+assert not world.differs_across_ranks(long[0]) and world.differs_across_ranks(RANK)
 facts = {"alike": "1", "of rank 0": str(min(RANK, 1)), **({"of the last": "2"} if RANK == SIZE - 1 else {})}
-assert world.unlike({"alike": "1"}) == {}
-assert world.unlike(facts) == {"of rank 0": (1, "1", "0"), "of the last": (SIZE - 1, "2", "absent")}
+assert world.first_difference({"alike": "1"}) == {}
+assert world.first_difference(facts) == {"of rank 0": (1, "1", "0"), "of the last": (SIZE - 1, "2", "absent")}
 number = torch.tensor(RANK + 1.0)
 world.sum(number)
 assert number == SIZE * (SIZE + 1) / 2

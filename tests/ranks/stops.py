@@ -13,7 +13,7 @@ import tasks
 import train
 from engine import config, launch
 from engine.report.open_log import open_log
-from engine.survive.signals import StopRequest
+from plugins.resilience.signals import StopRequest
 
 out, common, variants = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 world = None

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.comm import shm_backend
-from engine.comm.shm_backend import PIECE
 from engine.contract import LockstepError
-from engine.speed import compiler
+from plugins.performance import compiler, shm_backend
+from plugins.performance.shm_backend import PIECE
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -135,7 +134,6 @@ def net_and_loss(**settings):
 
 def ddp():
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     net, loss = net_and_loss()
     each = [torch.autograd.grad(loss(net.module, rank), net.module.parameters()) for rank in range(SIZE)]
@@ -152,9 +150,6 @@ def ddp():
             totals = [None] * SIZE
             dist.all_gather_object(totals, [grad.double().sum().item() for grad in got])
             assert totals == [totals[0]] * SIZE, hook
-    before = [p.detach().clone() for p in net.parameters()]
-    ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=1.0, parameters_as_bucket_view=True).step()
-    assert all(torch.equal(p, b - g) for p, b, g in zip(net.parameters(), before, got, strict=True))
 
 
 @contextmanager

@@ -1,0 +1,138 @@
+"""The seams of the core: lists of functions that plugins add when they are imported.
+
+The core calls these lists and imports no plugin. An empty list changes nothing. A list holds
+functions and classes, never the state of a run: two runs in one process share the lists.
+
+`load` imports the folders of plugins/ that are present, at the first call of any list.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ORDER = ("security", "resilience", "parallel", "performance", "preflight", "reporting")
+"""The folders of plugins/, in the order in which they add their functions."""
+
+FOLDER = Path(__file__).resolve().parent.parent / "plugins"
+
+
+class Hook:
+    """One seam: functions with the same parameters, in the order of ORDER."""
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[..., Any]] = []
+
+    def add(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Add a function and return it unchanged, so that `add` also works as a decorator."""
+        self.functions.append(function)
+        return function
+
+    def each(self, *arguments: Any) -> list[Any]:
+        """Call all functions in order and return their results."""
+        load()
+        return [function(*arguments) for function in self.functions]
+
+    def first(self, *arguments: Any) -> Any:
+        """Call the functions in order up to the first result that is not None, and return it."""
+        load()
+        for function in self.functions:
+            result = function(*arguments)
+            if result is not None:
+                return result
+        return None
+
+
+# ---- before the ranks have met
+before_agent = Hook()
+"""each(args, one_machine): set up torchrun's agent."""
+before_rendezvous = Hook()
+"""each(env, cfg, backend): set up the network before a store is opened."""
+handshakes = Hook()
+"""first(job_store, attempt_store, env, cfg, backend): authenticate the ranks and fill `session`."""
+exchanges = Hook()
+"""first() -> an ObjectExchange: how Python values travel between ranks."""
+shared_memory = Hook()
+"""first(group) -> the channel in which the ranks of one machine read each other's tensors."""
+shared_memory_hooks = Hook()
+"""first() -> DDP's communication hook that sums gradients in shared memory."""
+
+# ---- while a run is built
+settings = Hook()
+"""each(cfg, world, accumulation, devices): raise LockstepError for settings that exclude each
+other."""
+caches = Hook()
+"""first(cfg, datasets, device) -> datasets that hold their samples in memory."""
+reducers = Hook()
+"""first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
+
+initial_state = Hook()
+"""first(run) -> the state of a run before a checkpoint is loaded, to compare it with a resume."""
+
+# ---- while a run trains
+returned = Hook()
+"""each(method, value, *about): raise LockstepError if the task's `method` returned a bad value."""
+device_copies = Hook()
+"""first(run) -> copies of a state that leave the GPU while the training continues."""
+before_read = Hook()
+"""each(file): raise ValueError if a checkpoint file holds more than tensors and plain values."""
+loader_folders = Hook()
+"""each(): prepare a folder for the sockets of loader processes."""
+loader_processes = Hook()
+"""each(): the first call in a new loader process."""
+
+# ---- reports
+plan_rows = Hook()
+"""each(run) -> rows of the plan, {name: text}."""
+strict_lines = Hook()
+"""each(run) -> a line that train_ddp.py prints before the first step."""
+recorders = Hook()
+"""each(run, folder, profile) -> an object with `follow(steps)`, `end(totals)` and `finish()`, or
+None."""
+sinks = Hook()
+"""each(run, folder, repeated) -> objects that receive the events of the log."""
+warnings = Hook()
+"""each(run) -> a text to print at a log point, or an empty one."""
+stragglers = Hook()
+"""first(world, workers) -> an object whose `find(seconds)` names a slow rank, or None."""
+events = Hook()
+"""each(name, facts): what happened to the run, for status files."""
+
+
+def check(method: str, value: Any, *about: Any) -> Any:
+    """Return `value`, which the task's `method` has returned. Raises LockstepError if a plugin
+    finds a fault in it.
+
+    about  the facts that the rules need: the number of samples, the monitor
+    """
+    returned.each(method, value, *about)
+    return value
+
+
+def event(name: str, **facts: Any) -> None:
+    """Report an event of the run to all plugins that keep a status."""
+    events.each(name, facts)
+
+
+def load() -> list[str]:
+    """Import the plugins that are present, in the order of ORDER; return their names."""
+    if not _loaded:
+        _loaded.append([])  # first: plugins import modules that call hooks
+        names = [name for name in ORDER if (FOLDER / name / "__init__.py").is_file()]
+        for name in names:
+            importlib.import_module(f"{FOLDER.name}.{name}")
+        _loaded[0] = names
+    return _loaded[0]
+
+
+def plugin(name: str) -> ModuleType | None:
+    """Return the plugin of this name, or None if its folder is absent."""
+    if name not in load():
+        return None
+    return importlib.import_module(f"{FOLDER.name}.{name}")
+
+
+_loaded: list[list[str]] = []

@@ -1,0 +1,85 @@
+"""The rows of the plan about processes, virtual workers, strategies and DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import private
+from engine.comm.shards import to_local
+from engine.errors import amount
+from engine.plan import Plan, workers_of_rank
+from engine.run import Run
+from plugins.parallel import strategies
+from plugins.parallel.ddp_options import MIB
+from plugins.parallel.tree import subtree_roots
+
+
+def plan_rows(run: Run) -> dict[str, str]:
+    """Return the rows about virtual workers, and about the memory of each strategy."""
+    rows: dict[str, str] = {}
+    if run.plan.workers:
+        trained = [p for p in run.model.parameters() if p.requires_grad]
+        rows = describe_workers(run.plan, sum(to_local(p).nbytes for p in trained))
+    if run.world.size > 1:
+        rows["strategies"] = strategies.describe(run)
+    return rows
+
+
+def strict_line(run: Run) -> str:
+    return ddp_line(run.net, run.cfg.ddp, run.plan.workers > 0)
+
+
+def describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
+    """Return the lines about virtual workers: their samples, processes and sums."""
+    workers, processes = plan.workers, plan.processes
+    largest = -(-plan.global_batch // workers)
+    turns = [workers_of_rank(workers, rank, processes, plan.sharded) for rank in range(processes)]
+    counts = " or ".join(map(str, sorted({*map(len, turns)})))
+    everyones = [*map(subtree_roots, turns)]
+    nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
+    one_way = (processes - 1) / processes * gradient_bytes / 1e6
+    sent = "nothing to send"
+    if plan.sharded:
+        sent = (
+            f"{len(turns[0]) * (processes - 1) * gradient_bytes / 1e6:.2g} MB per process and step"
+        )
+    elif processes > 1:
+        sent = (
+            f"{(nodes + 1) * one_way:.2g} MB per process and step out and back (an "
+            f"all-reduce: {2 * one_way:.2g})"
+        )
+    return {
+        "global batch": f"{plan.global_batch}, dealt to {workers} virtual workers: up to "
+        f"{largest} samples each, in "
+        f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}",
+        "virtual workers": f"{counts} of {workers} per process x {amount(processes, 'process')}; "
+        f"the same bits on 1 to {workers} processes",
+        "tree of sums": (
+            f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"
+        ),
+    }
+
+
+def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
+    """Return what DDP will do in each step, from its own records."""
+    hook = (
+        "tree of virtual workers"
+        if in_tree
+        else "sum"
+        if cfg.comm_hook == "none"
+        else cfg.comm_hook
+    )
+    record = private.ddp_record(net)
+    size = record["total_parameter_size_bytes"]
+    count = amount(len(buckets(size, cfg.bucket_cap_mb)), "bucket")
+    return (
+        f"DDP: {record['backend_name']}, {record['num_parameter_tensors']} tensors, "
+        f"{size / 1e6:.3g} MB a step in about {count} of at most "
+        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {hook}"
+    )
+
+
+def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
+    """Return the bytes of DDP's buckets, in the order in which they become ready."""
+    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
+    return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)

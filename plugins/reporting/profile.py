@@ -1,0 +1,218 @@
+"""Measure the time of each phase of a step, and record torch's own trace of a few steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from engine.comm.world import World
+from engine.errors import console
+from engine.phases import phase
+
+T = TypeVar("T")
+
+PHASES = (
+    "data loading",
+    "host to device",
+    "augmentation",
+    "forward",
+    "backward",
+    "gradient sync",
+    "optimizer step",
+    "logging",
+)
+"""Phases of a training step, in their order. A run's other phases are not part of a step."""
+
+BETWEEN_STEPS = ("loading validation data", "validation")
+"""Phases that may come between two steps of a run."""
+
+WARM_UP, TIMED, TRACED = 10, 30, 3
+"""Steps of a run that `--profile` skips, times and traces."""
+
+
+class Spent(NamedTuple):
+    """Seconds of a phase on the host, and on the GPU's own timeline, which includes idle time
+    within the phase."""
+
+    host: float
+    device: float
+
+
+class PerformanceProfiler:
+    """Split the steps of a loop into phases, without a wait for the GPU; docs/tools.md shows how.
+
+    A mark costs a microsecond, or ten on a GPU, where it records an event that is read at the end.
+    Time between the phases of a step is "other".
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+        self.num_steps = 0
+        # a phase, its begin on the host and on the GPU
+        self._marks: list[tuple[str, float, Any]] = [("", 0.0, None)]
+        self._spent: dict[str, Spent] = {}
+
+    def mark(self, phase: str) -> None:
+        """End the current phase and begin `phase`; "" begins none."""
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+        self._marks.append((phase, time.perf_counter(), event))
+        if len(self._marks) > 10_000:
+            self.spent()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enter a phase; a phase within another interrupts it."""
+        before = self._marks[-1][0]
+        self.mark(name)
+        try:
+            yield
+        finally:
+            self.mark(before)
+
+    def steps(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield `batches`: a step begins with the wait for one, and ends when the next is
+        requested."""
+        self.mark("data loading")
+        for batch in batches:
+            self.mark("other")
+            yield batch
+            self.num_steps += 1
+            self.mark("data loading")
+        self.mark("")
+
+    def spent(self) -> dict[str, Spent]:
+        """Return the seconds of each phase, summed over all steps; waits for the GPU."""
+        if last := self._marks[-1][2]:
+            last.synchronize()
+        for (name, began, begin), (_, ended, end) in itertools.pairwise(self._marks):
+            if name:
+                host, device = self._spent.get(name, (0.0, 0.0))
+                on_device = begin.elapsed_time(end) / 1e3 if begin else 0.0
+                self._spent[name] = Spent(host + ended - began, device + on_device)
+        self._marks = self._marks[-1:]
+        return dict(self._spent)
+
+    def table(self) -> str:
+        """Return the time of a step in each phase, in ms and as a share."""
+        spent = self.spent()
+        return describe([spent], self.num_steps, self.device.type == "cuda", [*spent])
+
+
+def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: list[str]) -> str:
+    """Return a table of the mean ms per step: of the first rank, and of several ranks also the
+    lowest and the highest. The share is of the GPU's time if there is one.
+
+    rows  the phases to show, even if they took no time
+    """
+    ms = np.array([[spent.get(name, (0.0, 0.0)) for name in rows] for spent in ranks]).reshape(
+        len(ranks), -1, 2
+    )
+    # (ranks, rows and the step, 2)
+    ms = np.concatenate([ms, ms.sum(1, keepdims=True)], 1) * 1e3 / max(1, num_steps)
+    shown, several = int(on_gpu), len(ranks) > 1
+    lines = [
+        f"  {'ms per step':<16}      host{'       GPU' * on_gpu}   share"
+        + f"   {'all ranks':>19}" * several
+    ]
+    for row, name in enumerate([*rows, "step"]):
+        of_ranks = ms[:, row, shown]
+        line = f"  {name:<16}" + "".join(f"{value:>10.3f}" for value in ms[0, row, : shown + 1])
+        line += f"{100 * of_ranks[0] / max(1e-9, ms[0, -1, shown]):>7.0f}%"
+        lines.append(line + f"   {of_ranks.min():>8.3f} - {of_ranks.max():.3f}" * several)
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def on_phase_change(known: Iterable[str], heed: Callable[[str], Any]) -> Iterator[None]:
+    """Call `heed` when one of the `known` phases follows a different one; the others are nested in
+    those and do not end them."""
+    phases, last = {*known}, ""
+
+    def listener(name: str) -> None:
+        nonlocal last
+        if name in phases and name != last:
+            last = name
+            heed(name)
+
+    phase.listeners.append(listener)
+    try:
+        yield
+    finally:
+        phase.listeners.remove(listener)
+
+
+class Profile:
+    """(all ranks) `--profile`: skip WARM_UP steps, time TIMED steps on all ranks, then trace TRACED
+    steps on rank 0."""
+
+    def __init__(self, world: World, folder: Path):
+        self.world, self.path = world, folder / "trace.json"
+        self.taken = 0  # steps
+        self.on_gpu = world.device.type == "cuda"
+        # the host's phase, when it is ahead
+        self.rows = [*PHASES, *["waiting for the device"] * self.on_gpu]
+        self.measuring = contextlib.ExitStack()
+
+    def follow(self, steps: Iterable[T]) -> Iterator[T]:
+        """Yield a training's steps."""
+        for step in steps:
+            self.taken += 1  # before the step: after the last one nobody requests another
+            yield step
+            if self.taken == WARM_UP:
+                self.measuring.enter_context(self._timed())
+            elif self.taken == WARM_UP + TIMED:
+                self.measuring.close()
+                if self.world.main:
+                    self.measuring.enter_context(self._traced())
+            elif self.taken == WARM_UP + TIMED + TRACED:
+                self.measuring.close()
+
+    def end(self, totals: Any) -> None:
+        """The totals of a step are of no use here."""
+
+    def finish(self) -> None:
+        """Report or end the trace, whichever is under way when the run ends."""
+        if self.taken <= WARM_UP:
+            console.info(
+                f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}"
+            )
+        else:
+            self.measuring.close()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        profiler = PerformanceProfiler(self.world.device)
+        with on_phase_change([*self.rows, *BETWEEN_STEPS], profiler.mark):
+            yield
+        profiler.mark("")
+        ranks, steps = self.world.gather(profiler.spent()), self.taken - WARM_UP
+        console.info(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
+        console.info(describe(ranks, steps, self.on_gpu, self.rows))
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it begins and ends
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.on_gpu]
+        with profile(activities=activities) as tracer, contextlib.ExitStack() as current:
+
+            def name(phase: str) -> None:
+                current.close()
+                current.enter_context(record_function(phase))
+
+            with on_phase_change([*self.rows, *BETWEEN_STEPS], name):
+                yield
+        tracer.export_chrome_trace(str(self.path))
+        console.info(f"  trace        {self.path} (chrome://tracing or ui.perfetto.dev shows it)")
