@@ -28,7 +28,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
-from engine import checkpoint, command, config, kernels, launch, optim, precision
+from engine import checkpoint, command, config, kernels, launch, optim, precision, resume
 from engine.comm.session import session
 from engine.comm.world import World, sync_errors
 from engine.errors import STOPPED, console, set_up
@@ -83,7 +83,7 @@ def build(
         # DistributedSamplers that never pad
         loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
-        saved = checkpoint.check_same_run(saved, args, task, plan, data, split)
+        saved = resume.check_same_run(saved, args, task, plan, data, split)
     # compiled or not, how many threads: the same on all ranks
     plan = kernels.limit_threads(cfg, world, plan)
     plan = performance.resolve(cfg, world, plan)

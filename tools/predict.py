@@ -53,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 from data_loader import EvalLoader, EvalSampler, fingerprint, test_set
-from engine import checkpoint, config, errors, kernels, precision
+from engine import checkpoint, config, errors, kernels, precision, resume
 from engine.comm.world import World
 from engine.data.batches import batch_info
 from engine.errors import LockstepError, amount
@@ -239,7 +239,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
         dataset = val_set if split == "val" else train_set
         if split == "test":
             dataset = test_set(task, train_set, val_set, needed=True)
-            checkpoint.check_test(
+            resume.check_test(
                 saved, fingerprint(train_set, dataset, random_samples=cfg.random_samples)
             )
     else:

@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 from data_loader import fingerprint, load_datasets
-from engine import checkpoint, config, private
+from engine import checkpoint, config, private, resume
 from engine.comm import digests
 from engine.comm.world import World
 from engine.environment import SQUARE_ROOT
@@ -206,7 +206,7 @@ class Recorded:
 
     def __init__(self, folder: Path, cfg: Any, task: Any):
         self.folder, self.cfg = folder, cfg
-        self.free = {*checkpoint.FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
+        self.free = {*resume.FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
         _check_not_running(folder)
         self.environment = _read_json(folder / "environment.json")
         self.log, self.unreadable = log_of(folder)
