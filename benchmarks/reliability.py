@@ -44,7 +44,7 @@ from engine.phases import Phases, phase
 from engine.report import log
 from engine.run import AfterStep, NullLog, Run
 from plugins.resilience.watchdog import BEAT_S, Watchdog
-from tools.probe import endless
+from tools.machine.probe import endless
 
 DEFAULTS = {"watch": (16, 30), "save": (7, 10)}
 """Rounds, and steps of one measurement in a round: for `watch` a few log points."""

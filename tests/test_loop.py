@@ -33,7 +33,7 @@ from plugins.parallel.virtual import WorkerReducer
 from plugins.reporting import plan_text
 from plugins.resilience import status
 from plugins.resilience.stragglers import Straggler, Stragglers
-from tasks._classification import Classification, LossSettings
+from tasks.shared.classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 

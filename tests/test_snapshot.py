@@ -53,7 +53,7 @@ sys.path.insert(0, sys.argv[1])
 import gpu_parts
 from engine import checkpoint
 from engine.files import snapshot
-from tools.probe import endless
+from tools.machine.probe import endless
 from torch.multiprocessing.reductions import StorageWeakRef
 
 snapshot.BUFFER, snapshot.LARGE, snapshot.PART = 4096, 1024, 512
@@ -116,7 +116,7 @@ with buffers:  # the copy on the GPU is read after two more steps
 found = {}
 for way, state in states.items():
     file = io.BytesIO()
-    state = snapshot.on_host(state) | {"config": 0, "environment": 0}
+    state = state.on_host() | {"config": 0, "environment": 0}
     torch.save(state, file)
     found[way] = hashlib.sha256(file.getvalue()).hexdigest()
 gc.collect()
@@ -229,7 +229,7 @@ def test_reading_a_tensor_waits_for_it_and_finishes_once():
         state["model"]
     state, arrival = on_its_way(1, finished.append)
     arrival.set_result(None)
-    assert [*state["model"]] == ["weight"] and snapshot.on_host(state)["format"] == 3
+    assert [*state["model"]] == ["weight"] and state.on_host()["format"] == 3
     assert finished == [state]
 
 
