@@ -261,7 +261,11 @@ class Copy:
 
 def passes(selector: str, outcomes: dict[str, bool]) -> bool:
     """Return whether at least one test of a selector has run without the mutant, and all of them passed."""
-    own = [good for name, good in outcomes.items() if name == selector or name.startswith((f"{selector}[", f"{selector}::"))]
+    own = [
+        good
+        for name, good in outcomes.items()
+        if name == selector or name.startswith((f"{selector}[", f"{selector}::"))
+    ]
     return bool(own) and all(own)
 
 
@@ -283,7 +287,9 @@ def check(mutants: list[Mutant]) -> int:
         if absent := missing_tests(mutant, ROOT):
             print(f"broken  {mutant.id}: no such test: {', '.join(absent)}")
         bad += len(places) != 1 or bool(absent)
-    counts = {group: sum(mutant.group == group for mutant in mutants) for group in dict.fromkeys(m.group for m in mutants)}
+    counts = {
+        group: sum(mutant.group == group for mutant in mutants) for group in dict.fromkeys(m.group for m in mutants)
+    }
     print(f"{len(mutants)} mutants: " + ", ".join(f"{group} {count}" for group, count in counts.items()))
     return 1 if bad else 0
 
