@@ -3,7 +3,7 @@
 
     python tests/mutants.py check                     locate each text, run nothing
     python tests/mutants.py run                       every mutant of tests/mutants.txt
-    python tests/mutants.py run loader resume-digest  these groups and these mutants
+    python tests/mutants.py run loader resume-meter   these groups and these mutants
     python tests/mutants.py run --out results.json    also write {id: verdict}; other ids in the file stay
 
 The list has one block per mutant:
