@@ -330,7 +330,7 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
         ],
         study=_about_study(asked.study) if asked.study else None,
         panels=_panels(runs),
-        differs_across_ranks=_differing(runs),
+        differing=_differing(runs),
         command=shlex.join(["python", "tools/report.py", *sys.argv[1:]]),
     )
     return text.encode("utf-8", "replace")  # a file's name may hold what is no text
