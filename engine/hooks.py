@@ -68,6 +68,8 @@ caches = Hook()
 """first(cfg, datasets, device) -> datasets that hold their samples in memory."""
 reducers = Hook()
 """first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
+initial_state = Hook()
+"""first(run) -> a copy of the run's state before a checkpoint is loaded, for later comparisons."""
 
 # ---- while a run trains
 returned = Hook()

@@ -21,7 +21,6 @@ from engine.files.archive import CheckpointState
 from engine.hooks import check
 from engine.metrics import Meter, Skipped, StepResult, same_names
 from engine.optim.ema import EMA
-from engine.optim.make import clone_optimizer
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
@@ -73,24 +72,6 @@ class NullLog:
     def close(self, status: str = "done") -> None: ...
 
 
-class InitialState(NamedTuple):
-    """What a new process begins with, before it loads a checkpoint."""
-
-    # with the same parameters; None where it cannot be copied
-    optimizer: torch.optim.Optimizer | None
-    forms: dict[str, str]  # see `forms`
-
-
-def tensor_specs(task: Task, model: nn.Module) -> dict[str, str]:
-    """Return the type and the shape of each tensor of the model that a checkpoint holds, by
-    name."""
-    return {
-        name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
-        for name, value in model.state_dict().items()
-        if task.saved(name) and isinstance(value, Tensor)
-    }
-
-
 class AfterStep(NamedTuple):
     """What follows a step, the same on all ranks.
 
@@ -121,7 +102,8 @@ class Record:
     fingerprint: str = ""  # of the data
     # digests of the weights that no checkpoint holds
     left_out: dict[str, str] = field(default_factory=dict)
-    fresh: InitialState | None = None  # until it has been compared with what a checkpoint holds
+    # of hooks.initial_state, until it has been compared with the contents of a checkpoint
+    fresh: Any = None
 
 
 @dataclass
@@ -150,10 +132,7 @@ class Run:
             self.world, self.model, self.cfg.ddp.buffers
         )
         self.meter = Meter(self.world, len(self.reducer.block))
-        if self.cfg.check_resume:
-            self.record.fresh = InitialState(
-                clone_optimizer(self.optimizer, self.model), tensor_specs(self.task, self.model)
-            )
+        self.record.fresh = hooks.initial_state.first(self)
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
         if self.world.size > 1:

@@ -22,11 +22,10 @@ from engine.errors import console
 from engine.evaluation import check_count, collects, reported
 from engine.hooks import check
 from engine.metrics import Gathered
-from engine.optim import make
 from engine.phases import phase
 from engine.private import release_device_cache
 from engine.run import Run, environment
-from plugins.preflight import adds_up, resume_check
+from plugins.preflight import adds_up, optimizers, resume_check
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import check_together
@@ -58,7 +57,7 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
-    state_bytes = make.state_bytes(run.optimizer)
+    state_bytes = optimizers.state_bytes(run.optimizer)
     moments = world.reduce_on_rank0(
         state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes)
     )
@@ -189,6 +188,7 @@ def plan_rows(run: Run) -> dict[str, str]:
     return {"the cut matters": f"{parts}: other processes or another batch_size, other numbers"}
 
 
+hooks.initial_state.add(optimizers.initial_state)
 hooks.returned.add(check_returned)
 hooks.plan_rows.add(plan_rows)
 hooks.settings.add(check_together)

@@ -21,8 +21,9 @@ from engine.contract import LockstepError
 from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
-from engine.optim.make import load_state, parts
-from engine.run import Run, tensor_specs
+from engine.optim.make import load_state
+from engine.run import Run
+from plugins.preflight.optimizers import parts, tensor_specs
 
 RENEWED = {
     "state",

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engine.contract import LOGGED, Loss, Task, per_sample
 from engine.errors import LockstepError, amount
+from plugins.preflight.optimizers import check_optimizer
 
 
 def check(method: str, found: Any, *about: Any) -> Any:
@@ -286,6 +287,7 @@ WHOLE: dict[str, Callable[..., None]] = {
     "datasets": check_datasets,
     "test_dataset": check_test_set,
     "split": check_scored,
+    "optimizer": check_optimizer,
 }
 """Methods with a function of their own in place of RULES."""
 
