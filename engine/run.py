@@ -91,7 +91,7 @@ class Record:
     """What is written of a run, and what a resumed run is compared with."""
 
     log: NullLog = field(default_factory=NullLog)  # what a person reads, see report/log.py
-    checkpoints: Any = None  # (rank 0) see files/checkpoints.py
+    checkpoints: Any = None  # (rank 0) see files/writer.py
     # of --profile and record=N: `follow(steps)`, `end(totals)`, `finish()`
     recorders: list[Any] = field(default_factory=list)
     resume_command: str = ""

@@ -45,7 +45,7 @@ from engine.data.batches import tree_leaves
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, weights
 from engine.files.atomic import write_atomically
-from engine.files.checkpoints import Checkpoints, check_files
+from engine.files.store import Checkpoints, check_files
 from engine.run import environment_of
 from plugins import resilience as survive
 from plugins.resilience import status

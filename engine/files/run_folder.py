@@ -23,7 +23,7 @@ from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically, write_json
-from engine.files.checkpoints import LOCK, Checkpoints, check_files, find_checkpoint
+from engine.files.store import LOCK, Checkpoints, check_files, find_checkpoint
 
 PACKAGES = ("numpy", "pyyaml", "tensorboard", "tqdm")
 """Besides torch, whose package lacks the local part of its version (`+cu130`) where it is

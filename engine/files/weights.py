@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.comm.shards import shard_like
 from engine.errors import LockstepError, few
 from engine.files.archive import check_archive, reason
-from engine.files.checkpoints import LAST, Checkpoints
+from engine.files.store import LAST, Checkpoints
 from engine.private import NORM_WITH_STATISTICS
 
 WRAPPERS, PUBLISHED = ("module.", "_orig_mod."), "model.safetensors"

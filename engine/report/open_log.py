@@ -17,7 +17,8 @@ from engine.comm.session import remember
 from engine.comm.world import on_rank0, sync_errors
 from engine.errors import DONE, STOPPED, console
 from engine.files import run_folder
-from engine.files.checkpoints import LAST, CheckpointWriter
+from engine.files.store import LAST
+from engine.files.writer import CheckpointWriter
 from engine.report import log
 from engine.run import Run
 
