@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.errors import LockstepError, console
+from engine.errors import CHECKPOINT, LockstepError, console
 from engine.files.archive import check_archive, reason, verify
 from engine.files.atomic import atomically, write_atomically, write_json
 from engine.private import tree_leaves
@@ -54,10 +54,6 @@ def check_files(folder: Path) -> None:
                 str(folder),
                 "move it away, or give another save_dir",
             )
-
-
-def _checkpoint_error(what: str, path: Path, todo: str) -> LockstepError:
-    return LockstepError(what, str(path), todo, exit_code=3)
 
 
 # ---- the manifest
@@ -131,9 +127,8 @@ def _list_files(folder: Path) -> Manifest:
 
 
 def _listing_error(path: Path, error: OSError) -> LockstepError:
-    return _checkpoint_error(
-        f"cannot look for a checkpoint: {error.strerror}", path, "check the disk"
-    )
+    what = f"cannot look for a checkpoint: {error.strerror}"
+    return LockstepError(what, str(path), "check the disk", exit_code=CHECKPOINT)
 
 
 def _write_manifest(path: Path, entries: list[Entry], best: str) -> None:
@@ -192,11 +187,9 @@ class Checkpoints:
             manifest = self._write(state, path, best)
         except Exception as error:  # torch.save passes on whatever a task's own objects raise
             raise self._write_error(state, path, error) from error
-        dropped = []
-        for entry in self.entries:
-            # A file without a SHA-256 was in no manifest, and may be the user's own.
-            if entry not in manifest.entries and entry.sha256:
-                dropped.append(entry.file)
+        # A file without a SHA-256 was in no manifest, and may be the user's own.
+        listed = [entry for entry in self.entries if entry.sha256]
+        dropped = [entry.file for entry in listed if entry not in manifest.entries]
         self.entries, self.best, _ = manifest
         self._update_links(path.name, dropped)
 
@@ -247,18 +240,16 @@ class Checkpoints:
         return Manifest(kept, chosen)
 
     def _write_error(self, state: dict[str, Any], path: Path, error: Exception) -> LockstepError:
-        needed = 0
-        for leaf in tree_leaves(dict(state)):
-            if isinstance(leaf, torch.Tensor):
-                needed += leaf.nbytes
+        needed = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(dict(state)))
         free = "an unknown number of"
         with contextlib.suppress(OSError):  # the disk that failed
             free = f"{shutil.disk_usage(self.folder).free / 1e6:.1f}"
-        return _checkpoint_error(
+        return LockstepError(
             f"the checkpoint could not be written: {reason(error)}",
-            path,
+            str(path),
             f"it needs {needed / 1e6:.1f} MB, {free} MB are free; "
             "the checkpoint before is as it was",
+            exit_code=CHECKPOINT,
         )
 
     def _update_links(self, last: str, dropped: list[str]) -> None:
@@ -347,7 +338,8 @@ def _find_path(path: Path) -> tuple[Path, list[str]]:
         if not verify(path.parent / entry.file, entry.sha256):
             todo = f"resume={path.parent / entry.file}"
             break
-    raise _checkpoint_error(f"the checkpoint is damaged: {problem}", path, todo)
+    what = f"the checkpoint is damaged: {problem}"
+    raise LockstepError(what, str(path), todo, exit_code=CHECKPOINT)
 
 
 def _newest_intact(folder: Path, manifest: Manifest) -> tuple[Path, list[str]]:
@@ -359,8 +351,9 @@ def _newest_intact(folder: Path, manifest: Manifest) -> tuple[Path, list[str]]:
         if not problem:
             return path, [f"{warning}; resuming from {entry.file}" for warning in warnings]
         warnings.append(f"{path} is damaged ({problem})")
-    raise _checkpoint_error(
+    raise LockstepError(
         f"the checkpoint is damaged: {'; '.join(warnings)}",
-        folder,
+        str(folder),
         "no checkpoint here can be read: start a new run with another save_dir",
+        exit_code=CHECKPOINT,
     )

@@ -15,17 +15,15 @@ from engine.files.store import Checkpoints
 from engine.phases import phase
 
 LOST_S = 10.0
-"""Seconds since the last save from which a save is due at the end of an epoch."""
-
 SHARE = 0.01
-"""Largest share of the time since the last save that the CPU time of the last save may be, if a
-save within an epoch, or at the end of an epoch before LOST_S, is to be due."""
+"""Without `save_every`, a save is due at the end of an epoch after LOST_S since the last save, or
+as soon as the CPU time of the last save is at most SHARE of the time since the last save. Within
+an epoch, a save is due if the CPU time is at most this share and `save_minutes` have passed."""
 
 RETRY_S = 15.0
-"""Seconds from a failed save to the next save. Each further failure in a row doubles the time."""
-
 RETRY_MOST_S = 600.0
-"""Most seconds from a failed save to the next save."""
+"""Seconds from a failed save to the next save: twice RETRY_S, doubled by each further failure in a
+row, and at most RETRY_MOST_S."""
 
 WARN_AFTER = 3
 """Failures in a row from which a warning is printed."""

@@ -39,7 +39,7 @@ from engine.files import archive, atomic, run_folder, store
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.files.store import FILES, LAST, LOCK, MANIFEST, Checkpoints, find_checkpoint
 from engine.files.writer import CheckpointWriter
-from engine.report import log
+from engine.report import lines, log
 from engine.run import Progress, Record
 from plugins.resilience import status
 from plugins.security import inspect
@@ -213,7 +213,7 @@ class Faults:
         plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat")
         mine = {name: self.counted(os, name) for name in plain}
         mine |= {"replace": self.replace, "fsync": self.fsync, "open": self.os_open}
-        for file in (*MODULES, log):
+        for file in (*MODULES, lines):
             patch.setattr(file, "os", Stand(os, mine))
             patch.setattr(file, "open", self.open, raising=False)
         patch.setattr(archive, "torch", Stand(torch, {"load": self.counted(torch, "load")}))
@@ -390,7 +390,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
                 opened = log.Log(folder, job)
                 opened.sinks = [opened.lines]
                 job.progress.step = 3
-                opened._tell("write", "train", job, {})
+                opened._send("write", "train", job, {})
                 writer = CheckpointWriter(checkpoints, SimpleNamespace(sync=opened.sync), "F1")
                 writer.write(state(3))
                 writer.wait()
