@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from engine.contract import INFO_KEY, Batch, BatchInfo
-from engine.errors import LockstepError
 
 PLAIN = {int, float, bool, str, bytes, type(None)}
 STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
@@ -186,18 +185,3 @@ def _with_attributes(kind: type) -> type:
 def batch_info(batch: Batch) -> BatchInfo:
     """Return the loader's own numbers of a batch."""
     return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
-
-
-def check(batch: Batch, where: str) -> None:
-    """Raise LockstepError if a batch has no room for the loader's own numbers."""
-    if isinstance(batch, dict) and INFO_KEY in batch:
-        what = f"a sample has a {INFO_KEY!r}, the one name that the loader itself uses in a batch"
-        raise LockstepError(what, where, "give it another name")
-    try:
-        attach_info(batch, BatchInfo(*[torch.empty(0)] * 3))
-    except (AttributeError, TypeError):
-        raise LockstepError(
-            f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers",
-            where,
-            f"give a dict, a tuple, or a class with room for an attribute `{INFO_KEY}`",
-        ) from None

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from engine.comm import digests
-from engine.contract import Batch, amount
+from engine.contract import Batch
 from engine.data import batches
 from engine.data.processes import shm_error
 from engine.errors import DATA, LockstepError, console, few
+from engine.hooks import check
 from engine.seeds import data_seeds, preserve_rng_state, seed_everything
 
 PROCESS_FAILED = ("DataLoader worker", "DataLoader timed out")
@@ -95,8 +96,12 @@ class Fetcher:
             if text[0].startswith("Caught "):  # a loader process sends a traceback as text
                 what = text[-1]
             raise self._failure(request, what) from error
-        self._check_rows(batch, request.indices)
-        return batch
+        rows = (len(request.indices),)
+        if type(batch) is dict and all(
+            isinstance(value, Tensor) and value.shape[:1] == rows for value in batch.values()
+        ):
+            return batch  # the usual batch, without the cost of the check
+        return check("batch", batch, request.indices, self.name, self.collate is not None)
 
     def __getitems__(self, request: Any) -> Batch:
         """Return a batch; loader processes also call this method.
@@ -140,45 +145,6 @@ class Fetcher:
                 break
         what = f"sample {name} cannot be loaded: {what}"
         return LockstepError(what, self.name, todo, exit_code=DATA)
-
-    def _check_rows(self, batch: Batch, indices: list[int]) -> None:
-        """Raise LockstepError unless every tensor of a batch has a row for each sample.
-
-        With a dataset's `collate`, one tensor with the rows is enough.
-        """
-        count = len(indices)
-        shape = (count,)
-        if type(batch) is dict and all(
-            isinstance(value, Tensor) and value.shape[:1] == shape for value in batch.values()
-        ):
-            return
-
-        def of_samples(value: Any) -> bool:
-            return isinstance(value, (list, tuple)) and len(value) == count
-
-        rows = {}
-        for name, part in batches.tree_leaves(batch, is_leaf=of_samples):
-            if isinstance(part, Tensor) or of_samples(part):
-                rows[name] = len(part) if getattr(part, "ndim", 1) else 0
-        wrong = [name for name, length in rows.items() if length != count]
-        if not wrong or (self.collate and len(wrong) < len(rows)):
-            return
-        todo = (
-            "give every tensor a row for each sample; a list is one of samples, a batch of two a "
-            "tuple (x, y)"
-        )
-        if self.collate:
-            todo = (
-                "let `collate` drop and add none; what it packs needs a tensor with a row for "
-                "each beside it"
-            )
-        raise LockstepError(
-            f"{wrong[0] or 'value'!r} of a batch of {amount(count, 'sample')} ({few(indices)}) "
-            f"has {amount(rows[wrong[0]], 'row')}",
-            self.name,
-            todo,
-            exit_code=DATA,
-        )
 
 
 def _takes(method: Any, name: str) -> bool:
@@ -233,7 +199,7 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
 def contents(fetcher: Fetcher, index: int) -> dict[str, bytes]:
     """Return the bytes to hash of each leaf of a sample, by path."""
     batch = fetcher.fetch([index])
-    batches.check(batch, fetcher.name)
+    check("sample", batch, fetcher.name)
     return {name: _content(leaf) for name, leaf in batches.tree_leaves(batch)}
 
 

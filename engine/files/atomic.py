@@ -65,33 +65,10 @@ def write_atomically(path: Path, fill: Callable[[Any], Any]) -> None:
         fill(file)
 
 
-def write_json(path: Path, value: Any, where_full: bool = False) -> None:
-    """Write a value as JSON.
-
-    where_full  on a full disk overwrite the blocks of the old file, if the blocks suffice. A crash
-                during the write leaves neither file. Without `where_full` no reader would see
-                that the disk is full.
-    """
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, atomically."""
     text = (json.dumps(value, indent=2) + "\n").encode()
-    try:
-        write_atomically(path, lambda file: file.write(text))
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not (where_full and full and _overwrite(path, text)):
-            raise
-
-
-def _overwrite(path: Path, text: bytes) -> bool:
-    """Overwrite a file; return False if the text does not fit into the blocks of the file."""
-    with (
-        contextlib.suppress(OSError),
-        open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file,
-    ):
-        if len(text) <= 512 * os.fstat(file.fileno()).st_blocks:
-            file.write(text)
-            file.truncate()
-            return True
-    return False
+    write_atomically(path, lambda file: file.write(text))
 
 
 def sha256_of(path: Path) -> str:

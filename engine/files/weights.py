@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
@@ -15,7 +14,7 @@ from engine.comm.shards import shard_like
 from engine.errors import LockstepError, few
 from engine.files.archive import check_archive, reason
 from engine.files.store import LAST, Checkpoints
-from engine.private import NORM_WITH_STATISTICS
+from engine.hooks import check
 
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DDP, averages and torch.compile give all names."""
@@ -24,9 +23,6 @@ PUBLISHED = "model.safetensors"
 
 NESTED = ("model", "state_dict", "model_state_dict", "weights")
 """Keys under which training scripts save a state dict."""
-
-HUGE = 1e19
-"""The square of a larger number overflows float32."""
 
 # ---- read
 # --------------------------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
             where,
             "give the weights of such a model",
         )
-    _check_values(model, fits, own, where)
+    check("init_from", fits, model, own, where)
     rows = {name: shard_like(value, own[name]) for name, value in fits.items()}
     model.load_state_dict(rows, strict=False)
     lines = [f"{path}: {len(fits)} of {len(weights)} loaded"]
@@ -169,45 +165,3 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
     if new:
         lines.append(f"  new      {few(new)}")
     return "\n".join(lines)
-
-
-def _check_values(
-    model: nn.Module, fits: dict[str, Tensor], own: dict[str, Tensor], where: str
-) -> None:
-    """Raise LockstepError if a tensor has another kind than the model's tensor, or bad values."""
-    finite = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for path, module in model.named_modules():
-        if isinstance(module, NORM_WITH_STATISTICS):
-            finite.update(f"{path}.{name}".removeprefix(".") for name, _ in module.named_buffers())
-    for name, value in fits.items():
-        fault = _fault(value, own[name], name in finite)
-        if fault:
-            raise LockstepError(
-                f"{name} {fault}",
-                where,
-                "give weights as they were trained: neither quantised nor of a run that has "
-                "diverged",
-            )
-
-
-def _fault(value: Tensor, own: Tensor, finite: bool) -> str:
-    """Return the fault of a tensor in place of the model's tensor `own`, or an empty text.
-
-    finite  whether a huge value is a fault. Buffers hold masks, which may be infinite.
-    """
-    if value.layout != own.layout:
-        return _difference(value.layout, own.layout)
-    floats = value.is_floating_point()
-    kinds = (value.is_complex(), floats) != (own.is_complex(), own.is_floating_point())
-    if kinds or (floats and value.itemsize < min(2, own.itemsize)):
-        return _difference(value.dtype, own.dtype)
-    if not floats or not value.numel():
-        return ""
-    low, high = value.to(own.dtype).aminmax()
-    largest = max(-float(low), float(high))
-    return f"holds {largest:g}" if math.isnan(largest) or (finite and largest > HUGE) else ""
-
-
-def _difference(there: Any, here: Any) -> str:
-    names = f"is {there} there and {here} here"
-    return names.replace("torch.", "")

@@ -36,7 +36,7 @@ def make_optimizer(
         for name in _matching_names(model, pattern, "optim.freeze"):
             model.get_parameter(name).requires_grad_(False)
     trained: Named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    _check_trained(model, trained)
+    check("parameters", trained, model)
     optimizer = task.optimizer(model) if task else None
     if optimizer is None:
         optimizer = _shipped(model, trained, cfg)
@@ -67,24 +67,6 @@ def _matching_names(model: nn.Module, pattern: str, key: str) -> list[str]:
             f"{pattern!r} matches no weight", key, f"choose of names such as {few(names, 3)}"
         )
     return matches
-
-
-def _check_trained(model: nn.Module, trained: Named) -> None:
-    """Raise LockstepError if a model has no weight to train, or a weight without an optimizer."""
-    where = "the task's `model`"
-    if not trained:
-        raise LockstepError("the model has no parameter to train", where, "unfreeze some")
-    for path, module in model.named_modules():
-        if isinstance(module, TABLES) and module.sparse and module.weight.requires_grad:
-            raise LockstepError(f"{path} gives sparse gradients", where, "make it sparse=False")
-    for name, p in trained.items():
-        if p.is_complex():
-            raise LockstepError(
-                f"the weight {name} is complex",
-                where,
-                "keep its real and imaginary parts in a real one, and use "
-                "torch.view_as_complex in `forward`",
-            )
 
 
 # ---- shipped optimizers
