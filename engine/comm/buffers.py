@@ -41,9 +41,9 @@ class Buffers:
     def __init__(self, model: nn.Module):
         self.places: list[Place] = []
         for path, module in model.named_modules():
-            of_norm = isinstance(module, private.NORM_WITH_STATISTICS)
-            buffers = private.own_buffers(module)
             absent = private.non_persistent_buffers(module)
+            buffers = private.own_buffers(module)
+            of_norm = isinstance(module, private.NORM_WITH_STATISTICS)
             for name, _ in module.named_buffers(recurse=False):
                 if name not in absent:
                     key = f"{path}.{name}".removeprefix(".")

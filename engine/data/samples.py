@@ -51,10 +51,8 @@ class Fetcher:
         self.digest = str(getattr(dataset, "digest", ""))
         self.rows: Any = None
         while type(dataset) is Subset:  # a Subset does not pass on seeds
-            outer = self.rows
-            self.rows = dataset.indices
-            if outer is not None:
-                self.rows = [dataset.indices[row] for row in outer]
+            indices = dataset.indices
+            self.rows = indices if self.rows is None else [indices[row] for row in self.rows]
             dataset = dataset.dataset
         many: Any = getattr(dataset, "__getitems__", None)
         self.one: Any = getattr(dataset, "__getitem__", None)

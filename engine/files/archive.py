@@ -72,8 +72,9 @@ def read(path: Path, mapped: bool = False) -> dict[str, Any]:
             exit_code=CHECKPOINT,
         ) from error
     if not isinstance(state, dict) or "format" not in state:
-        what = "not a Lockstep checkpoint"
-        raise LockstepError(what, str(path), "give another file", exit_code=CHECKPOINT)
+        raise LockstepError(
+            "not a Lockstep checkpoint", str(path), "give another file", exit_code=CHECKPOINT
+        )
     return state
 
 

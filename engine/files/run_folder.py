@@ -66,13 +66,9 @@ def _check_writable(folder: Path) -> None:
     """Raise LockstepError unless the folder, or the nearest parent, is a writable folder."""
     parents = (folder, *folder.absolute().parents)
     there = next(path for path in parents if path.exists() or path.is_symlink())
-    if not there.is_dir():
-        fault = "is not a folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        fault = "is not writable"
-    else:
-        return
-    raise LockstepError(f"{there} {fault}", f"save_dir={folder}", "give another save_dir")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        fault = "is not writable" if there.is_dir() else "is not a folder"
+        raise LockstepError(f"{there} {fault}", f"save_dir={folder}", "give another save_dir")
 
 
 def _check_restarts() -> None:
@@ -126,12 +122,16 @@ def make_folder(
         # of a process that was killed during a write
         for torn in folder.glob(".*.tmp"):
             torn.unlink()
-        text = config.to_yaml(cfg).encode()
-        write_atomically(folder / "config.yaml", lambda file: file.write(text))
+        write_atomically(
+            folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode())
+        )
         write_json(folder / "environment.json", environment(world) | {"code": code})
     except OSError as error:
-        what = f"the run's folder cannot be written: {error.strerror}"
-        raise LockstepError(what, str(folder), "give another save_dir") from None
+        raise LockstepError(
+            f"the run's folder cannot be written: {error.strerror}",
+            str(folder),
+            "give another save_dir",
+        ) from None
     checkpoints = Checkpoints(folder, cfg.keep_checkpoints)
     if cfg.resume == "auto" and checkpoints.last and find_checkpoint("auto", folder)[0] != resumed:
         raise LockstepError(
@@ -176,8 +176,10 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     # a forked process inherits the entry but not the lock
     if owner == os.getpid() and not file.closed:
         return None if only_look else file
-    file = _open_lock(path, only_look)
-    if file is None or not _acquire(file, folder):
+    if only_look and not os.path.lexists(path):
+        return None
+    file = _open_lock(path)
+    if not _acquire(file, folder):
         return None
     if only_look:
         file.close()
@@ -191,18 +193,15 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     return file
 
 
-def _open_lock(path: Path, only_look: bool) -> Any:
-    """Open the file of the lock; return None if `only_look` finds no file."""
-    flags = os.O_RDWR | os.O_NOFOLLOW  # a link planted here would have its target emptied
-    if not only_look:
-        flags |= os.O_CREAT
+def _open_lock(path: Path) -> Any:
+    """Open the file of the lock. Raises LockstepError if the file cannot be opened."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT  # a target of a planted link would be emptied
     try:
         return os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
     except OSError as error:
-        if only_look and isinstance(error, FileNotFoundError):
-            return None
-        what = f"the lock cannot be opened: {error.strerror}"
-        raise LockstepError(what, str(path), "give another save_dir") from None
+        raise LockstepError(
+            f"the lock cannot be opened: {error.strerror}", str(path), "give another save_dir"
+        ) from None
 
 
 def _acquire(file: Any, folder: Path) -> bool:

@@ -8,6 +8,7 @@ the previous checkpoint.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -127,8 +128,12 @@ def _list_files(folder: Path) -> Manifest:
 
 
 def _listing_error(path: Path, error: OSError) -> LockstepError:
-    what = f"cannot look for a checkpoint: {error.strerror}"
-    return LockstepError(what, str(path), "check the disk", exit_code=CHECKPOINT)
+    return LockstepError(
+        f"cannot look for a checkpoint: {error.strerror}",
+        str(path),
+        "check the disk",
+        exit_code=CHECKPOINT,
+    )
 
 
 def _write_manifest(path: Path, entries: list[Entry], best: str) -> None:
@@ -200,12 +205,9 @@ class Checkpoints:
         would be lost.
         """
         listed = {entry.file for entry in self.entries}
-        unused = name
-        number = 0
-        while unused in listed:
-            number += 1
-            unused = f"{name.removesuffix('.pt')}_step{step}_{number}.pt"
-        return unused
+        stem = f"{name.removesuffix('.pt')}_step{step}"
+        names = itertools.chain([name], map(f"{stem}_{{}}.pt".format, itertools.count(1)))
+        return next(itertools.filterfalse(listed.__contains__, names))
 
     def _clear(self, path: Path) -> None:
         """Remove the temporary files of a crash, and the entries that `truncate_after` dropped."""
@@ -222,21 +224,15 @@ class Checkpoints:
             with atomically(path) as file:
                 torch.save(state, file)
             check_archive(path)  # an unreadable file must not replace a readable file
-            step = state["progress"]["step"]
-            entry = Entry(path.name, step, path.stat().st_size, file.sha256.hexdigest())
-            new = self._with_entry(entry, best)
-            _write_manifest(manifest, new.entries, new.best)
+            step, size = state["progress"]["step"], path.stat().st_size
+            entries = [*self.entries, Entry(path.name, step, size, file.sha256.hexdigest())]
+            newest = entries[-1 - self.keep :]
+            chosen = path.name if best else self.best
+            kept = [entry for entry in entries if entry in newest or entry.file == chosen]
+            _write_manifest(manifest, kept, chosen)
         except BaseException:
             _undo(path, manifest, before)
             raise
-        return new
-
-    def _with_entry(self, entry: Entry, best: bool) -> Manifest:
-        """Return the kept entries together with a new entry."""
-        entries = [*self.entries, entry]
-        newest = entries[-1 - self.keep :]
-        chosen = entry.file if best else self.best
-        kept = [each for each in entries if each in newest or each.file == chosen]
         return Manifest(kept, chosen)
 
     def _write_error(self, state: dict[str, Any], path: Path, error: Exception) -> LockstepError:
@@ -338,8 +334,9 @@ def _find_path(path: Path) -> tuple[Path, list[str]]:
         if not verify(path.parent / entry.file, entry.sha256):
             todo = f"resume={path.parent / entry.file}"
             break
-    what = f"the checkpoint is damaged: {problem}"
-    raise LockstepError(what, str(path), todo, exit_code=CHECKPOINT)
+    raise LockstepError(
+        f"the checkpoint is damaged: {problem}", str(path), todo, exit_code=CHECKPOINT
+    )
 
 
 def _newest_intact(folder: Path, manifest: Manifest) -> tuple[Path, list[str]]:

@@ -162,11 +162,8 @@ class AdamW(torch.optim.AdamW):
             return state
         counters = [values["step"] for values in states.values()]
         # copies, by a single kernel for many counters
-        copies = torch._foreach_mul(counters, 1.0)
-        own = {}
-        for (number, values), step in zip(states.items(), copies, strict=True):
-            own[number] = {**values, "step": step}
-        return state | {"state": own}
+        copies = zip(states.items(), torch._foreach_mul(counters, 1.0), strict=True)
+        return state | {"state": {n: {**values, "step": step} for (n, values), step in copies}}
 
 
 class SGD(torch.optim.SGD):

@@ -42,24 +42,20 @@ class Lines:
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 line[name] = None
-        text = json.dumps(line) + "\n"
-        if self.torn:
-            text = "\n" + text
+        start = "\n" if self.torn else ""
         self.torn = True
-        self.file.write(text)
+        self.file.write(f"{start}{json.dumps(line)}\n")
         self.torn = False
 
     def sync(self) -> None:
         """Flush the file to the disk."""
         os.fsync(self.file.fileno())
 
-    def close(self, status: str) -> None:
-        """Close the file of a run that is done or stopped."""
+    def close(self, status: str = "failed") -> None:
+        """Close the file."""
         self.file.close()
 
-    def close_files(self) -> None:
-        """Close the file of a run that has failed."""
-        self.file.close()
+    close_files = close
 
 
 def truncate_log(
@@ -94,8 +90,10 @@ def truncate_log(
             if place == ("train", start):
                 trained = {name: value for name, value in record.items() if name not in LOGGED}
     if unreadable:
-        what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
-        warn_on_stderr(f"{what}: training continues")
+        warn_on_stderr(
+            f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped: training "
+            "continues"
+        )
     # Also without a file: an append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
     return time_s, repeated

@@ -44,8 +44,6 @@ GROUPS = {"train": "train", "eval": "val"}
 SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
 """Metric -> name on the terminal, as in the guides."""
 
-PERCENT = ("accuracy", "success_rate")
-
 
 class Log(NullLog):
     """The log of rank 0: an event goes to every sink, and to the terminal as text or a bar.
@@ -73,12 +71,15 @@ class Log(NullLog):
         self.lines = Lines(folder / "metrics.jsonl", run)
         repeated = self.lines.repeated
         try:
-            trackers = itertools.chain(*hooks.sinks.each(run, folder))
             board = Board(folder / "logs", run, repeated is not None)
+            self.sinks: list[Any] = [
+                self.lines,
+                board,
+                *itertools.chain(*hooks.sinks.each(run, folder)),
+            ]
         except BaseException:
             self.lines.close_files()
             raise
-        self.sinks: list[Any] = [self.lines, board, *trackers]
         self.excepthook = threading.excepthook
         threading.excepthook = self._thread_failed
         if repeated is not None:
@@ -271,9 +272,12 @@ def start(folder: Path, run: Run) -> Log:
     try:
         return Log(folder, run)
     except OSError as error:
-        what = f"the log cannot be opened: {type(error).__name__}: {headline(error)}"
-        todo = "fix it, or give another save_dir"
-        raise LockstepError(what, str(folder), todo, exit_code=CHECKPOINT) from error
+        raise LockstepError(
+            f"the log cannot be opened: {type(error).__name__}: {headline(error)}",
+            str(folder),
+            "fix it, or give another save_dir",
+            exit_code=CHECKPOINT,
+        ) from error
 
 
 def _has_room_for_bars() -> bool:
@@ -305,7 +309,9 @@ def _shown(metrics: dict[str, float]) -> dict[str, str]:
     shown = {}
     for name, short in SHORT_NAMES.items():
         if name in metrics:
-            shown[short] = f"{metrics[name]:.2%}" if name in PERCENT else f"{metrics[name]:.4f}"
+            shown[short] = (
+                f"{metrics[name]:.2%}" if short in ("Acc", "Success") else f"{metrics[name]:.4f}"
+            )
     if "success_rate_low" in metrics:
         shown["Success"] = of_trials(metrics)
     return shown

@@ -73,9 +73,13 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         sha256 = _weights_digest(run)
         state = "stopped" if run.stopped else "done"
         if isinstance(record.log, log.Log):
-            code = STOPPED if run.stopped else DONE
-            step = run.progress.step
-            hooks.event("status", state=state, exit_code=code, reason=run.stopped, step=step)
+            hooks.event(
+                "status",
+                state=state,
+                exit_code=STOPPED if run.stopped else DONE,
+                reason=run.stopped,
+                step=run.progress.step,
+            )
             record.log.end_bars(run)
             console.info(ended(run, path, sha256))
     finally:
