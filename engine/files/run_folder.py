@@ -74,7 +74,8 @@ def _check_writable(folder: Path) -> None:
 def _check_restarts() -> None:
     """Raise LockstepError if a restart by torchrun could not find a folder with a new name.
 
-    A rendezvous other than c10d has a new store after each restart, and the name is in the store.
+    The ranks read the name from the store of torchrun's agent. With another rendezvous the ranks
+    have their own store, which ends with the attempt.
     """
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     if own_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":

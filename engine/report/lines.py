@@ -74,19 +74,17 @@ def truncate_log(
     content = path.read_bytes() if path.exists() else b""
     *lines, torn = content.split(b"\n")  # torn is empty, unless a write was interrupted
     for line in filter(None, [*lines, torn]):
-        try:
-            record = json.loads(line)
-            place = str(record["event"]), int(record["step"])
-            seconds = float(record["time_s"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        record = _parse(line)
+        if record is None:
             if line is not torn:
                 unreadable += 1
             continue
+        place = record["event"], record["step"]
         if evaluation_due and place == ("eval", start):
             repeated = trained
-        elif place[1] <= start:
+        elif record["step"] <= start:
             kept.append(line + b"\n")
-            time_s = seconds
+            time_s = record["time_s"]
             if place == ("train", start):
                 trained = {name: value for name, value in record.items() if name not in LOGGED}
     if unreadable:
@@ -97,3 +95,13 @@ def truncate_log(
     # Also without a file: an append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
     return time_s, repeated
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line, or None if the line is unreadable."""
+    try:
+        record = json.loads(line)
+        event, step, time_s = str(record["event"]), int(record["step"]), float(record["time_s"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    return {**record, "event": event, "step": step, "time_s": time_s}

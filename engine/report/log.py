@@ -69,9 +69,8 @@ class Log(NullLog):
         )
         self.memory_read_at = -math.inf
         self.lines = Lines(folder / "metrics.jsonl", run)
-        repeated = self.lines.repeated
         try:
-            board = Board(folder / "logs", run, repeated is not None)
+            board = Board(folder / "logs", run, self.lines.repeated is not None)
             self.sinks: list[Any] = [
                 self.lines,
                 board,
@@ -82,8 +81,8 @@ class Log(NullLog):
             raise
         self.excepthook = threading.excepthook
         threading.excepthook = self._thread_failed
-        if repeated is not None:
-            self._send("scalars", self.first_step, _tagged("train", repeated))
+        if self.lines.repeated is not None:
+            self._send("scalars", self.first_step, _tagged("train", self.lines.repeated))
         for change in run.record.resumed.changes.values():
             self._write("changed", run, {"change": change})
 

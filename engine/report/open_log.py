@@ -73,13 +73,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         sha256 = _weights_digest(run)
         state = "stopped" if run.stopped else "done"
         if isinstance(record.log, log.Log):
-            hooks.event(
-                "status",
-                state=state,
-                exit_code=STOPPED if run.stopped else DONE,
-                reason=run.stopped,
-                step=run.progress.step,
-            )
+            _report_end(run, state)
             record.log.end_bars(run)
             console.info(ended(run, path, sha256))
     finally:
@@ -122,6 +116,12 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
         )
     if record.resumed.path:
         hooks.event("resumed", run=run)
+
+
+def _report_end(run: Run, state: str) -> None:
+    code = STOPPED if run.stopped else DONE
+    step = run.progress.step
+    hooks.event("status", state=state, exit_code=code, reason=run.stopped, step=step)
 
 
 def _weights_digest(run: Run) -> str:
