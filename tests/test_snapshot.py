@@ -13,7 +13,8 @@ from test_fake_gpu import FAKE, HAR, gpu  # noqa: F401
 
 from engine.errors import LockstepError
 from engine.files import archive
-from engine.files.checkpoints import Checkpoints, CheckpointWriter
+from engine.files.store import Checkpoints
+from engine.files.writer import CheckpointWriter
 from plugins.performance import snapshot
 
 TASK = """

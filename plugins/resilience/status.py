@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.errors import CHECKPOINT, DIVERGED, STOPPED, USAGE
 from engine.files import atomic
+from plugins.resilience import full_disk
 from plugins.resilience.scratch import EXIT_CODE, SCRATCH
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -78,7 +79,7 @@ class Status:
             with self.writing:
                 self.fields |= fields
                 about = self.fields | {"resume_command": self.resume_command} | process
-                atomic.write_json(self.folder / "status.json", about, where_full=True)
+                full_disk.write_json(self.folder / "status.json", about)
             self.warned = False
         except OSError as error:
             if not self.warned:

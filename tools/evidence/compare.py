@@ -42,7 +42,7 @@ from engine.environment import environment_of
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, weights
 from engine.files.atomic import write_atomically
-from engine.files.checkpoints import Checkpoints, check_files
+from engine.files.store import Checkpoints, check_files
 from plugins import resilience as survive
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN

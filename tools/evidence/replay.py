@@ -57,7 +57,7 @@ from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder
 from engine.files.archive import CheckpointState
 from engine.files.atomic import write_json
-from engine.files.checkpoints import LOCK, Checkpoints
+from engine.files.store import LOCK, Checkpoints
 from tools.arguments import NOT_KNOWN
 from tools.machine import cards
 from tools.running import Trained, alone, guarded, train_in

@@ -51,7 +51,7 @@ from engine.contract import Task
 from engine.errors import LockstepError, headline
 from engine.files import archive
 from engine.files.archive import CheckpointState
-from engine.files.checkpoints import find_checkpoint
+from engine.files.store import find_checkpoint
 from engine.files.weights import fitted
 from formats.partial import Partial
 from plugins.resilience import status
