@@ -43,7 +43,7 @@ def check(run: Run) -> None:
     if run.record.fresh is None:
         return
     with sync_errors(run.world):
-        _check_model(run, run.record.fresh.specs)
+        _check_model(run, run.record.fresh.forms)
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
         if run.record.fresh.optimizer is not None:
