@@ -359,7 +359,7 @@ class TrainLoader(_Loader):
             given.mean_weight = torch.cat(
                 [full((len(micro.indices),), micro.mean_weight) for micro in micros]
             )
-        batch = batch if self.held is None else self.held.rows(given.index)
+        batch = batch if self.held is None else self.held.gather(given.index)
         batch = attach_info(batch, given)
         if self.prepare is None:
             return batch
@@ -510,7 +510,7 @@ class EvalLoader(_Loader):
                 seeds = sample_seeds(0, 0, index)
             here = slice(indices[0] - first, indices[-1] + 1 - first)
             given = BatchInfo(index[here], index[here], seeds[here])
-            yield attach_info(batch if self.held is None else self.held.rows(given.index), given)
+            yield attach_info(batch if self.held is None else self.held.gather(given.index), given)
 
     def __len__(self) -> int:
         return len(self.sampler)
