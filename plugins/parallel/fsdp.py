@@ -25,7 +25,7 @@ from engine.comm.world import World
 from engine.errors import LockstepError
 from plugins.parallel.tree import Node, push_node, tree_sum
 from plugins.parallel.unit_calls import Collective, UnitCalls
-from plugins.parallel.virtual import Dealt
+from plugins.parallel.virtual import VirtualWorkers
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -248,7 +248,7 @@ class ShardedReducer(_OverShards, LocalReducer):
         return square.sqrt().to(norm.dtype)
 
 
-class ShardedWorkerReducer(_OverShards, Dealt):
+class ShardedWorkerReducer(_OverShards, VirtualWorkers):
     """Virtual workers whose gradients `Tree` adds up, a round of them at a time."""
 
     in_rounds = True
