@@ -89,10 +89,8 @@ def _squares(pieces: tuple[Tensor, ...], counts: list[int]) -> Tensor:
         return pieces[0].to(torch.float64, copy=True).square_()  # a gradient may be float64 itself
     width = _next_power_of_two(pieces[0].shape[1])
     squares = pieces[0].new_zeros(sum(counts), width, dtype=torch.float64)
-    targets: list[Tensor] = []
-    for padded, piece in zip(squares.split(counts), pieces, strict=True):
-        targets.append(padded[:, : piece.shape[1]])
-    torch._foreach_copy_(targets, pieces)
+    pairs = zip(squares.split(counts), pieces, strict=True)
+    torch._foreach_copy_([padded[:, : piece.shape[1]] for padded, piece in pairs], pieces)
     return squares.square_()
 
 

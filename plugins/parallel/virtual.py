@@ -11,6 +11,7 @@ The idea is EasyScale's (Li et al., SC'23, arXiv 2208.14228). See docs/same-bits
 
 # No `from __future__ import annotations`: DDP refuses a hook whose annotations are texts.
 
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,8 +48,7 @@ class TreeAllReduce:
     """
 
     def __init__(self, spans_by_rank: list[list[Span]], local_sums: list[Tensor]):
-        self.spans_by_rank = spans_by_rank
-        self.local_sums = local_sums
+        self.spans_by_rank, self.local_sums = spans_by_rank, local_sums
         self.size = len(spans_by_rank)
         self.counts = [*map(len, spans_by_rank)]
         on_cpu = local_sums[0].device.type == "cpu"
@@ -66,11 +66,10 @@ class TreeAllReduce:
         length = len(self.local_sums[0])
         device = self.local_sums[0].device if "nccl" in dist.get_backend() else "cpu"
         self.piece = -(-length // self.size)
-        padded: list[Tensor] = []
-        for flat in self.local_sums:
-            missing = self.size * self.piece - length
-            padded.append(pad(flat.to(device), (0, missing)).view(self.size, -1))
-        self.sent = torch.stack(padded, 1)  # (ranks, nodes, piece); must live until it has arrived
+        nodes = torch.stack(self.local_sums).to(device)
+        pieces = pad(nodes, (0, self.size * self.piece - length)).view(-1, self.size, self.piece)
+        # (ranks, nodes, piece); must live until it has arrived
+        self.sent = pieces.transpose(0, 1).contiguous()
         self.received = self.sent.new_empty(sum(self.counts) * self.piece)
         piece_bytes = self.piece * self.sent.element_size()
         self.work: Any = dist.all_to_all_single(
@@ -86,9 +85,7 @@ class TreeAllReduce:
         if not self.sends:
             return
         self.work.wait()
-        parts: list[list[Tensor]] = []
-        for nodes in self.received.view(-1, self.piece).split(self.counts):
-            parts.append([*nodes])
+        parts = self.received.view(-1, self.piece).split(self.counts)
         self.total = self.received.new_empty(self.size * self.piece)
         self.root = self._root(parts)  # must live until it has arrived
         self.work = ALL_GATHER(self.total, self.root, async_op=True)
@@ -103,15 +100,15 @@ class TreeAllReduce:
             return self.channel.gather(self.local_sums, self.counts, self._root)
         return self._root([self.local_sums])
 
-    def _root(self, parts: list[list[Tensor]]) -> Tensor:
+    def _root(self, parts: Sequence[Iterable[Tensor]]) -> Tensor:
         """Return the root of the tree, given the sums of each process, one for each node."""
         nodes: list[Node] = []
         for spans, sums in zip(self.spans_by_rank, parts, strict=True):
             for (begin, end), part in zip(spans, sums, strict=True):
                 nodes.append(Node(begin, end, [part]))
         nodes.sort(key=attrgetter("begin"))
-        in_place = self.channel is None  # other ranks may still read shared memory
-        return tree_sum(nodes, in_place)[0]
+        # other ranks may still read shared memory
+        return tree_sum(nodes, in_place=self.channel is None)[0]
 
 
 class VirtualWorkers(LocalReducer):
@@ -158,8 +155,7 @@ class VirtualWorkers(LocalReducer):
         if self.worker >= 0:
             self._keep_buffers()
         self.buffers.restore()
-        self.worker = worker
-        self.idle = idle
+        self.worker, self.idle = worker, idle
 
     def end_step(self, skipped: Tensor) -> None:
         """(all ranks) Add the changes of all workers to the buffers, or restore the buffers if the
@@ -171,8 +167,7 @@ class VirtualWorkers(LocalReducer):
         """(all ranks) Add to the buffers the mean change of the `busy` workers: the workers that
         had samples."""
         self._keep_buffers()
-        self.worker = -1
-        self.counters = {}
+        self.worker, self.counters = -1, {}
         if not self.changes:
             return
         exchange = TreeAllReduce(self.spans_by_rank, [node.sums[0] for node in self.changes])
@@ -266,16 +261,14 @@ class WorkerReducer(VirtualWorkers):
 
     def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
         super().__init__(workers, world, model)
-        self.unused = unused
-        self.in_ddp = False
+        self.unused, self.in_ddp = unused, False
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.number: dict[int, int] = {}
+        self.number = {id(p): number for number, p in enumerate(self.parameters)}
         self.nodes: list[Node] = []
         self.added: set[int] = set()
         self.used: set[int] = set()
         self.buckets: list[Bucket] = []
         for number, p in enumerate(self.parameters):
-            self.number[id(p)] = number
             p.register_post_accumulate_grad_hook(lambda _, number=number: self.added.add(number))
 
     def begin_worker(self, worker: int, idle: bool) -> None:
@@ -329,10 +322,9 @@ class WorkerReducer(VirtualWorkers):
             if number not in self.added:
                 grad.add_(0.0)  # the last worker's zeros: the sum of -0.0 and 0.0 is 0.0
         nodes: list[Node] = []
-        for begin, end, sums in self.nodes:
-            nodes.append(Node(begin, end, [sums[number] for number in numbers]))
-        last = self.block[-1]
-        push_node(nodes, Node(last, last + 1, last_grads))
+        for node in self.nodes:
+            nodes.append(node._replace(sums=[node.sums[number] for number in numbers]))
+        push_node(nodes, Node(self.block[-1], self.block[-1] + 1, last_grads))
         flat_sums: list[Tensor] = []
         for node in nodes[:-1]:
             flat = torch.zeros_like(buffer)
@@ -361,18 +353,15 @@ class WorkerReducer(VirtualWorkers):
                 self.parameters[number].grad = sums[number]
         elif self.world.device.type == "cuda":
             self._align_gradients()
-        self.nodes = []
-        self.used = set()
+        self.nodes, self.used = [], set()
         self.added.clear()
         return super().sum_workers(rows)
 
     def _align_gradients(self) -> None:
         """Copy the gradients that are not aligned in DDP's buckets: on a GPU the order of additions
         of a norm depends on the alignment."""
-        unaligned: list[Any] = []
-        for p in self.parameters:
-            if p.grad is not None and p.grad.data_ptr() % ALIGNED:
-                unaligned.append(p)
+        trained = [p for p in self.parameters if p.grad is not None]
+        unaligned: list[Any] = [p for p in trained if p.grad.data_ptr() % ALIGNED]
         if unaligned:
             copies = torch._foreach_mul([p.grad for p in unaligned], 1.0)
             for p, grad in zip(unaligned, copies, strict=True):
@@ -382,11 +371,9 @@ class WorkerReducer(VirtualWorkers):
 def _views(flat: Tensor, parameters: list[Tensor], offsets: list[int]) -> list[Tensor]:
     """Return the views of a bucket's flat tensor in which DDP keeps the gradients of
     `parameters`."""
-    views: list[Tensor] = []
-    for p, offset in zip(parameters, offsets, strict=True):
-        first = flat.storage_offset() + offset
-        views.append(flat.as_strided(p.shape, _dense_strides(p), first))
-    return views
+    start = flat.storage_offset()
+    pairs = zip(parameters, offsets, strict=True)
+    return [flat.as_strided(p.shape, _dense_strides(p), start + offset) for p, offset in pairs]
 
 
 def _dense_strides(p: Tensor) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ A batch is then one gather, without a copy from the host.
 from __future__ import annotations
 
 import sys
+from operator import mul
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,6 @@ model is made."""
 CHUNK = 64 << 20
 """Bytes fetched at once."""
 
-MEASURED_SAMPLES = 16
-
 
 class InMemoryDataset:
     """All samples of a fetcher in the memory of `device`.
@@ -39,8 +38,7 @@ class InMemoryDataset:
     in_memory = True
 
     def __init__(self, fetcher: Fetcher, sample_bytes: int, device: torch.device):
-        self.device = device
-        self.length = len(fetcher)
+        self.device, self.length = device, len(fetcher)
         self.bytes = 0
         self.columns: Any = None
         step = max(1, min(4096, CHUNK // max(1, sample_bytes)))
@@ -65,9 +63,12 @@ class InMemoryDataset:
         for name, column in tree_leaves(self.columns):
             rows = column[first:stop]
             if rows.shape != parts[name].shape:
-                samples = f"{name!r} of samples {first} to {stop - 1}"
-                what = f"{samples} has not the shape of the first ones"
-                raise LockstepError(what, "cache", "use cache=none")
+                raise LockstepError(
+                    f"{name!r} of samples {first} to {stop - 1} has not the shape of the "
+                    "first ones",
+                    "cache",
+                    "use cache=none",
+                )
             rows.copy_(parts[name])
 
     def __len__(self) -> int:
@@ -110,26 +111,25 @@ def cache_datasets(
     if wanted == "none" or (auto and device.type == "cpu"):
         return None
     memory = torch.device("cpu") if wanted == "host" else device
-    fetchers = [Fetcher(dataset) for dataset in datasets]
-    sizes: list[int] = []
-    needed = 0
-    for fetcher in fetchers:
-        size = _sample_size(fetcher)
-        if size.problem and auto:
+    fetchers = [*map(Fetcher, datasets)]
+    try:
+        sizes = [*map(_sample_bytes, fetchers)]
+    except _Uncacheable as error:
+        if auto:
             return None
-        if size.problem:
-            what = f"cache={wanted}, but {fetcher.name} {size.problem}"
-            raise LockstepError(what, "cache", size.todo)
-        sizes.append(size.bytes)
-        needed += size.bytes * len(fetcher)
+        raise LockstepError(f"cache={wanted}, but {error}", "cache", error.todo) from None
+    needed = sum(map(mul, sizes, map(len, fetchers)))
     free = _free_bytes(memory)
     copies = processes_sharing(memory)
     if auto and copies * needed > SHARE * free:
         return None
     if copies * needed > free:
-        data = f"the data take {needed / 1e9:.1f} GB in each of {amount(copies, 'process')}"
-        what = f"cache={wanted}: {data}, and {free / 1e9:.1f} GB are free"
-        raise LockstepError(what, "cache", "use cache=none")
+        raise LockstepError(
+            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each of "
+            f"{amount(copies, 'process')}, and {free / 1e9:.1f} GB are free",
+            "cache",
+            "use cache=none",
+        )
     console.info(
         f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n"
     )
@@ -137,36 +137,34 @@ def cache_datasets(
     return [InMemoryDataset(fetcher, size, memory) for fetcher, size in pairs]
 
 
-class SampleSize(NamedTuple):
-    """Bytes of a sample; or the reason why samples cannot be cached, and the fix."""
+class _Uncacheable(Exception):
+    """The samples of a dataset cannot be cached."""
 
-    bytes: int
-    problem: str = ""
-    todo: str = "use cache=none"
+    def __init__(self, fetcher: Fetcher, problem: str, todo: str = "use cache=none"):
+        super().__init__(f"{fetcher.name} {problem}")
+        self.todo = todo
 
 
-def _sample_size(fetcher: Fetcher) -> SampleSize:
-    """Return the mean size of a sample, measured on MEASURED_SAMPLES samples."""
+def _sample_bytes(fetcher: Fetcher) -> int:
+    """Return the mean size of a sample, measured on 16 samples. Raises _Uncacheable if a sample is
+    not the same each time, or is no dict of tensors."""
     if fetcher.seeded:
-        return SampleSize(0, "draws its samples from seeds: they change with each epoch")
-    spread = [len(fetcher) * k // MEASURED_SAMPLES for k in range(MEASURED_SAMPLES)]
-    indices = sorted({*spread})
+        raise _Uncacheable(fetcher, "draws its samples from seeds: they change with each epoch")
+    indices = sorted({len(fetcher) * k // 16 for k in range(16)})
     batch = dict(tree_leaves(fetcher.fetch(indices)))
-    size = 0
-    for values in batch.values():
-        if not isinstance(values, Tensor) or not values.ndim:
-            problem = "gives more than tensors with the batch as their leading axis"
-            return SampleSize(0, problem)
-        size += values.nbytes
+    if not all(isinstance(values, Tensor) and values.ndim for values in batch.values()):
+        problem = "gives more than tensors with the batch as their leading axis"
+        raise _Uncacheable(fetcher, problem)
     for row, index in enumerate(indices):
         alone = dict(tree_leaves(fetcher.fetch([index])))
-        for name, values in batch.items():
-            if not same_bits(values[row], alone[name][0]):
-                problem = "gives a sample that changes each time, or with the others of its batch"
-                prepare = "draw from batch['lockstep'].seed in the task's prepare"
-                todo = f"{prepare}, pad to one length, or use cache=none"
-                return SampleSize(0, problem, todo)
-    return SampleSize(size // len(indices))
+        if not all(same_bits(values[row], alone[name][0]) for name, values in batch.items()):
+            raise _Uncacheable(
+                fetcher,
+                "gives a sample that changes each time, or with the others of its batch",
+                "draw from batch['lockstep'].seed in the task's prepare, pad to one length, "
+                "or use cache=none",
+            )
+    return sum(values.nbytes for values in batch.values()) // len(indices)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -26,8 +26,7 @@ class CpuContention:
     of_the_run = False
 
     def __init__(self) -> None:
-        self.before = self._now()
-        self.began = time.monotonic()
+        self.before, self.began = self._now(), time.monotonic()
         self.warned = False
 
     def warning(self) -> str:
@@ -36,9 +35,9 @@ class CpuContention:
         if self.warned or time.monotonic() - self.began < LOOK_EVERY_S:
             return ""
         self.began = time.monotonic()
-        words = contention_warning(self.share())
-        self.warned = bool(words)
-        return words
+        text = contention_warning(self.share())
+        self.warned = bool(text)
+        return text
 
     def share(self) -> float:
         """Return the share of the runnable time since the last call for which threads waited for a
@@ -66,15 +65,10 @@ def contention_warning(share: float) -> str:
 
     share  of `CpuContention.share()`; for NaN the load of the machine counts
     """
-    load = os.getloadavg()[0]
-    count = available()
-    waited = ""
-    if math.isnan(share):
-        busy = load > 1.5 * count
-    else:
-        busy = share > CONTENDED
-        waited = f"threads wait {100 * share:.0f} % of their time for a core, "
-    if not busy:
-        return ""
-    cores = amount(count, "core")
-    return f"the machine is busy with other processes ({waited}load {load:.1f}, {cores})"
+    load, count = os.getloadavg()[0], available()
+    measured = not math.isnan(share)
+    waited = f"threads wait {100 * share:.0f} % of their time for a core, " if measured else ""
+    if share > CONTENDED or (not measured and load > 1.5 * count):
+        cores = amount(count, "core")
+        return f"the machine is busy with other processes ({waited}load {load:.1f}, {cores})"
+    return ""
