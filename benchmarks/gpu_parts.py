@@ -297,7 +297,8 @@ def captures(*words: str) -> tuple[float, ...]:
             # not the device: a thread's copies go on beside the training
             torch.cuda.current_stream().synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-        state = snapshot.on_host(state)
+        if isinstance(state, snapshot.Snapshot):
+            state = state.on_host()
         next(taken)
     snapshot.room = room
     tensors = [*state["model"].values(), *(state["ema"] or {}).values()]

@@ -311,7 +311,9 @@ def test_the_norm_by_rows_is_the_norm():
         found = VirtualWorkers(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(grads)
         exact = torch.cat([grad.flatten().double() for grad in grads]).square().sum().sqrt()
         kept = [grad.double() for grad in grads]
-        torch.testing.assert_close(VirtualWorkers(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(kept), exact, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            VirtualWorkers(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(kept), exact, rtol=1e-12, atol=0
+        )
         assert all(torch.equal(a, b.double()) for a, b in zip(kept, grads, strict=True)), "they are only read"
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
