@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +33,8 @@ LARGE = 1 << 16
 """Gradients from which on a piece fills the kernels by itself. Smaller pieces share kernels."""
 
 
-class Piece(NamedTuple):
-    """Some rows of a gradient, (rows, width), and the place of the rows in the table, (rows,)."""
-
-    rows: Tensor
-    row_sums: Tensor
+Piece = tuple[Tensor, Tensor]
+"""Some rows of a gradient, (rows, width), and the place of the rows in the table, (rows,)."""
 
 
 @torch.no_grad()
@@ -52,8 +48,7 @@ def exact_grad_norm(grads: list[Tensor], sum_over_shards: Callable[[Tensor], Non
     for batch in _batches(grads, table.split(lengths)):
         rows, row_sums = zip(*batch, strict=True)
         counts = [*map(len, rows)]
-        sums = _add_by_halves(_squares(rows, counts))
-        torch._foreach_copy_(row_sums, sums.split(counts))
+        torch._foreach_copy_(row_sums, _add_by_halves(_squares(rows, counts)).split(counts))
     sum_over_shards(table)
     return sqrt_correctly_rounded(table.sum()).to(grads[0].dtype)
 
@@ -71,8 +66,8 @@ def _batches(grads: list[Tensor], places: tuple[Tensor, ...]) -> list[list[Piece
         rows = local.reshape(len(row_sums), -1)
         width = rows.shape[1]
         count = max(1, AT_ONCE[rows.device.type] // width)
-        for piece in map(Piece, rows.split(count), row_sums.split(count)):
-            if piece.rows.numel() > LARGE:
+        for piece in zip(rows.split(count), row_sums.split(count), strict=True):
+            if piece[0].numel() > LARGE:
                 large.append([piece])
             else:
                 small[_next_power_of_two(width)].append(piece)

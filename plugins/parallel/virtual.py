@@ -49,8 +49,7 @@ class TreeAllReduce:
 
     def __init__(self, spans_by_rank: list[list[Span]], local_sums: list[Tensor]):
         self.spans_by_rank, self.local_sums = spans_by_rank, local_sums
-        self.size = len(spans_by_rank)
-        self.counts = [*map(len, spans_by_rank)]
+        self.size, self.counts = len(spans_by_rank), [*map(len, spans_by_rank)]
         on_cpu = local_sums[0].device.type == "cpu"
         self.channel = hooks.shared_memory.first(None) if on_cpu else None
         self.sends = self.size > 1 and self.channel is None
@@ -94,8 +93,7 @@ class TreeAllReduce:
         """Return the sum, flat."""
         if self.sends:
             self.work.wait()
-            first = self.local_sums[0]
-            return self.total[: len(first)].to(first.device)
+            return self.total[: len(self.local_sums[0])].to(self.local_sums[0].device)
         if self.channel is not None:
             return self.channel.gather(self.local_sums, self.counts, self._root)
         return self._root([self.local_sums])
@@ -138,9 +136,7 @@ class VirtualWorkers(LocalReducer):
                 self.block = block
         self.changes: list[Node] = []
         self.counters: dict[str, Tensor] = {}
-        self.worker = -1
-        self.idle = False
-        self.samples = 0
+        self.worker, self.idle, self.samples = -1, False, 0
 
     # ---- one worker after the other ----
 
@@ -185,25 +181,21 @@ class VirtualWorkers(LocalReducer):
         """Push the current worker's change of the running statistics into the tree: zeros if the
         worker is idle."""
         counters: dict[str, Tensor] = {}
-        values_after: list[Tensor] = []
-        values_before: list[Tensor] = []
+        statistics: list[tuple[Tensor, Tensor]] = []
         for name, buffer, value_before in self.buffers.changes():
             if buffer.is_floating_point():
-                values_after.append(buffer.flatten())
-                values_before.append(value_before.flatten())
+                statistics.append((buffer.flatten(), value_before.flatten()))
             else:
                 counters[name] = buffer.clone()
         if self.check:
             self._check_counters(counters)
         self.counters = counters
-        if not values_after or self.worker >= self.workers:
+        if not statistics or self.worker >= self.workers:
             return
-        after = torch.cat(values_after).double()
-        before = torch.cat(values_before).double()
-        # infinities stay as they are
-        change = torch.where(after == before, 0.0, after - before)
-        if self.idle:
-            change = torch.zeros_like(change)
+        after, before = map(torch.cat, zip(*statistics, strict=True))
+        # the difference of two infinities would be NaN
+        equal = (after == before) | self.idle
+        change = torch.where(equal, 0.0, after.double() - before.double())
         push_node(self.changes, Node(self.worker, self.worker + 1, [change]))
 
     def _check_counters(self, counters: dict[str, Tensor]) -> None:
@@ -310,8 +302,7 @@ class WorkerReducer(VirtualWorkers):
     def _flat_sums(self, bucket: dist.GradBucket) -> list[Tensor]:
         """Return the sums of each node of this process in the layout of a bucket. The last sums are
         in the bucket itself, with the gradients of the last worker."""
-        buffer = bucket.buffer()
-        parameters = bucket.parameters()
+        buffer, parameters = bucket.buffer(), bucket.parameters()
         # The views of `gradients` are contiguous, but DDP keeps the layouts of the parameters: only
         # the offsets of these views are right.
         start = buffer.storage_offset()
@@ -360,8 +351,10 @@ class WorkerReducer(VirtualWorkers):
     def _align_gradients(self) -> None:
         """Copy the gradients that are not aligned in DDP's buckets: on a GPU the order of additions
         of a norm depends on the alignment."""
-        trained = [p for p in self.parameters if p.grad is not None]
-        unaligned: list[Any] = [p for p in trained if p.grad.data_ptr() % ALIGNED]
+        unaligned: list[Any] = []
+        for p in self.parameters:
+            if p.grad is not None and p.grad.data_ptr() % ALIGNED:
+                unaligned.append(p)
         if unaligned:
             copies = torch._foreach_mul([p.grad for p in unaligned], 1.0)
             for p, grad in zip(unaligned, copies, strict=True):
