@@ -1,9 +1,8 @@
 """The order of the collectives in a pass, where each call of a module is a collective: all ranks
 must have the same order.
 
-A rank that leaves out a module would be in another collective than the other ranks. The ranks would
-wait for each other without end. If both collectives have one size, each rank would take the rows of
-another module for the rows of its own module.
+A rank that leaves out a module would be in a different collective. The ranks would wait for each
+other without end. If both collectives have one size, each rank would take rows of a wrong module.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ TODO = (
 
 
 class CallOrder:
-    """The events of the current pass. This rank compares each event with the previous pass, which
-    costs nothing. From the first difference on, and in the first pass, all ranks compare their
-    events through the store before they continue.
+    """The events of the current pass. This rank compares each event with the previous pass, at no
+    cost. From the first difference on, and in the first pass, all ranks compare the events through
+    the store before the ranks continue.
 
     agreed    by kind of pass: the events of the previous pass
     kind      kind of the current pass; empty between passes
@@ -61,7 +60,7 @@ class CallOrder:
 
     def add(self, event: str) -> None:
         """Record the next action of this rank, such as `calls blocks.1`. Raises LockstepError if
-        other ranks do something else."""
+        a rank does something else."""
         if not self.kind or self.world.size == 1:
             return
         if self.compares or self._agreed_event() != event:
@@ -71,7 +70,7 @@ class CallOrder:
         self.events.append(event)
 
     def end(self) -> None:
-        """End the current pass; its events are the agreed events of its kind."""
+        """End the current pass; the events become the agreed events of the kind."""
         self.add(END)
         self.agreed[self.kind] = self.events
         self.kind = ""
@@ -84,7 +83,7 @@ class CallOrder:
 
     def _compare(self, event: str) -> None:
         """Compare the event with the events of all ranks. Rank 0 reads the events, and answers all
-        ranks with a text, which is empty if the events are equal. The next pass uses the same keys
+        ranks with a text: empty if the events are equal. The next pass uses the same keys
         again, so the store does not grow."""
         first = self.kind not in self.agreed
         patience_s = self.timeout_s if first else min(PATIENCE_S, self.timeout_s / 4)
@@ -109,8 +108,8 @@ class CallOrder:
         session.attempt_store.set(key, json.dumps([self.passes, text]))
 
     def _wait_for(self, keys: list[str], patience_s: float) -> list[str | None]:
-        """Return the texts of the current pass; None for a text that has not arrived in time, or
-        that belongs to a later pass."""
+        """Return the texts of the current pass; None for a text of a later pass, or without an
+        arrival in time."""
         deadline = time.monotonic() + patience_s
         while True:
             over = time.monotonic() > deadline

@@ -32,9 +32,9 @@ def sqrt_correctly_rounded(values: Tensor) -> Tensor:
 
     On a CPU torch takes the square roots of MKL. Some are off by one unit in the last place, on an
     AMD EPYC 17 % of all float32 numbers and 1.3 % of all float64 numbers, and the model of the CPU
-    decides about which numbers (torch 2.13, MKL 2024.2; `python tests/exact_functions.py` counts
-    them). NumPy takes the CPU's own instruction, which IEEE 754 requires to round correctly. On a
-    GPU torch's kernels round correctly: nvcc compiles them with its default, -prec-sqrt=true.
+    decides about the numbers (torch 2.13, MKL 2024.2; `python tests/exact_functions.py` counts
+    them). NumPy takes the instruction of the CPU, and IEEE 754 requires correct rounding. On a
+    GPU torch's kernels round correctly: nvcc compiles with the default, -prec-sqrt=true.
 
     NumPy lacks the types of 16 bits. A type with q bits goes through a type with p bits. Two
     roundings equal one rounding where p >= 2 q + 2 (S. A. Figueroa, "When is double rounding
@@ -61,7 +61,7 @@ def use_exact_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _batches_in_cache(steps: list[float], *lists: list[Tensor]) -> Iterator[Any]:
-    """Yield (steps, *lists) of pieces that together stay in the cache of a core. One operation
+    """Yield (steps, *lists) of pieces for the cache of a core. One operation
     after the other on all weights would take three times as long."""
     if sum(p.numel() for p in lists[0]) <= CACHED:
         yield steps, *lists
@@ -86,7 +86,7 @@ def _batches_in_cache(steps: list[float], *lists: list[Tensor]) -> Iterator[Any]
 def adamw(
     params: Any, grads: Any, first: Any, second: Any, _: Any, counts: list[Tensor], **o: Any
 ) -> None:
-    """Take a step of AdamW in operations that round once each (Loshchilov and Hutter 2019,
+    """Take a step of AdamW in operations with one rounding each (Loshchilov and Hutter 2019,
     algorithm 2). The call reads the counters."""
     if o["found_inf"] is not None and o["found_inf"]:
         return
@@ -113,7 +113,7 @@ def _update_moments(moments: list[Tensor], values: Any, beta: float) -> None:
 
 
 def sgd(params: Any, grads: Any, momenta: Any, **o: Any) -> None:
-    """Take a step of SGD with momentum in operations that round once each."""
+    """Take a step of SGD with momentum in operations with one rounding each."""
     if o["found_inf"] is not None and o["found_inf"]:
         return
     if o["grad_scale"] is not None:

@@ -40,7 +40,7 @@ NEEDED = (
 
 
 class Refusal(NamedTuple):
-    """A setting or a model that FSDP2 cannot train; `applies` is false for most runs."""
+    """A setting or a model unfit for FSDP2; `applies` is false for most runs."""
 
     applies: object
     what: str
@@ -51,9 +51,9 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     """(all ranks) Keep this rank's rows of each weight, with ddp.strategy=fsdp or hsdp. Else return
     the model unchanged.
 
-    Call this function before the optimizer is made, because it replaces the parameters. The names
-    of the parameters, and so checkpoints, stay the same. Raises LockstepError for a run that FSDP2
-    cannot train.
+    Call `shard` before the optimizer is made, because `shard` replaces the parameters. The names
+    of the parameters, and so checkpoints, stay the same. Raises LockstepError for a run
+    unfit for FSDP2.
     """
     if cfg.ddp.strategy == "ddp":
         return model
@@ -77,9 +77,8 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     half = torch.bfloat16 if cfg.ddp.gather_dtype == "bf16" else None
     policy = MixedPrecisionPolicy(half, half and torch.float32, cast_forward_inputs=False)
     group = group_size(cfg, world.size)
-    shape = {"replicate": world.size // group, "shard": group}
-    if cfg.ddp.strategy == "fsdp":
-        del shape["replicate"]
+    shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
+    shape["shard"] = group
     mesh = dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
     chosen = {*units(model, task), model}
     # Inner modules first: each takes the weights that are left. The model is the last of all.
@@ -98,7 +97,7 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
 
 
 def _refusals(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> list[Refusal]:
-    """Return the rules for the runs that FSDP2 cannot train."""
+    """Return the rules for runs unfit for FSDP2."""
     types = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     scalars = [name for name, p in model.named_parameters() if not p.ndim]
     on_gpus = world.size > 1 and world.device.type == "cuda"
@@ -151,11 +150,11 @@ def group_size(cfg: Any, processes: int) -> int:
 
 
 def units(model: nn.Module, task: Any, strict: bool = True) -> list[nn.Module]:
-    """Return the task's units; without them the blocks in the model's lists, none inside another
-    block. A block that shares a weight with other modules stays a part of the model.
+    """Return the task's units; without them the blocks in the model's lists, none inside
+    another block. A block that shares a weight with other modules stays a part of the model.
 
     strict  raise LockstepError for a unit of the task that is no part of the model, or that shares
-            a weight with other modules
+            a weight
     """
     owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     chosen = task.fsdp_units(model)
@@ -181,15 +180,14 @@ def _check_units(model: nn.Module, chosen: list[nn.Module], owners: Counter[Tens
             continue
         what = "it returns a module that is no part of the model"
         if unit in names:
-            weights = {p: name for name, p in model.named_parameters()}
-            weight = weights[tied[0]]
+            weight = {p: name for name, p in model.named_parameters()}[tied[0]]
             what = f"it returns {names[unit]}, whose weight {weight} another module has, too"
         todo = "return one module that has both, or leave it out"
         raise LockstepError(what, "the task's `fsdp_units`", todo, everywhere=True)
 
 
 def _tied(unit: nn.Module, owners: Counter[Tensor]) -> list[Any]:
-    """Return the weights of a unit that a module outside of the unit has, too."""
+    """Return the weights shared by a unit and a module outside of the unit."""
     inside = Counter(p for module in unit.modules() for p in module.parameters(recurse=False))
     return [p for p, count in inside.items() if owners[p] > count]
 
@@ -198,8 +196,8 @@ class _OverShards(LocalReducer):
     """A reducer of a rank that holds some rows of each weight.
 
     calls    of FSDP2's units
-    watched  names of the parameters with a hook that removes them from `unused`
-    unused   names of the parameters that no pass of this step has used; empty in a step without
+    watched  names of the parameters with a hook that removes the name from `unused`
+    unused   names of the parameters that no pass of the step has used; empty in a step without
              checks
     """
 
@@ -210,8 +208,8 @@ class _OverShards(LocalReducer):
         self.unused: set[str] = set()
 
     def begin_step(self) -> None:
-        """Watch for parameters that get no gradient: FSDP2 makes zeros for these parameters, and
-        AdamW would change them."""
+        """Watch for parameters without a gradient: FSDP2 makes zeros, and AdamW would change the
+        parameters."""
         super().begin_step()
         parameters = private.unsharded(self.model) if self.check else {}
         for name, p in parameters.items():
@@ -323,12 +321,12 @@ class TreeReduceScatter(Collective):
     """The sum of one unit's gradients over all workers, along the tree of `WorkerReducer`, as
     FSDP2's reduce-scatter.
 
-    The reduce-scatter of a backend adds in an order of its own. This class sends as many bytes by
+    The reduce-scatter of a backend adds in a different order. This class sends as many bytes by
     all_to_all, which adds nothing: a rank receives the gradients of its own rows from every rank. A
     round has one worker on each rank, and the workers of a round are neighbours, so at most
-    log2(workers) + 1 sums wait, of this rank's rows only.
+    log2(workers) + 1 sums wait, of the rank's rows only.
 
-    seen  number of workers that have been added
+    seen  number of added workers
     sums  number of sums received in the current pass
     """
 
@@ -346,7 +344,7 @@ class TreeReduceScatter(Collective):
 
     def add(self, output: Tensor) -> None:
         """Push the gradients of a round into the tree. FSDP2 calls this hook after the
-        reduce-scatter; in a world of one, which has none, in its place."""
+        reduce-scatter; in a world of one, which has no reduce-scatter, in its place."""
         self.sums += 1
         if output.is_cuda:
             # The memory belongs to another stream than the current stream, and returns to it.

@@ -12,7 +12,7 @@ and the squares of a row are added by halves, in float64:
 
 The sum of each row goes into one table for the rows of all weights. The rows of other ranks are
 zeros there until the tables of all ranks are added up, which is exact. The last sum is over the
-table, whose shape is the same on any number of ranks.
+table, which has one shape on any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Piece = tuple[Tensor, Tensor]
 def exact_grad_norm(grads: list[Tensor], sum_over_shards: Callable[[Tensor], None]) -> Tensor:
     """(all ranks) Return the norm of all gradients as one vector, in the type of the first.
 
-    sum_over_shards  adds up a tensor, in place, over the ranks that hold other rows
+    sum_over_shards  adds up a tensor, in place, over the ranks with different rows
     """
     lengths = [grad.shape[0] if grad.ndim else 1 for grad in grads]
     table = torch.zeros(sum(lengths), dtype=torch.float64, device=grads[0].device)
@@ -54,8 +54,8 @@ def exact_grad_norm(grads: list[Tensor], sum_over_shards: Callable[[Tensor], Non
 
 
 def _batches(grads: list[Tensor], places: tuple[Tensor, ...]) -> list[list[Piece]]:
-    """Return the pieces of this rank's rows. A large piece is alone, and small pieces of one padded
-    width are together, so that many small weights take few kernels."""
+    """Return the pieces of the rank's rows. A large piece is alone, and small pieces of one padded
+    width are together, so many small weights take few kernels."""
     large: list[list[Piece]] = []
     small: dict[int, list[Piece]] = defaultdict(list)
     for grad, place in zip(grads, places, strict=True):

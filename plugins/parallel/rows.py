@@ -37,8 +37,7 @@ def describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
     """
     workers, processes = plan.workers, plan.processes
     blocks = [workers_of_rank(workers, rank, processes, plan.sharded) for rank in range(processes)]
-    counts = sorted({*map(len, blocks)})
-    per_process = " or ".join(map(str, counts))
+    per_process = " or ".join(map(str, sorted({*map(len, blocks)})))
     roots, waiting = zip(*map(subtree_roots, blocks), strict=True)
     nodes = max(map(len, roots))
     gradient_mb = gradient_bytes / 1e6
@@ -86,5 +85,4 @@ def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
 def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
     """Return the bytes of DDP's buckets, in the order in which the buckets become ready."""
     full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
-    sizes = [bucket_cap_mb * MIB] * int(full)
-    return [*sizes, rest] if rest else sizes
+    return [bucket_cap_mb * MIB] * int(full) + ([rest] if rest else [])

@@ -26,10 +26,10 @@ differ by 0.02."""
 
 
 class Footprint(NamedTuple):
-    """Bytes of weights, gradients, moments and EMA in a process; with FSDP also of the weights that
-    are whole for a while.
+    """Bytes of weights, gradients, moments and EMA in a process; with FSDP also of the
+    weights that are whole for a while.
 
-    whole  bytes of a checkpoint, which rank 0 puts together in the host's memory
+    whole  bytes of a checkpoint, put together by rank 0 in the host's memory
     there  memory of the device; on CPUs a process's share of the machine's memory
     host   memory of the machine
     """
@@ -69,14 +69,13 @@ def footprint(run: Run) -> Footprint:
 
 
 def describe(run: Run) -> str:
-    """Return a line for the plan: the bytes in each process with each strategy, and the strategies
-    that fit."""
+    """Return a line for the plan: the bytes in each process with each strategy, and the
+    fitting strategies."""
     sizes, _, there, _ = footprint(run)
     listed = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items())
     fitting = [name for name, size in sizes.items() if size < there]
-    verdict = f"only {' and '.join(fitting) or 'none'} fit"
-    if len(fitting) == len(sizes):
-        verdict = "all fit"
+    some = f"only {' and '.join(fitting) or 'none'} fit"
+    verdict = "all fit" if len(fitting) == len(sizes) else some
     return f"{listed} per process, activations besides: {verdict} in {there / 1e9:.3g} GB"
 
 
@@ -122,12 +121,12 @@ def check_strategy(run: Run) -> None:
 
 def _check_optimizer(run: Run) -> None:
     """(all ranks) Compare steps of the optimizer on rows of a few weights with steps on the whole
-    weights, with random gradients. Raises LockstepError if they differ: with virtual workers in a
+    weights, with random gradients. Raises LockstepError for a difference: with virtual workers in a
     bit, else by more than CLOSE.
 
-    AdamW and SGD treat each number by itself. An optimizer that computes with the whole matrix,
-    such as Muon, is right if it uses torch's operations on DTensors, and silently wrong if it uses
-    the rows of this process as the matrix.
+    AdamW and SGD treat each number alone. An optimizer for whole matrices, such as Muon, is right if
+    it uses torch's operations on DTensors. It is silently wrong if it uses the rows of the process
+    as the matrix.
     """
     name, where = type(run.optimizer).__name__, f"ddp.strategy={run.cfg.ddp.strategy}"
     fresh = run.record.fresh and run.record.fresh.optimizer

@@ -1,5 +1,5 @@
-"""The calls of FSDP2's units in a pass: their number, their order, and the moment at which
-gradients are added up."""
+"""The calls of FSDP2's units in a pass: the number, the order, and the moment at which gradients
+are added up."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from engine.phases import phase
 from plugins.parallel.call_order import TODO, CallOrder
 from plugins.parallel.virtual import ALL_GATHER
 
+TRAINING = "training"
+"""The kind of a pass with a backward pass, for `CallOrder`."""
+
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Collective:
-    """One of FSDP2's collectives of a unit. The wait is visible as a phase, so that a report can
-    name a rank that hangs or is slow.
+    """One of FSDP2's collectives of a unit. The wait is visible as a phase, so a report can name a
+    rank that hangs or is slow.
 
     name   a phase
     event  for `CallOrder`
@@ -46,20 +49,19 @@ class Collective:
 class UnitCalls:
     """Add up a unit's gradients once in a pass, for any number of calls of the unit.
 
-    FSDP2 adds up after the backward pass of each call. But autograd gives a weight its gradient
+    FSDP2 adds up after the backward pass of each call. But autograd gives a weight a gradient
     once, after the backward pass of the last call; until then FSDP2 sends zeros. So the gradients
-    of a unit that runs twice or more stay whole, and are added up after the backward pass: the bits
+    of a unit with several calls stay whole, and are added up after the backward pass: the bits
     are the same as without FSDP2. The memory is in use anyway, because autograd holds the gradients
-    of all calls but the last. The model is always added up after the backward pass: its inputs have
+    of all calls but the last. The model is always added up after the backward pass: the inputs have
     no gradient, so FSDP2 would add up no earlier.
 
-    units    by name: the modules that FSDP2 gathers; the model, with the name "", is the last
+    units    by name: the modules gathered by FSDP2; the model, with the name "", is the last
     weights  by name: the weights of a unit, without the weights of units inside
     calls    by name: number of calls of a unit in the current forward pass
-    whole    names of the units whose gradients stay whole until the end of the pass
+    whole    names of the units with whole gradients until the end of the pass
     counts   a forward pass is running; in the backward pass checkpointed blocks run again
     syncs    gradients are added up in the current pass
-    alone    a forward pass without a backward pass is running: of an evaluation, or to weigh terms
     """
 
     def __init__(self, world: World, model: nn.Module, timeout_s: float):
@@ -72,7 +74,7 @@ class UnitCalls:
         self.weights = _own_weights(self.units)
         self.calls: Counter[str] = Counter()
         self.whole: list[str] = []
-        self.counts, self.syncs, self.alone = False, True, False
+        self.counts, self.syncs = False, True
         for name, unit in self.units.items():
             gathers = f"gathers {_described(name)}"
             reduces = Collective("reduce_scatter", REDUCE_SCATTER, reduces_event(name), self.order)
@@ -84,7 +86,7 @@ class UnitCalls:
         model.register_forward_hook(self._end_alone)
 
     def trains(self, unit: str) -> bool:
-        """Return whether a unit has a weight that is trained."""
+        """Return whether a unit has a trained weight."""
         return any(p.requires_grad for p in self.weights[unit])
 
     def begin_pass(self, syncs: bool) -> None:
@@ -93,12 +95,12 @@ class UnitCalls:
         self.whole, self.syncs = [], syncs
         self.model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
         self._keep_whole("")
-        self.order.begin("training")
-        self.counts, self.alone = True, False
+        self.order.begin(TRAINING)
+        self.counts = True
 
     def end_forward(self) -> None:
-        """(all ranks) Raise LockstepError if a unit has not run: the gradient of its weights would
-        be zeros, from which momentum and weight decay make a step."""
+        """(all ranks) Raise LockstepError if a unit has not run: the gradients would be
+        zeros, and momentum and weight decay would still make a step."""
         if not self.counts:
             return
         self.counts = False
@@ -118,7 +120,7 @@ class UnitCalls:
 
     def _count(self, name: str, *_: Any) -> None:
         """Count a call of a unit, as a hook before the forward pass of the unit."""
-        if self.counts or self.alone:
+        if self.counts or self.order.kind != TRAINING:  # no recomputation in a backward pass
             self.order.add(f"calls {name}")
         if self.counts:
             self.calls[name] += 1
@@ -126,14 +128,13 @@ class UnitCalls:
                 self._keep_whole(name)
 
     def _begin_alone(self, model: nn.Module, *_: Any) -> None:
-        if self.alone or not self.order.kind:
+        """Begin a forward pass without a backward pass: of an evaluation, or to weigh terms."""
+        if self.order.kind != TRAINING:
             self.order.begin("alone, training" if model.training else "alone, evaluation")
-            self.alone = True
 
     def _end_alone(self, *_: Any) -> None:
-        if self.alone:
+        if self.order.kind != TRAINING:
             self.order.end()
-            self.alone = False
 
     def _keep_whole(self, name: str) -> None:
         self.whole.append(name)

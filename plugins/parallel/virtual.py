@@ -2,7 +2,7 @@
 
 `virtual_workers=V` divides the samples of a step among V workers. A process runs a block of
 neighbours, one worker after the other. The result of a worker depends on (seed, step, number of the
-worker) alone. The results of the workers are added up along one binary tree over their numbers:
+worker) alone. The results of the workers are added up along one binary tree over the numbers:
 (0+1)+(2+3) and so on. Floating-point addition is commutative but not associative, so the same tree
 over the same operands gives the same bits on any rank.
 
@@ -43,7 +43,7 @@ class TreeAllReduce:
     receives as many bytes as in a ring all-reduce. In shared memory every process reads all pieces.
 
     spans_by_rank  the nodes of each process
-    local_sums     the sums of this process, one for each of its nodes: flat, of one length and
+    local_sums     the sums of this process, one for each node: flat, of one length and
                    type. May be overwritten
     """
 
@@ -57,7 +57,7 @@ class TreeAllReduce:
             self._send()
 
     def _send(self) -> None:
-        """Send each process its piece of each node of this process.
+        """Send each process a piece of each node of this process.
 
         The tensors go as bytes, because gloo does not support every type, and through the host if
         the backend does not support all_to_all on a GPU.
@@ -114,9 +114,9 @@ class VirtualWorkers(LocalReducer):
     the gradients.
 
     block          numbers of the workers of this process
-    spans_by_rank  the nodes that remain of each process's workers
+    spans_by_rank  the remaining nodes of each process's workers
     changes        nodes of the tree of changes of running statistics, float64
-    counters       buffers that are not floating point, after the last worker
+    counters       buffers of integers, after the last worker
     worker         number of the current worker; -1 before the first worker of a step
     idle           the current worker has no samples: the step has fewer samples than workers
     samples        number of samples of the step
@@ -160,8 +160,8 @@ class VirtualWorkers(LocalReducer):
         super().end_step(skipped)
 
     def add_changes(self, busy: int) -> None:
-        """(all ranks) Add to the buffers the mean change of the `busy` workers: the workers that
-        had samples."""
+        """(all ranks) Add to the buffers the mean change of the `busy` workers, the workers with
+        samples."""
         self._keep_buffers()
         self.worker, self.counters = -1, {}
         if not self.changes:
@@ -243,12 +243,12 @@ class Bucket(NamedTuple):
 class WorkerReducer(VirtualWorkers):
     """Virtual workers whose gradients DDP, or the only process, adds up along the tree.
 
-    in_ddp  the last pass of a step leaves its gradients to `hook`, which is DDP's hook
-    unused  DDP has `find_unused_parameters`: `grad` must show DDP the parameters that any pass of
-            the step has used
+    in_ddp  the last pass of a step leaves the gradients to `hook`, DDP's hook
+    unused  DDP has `find_unused_parameters`: `grad` must show DDP the parameters used by
+            any pass of the step
     nodes   nodes of the tree of gradients: at most log2(workers of a process) + 1
-    added   numbers of the parameters that the current worker has used
-    used    numbers of the parameters that any worker of the step has used
+    added   numbers of the parameters used by the current worker
+    used    numbers of the parameters used by any worker of the step
     """
 
     def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
@@ -272,8 +272,8 @@ class WorkerReducer(VirtualWorkers):
     # ---- gradients ----
 
     def _take_gradients(self) -> None:
-        """Push the gradients of the current worker into the tree: zeros for a parameter that the
-        worker has not used."""
+        """Push the gradients of the current worker into the tree: zeros for a parameter without
+        a use by the worker."""
         sums: list[Any] = []
         for number, p in enumerate(self.parameters):
             if number not in self.added:
@@ -349,7 +349,7 @@ class WorkerReducer(VirtualWorkers):
         return super().sum_workers(rows)
 
     def _align_gradients(self) -> None:
-        """Copy the gradients that are not aligned in DDP's buckets: on a GPU the order of additions
+        """Copy the unaligned gradients of DDP's buckets: on a GPU the order of additions
         of a norm depends on the alignment."""
         unaligned: list[Any] = []
         for p in self.parameters:
@@ -371,8 +371,7 @@ def _views(flat: Tensor, parameters: list[Tensor], offsets: list[int]) -> list[T
 
 def _dense_strides(p: Tensor) -> tuple[int, ...]:
     """Return the strides of a gradient in DDP's bucket (torch/csrc/distributed/c10d/reducer.cpp,
-    read in 2.13): the strides of the parameter if they leave no gaps, else the strides of a
+    read in 2.13): the strides of the parameter if these leave no gaps, else the strides of a
     contiguous tensor."""
-    if torch.empty_like(p, device="meta").stride() == p.stride():
-        return p.stride()
-    return torch.empty(p.shape, device="meta").stride()
+    dense = torch.empty_like(p, device="meta").stride() == p.stride()
+    return p.stride() if dense else torch.empty(p.shape, device="meta").stride()

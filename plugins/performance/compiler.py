@@ -1,5 +1,5 @@
-"""torch's compiler, for runs with `compile`. Other runs do not load the compiler, because the import
-takes as long as the import of torch."""
+"""torch's compiler, for runs with `compile`. Other runs do not load the compiler: the import takes
+as long as the import of torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ the run."""
 def choose(wanted: str, device: torch.device, steps: int, plain: bool = True) -> str:
     """Return the mode of the compiler; `auto` becomes default or off.
 
-    The length of the run decides, not a timing, so that all ranks and a resumed run agree. On a CPU
+    The length of the run decides, not a timing, so all ranks and a resumed run agree. On a CPU
     auto is off: there a compilation takes up to a minute, and the result may be slower.
 
     plain  DataParallel does not copy the model, and FSDP2 does not change its modules: a compiled
@@ -66,11 +66,11 @@ def check(mode: str, device: torch.device, copies: bool) -> None:
 
 
 class Compiled:
-    """The compiled forward pass of a model, which the model has within `used` only. The names of
+    """The compiled forward pass of a model, which is active within `used` only. The names of
     parameters and modules stay the same.
 
     Evaluations and checks run the bare model: torch's compiler makes a graph for each shape and
-    mode, and beyond a number of graphs it compiles no more.
+    mode, and beyond a number of graphs compiles no more.
     """
 
     def __init__(self, model: nn.Module, mode: str, device: torch.device):
@@ -109,7 +109,7 @@ a shorter last pass."""
 
 
 def _prepare(model: nn.Module) -> None:
-    """Configure the compiler: random numbers as without the compiler, so that steps can be
+    """Configure the compiler: random numbers as without the compiler, so steps can be
     compared, and a graph for each shape."""
     import torch._dynamo.config as limits
     import torch._inductor.config as generated
@@ -160,12 +160,12 @@ _SHIELDED = (
 
 def stay_unloaded() -> None:
     """Keep the compiler unloaded. Call this function before the first optimizer and the first DDP
-    of a run that compiles nothing.
+    of a run without compilation.
 
     Some of torch's functions load the compiler on their first call, exclude themselves from
     compilation, and keep the result in an attribute (torch/_compile.py, read in 2.13). Without
     compilation the result is the function itself. If a version of torch uses a different attribute,
-    the compiler is loaded: that costs a second, and `tests/test_doors.py` fails.
+    the compiler is loaded at the cost of a second, and `tests/test_doors.py` fails.
     """
     for owner, name in _SHIELDED:
         function = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""Contention for CPU cores: a warning if other processes use the cores of this process."""
+"""Contention for CPU cores: a warning if other processes use the cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTENDED = 0.2
 
 
 class CpuContention:
-    """Measure the time for which the threads of this process wait for a core."""
+    """Measure how long the threads of the process wait for a core."""
 
     of_the_run = False
 
@@ -40,8 +40,8 @@ class CpuContention:
         return text
 
     def share(self) -> float:
-        """Return the share of the runnable time since the last call for which threads waited for a
-        core. NaN if the system does not report the time, or if the threads had no work."""
+        """Return the share of waits for a core in the runnable time since the last call. NaN if the
+        system does not report the time, or if the threads had no work."""
         ran_before, waited_before = self.before
         self.before = self._now()
         ran = max(0.0, self.before[0] - ran_before)
@@ -50,7 +50,7 @@ class CpuContention:
 
     @staticmethod
     def _now() -> tuple[float, float]:
-        """Return (ran, waited) in nanoseconds, summed over the threads of this process."""
+        """Return (ran, waited) in nanoseconds, summed over the threads of the process."""
         ran = waited = 0.0
         for path in TASKS.glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError):  # a thread that has just ended

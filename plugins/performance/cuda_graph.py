@@ -224,9 +224,10 @@ class StepGraph:
     def _describe_difference(self, pairs: list[tuple[float, float]]) -> str:
         """Return the reason to give up, from the results of a launch and of the same step kernel by
         kernel."""
-        texts: list[str] = []
-        for name, (launched, eager) in zip(COMPARED, pairs, strict=True):
-            texts.append(f"{name} {launched:.4g} instead of {eager:.4g}")
+        rows = zip(COMPARED, pairs, strict=True)
+        texts = [
+            f"{name} {launched:.4g} instead of {eager:.4g}" for name, (launched, eager) in rows
+        ]
         unseen = max(0, (self.taken - WARM_UP) // 2 - 1)  # since the last comparison
         before = f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""
         return (
@@ -245,10 +246,10 @@ COMPARED = ("loss", "weight", "gradient norm")
 
 def _form_of(batch: Any) -> dict[str, Any]:
     """Return the shape and type of each tensor of a batch, and the types of other leaves."""
-    form: dict[str, Any] = {}
-    for name, leaf in tree_leaves(batch):
-        form[name] = (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
-    return form
+    return {
+        name: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+        for name, leaf in tree_leaves(batch)
+    }
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -8,8 +8,6 @@ from typing import Any
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_THRESHOLD = -3
 _LARGEST = (1 << 31) - 1
-_LARGEST_OF_OLDER_GLIBC = 1 << 25
-"""32 MiB: an older glibc accepts no larger mmap threshold."""
 
 
 def keep_freed_memory() -> bool:
@@ -21,7 +19,7 @@ def keep_freed_memory() -> bool:
     mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)  # 1 on success
     if mallopt is None:
         return False
-    accepted = mallopt(_M_MMAP_THRESHOLD, _LARGEST)
-    accepted = accepted or mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_OLDER_GLIBC)
+    # an older glibc accepts no mmap threshold above 32 MB
+    accepted = mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 1 << 25)
     # The trim threshold alone would do harm: glibc then adapts the mmap threshold no longer.
     return bool(accepted and mallopt(_M_TRIM_THRESHOLD, _LARGEST))

@@ -4,7 +4,7 @@ shared memory.
     dist.init_process_group("shm", store=..., rank=..., world_size=..., timeout=...)
     dist.all_reduce(tensor)
 
-All other collectives go through gloo, and so do sums of ranks that cannot share memory: see
+All other collectives go through gloo, and so do sums of ranks without shared memory: see
 `channel`. Gloo sends sums through the network stack, and wakes a sleeping thread at every message:
 for a few numbers that takes fifty times as long, for a few megabytes ten times. Here the numbers
 are added in the order of the ranks, so that every rank and every run gets the same bits for any
@@ -80,15 +80,15 @@ def sum_then_divide(
 
 class Channel:
     """Memory in which the ranks exchange one tensor after the other, in turns of at most PIECE
-    bytes. A rank that begins a sum finishes the previous sum.
+    bytes. A rank that begins a sum finishes the previous sum first.
 
-    The memory has places for two turns. A rank that posts turn t has finished turn t-1, and so all
-    ranks have posted turn t-1. So all ranks have finished turn t-2, whose place turn t takes.
+    The memory has places for two turns. A rank at turn t has finished turn t-1, and so all ranks
+    have posted turn t-1. So all ranks have finished turn t-2, and its place is free for turn t.
 
-    posted      (ranks, 8) int64: the last turn that a rank has posted, and the bytes of the rank's
+    posted      (ranks, 8) int64: the last posted turn of a rank, and the bytes of the rank's
                 last even turn and last odd turn
     pieces      (2, ranks, PIECE) uint8
-    unfinished  the sum that has begun: the tensor, the flat tensor, and the last piece, posted
+    unfinished  the current sum: the tensor, the flat tensor, and the last piece, posted
     """
 
     def __init__(self, rank: int, pids: list[int], memory: mmap.mmap, timeout_s: float):
@@ -215,7 +215,7 @@ class Channel:
 
 
 class Sum(dist.Work):
-    """A sum that has begun: the other ranks see the numbers of this rank. No thread continues the
+    """A sum that has begun: all ranks see the numbers of this rank. No thread continues the
     sum until `wait` is called. In a world of one there is no channel, and nothing to add."""
 
     def __init__(self, channel: Channel | None, tensor: Tensor):
@@ -243,7 +243,7 @@ class Sum(dist.Work):
 class SharedMemoryGroup(dist.ProcessGroup):
     """The process group of the backend.
 
-    channel  the memory for sums; None for one rank, and for ranks that cannot share memory
+    channel  the memory for sums; None for one rank, and for ranks without shared memory
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
@@ -318,8 +318,7 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
 
 
 def _reserve(size: int) -> int | None:
-    """Return a file in memory without a name, so that no file can be left over; None if that is
-    impossible."""
+    """Return a file in memory without a name, so no file can be left over; None if impossible."""
     with contextlib.suppress(OSError):  # memfd_create is forbidden, or too many files are open
         file = os.memfd_create("lockstep")
         try:

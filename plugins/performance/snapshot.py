@@ -1,9 +1,9 @@
 """The copy of a run's state from a GPU to the host's memory, while the training continues.
 
-If the GPU has room, the state is copied on the GPU in the order of the training's stream, which
-takes some milliseconds, and a thread brings this copy to the host. Without room the training's
-thread brings the state itself, which takes as long as the bus. Both ways go through two pinned
-buffers that are allocated once: to pin memory takes a third of a millisecond for each megabyte.
+If the GPU has room, the state is copied on the GPU in the order of the training's stream, within
+some milliseconds, and a thread brings the copy to the host. Without room the training's thread
+brings the state itself, at the speed of the bus. Both ways go through two pinned buffers, allocated
+once: to pin memory takes a third of a millisecond for each megabyte.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +50,8 @@ TENSORS = ("model", "ema", "optimizer", "digest", "scaler")
 
 
 class Snapshot(dict[str, Any]):
-    """A state whose tensors may be on the way. A read of a part in TENSORS waits for the tensors,
-    and raises the error of a copy that failed.
+    """A state with tensors on the way. A read of a part in TENSORS waits for the tensors,
+    and raises the error of a failed copy.
 
     arrival  done when the tensors are on the host
     finish   called once with the state after the arrival, by the first read
@@ -62,8 +62,7 @@ class Snapshot(dict[str, Any]):
     ):
         super().__init__(state)
         self.arrival, self.finish = arrival, finish
-        self.lock = threading.Lock()
-        self.finished = False
+        self.lock, self.finished = threading.Lock(), False
 
     def __getitem__(self, key: str) -> Any:
         if key in TENSORS and not self.finished:
@@ -81,8 +80,8 @@ class Snapshot(dict[str, Any]):
 
 
 class Copies:
-    """Copies of the tensors of one state. Each call returns a tensor of the host, which holds the
-    copy after `start`.
+    """Copies of the tensors of one state. Each call returns a tensor of the host. The tensor
+    holds the copy after `start`.
 
     at_once  bring each tensor to the host before the next call, because the tensor was made for
              this call alone and takes memory of the GPU
@@ -106,7 +105,7 @@ class Copies:
     def snapshot(
         self, state: dict[str, Any], finish: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """Return the state of these copies, whose tensors are on the way."""
+        """Return the state of the copies, with the tensors on the way."""
         return Snapshot(state, self.start(), finish)
 
     def start(self) -> Future[None]:
@@ -151,7 +150,7 @@ class Copies:
         return copies
 
     def _bring_in_thread(self, copies: list[Staged], arrival: Future[None]) -> None:
-        """Start a thread that brings copies on the GPU to the host."""
+        """Start a thread that brings the copies from the GPU to the host."""
         ready = torch.cuda.Event()
         ready.record()
         arguments = (copies, ready, arrival)
@@ -194,7 +193,7 @@ class Copies:
 
 
 def room(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory that a copy of the state may take on its way to the host.
+    """Return the bytes of a GPU's memory for a copy of the state on the way to the host.
 
     The following steps must fit beside the copy. So the largest amount that was ever allocated
     counts as taken, though some of the memory may be free between two steps.
@@ -206,40 +205,32 @@ def room(device: torch.device) -> int:
 
 @functools.cache
 def staging(device: torch.device) -> Staging:
-    """Return the only Staging of a GPU, which lives as long as this process."""
+    """Return the only Staging of a GPU. It lives as long as the process."""
     return Staging(device)
 
 
 class Staging:
     """The buffers of a GPU, and the host's memory behind the buffers.
 
-    stream  for copies that a thread brings during the training
+    stream  for copies by a thread during the training
     lock    locked while the buffers are in use
     tight   a copy on the GPU has run out of memory: no copy on the GPU is tried again
     """
 
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)
-        self.lock = threading.Lock()
-        self.tight = False
-        self.memory = HostMemory()
+        self.stream, self.memory = torch.cuda.Stream(device), HostMemory()
+        self.lock, self.tight = threading.Lock(), False
 
     @functools.cached_property
     def buffers(self) -> list[Buffer]:
         return [Buffer(), Buffer()]
 
 
-class Piece(NamedTuple):
-    """Bytes in a pinned buffer from `first` on, or on the way to the buffer: the source on the GPU,
-    and the target on the host."""
-
-    first: int
-    source: Tensor
-    target: np.ndarray
-
-
 class Buffer:
-    """Pinned memory with pieces of tensors."""
+    """Pinned memory with pieces of tensors.
+
+    pieces  in the buffer or on the way: bytes of the GPU, of the buffer, and of the host
+    """
 
     def __init__(self) -> None:
         self.memory = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True)
@@ -248,13 +239,13 @@ class Buffer:
         self.clear()
 
     def clear(self) -> None:
-        self.used, self.pieces = 0, list[Piece]()
+        self.used, self.pieces = 0, list[tuple[Tensor, np.ndarray, np.ndarray]]()
 
     def add(self, source: Tensor, target: np.ndarray) -> None:
         """Queue the copy of some bytes on the current stream."""
         end = self.used + len(source)
         self.memory[self.used : end].copy_(source, non_blocking=True)
-        self.pieces.append(Piece(self.used, source, target))
+        self.pieces.append((source, self.host[self.used : end], target))
         self.used = -(-end // 64) * 64  # the next cache line
 
     def empty(self, threads: ThreadPoolExecutor | None) -> None:
@@ -265,11 +256,10 @@ class Buffer:
         self.arrived.synchronize()
         targets: list[np.ndarray] = []
         sources: list[np.ndarray] = []
-        for first, _, target in self.pieces:
+        for _, arrived, target in self.pieces:
             for begin in range(0, len(target), PART):
-                part = target[begin : begin + PART]
-                targets.append(part)
-                sources.append(self.host[first + begin : first + begin + len(part)])
+                targets.append(target[begin : begin + PART])
+                sources.append(arrived[begin : begin + PART])
         copy_all = threads.map if threads else map
         list(copy_all(np.copyto, targets, sources))  # waits for all, and raises the first error
         self.clear()
@@ -290,8 +280,7 @@ class Transfer:
 
     def push(self, source: Tensor, target: Tensor) -> None:
         """Copy a tensor to a target on the host of the same layout, without gaps."""
-        source_bytes = _bytes(source)
-        target_bytes = _bytes(target).numpy()
+        source_bytes, target_bytes = _bytes(source), _bytes(target).numpy()
         done = 0
         while done < len(target_bytes):
             if self.filling.used >= BUFFER:
@@ -307,7 +296,7 @@ class Transfer:
         self.filling, self.other = self.other, self.filling
 
     def flush(self) -> None:
-        """Wait for all tensors that were pushed."""
+        """Wait for all pushed tensors."""
         self._turn()
         self._turn()
         if self.threads:
@@ -319,17 +308,15 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _dense(value: Tensor) -> Tensor:
-    """Return the tensor if its memory has no gaps, else a copy."""
-    if value.stride() == _dense_stride(value) and not (value.is_conj() or value.is_neg()):
-        return value
-    return torch.empty_like(value).copy_(value)
+    """Return the tensor if the memory has no gaps, else a copy."""
+    plain = value.stride() == _dense_stride(value) and not (value.is_conj() or value.is_neg())
+    return value if plain else torch.empty_like(value).copy_(value)
 
 
 def _dense_stride(value: Tensor) -> tuple[int, ...]:
-    """Return the strides that torch gives a copy of the tensor."""
-    if value.is_contiguous():
-        return value.stride()
-    return torch.empty_like(value, device="meta").stride()
+    """Return the strides of torch's copy of the tensor."""
+    copy = value if value.is_contiguous() else torch.empty_like(value, device="meta")
+    return copy.stride()
 
 
 def _bytes(value: Tensor) -> Tensor:
@@ -342,7 +329,7 @@ class HostMemory:
     longer to make new pages than the bus to fill them. The memory of at most two states is kept,
     because at most two states are in use at once.
 
-    idle  by size: memory that no tensor uses any more
+    idle  by size: unused memory
     """
 
     def __init__(self) -> None:
