@@ -124,9 +124,9 @@ def _check_optimizer(run: Run) -> None:
     weights, with random gradients. Raises LockstepError for a difference: with virtual workers in a
     bit, else by more than CLOSE.
 
-    AdamW and SGD treat each number alone. An optimizer for whole matrices, such as Muon, is right if
-    it uses torch's operations on DTensors. It is silently wrong if it uses the rows of the process
-    as the matrix.
+    AdamW and SGD treat each number alone. An optimizer for whole matrices, such as Muon, is right
+    if it uses torch's operations on DTensors. It is silently wrong if it uses the rows of the
+    process as the matrix.
     """
     name, where = type(run.optimizer).__name__, f"ddp.strategy={run.cfg.ddp.strategy}"
     fresh = run.record.fresh and run.record.fresh.optimizer
