@@ -171,7 +171,7 @@ def units(model: nn.Module, task: Any, strict: bool = True) -> list[nn.Module]:
     return [block for block, alone in blocks.items() if alone]
 
 
-def _check_units(model: nn.Module, chosen: list[nn.Module], owners: Counter[Tensor]) -> None:
+def _check_units(model: nn.Module, chosen: list[nn.Module], owners: Counter[Any]) -> None:
     """Raise LockstepError if a unit is no part of the model or shares a weight."""
     names = {module: name for name, module in model.named_modules()}
     for unit in chosen:
@@ -186,7 +186,7 @@ def _check_units(model: nn.Module, chosen: list[nn.Module], owners: Counter[Tens
         raise LockstepError(what, "the task's `fsdp_units`", todo, everywhere=True)
 
 
-def _tied(unit: nn.Module, owners: Counter[Tensor]) -> list[Any]:
+def _tied(unit: nn.Module, owners: Counter[Any]) -> list[Any]:
     """Return the weights shared by a unit and a module outside of the unit."""
     inside = Counter(p for module in unit.modules() for p in module.parameters(recurse=False))
     return [p for p, count in inside.items() if owners[p] > count]
@@ -200,6 +200,8 @@ class _OverShards(LocalReducer):
     unused   names of the parameters that no pass of the step has used; empty in a step without
              checks
     """
+
+    model: Any
 
     def __init__(self, *arguments: Any, timeout_s: float):
         super().__init__(*arguments)

@@ -140,7 +140,7 @@ def _check_optimizer(run: Run) -> None:
         "let it compute with torch's operations on DTensors, or use optim.name=adamw, or "
         "ddp.strategy=ddp"
     )
-    names = {p: name for name, p in run.model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in run.model.named_parameters()}
     chosen = _few(parameters_of(fresh))
     rows = {p: nn.Parameter(p.detach().clone()) for p in chosen}
     wholes = {p: nn.Parameter(to_full(p.detach()).clone()) for p in chosen}
@@ -172,8 +172,8 @@ def _take_steps(
 
     rows, wholes  by weight of the model: the weight that the clone changes
     """
-    on_rows = clone_optimizer(optimizer, model, rows)
-    on_wholes = clone_optimizer(optimizer, model, wholes)
+    on_rows: Any = clone_optimizer(optimizer, model, rows)
+    on_wholes: Any = clone_optimizer(optimizer, model, wholes)
     for step in range(STEPS):
         for number, p in enumerate(rows):
             draw = torch.Generator().manual_seed(1 + number + step * len(rows))

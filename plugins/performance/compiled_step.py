@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -107,7 +107,7 @@ class CompiledStep:
                 "compile: torch's compiler has compiled nothing, so steps are as without it: "
                 "a loss must call the model itself, not one of its methods"
             )
-        first: str = run.world.reduce_on_rank0(difference, _first_text)
+        first = run.world.reduce_on_rank0(difference, _first_text)
         if first:
             self._give_up(first)
 
@@ -173,7 +173,7 @@ class CompiledStep:
         )
 
 
-def _first_text(texts: list[str]) -> str:
+def _first_text(texts: Iterable[str]) -> str:
     """Return the first text that is not empty; an empty text if there is none."""
     return next(filter(None, texts), "")
 
@@ -267,10 +267,11 @@ def _lengths(names: list[str], bare: Pass, compiled: Pass) -> list[Lengths]:
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     rows: dict[str, Tensor] = {}
     for name, a, b in zip(names, bare.gradients, compiled.gradients, strict=True):
-        if a is None and b is None:
+        present = b if a is None else a
+        if present is None:
             continue
-        right: Any = torch.zeros_like(b) if a is None else a
-        actual: Any = torch.zeros_like(right) if b is None else b
+        right = torch.zeros_like(present) if a is None else a
+        actual = torch.zeros_like(present) if b is None else b
         norms = [*map(norm, (right, actual, actual - right))]
         rows[name] = torch.stack([norms[0].new_full((), right.numel()), *norms])
     table = torch.stack([*rows.values()]).tolist() if rows else []
