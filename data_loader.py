@@ -351,7 +351,7 @@ class TrainLoader(_Loader):
             parts = [full((len(micro.indices),), micro.mean_weight) for micro in micros]
             info.mean_weight = torch.cat(parts)
         if self.cached is not None:
-            batch = self.cached.rows(info.index)
+            batch = self.cached.gather(info.index)
         batch = attach_info(batch, info)
         if self.prepare is None:
             return batch
@@ -418,7 +418,7 @@ class EvalLoader(_Loader):
             rows = slice(indices[0] - first, indices[-1] + 1 - first)
             info = BatchInfo(index[rows], index[rows], seeds[rows])
             if self.cached is not None:
-                batch = self.cached.rows(info.index)
+                batch = self.cached.gather(info.index)
             yield attach_info(batch, info)
 
     def __len__(self) -> int:

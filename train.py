@@ -54,7 +54,6 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
     if device.type == "cuda":
         # before any other CUDA call, or every rank opens a context on GPU 0
         torch.cuda.set_device(device)
-    performance.bind_cores(cfg, env, device)
     # nccl for tensors on GPUs, gloo for tensors on CPUs
     backend = launch.pick_backend(cfg, env, device, always)
     with launch.explained(env):

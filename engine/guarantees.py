@@ -71,9 +71,7 @@ class Parallel:
 
 
 class Performance:
-    """Speed without a change of the steps: compilation, CUDA graphs, threads on their cores."""
-
-    def bind_cores(self, cfg: Any, env: Any, device: Any) -> None: ...
+    """Speed without a change of the steps: compilation, CUDA graphs."""
 
     def resolve(self, cfg: Any, world: Any, plan: Any) -> Any:
         return plan

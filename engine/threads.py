@@ -35,7 +35,7 @@ def available() -> int:
 
 @functools.cache
 def _given() -> int:
-    """Return torch's threads at the first call: its own choice, or that of `bind`."""
+    """Return torch's threads at the first call: its own choice, or OMP_NUM_THREADS."""
     return torch.get_num_threads()
 
 
@@ -49,20 +49,16 @@ def threads_at_most(number: int) -> dict[str, str]:
     )
 
 
-bound = [""]
-"""The NUMA node that this process is bound to; empty: none."""
-
-
 def limit_threads(asked: int, processes: int) -> int:
     """Use one thread until the FLOPs of a forward pass are known; return the limit from then on. A
     number that the user has set, by `asked` or OMP_NUM_THREADS, holds from the start.
 
-    processes  on this machine; each has its share of the cores already if `bind` has given it one
+    processes  on this machine
     """
     given = _given()  # before it is limited
     number, _ = _set_by_user(asked)
     torch.set_num_threads(number or 1)
-    return number or min(given, available() if bound[0] else max(1, available() // processes))
+    return number or min(given, max(1, available() // processes))
 
 
 def set_threads(asked: int, gflop: float, allowed: int) -> str:

@@ -111,9 +111,8 @@ class DDP:
     bind_cores: bool = option(
         True,
         (
-            "keep each process on its GPU's NUMA node, where the machine has several and no one "
-            "else "
-            "has bound it"
+            "let train_multigpu.sh keep each process on its GPU's NUMA node, where the machine has "
+            "several nodes (torchrun's --numa-binding=node)"
         ),
     )
     buffers: Literal["same", "rank0", "mean"] = option(

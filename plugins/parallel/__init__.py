@@ -16,8 +16,9 @@ from plugins.parallel.virtual import WorkerReducer
 
 
 def reducer(run: Run) -> LocalReducer | None:
-    """Return the reducer of virtual workers or shards; None where each process is one worker."""
-    world, model, cfg, workers = run.world, run.model, run.cfg.ddp, run.plan.workers
+    """Return the reducer of virtual workers or shards; None if each process is one worker."""
+    world, model, cfg = run.world, run.model, run.cfg.ddp
+    workers = run.plan.workers
     if workers:
         use_exact_kernels(run.optimizer)
     if run.plan.sharded and workers:
