@@ -1,5 +1,4 @@
-"""The card of a published model: README.md with the front matter that the Hugging Face Hub
-reads."""
+"""Write the card of a published model: README.md with the front matter of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -14,25 +13,25 @@ import yaml
 from engine.errors import amount
 
 DATA = "DATA"
-"""Stands for the place of the data in the card's commands."""
+"""The place of the data in the commands of the card."""
 
 TYPES = {"macro_f1": "f1"}
-"""The Hub's types of metrics, where ours are called otherwise."""
+"""The Hub's types of metrics, for metrics with a different name."""
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$#&!@])")
 ROWS = 100
-"""Of a table, the most that are shown: the JSON beside the card has all."""
+"""The maximum number of rows of a table. The JSON beside the card has all rows."""
 
 Rows = list[list[str]]
 
 
 @dataclass
 class Card:
-    """What a card tells.
+    """The contents of a card.
 
     data      name of the data
-    began     files of others' weights that the training began with
-    left_out  number of tensors that `model` gives, and no file here holds
+    began     files of published weights that the training began with
+    left_out  number of tensors that `model` gives and no published file contains
     seen      provenance.json
     results   eval_results.json
     proof     proof.json
@@ -62,8 +61,7 @@ class Card:
 
 
 def plain(text: str) -> str:
-    """Return a name in one line: whatever cannot be printed, and any run of white space, is a
-    space."""
+    """Return a name in one line, with spaces for unprintable characters."""
     return (
         " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
         or "–"
@@ -71,7 +69,7 @@ def plain(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a name as Markdown shows it, in a cell of a table, too."""
+    """Return a name escaped for Markdown, also within the cell of a table."""
     return SPECIAL.sub(r"\\\1", plain(text))
 
 
@@ -124,8 +122,10 @@ def _type(name: str) -> str:
 
 
 def _shown(results: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a split as a whole that are numbers; those of the log last, such as a
-    simulation's."""
+    """Return the finite metrics of a whole split.
+
+    The metrics of the log, such as a simulation's, come last.
+    """
     every = results.get("metrics", {}) | results.get("logged", {})
     return {
         name: float(value)
@@ -394,7 +394,7 @@ def _prove(card: Card) -> list[str]:
 
 
 def _table(head: list[str], rows: Rows) -> list[str]:
-    """Return a Markdown table; names in it are escaped already."""
+    """Return a Markdown table of at most ROWS rows. The names must be escaped already."""
     said = [head, ["---", *["---:"] * (len(head) - 1)], *rows[:ROWS]]
     lines = ["| " + " | ".join(row) + " |" for row in said]
     return lines + (["", f"and {len(rows) - ROWS} more."] if len(rows) > ROWS else [])

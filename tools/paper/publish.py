@@ -1,31 +1,31 @@
-"""Write a trained model as a folder that can be handed on: for the Hugging Face Hub, and for our
-own tools.
+"""Write a trained model as a folder for the Hugging Face Hub and for the tools of Lockstep.
 
 python tools/publish.py RUN --to mouse-r1 --license mit
-python tools/publish.py RUN --to mouse-r1 --license other --license-name lab-terms --license-link
-    LICENSE.md
+python tools/publish.py RUN --to mouse-r1 --license other --license-name lab-terms
+    --license-link LICENSE.md
 python tools/publish.py RUN --to mouse-r1 --license mit --study checkpoints/study_video
-hf upload USER/mouse-r1 mouse-r1                       pip install huggingface_hub; the upload is
-                                                       yours
+hf upload USER/mouse-r1 mouse-r1                       upload the folder yourself
+                                                       (pip install huggingface_hub)
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; dataset.root=... after
-it says where the data lie now. They are read: the samples that the model has seen are counted and
-hashed, and the validation is scored.
+RUN is the folder of a run (the best checkpoint is used) or a checkpoint. Give dataset.root=... if
+the data have moved. The data are read: the samples of the training are counted and hashed, and the
+validation is scored.
 
-    model.safetensors    the weights that an evaluation takes (their average, if the run keeps one);
+    model.safetensors    the weights of an evaluation (averaged, if the run keeps an average);
                          no optimizer
     config.yaml          the run's config: no absolute path, save_dir, secret or wandb account
-    checkpoint.json      step, precision, metadata of the task: all else that the tools need
+    checkpoint.json      step, precision and metadata of the task: all values that the tools need
     labels.json          the classes, if there are any
-    provenance.json      what the model has seen, see tools/provenance.py; the sources of the test
+    provenance.json      the samples of the training, see tools/provenance.py; the sources of the
+                         test
     eval_results.json    metrics of the validation, of each class and source; of the test and the
                          study if there are any
-    proof.json           digests, machine and versions, and the command that ends in them
+    proof.json           digests, machine and versions, and the command that reproduces the digests
     README.md            the model card
 
-predict, evaluate, export and init_from take DIR in place of RUN. A run is not continued from it.
---no-sources leaves out the names of people, videos and recordings. A task's own file is program
-code: --with-task copies it, and whoever uses it must give --trust.
+predict, evaluate, export and init_from take DIR in place of RUN. A run cannot be continued from
+DIR. --no-sources leaves out the names of people, videos and recordings. A task file of your own is
+program code: --with-task copies the file, and each user must then give --trust.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ KINDS: tuple[tuple[type[Task], str, list[str]], ...] = (
     (video.Task, "video-classification", ["behavior"]),
     (robot.Task, "robotics", ["imitation-learning"]),
 )
-"""(task, the Hub's pipeline tag, tags); the Hub has no pipeline for time series."""
+"""(task, the Hub's pipeline tag, tags). The Hub has no pipeline for time series."""
 
 NOT_HANDED_ON = ("save_dir", "resume", "gpu_ids", "record", "wandb", "mlflow")
 SECRET = re.compile(r"(^|[._])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
@@ -95,28 +95,28 @@ def main(argv: list[str]) -> int:
         "--to",
         type=Path,
         metavar="DIR",
-        help="a new folder; its name is the model's, on the Hub, too",
+        help="a new folder, with the name of the model on the Hub",
     )
     add(
         "--license",
         metavar="ID",
-        help="of the weights, as the Hub names it (mit, apache-2.0, cc-by-4.0); or other",
+        help="the Hub's ID of the license of the weights (mit, apache-2.0, cc-by-4.0); or other",
     )
-    add("--license-name", metavar="NAME", help="of another license")
-    add("--license-link", metavar="LINK", help="its text: a URL, or a file that you put into DIR")
+    add("--license-name", metavar="NAME", help="the name of a license that the Hub does not list")
+    add("--license-link", metavar="LINK", help="the license text: a URL, or a file to put into DIR")
     add(
         "--dataset",
         action="append",
         default=[],
         metavar="ID",
-        help="a data set on the Hub that it was trained on",
+        help="a data set on the Hub, used in the training",
     )
-    add("--tag", action="append", default=[], metavar="TAG", help="one more tag on the Hub")
+    add("--tag", action="append", default=[], metavar="TAG", help="a further tag on the Hub")
     add(
         "--source",
         metavar="URL",
         default="",
-        help="where the results come from, such as the code's repository",
+        help="the source of the results, such as the repository of the code",
     )
     add(
         "--study",
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_asked(asked: argparse.Namespace) -> None:
-    """Raise LockstepError for what can be told without the run."""
+    """Raise LockstepError for options that are wrong for every run."""
     if not asked.to:
         raise LockstepError("no folder to write", "--to", "give the name of a new folder")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", asked.to.name):
@@ -181,9 +181,10 @@ def _check_asked(asked: argparse.Namespace) -> None:
 
 
 def _publish(args: config.Args, asked: argparse.Namespace) -> int:
+    """Write the folder and print a summary. Return the exit code. Raises LockstepError."""
     alone("one process writes it", "publish.py")
     out: Path = asked.to
-    published.safetensors()  # now: what follows may take minutes
+    published.safetensors()  # fails now, because the next steps may take minutes
     saved, state = _opened(args, asked)
     weights = _weights(saved)
     study = _study(asked.study) if asked.study else None
@@ -228,8 +229,10 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[CheckpointState, dict[str, Any]]:
-    """Return the checkpoint, whole, and its file's contents. Raises LockstepError if it cannot be
-    handed on."""
+    """Return the checkpoint, and the contents of the file.
+
+    Raises LockstepError if the checkpoint is missing or cannot be published.
+    """
     path = Path(args.cfg.resume)
     if not path.exists():
         what = (
@@ -238,7 +241,7 @@ def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[CheckpointSta
             else f"no checkpoint {asked.run!r}"
         )
         raise LockstepError(what, asked.run, "let it train to its first evaluation", exit_code=3)
-    find_checkpoint(str(path), None)  # compares its SHA-256 with the manifest's
+    find_checkpoint(str(path), None)  # compares the SHA-256 with the manifest
     state = archive.read(path)
     saved, task = checkpoint.parse_state(state, path), tasks.load(args.cfg.task)
     if task.metadata is Task.metadata and task.full_dataset is Task.full_dataset:
@@ -272,6 +275,7 @@ def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[CheckpointSta
 
 
 def _is_json(value: Any) -> bool:
+    """Return whether a value is unchanged after JSON; a value with NaN counts as unchanged."""
     try:
         return bool(json.loads(json.dumps(value)) == value) or "nan" in json.dumps(value).lower()
     except (TypeError, ValueError):
@@ -279,7 +283,10 @@ def _is_json(value: Any) -> bool:
 
 
 def _weights(saved: CheckpointState) -> dict[str, Tensor]:
-    """Return the weights that an evaluation takes, by the model's names, in its order."""
+    """Return {name: tensor} of an evaluation, with the model's names and order.
+
+    Raises LockstepError for a value that safetensors cannot store.
+    """
     found = dict(saved.ema or saved.model)
     found.pop("n_averaged", None)
     found = fitted(found, saved.model)
@@ -292,8 +299,7 @@ def _weights(saved: CheckpointState) -> dict[str, Tensor]:
 
 
 def public(value: Any, key: str = "") -> Any:
-    """Return a config's value without secrets; of a path outside of the working folder only the
-    last part."""
+    """Return a config's value without secrets, and with absolute paths reduced to the last part."""
     if isinstance(value, Mapping):
         left = () if key else NOT_HANDED_ON
         return {
@@ -314,8 +320,7 @@ def without_names(value: Any, key: str = "") -> Any:
 
 
 def without_paths(text: str) -> str:
-    """Return a text in which each absolute path, and one from above this folder, is its last
-    part."""
+    """Return a text with each absolute path, and each path from above this folder, shortened."""
     if text.startswith(("/", "~", "..")):
         return Path(text).name
     return re.sub(r"(?<![\w.:/~-])(~|\.\.)?/([^\s/()]*/)*", "", text)
@@ -328,8 +333,7 @@ def without_paths(text: str) -> str:
 def _results(
     args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the metrics: of the validation, scored now and as logged, and of the test, if that was
-    looked at."""
+    """Return the metrics of the validation, scored now and as logged, and of an existing test."""
     assert saved.path
     step, folder, found = saved.progress["step"], saved.path.parent, dict[str, Any]()
     try:
@@ -388,8 +392,7 @@ def _logged(log: Path, step: int) -> dict[str, float]:
 
 
 def _study(folder: Path) -> dict[str, Any]:
-    """Return what is told of a study: mean and spread of each config. Raises LockstepError where
-    there is none."""
+    """Return mean and sd of each config of a study. Raises LockstepError without results."""
     path = (folder / "study.json") if folder.is_dir() else folder
     try:
         found = json.loads(path.read_bytes())
@@ -421,7 +424,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 def _proof(
     args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return digests, the machine, and the command that ends in these weights."""
+    """Return digests, machine and versions, and the command that reproduces the weights."""
     assert saved.path
     environment, replay = (
         _json_of(saved.path.parent / name) for name in ("environment.json", "replay.json")
@@ -500,7 +503,7 @@ def _texts(
     seen: dict[str, Any],
     results: dict[str, Any],
 ) -> dict[str, str]:
-    """Return {file: its text}."""
+    """Return {file: text}."""
     cfg, task = public(config.to_dict(args.cfg)), tasks.load(args.cfg.task)
     known, test = dict(saved.metadata or {}), dict(state.get("test") or {})
     if args.cfg.task.endswith(".py"):
@@ -547,7 +550,7 @@ def _texts(
         without_paths(str(each)).strip("/")
         for each in (roots if isinstance(roots, list) else [roots])
     )
-    # Values are cut to names by now; `init_from` is a key of every config.
+    # `public` has shortened the values to names. `init_from` is a key of every config.
     began = [
         str(value) for key, value in config.flatten(cfg).items() if BEGAN.search(key) and value
     ]
@@ -592,7 +595,10 @@ def _texts(
 
 
 def _dumped(value: Any, strict: bool = True) -> str:
-    """Return JSON; `strict`: with null for what it has no number for, as others read it."""
+    """Return JSON.
+
+    strict  write null in place of NaN and infinity, because JSON parsers reject both
+    """
     return json.dumps(finite(value) if strict else value, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -601,13 +607,17 @@ def _dumped(value: Any, strict: bool = True) -> str:
 
 
 def _task_file(task: str) -> Path:
+    """Return the path of the task's file. Raises LockstepError for a task of Lockstep."""
     if not task.endswith(".py"):
         raise LockstepError(f"the task {task} comes with Lockstep", "--with-task", "drop it")
     return Path(task)
 
 
 def _write(out: Path, weights: dict[str, Tensor], texts: dict[str, str], task: Path | None) -> None:
-    """Write the folder, read it back, and give it its name: whole or not at all."""
+    """Write the folder under a temporary name, read the weights back, and rename the folder.
+
+    An error leaves no folder behind. Raises LockstepError if the disk cannot be written.
+    """
     partial_folder = Partial(out.absolute())
     new, about = partial_folder.path, json.loads(texts[published.STATE])
     own = {

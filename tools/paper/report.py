@@ -1,20 +1,21 @@
-"""Write a page for a person who looks rather than reads: one HTML file of one or several runs.
+"""Write an HTML page of one or several runs: curves, tables, worst samples, and the proof.
 
-python tools/report.py RUN                            report.html: curves, tables, worst samples,
-                                                      what proves the result
-python tools/report.py RUN OTHER --out both.html      curves over each other, what differs between
-                                                      them, and each run
-python tools/report.py RUN --split train --worst 24   another split, more of its worst samples
-python tools/report.py RUN --no-samples               the log alone: needs neither the data nor the
+python tools/report.py RUN                            write report.html of a run
+python tools/report.py RUN OTHER --out both.html      draw the curves of two runs over each other,
+                                                      list the settings that differ, and describe
+                                                      each run
+python tools/report.py RUN --split train --worst 24   score the training split, and show 24 of the
+                                                      samples with the highest loss
+python tools/report.py RUN --no-samples               show the log alone, without the data and the
                                                       checkpoint
-python tools/report.py STUDY                          the tables of tools/study.py, and the log of
-                                                      each of its runs
+python tools/report.py STUDY                          show the tables of tools/study.py, and the
+                                                      log of each run of the study
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; key=value changes the
-runs' config (device=cpu, dataset.root=...). The file needs no other file and no network, and no
-program runs in it: it can be sent. Samples are scored in the batches of an evaluation, and once
-more one by one. A run that is not over, or that cannot be scored, gets a page of what is there. It
-needs matplotlib and jinja2: pip install matplotlib jinja2
+RUN is the folder of a run (the best checkpoint is used) or a checkpoint. key=value changes the
+config of the runs (device=cpu, dataset.root=...). The page is one file: no other file, no network
+and no script is needed, so the page can be sent. Samples are scored twice: in the batches of an
+evaluation, and one by one. An unfinished run, or a run that cannot be scored, gets a page of the
+parts that exist. Needed packages: pip install matplotlib jinja2
 """
 
 from __future__ import annotations
@@ -78,16 +79,16 @@ def main(argv: list[str]) -> int:
         "--split",
         choices=("val", "train", "test", "all"),
         default="val",
-        help="all: or others, by dataset.root",
+        help="the split to score; all: every sample, or the samples of dataset.root",
     )
     add(
         "--worst",
         type=whole_number(0),
         default=12,
         metavar="N",
-        help="samples to show of those with the highest loss",
+        help="number of samples with the highest loss to show",
     )
-    add("--no-samples", action="store_true", help="score nothing: show what the runs have written")
+    add("--no-samples", action="store_true", help="score no sample: show the files of the runs")
     add(
         "--json",
         action="store_true",
@@ -104,6 +105,7 @@ def main(argv: list[str]) -> int:
 
 
 def _report(asked: argparse.Namespace) -> int:
+    """Write the page and print a summary. Return the exit code. Raises LockstepError."""
     alone("a report is made by one process", "report.py")
     if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
         raise LockstepError(f"{' and '.join(missing)} not installed", "report.py", EXTRA)
@@ -131,7 +133,7 @@ def _report(asked: argparse.Namespace) -> int:
         raise LockstepError(
             "no training of the study is tested yet", study[0], "let tools/study.py go on"
         )
-    # all, before the first is scored
+    # Check the words of all runs before the first run is scored.
     words = [of_run(asked.trust, [run, *asked.rest]) for run in asked.runs]
     with contextlib.redirect_stdout(sys.stderr):
         runs = [_read(run, argv, asked) for run, argv in zip(asked.runs, words, strict=True)]
@@ -157,6 +159,7 @@ def _report(asked: argparse.Namespace) -> int:
 
 
 def _free() -> Path:
+    """Return the first free name: report.html, report_2.html, ..."""
     names = (Path(f"report{f'_{n}' if n > 1 else ''}.html") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -167,13 +170,15 @@ def _free() -> Path:
 
 @dataclass
 class Run:
-    """A run's folder as it is read, and what its checkpoint makes of the split.
+    """The contents of a run's folder, and the scores of the checkpoint.
 
     given     RUN as typed
     log       the lines of metrics.jsonl
-    settings  dotted keys of config.yaml;  defaults: those of its task
-    monitor   the metric that picks the best checkpoint, empty if the task cannot be loaded
-    notes     what could not be read, or done, as sentences
+    settings  dotted keys of config.yaml
+    defaults  the same keys with the defaults of the task
+    owned     whether a process on this machine owns the folder
+    monitor   the metric that picks the best checkpoint; empty if the task cannot be loaded
+    notes     sentences on files that could not be read and steps that could not be done
     """
 
     given: str
@@ -193,16 +198,17 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def of(self, event: str) -> list[dict[str, Any]]:
+        """Return the lines of an event."""
         return [line for line in self.log if line["event"] == event]
 
     def best(self) -> dict[str, Any]:
-        """Return the line of the best evaluation; empty without one."""
+        """Return the line of the best evaluation; empty without an evaluation."""
         known = [line for line in self.of("eval") if math.isfinite(number(line.get(self.monitor)))]
         sign = 1 if self.higher_is_better else -1
         return max(known, key=lambda line: sign * number(line[self.monitor]), default={})
 
     def column(self, event: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (steps, values) of a number of the log."""
+        """Return (steps, values), each (N,) float64, of a number in the log."""
         rows = [(line["step"], number(line[name])) for line in self.of(event) if name in line]
         return np.array([step for step, _ in rows], np.float64), np.array(
             [value for _, value in rows], np.float64
@@ -210,7 +216,7 @@ class Run:
 
 
 def number(value: Any) -> float:
-    """Return a number of a log as a float; NaN for null and for anything else."""
+    """Return a number of a log as a float; NaN for null and for all types but numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -220,6 +226,7 @@ def number(value: Any) -> float:
 
 
 def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
+    """Return the contents of a run. A file that cannot be read becomes a note, not an error."""
     folder = Path(given) if Path(given).is_dir() else Path(given).parent
     run = Run(given, folder, folder.resolve().name)
     run.log, unreadable = _read_log(folder / "metrics.jsonl")
@@ -236,7 +243,7 @@ def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
         run_folder.lock(folder, only_look=True)
     except LockstepError:
         run.owned = True
-    with contextlib.suppress(OSError, yaml.YAMLError):  # `of_run` has read it
+    with contextlib.suppress(OSError, yaml.YAMLError):  # `of_run` has reported the error
         run.settings = config.flatten(
             yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         )
@@ -256,7 +263,7 @@ def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
             run.notes += run.scores.notes
     except config.EarlyExit:
         raise
-    except Exception as error:  # a page of the rest is better than none
+    except Exception as error:  # the page then shows the rest
         run.notes.append(f"Not scored: {headline(error) or type(error).__name__}")
         if "--debug" in asked.rest:
             raise
@@ -264,7 +271,7 @@ def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
 
 
 def _read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines that can be read, each with event and step, and the number of the others."""
+    """Return the readable lines, each with event and step, and the number of unreadable lines."""
     lines, unreadable = list[dict[str, Any]](), 0
     try:
         content = path.read_bytes()
@@ -289,8 +296,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _defaults(run: Run, cfg: Any) -> dict[str, Any]:
-    """Return the keys of the run's task as they are without a command line, with those of the types
-    it has chosen."""
+    """Return the defaults of the task, with the `type` keys of the run."""
     chosen = [
         f"{key}={value}" for key, value in run.settings.items() if key.endswith(".type") and value
     ]
@@ -301,7 +307,7 @@ def _defaults(run: Run, cfg: Any) -> dict[str, Any]:
 
 
 def _name_apart(runs: list[Run]) -> None:
-    """Give runs of the same name the words by which they were given."""
+    """Rename runs of the same name to the words of the command line."""
     for name in {run.name for run in runs}:
         same = [run for run in runs if run.name == name]
         for run in same if len(same) > 1 else []:
@@ -313,6 +319,7 @@ def _name_apart(runs: list[Run]) -> None:
 
 
 def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
+    """Return the HTML page, encoded in UTF-8."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -333,7 +340,7 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
         differs_across_ranks=_differing(runs),
         command=shlex.join(["python", "tools/report.py", *sys.argv[1:]]),
     )
-    return text.encode("utf-8", "replace")  # a file's name may hold what is no text
+    return text.encode("utf-8", "replace")  # a file name may contain bytes that are no text
 
 
 def _title(runs: list[Run], study: dict[str, Any] | None) -> str:
@@ -345,8 +352,7 @@ def _title(runs: list[Run], study: dict[str, Any] | None) -> str:
 
 
 def _about_study(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of a study: its tables, and the plot of people with the colour
-    of each config."""
+    """Return the values of the template for a study: tables, plot, and colours of the configs."""
     from tools.paper.study_figure import panel, points
 
     metric, what, sides = points(found)
@@ -376,8 +382,10 @@ def shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a text without control characters, which HTML does not allow or which turn the
-    direction of what follows; anything else as it is."""
+    """Return a text without control characters. A value of another type is returned unchanged.
+
+    HTML forbids some control characters. Others reverse the direction of the text after them.
+    """
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
 
 
@@ -395,7 +403,7 @@ def _seconds(value: float) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Return what stands at the top, {name: text}."""
+    """Return the rows at the top of a page, {name: text}."""
     last, best, env = (run.log[-1] if run.log else {}), run.best(), run.environment
     state = str(run.status.get("state", "unknown"))
     if state == "running" and not run.owned:
@@ -432,8 +440,7 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _panels(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the panels of curves: {title, image, note}. Those of several runs lie over each
-    other."""
+    """Return the panels of curves, {title, image, note}. Curves of several runs share a panel."""
     monitors = [run.monitor for run in runs if run.monitor]
     scored = [name for run in runs for line in run.of("eval") for name in line if "/" not in name]
     trained = [name for run in runs for line in run.of("train") for name in line]
@@ -498,7 +505,7 @@ def _panels(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def _differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return the keys whose values are not the same in all runs: (key, the value of each run)."""
+    """Return the keys with different values among the runs: (key, the value of each run)."""
     keys = dict.fromkeys(
         key for run in runs for key in run.settings if key not in ("save_dir", "resume")
     )
@@ -507,7 +514,7 @@ def _differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """Return what the template shows of one run."""
+    """Return the values of the template for one run."""
     scores = run.scores
     changed = [
         (key, value, run.defaults[key])
@@ -544,8 +551,10 @@ def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _metrics(run: Run, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each metric: as recorded at the checkpoint's step, as scored now, and
-    whether it is one of many of a kind, such as those of a class."""
+    """Return a row for each metric: as recorded at the checkpoint's step, and as scored now.
+
+    `part` is true for a metric of a group, such as the metric of a class.
+    """
     recorded: dict[str, Any] = {}
     if run.checkpoint and asked.split == "val":
         recorded = next(
@@ -562,8 +571,7 @@ def _metrics(run: Run, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _confusion(scores: Scores | None) -> dict[str, Any]:
-    """Return the matrix as rows of (count, share of the row), and the pairs that are confused
-    most."""
+    """Return the matrix as rows of (count, share of the row), and the five most confused pairs."""
     if scores is None or scores.confusion is None:
         return {}
     counts = scores.confusion
@@ -583,7 +591,7 @@ def _confusion(scores: Scores | None) -> dict[str, Any]:
 
 
 def _per_source(run: Run) -> dict[str, Any]:
-    """Return the metrics of each source, the worst first."""
+    """Return the metrics of each source, the worst source first."""
     if run.scores is None or not run.scores.by_source:
         return {}
     found = run.scores.by_source
@@ -611,7 +619,7 @@ MOST_STRIPS = 40
 
 
 def _ethograms(scores: Scores | None) -> dict[str, Any]:
-    """Return the labels of each source in the order of the dataset: true above predicted."""
+    """Return the true and the predicted labels of each source, in the order of the dataset."""
     if (
         scores is None
         or scores.sources is None
@@ -651,8 +659,10 @@ def _ethograms(scores: Scores | None) -> dict[str, Any]:
 
 
 def _worst(scores: Scores) -> list[dict[str, Any]]:
-    """Return how each of the worst samples is shown: a picture of it, what it is, and what was
-    predicted."""
+    """Return the values of the template for each of the worst samples.
+
+    Each entry has a picture of the sample, the true class, and the prediction.
+    """
     seen = [_seen(sample) for sample in scores.worst]
     windows = [array for kind, array in seen if kind == "signal"]
     alike = len({np.atleast_2d(window).shape[0] for window in windows}) == 1
@@ -699,8 +709,11 @@ def _worst(scores: Scores) -> list[dict[str, Any]]:
 
 
 def _seen(sample: Sample) -> tuple[str, Any]:
-    """Return what a sample shows: `beside` if an array of it is predicted, else the first of its
-    arrays that can be drawn, `x` before the others; ("", None) if there is none."""
+    """Return (kind, array) of the part of a sample to draw; ("", None) if no part can be drawn.
+
+    The kind is `beside` if an array of the sample is predicted. Otherwise the first array that can
+    be drawn is taken, `x` before the rest.
+    """
     if pairs(sample):
         return "beside", None
     names = sorted(sample.parts, key=lambda name: name != "x")
@@ -723,7 +736,7 @@ def _channels(scores: Scores, window: np.ndarray) -> list[tuple[str, str]]:
 
 
 def _by_steps(sample: Sample, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return recorded and predicted values as (steps, dims)."""
+    """Return the recorded and the predicted values, each (steps, dims)."""
     recorded, predicted = sample.parts[name], sample.predicted[name]
     return recorded.reshape(len(recorded), -1), predicted.reshape(len(predicted), -1)
 
@@ -743,7 +756,7 @@ def _brief(value: Any) -> str:
 
 
 def _trials(scores: Scores) -> dict[str, Any]:
-    """Return the rate of success in words, and the films of trials as (moving, still)."""
+    """Return the success rate in words, and the films of the trials as (moving, still)."""
     films = [figures.film(film, side=320) for film in scores.trials.values()]
     return (
         {"rate": of_trials(scores.metrics), "films": films}
@@ -769,7 +782,7 @@ def _episode(each: Episode) -> dict[str, Any]:
 
 
 def _events(run: Run) -> list[tuple[int, str]]:
-    """Return what happened besides training and evaluation: (step, words)."""
+    """Return the events besides training and evaluation: (step, words)."""
     rows = []
     for line in run.log:
         event = line["event"]

@@ -1,14 +1,14 @@
-"""List the runs below a folder: what became of each, its best score, its test, and the command that
-continues it.
+"""List the runs below a folder: state, best score, test, and the command that continues each run.
 
-python tools/runs.py                         those below checkpoints/
-python tools/runs.py studies --sort best     another folder, the best first
-python tools/runs.py --csv > runs.csv        every column, a row for each run; --json: a list
+python tools/runs.py                         list the runs below checkpoints/
+python tools/runs.py studies --sort best     list another folder, the best run first
+python tools/runs.py --csv > runs.csv        print all columns, a row for each run; --json: a list
 
-A run is known by its files. Nothing of a run is executed or changed, and what cannot be read is
-left empty. States: complete, running (a process on this machine owns it), killed (no process is
-left, and it has not said why), stopped (by a signal or its time limit), failed, and unknown. A run
-on another machine that shares the folder may still run.
+A run is recognised by the names of files in a folder. No file of a run is executed or changed. A
+value that cannot be read is left empty. States: complete, running (a process on this machine owns
+the run), killed (no process is left, and the last state is "running"), stopped (by a signal or the
+time limit), failed, and unknown. A "killed" run on another machine with the same folder may still
+run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLUMNS = (
 SORTS = ("folder", "task", "state", "step", "best", "test", "time")
 STATES = {"done": "complete", "stopped": "stopped", "failed": "failed"}
 MOST = 1 << 16
-"""Bytes that are read of a small file, and of the end of a log."""
+"""Bytes to read of a small file, and of the end of a log."""
 
 
 def main(argv: list[str]) -> int:
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         "--sort",
         choices=SORTS,
         default="folder",
-        help="best and test: the best first; step and time: the most first",
+        help="best and test: the best run first; step and time: the highest number first",
     )
     add("--csv", action="store_true", help="print a CSV of all columns")
     add("--json", action="store_true", help="print a JSON list of all columns")
@@ -96,8 +96,10 @@ def _list(asked: argparse.Namespace) -> int:
 
 
 def found_in(top: Path) -> Iterator[Path]:
-    """Yield the folders of runs below `top`, itself among them. Links to folders are not
-    followed."""
+    """Yield the folders of runs below `top`, or `top` alone if it is a run.
+
+    Links are not followed.
+    """
     for place, below, files in os.walk(top):
         there = {*files}
         if there & {"status.json", "metrics.jsonl"} or {"config.yaml", "environment.json"} <= there:
@@ -107,7 +109,7 @@ def found_in(top: Path) -> Iterator[Path]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return a run's columns, None where its files do not say; never raises."""
+    """Return the columns of a run; None for a value that no file contains. Never raises."""
     now, log, config = (
         _json(folder / "status.json"),
         _last(folder / "metrics.jsonl"),
@@ -124,7 +126,7 @@ def read(folder: Path) -> dict[str, Any]:
     )
     run["time_s"] = _number(log.get("time_s"))
     run["monitor"], run["best"] = _text(now.get("monitor")) or None, _number(now.get("best"))
-    # an older run; a task of one's own is not executed for it
+    # A run of an older version has no monitor. A user's task file is not executed.
     if run["monitor"] is None and task in tasks.names():
         run["monitor"], run["best"] = _best(folder / "metrics.jsonl", tasks.load(task))
     tested = _json(folder / TEST)
@@ -155,8 +157,10 @@ def _state(folder: Path, now: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _bytes(path: Path, end: bool = False) -> bytes:
-    """Return the beginning or the end of a regular file, nothing of anything else: to open a pipe
-    would wait."""
+    """Return the beginning or the end of a regular file; empty for all other files.
+
+    Opening a pipe would block.
+    """
     with contextlib.suppress(OSError):
         about = os.stat(path)
         if stat.S_ISREG(about.st_mode):
@@ -184,7 +188,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _last(path: Path) -> dict[str, Any]:
-    """Return the last line of a log that can be read."""
+    """Return the last readable line of a log."""
     for line in reversed(_bytes(path, end=True).split(b"\n")):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(line)
@@ -194,7 +198,7 @@ def _last(path: Path) -> dict[str, Any]:
 
 
 def _best(path: Path, task: Any) -> tuple[str, float | None]:
-    """Return the monitor of a task of the project, and its best value in the whole log."""
+    """Return the monitor of a built-in task, and the best value in the complete log."""
     values = []
     with contextlib.suppress(OSError):
         for line in path.read_bytes().split(b"\n") if path.is_file() else []:
@@ -221,7 +225,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _text(value: Any) -> str:
-    """Return a text without what a terminal would obey."""
+    """Return a text without the characters that a terminal executes."""
     return "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
         for letter in str(value or "")
@@ -233,7 +237,7 @@ def _cell(value: Any) -> Any:
 
 
 def _natural(text: str) -> tuple[Any, ...]:
-    """Return the key by which fold_10 comes after fold_9."""
+    """Return a sort key that puts fold_10 after fold_9."""
     parts, number = [""], False
     for letter in text:
         if letter.isdecimal() != number:
@@ -254,8 +258,7 @@ def _rank(run: dict[str, Any], by: str) -> tuple[Any, ...]:
 
 
 def lines(runs: list[dict[str, Any]], top: Path) -> list[str]:
-    """Return a row for each run, and below the commands that continue those that are not
-    complete."""
+    """Return a row for each run, then the commands that continue the incomplete runs."""
     if not runs:
         return [f"no run below {_text(top)}"]
     rows = []

@@ -1,29 +1,29 @@
-"""A result that can be published: a training for each fold, seed and config, each tested once on
-people it never saw.
+"""Run a study: a training for each fold, seed and config, each tested once on unseen people.
 
 python tools/study.py har --folds 5 --seeds 0,1,2
     5 folds of people x 3 seeds: 15 trainings
 python tools/study.py har --leave-one-out subjects
-    each person is tested by a training without them
+    a training without each person, tested on that person
 python tools/study.py video dataset.root=data/mice --leave-one-out groups --jobs 2
 python tools/study.py har --folds 5 --compare model.mode=conv model.mode=flatten
     two configs, pair by pair
 python tools/study.py har dataset.test_subjects=9,10 --seeds 0,1,2
-    one test set, and what the seed changes
+    one test set, and the effect of the seed
 
-A fold is a function of the data and --fold-seed; no person (animal, video) is cut, and of those a
-fold does not test about --val-share validate. A training is train.py with these settings, in a
-folder of its own under --out; the checkpoint that is best in validation is scored on the test,
-once. The same command again continues where it was killed; what is done is not done again. Settings
-of the training come before --compare, whose words are the configs: one each, or several settings in
-quotes. On a CPU a process computes in one thread, unless OMP_NUM_THREADS is set. Where several GPUs
-are visible, trainings run at once, each on its own.
+A fold is a function of the data and --fold-seed. No person (animal, video) is divided between
+folds. Of the people that a fold does not test, about --val-share validate. A training is train.py
+with the settings of the fold, in a separate folder below --out. The checkpoint with the best
+validation is scored on the test, once. The same command continues a killed study, and repeats no
+finished training. Settings of the training come before --compare. The words after --compare are
+the configs: one setting each, or several settings in quotes. On a CPU a process computes in one
+thread, unless OMP_NUM_THREADS is set. With several GPUs, trainings run at once, each on separate
+GPUs.
 
-It writes study.json, study.csv, runs.csv and study.tex into --out, study.pdf and study.png with
-matplotlib, and `python tools/report.py FOLDER` makes a page of it. What each number is:
-docs/study.md. Another task than har and video needs `test_dataset` and `split_keys`, see
-engine/contract.py. Exit code 0: each training is tested; 1: one has failed; 7: the result of a test
-is gone, and the numbers are without it.
+The command writes study.json, study.csv, runs.csv and study.tex into --out, and study.pdf and
+study.png with matplotlib. `python tools/report.py FOLDER` makes a page of the study. docs/study.md
+defines each number. A task other than har and video needs `test_dataset` and `split_keys`, see
+engine/contract.py. Exit code 0: each training is tested; 1: a training has failed; 7: the result of
+a test is missing, and the numbers do not include the test.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def main(argv: list[str]) -> int:
         "--folds",
         type=whole_number(2),
         metavar="K",
-        help="test each of K parts of the people by a training without it",
+        help="divide the people into K parts, and test each part by a training without that part",
     )
-    add("--leave-one-out", metavar="NAME", help="a fold for each of the subjects, groups or videos")
+    add("--leave-one-out", metavar="NAME", help="a fold for each unit: subjects, groups or videos")
     add(
         "--by",
         metavar="NAME",
-        help="what a fold never cuts: subjects, groups, videos (default: the task's first)",
+        help="the unit that is never divided: subjects, groups, videos (default: the task's first)",
     )
     add("--seeds", type=_seeds, default=[0], metavar="S,S,...", help="seeds of the trainings (0)")
     add(
@@ -103,17 +103,17 @@ def main(argv: list[str]) -> int:
         "--val-share",
         type=float,
         default=0.125,
-        help="share of the people who are not tested to validate on (0.125)",
+        help="share of the people outside of the test that validate (0.125)",
     )
-    add("--fold-seed", type=whole_number(0), default=0, help="of the choice of the folds (0)")
+    add("--fold-seed", type=whole_number(0), default=0, help="seed of the folds (0)")
     add(
         "--out",
         type=Path,
         metavar="FOLDER",
         help="the study's folder (default: checkpoints/study_TASK)",
     )
-    add("--processes", type=whole_number(1), default=1, metavar="N", help="of each training (1)")
-    what = "trainings at once (as many as have GPUs of their own; 1 without GPUs)"
+    add("--processes", type=whole_number(1), default=1, metavar="N", help="per training (1)")
+    what = "trainings at once (default: one per group of GPUs; 1 without GPUs)"
     add("--jobs", type=whole_number(1), metavar="J", help=what)
     add("--dry-run", action="store_true", help="print folds and trainings, and stop")
     add("--json", action="store_true", help="print study.json on stdout")
@@ -122,6 +122,7 @@ def main(argv: list[str]) -> int:
 
 
 def _seeds(text: str) -> list[int]:
+    """Return the seeds of a text such as 0,1,2. Raises ArgumentTypeError."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) < 1 << 53 for part in parts) or len(
         {*map(int, parts)}
@@ -131,6 +132,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> int:
+    """Run the study and print the results. Return the exit code. Raises LockstepError."""
     alone("torchrun started this, which starts processes itself", "environment")
     aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
     with aside:
@@ -171,8 +173,12 @@ def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> in
 
 @dataclass(frozen=True)
 class Training:
-    """One training of a study: which config, which fold (-1: the config's own test set), which
-    seed."""
+    """A training of a study.
+
+    config  number of the config
+    fold    number of the fold; -1: the config's test set
+    name    folder of the training below the study's folder
+    """
 
     config: int
     fold: int
@@ -180,7 +186,7 @@ class Training:
     name: str
 
     def of(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Return what its test has given, with whose it is."""
+        """Return the result of the test with the identity of the training."""
         return found | {
             "folder": self.name,
             "config": self.config,
@@ -190,10 +196,11 @@ class Training:
 
 
 class Study:
-    """What is to be trained, and where.
+    """The plan and the state of a study.
 
-    plan  what decides the numbers, as it is kept in plan.json: a study is continued only with the
-    same one
+    plan  all values that decide the numbers, stored in plan.json. A study continues only with an
+          equal plan
+    free  the numbers of the jobs without a training
     """
 
     def __init__(self, args: config.Args, asked: argparse.Namespace, words: list[str]):
@@ -216,14 +223,13 @@ class Study:
         self.jobs = asked.jobs or min(
             cards.jobs_for(self.cards, asked.processes), len(self.trainings)
         )
-        self.free = [*range(self.jobs)]  # the numbers of the jobs that no training has
+        self.free = [*range(self.jobs)]
         self.stop, self.number = threading.Event(), int(signal.SIGINT)
         self.steps: dict[str, int] = {}
         self.failed: list[tuple[str, str]] = []
 
     def _check(self) -> None:
-        """Raise LockstepError where the words set what the study sets, or options exclude each
-        other."""
+        """Raise LockstepError for settings that belong to the study, and for exclusive options."""
         asked = self.asked
         if asked.folds and asked.leave_one_out:
             raise LockstepError("--folds and --leave-one-out", "command line", "give one of them")
@@ -255,12 +261,14 @@ class Study:
 
     @property
     def _cuts(self) -> bool:
-        """Whether there are folds, in place of the config's own test set."""
+        """Whether folds replace the config's test set."""
         return bool(self.asked.folds or self.asked.leave_one_out)
 
     def _kind(self) -> str:
-        """Return what is never cut. Raises LockstepError where the task does not say by which keys
-        it is named."""
+        """Return the unit that is never divided.
+
+        Raises LockstepError if the task has no keys for the unit.
+        """
         keys = self.task.split_keys
         kind = self.asked.leave_one_out or self.asked.by or next(iter(keys), "sources")
         if self._cuts and not keys:
@@ -280,8 +288,10 @@ class Study:
         return str(kind)
 
     def _look(self, cfg: Any) -> tuple[np.ndarray, list[str]]:
-        """Return the (G, C) samples of each group and class, and the groups' names. Without folds
-        of the test set."""
+        """Return the (G, C) samples of each group and class, and the names of the groups.
+
+        With folds, all samples count. Without folds, only the test set counts.
+        """
         task = self.task(cfg)
         with contextlib.redirect_stdout(io.StringIO()):
             train_set, val_set = check("datasets", task.datasets())
@@ -321,8 +331,7 @@ class Study:
         return counts[order], [known[n] for n in order]
 
     def _try_sides(self, words: list[str]) -> None:
-        """Raise LockstepError unless the task splits the data of the first training as the study
-        says."""
+        """Raise LockstepError unless the task splits the data of the first training as planned."""
         if not self.plan["folds"]:
             return
         task, cut = self.task(config.parse(words, tasks.load).cfg), self.plan["folds"][0]
@@ -342,6 +351,7 @@ class Study:
                 )
 
     def _plan(self) -> dict[str, Any]:
+        """Return the plan. Raises LockstepError for too few groups."""
         asked, names = self.asked, self.names
         cut = list[dict[str, list[str]]]()
         if self._cuts:
@@ -378,7 +388,7 @@ class Study:
         }
 
     def plan_lines(self) -> list[str]:
-        """Return what is printed before the first training."""
+        """Return the text that is printed before the first training."""
         plan, trainings = self.plan, len(self.trainings)
         parts = [described(plan)] + [amount(len(self.configs), "config")] * (len(self.configs) > 1)
         found = [
@@ -399,8 +409,7 @@ class Study:
         return found
 
     def _about_cards(self) -> list[str]:
-        """Return a line on the GPUs that the trainings use; none where they use no more than
-        usual."""
+        """Return a line on the GPUs of the trainings; empty for the usual number of GPUs."""
         processes = self.asked.processes
         on = cards.place(0, self.jobs, self.cards, processes)
         if cards.shares(len(on), processes):
@@ -416,8 +425,10 @@ class Study:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """Make the folder, or continue in it, alone. Raises LockstepError where it holds another
-        study."""
+        """Create or continue the folder, and lock the folder.
+
+        Raises LockstepError if the folder contains a different study.
+        """
         path = self.folder / PLAN
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -455,7 +466,7 @@ class Study:
     # ---- the trainings ----
 
     def run(self) -> list[tuple[str, str]]:
-        """Run what is left of the trainings; return (name, problem) of those that failed."""
+        """Run the remaining trainings. Return (name, problem) of the failed trainings."""
         left = [each for each in self.trainings if result(self.plan, self.folder, each) is None]
         done = len(self.trainings) - len(left)
         if done:
@@ -484,7 +495,7 @@ class Study:
                 bar.set_postfix_str(
                     "; ".join(f"{name} step {step}" for name, step in dict(self.steps).items())
                 )
-        finally:  # nothing may stay in the background
+        finally:  # end all threads and processes
             self.stop.set()
             pool.shutdown(cancel_futures=True)
             bar.close()
@@ -493,23 +504,29 @@ class Study:
         return self.failed
 
     def _end(self, number: int, frame: Any) -> None:
-        """Handle a signal. An exception might be raised where a library swallows it."""
+        """Handle a signal.
+
+        An exception could be raised within a library that swallows exceptions.
+        """
         self.number = number
         self.stop.set()
 
     def _take(self, each: Training) -> str:
-        """Train, and test once; return the line to print. Once one has failed no other begins: it
-        would fail alike."""
+        """Train, and test once. Return the line to print.
+
+        After a failure no further training begins, because each would probably fail for the same
+        reason.
+        """
         if self.failed:
             return ""
-        job = self.free.pop()  # there are as many as threads
+        job = self.free.pop()  # never empty: the pool has as many threads as jobs
         try:
             return self._take_as(job, each)
         finally:
             self.free.append(job)
 
     def _take_as(self, job: int, each: Training) -> str:
-        """Train and test on the GPUs of this job, if there are any."""
+        """Train and test on the GPUs of a job, if there are any."""
         on = cards.place(job, self.jobs, self.cards, self.asked.processes)
         env = cards.showing(on)
         backend = self.of_each[each.config].ddp.backend
@@ -554,6 +571,8 @@ class Study:
         return f"{each.name}: {problem}"
 
     def _watched(self, each: Training, start: Callable[[Any], Trained]) -> Trained:
+        """Start a process, and record the step. Raises LockstepError after a signal."""
+
         def tell(step: int = 0) -> None:
             self.steps[each.name] = step or last_step(self.folder / each.name)
             if self.stop.is_set():
@@ -570,8 +589,11 @@ class Study:
         return LockstepError("interrupted", str(self.folder), todo, exit_code=128 + self.number)
 
     def _settings(self, each: Training, place: Path) -> list[str]:
-        """Write what the study sets of a training into a YAML, where a name may have a comma;
-        return its arguments. Raises LockstepError where the study's own words set another value."""
+        """Write the study's settings of a training into a YAML file.
+
+        Return the arguments of the training. In YAML a name may have a comma. Raises LockstepError
+        if the command line sets a different value.
+        """
         settings: dict[str, Any] = {"seed": each.seed}
         if each.fold >= 0:
             cut = self.plan["folds"][each.fold]
@@ -595,7 +617,7 @@ class Study:
 
 
 def described(plan: dict[str, Any]) -> str:
-    """Return what a study repeats, such as `5 folds of subjects, 3 seeds`."""
+    """Return the repeated parts of a study, such as `5 folds of subjects, 3 seeds`."""
     number = len(plan["folds"])
     cut = f"{number} folds of {plan['by']}" if number else "one test set"
     if plan["leave_one_out"]:
@@ -604,8 +626,10 @@ def described(plan: dict[str, Any]) -> str:
 
 
 def _trainings(plan: dict[str, Any]) -> Iterator[Training]:
-    """Yield them in an order in which every prefix is of use: seed by seed, fold by fold, config
-    beside config."""
+    """Yield the trainings seed by seed, fold by fold, and config by config.
+
+    With this order every prefix of the study is useful.
+    """
     width = len(str(max(1, len(plan["folds"]) - 1)))
     for seed in plan["seeds"]:
         for fold in range(len(plan["folds"])) if plan["folds"] else [-1]:
@@ -627,8 +651,7 @@ def _state(folder: Path) -> str:
 
 
 def result(plan: dict[str, Any], folder: Path, each: Training) -> dict[str, Any] | None:
-    """Return what the test of a training has given, None if there is none yet, or one of other
-    people."""
+    """Return the test result of a training; None if the result is missing or of other people."""
     with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
         found = json.loads((folder / each.name / TEST).read_bytes())
         found["metrics"][found["monitor"]]
@@ -656,8 +679,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def results(plan: dict[str, Any], folder: Path, task: type[Task]) -> dict[str, Any]:
-    """Return the numbers of a study, of the trainings that have been tested: what study.json
-    holds."""
+    """Return the contents of study.json: the numbers of the tested trainings."""
     taken = [(each, result(plan, folder, each)) for each in _trainings(plan)]
     runs = [each.of(found) for each, found in taken if found is not None]
     about = {

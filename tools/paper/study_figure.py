@@ -1,4 +1,4 @@
-"""The plot of a study: each person's score under each config, with the mean and its interval."""
+"""Draw the plot of a study: the score of each person under each config, with mean and interval."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tools.paper.study_numbers import t_quantile
 
 
 def points(found: dict[str, Any]) -> tuple[str, str, list[dict[str, float]]]:
-    """Return (the metric, what a point is, {name: value} of each config): people, or folds where no
-    source is known."""
+    """Return (metric, kind of a point, {name: value} of each config).
+
+    A point is a person, or a fold (else a seed) if a config has no scores of sources.
+    """
     metric = found["monitor"]
     if all(metric in each["over_sources"] for each in found["configs"]):
         of = [{row["name"]: row[metric] for row in each["sources"]} for each in found["configs"]]
@@ -29,8 +31,10 @@ def points(found: dict[str, Any]) -> tuple[str, str, list[dict[str, float]]]:
 
 
 def _figure(found: dict[str, Any], names: list[str], width: float) -> Any:
-    """Return a column of points for each config, joined pair by pair; `width` is that of a column,
-    in inches."""
+    """Return a column of points for each config, joined pair by pair.
+
+    width  inches of a column
+    """
     from matplotlib.figure import Figure  # an extra, and slow to import
 
     metric, what, sides = points(found)
@@ -82,7 +86,7 @@ def files(found: dict[str, Any]) -> dict[str, bytes]:
 
 
 def panel(found: dict[str, Any]) -> str:
-    """Return the plot for a page, without any name."""
+    """Return the plot for a page, without names."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):

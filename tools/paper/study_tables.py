@@ -1,4 +1,4 @@
-"""What a study prints and writes: tables for a terminal, CSV, LaTeX."""
+"""Format and write the results of a study: tables for a terminal, CSV, LaTeX."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ STUDY = "study.json"
 
 
 def as_number(value: Any, digits: int = 4) -> str:
+    """Return a number with fixed digits; a dash for NaN, infinity, and a value of another type."""
     return f"{value:.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
 def shown_metrics(found: dict[str, Any], most: int = 5) -> list[str]:
-    """Return the metrics of the tables: the one that the task goes by first, then those that are
-    shares."""
+    """Return the metrics of the tables: the task's monitor first, then metrics that are shares."""
     names = dict.fromkeys(
         name for each in found["configs"] for name in [*each["over_sources"], *each["metrics"]]
     )
@@ -34,8 +34,10 @@ def shown_metrics(found: dict[str, Any], most: int = 5) -> list[str]:
 
 
 def plus_minus(value: dict[str, Any] | None, of: int = 0) -> str:
-    """Return mean and sd; and of how many values, where they are fewer than `of`: the others are no
-    numbers."""
+    """Return mean and sd as a text.
+
+    of  the expected number of values; a smaller number is printed, because the rest were not finite
+    """
     if not value or not math.isfinite(value["mean"]):
         return "–"
     fewer = f" ({value['n']} of {of})" if value["n"] < of else ""
@@ -44,7 +46,7 @@ def plus_minus(value: dict[str, Any] | None, of: int = 0) -> str:
 
 
 def summary(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Return the tables for people: (title, rows), the first row their head."""
+    """Return the tables for people: (title, rows). The first row is the head."""
     metrics, tables = shown_metrics(found), list[tuple[str, list[list[str]]]]()
     people = max((len(each["sources"]) for each in found["configs"]), default=0)
     number = max(
@@ -161,14 +163,14 @@ def difference_table(found: dict[str, Any]) -> tuple[str, list[list[str]]]:
 
 
 def all_tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Return (title, rows) of each table that has any, the first row its head."""
+    """Return (title, rows) of each table with rows. The first row is the head."""
     return [
         pair for pair in [*summary(found), person_table(found), difference_table(found)] if pair[1]
     ]
 
 
 def lines(found: dict[str, Any], most: int = 12) -> list[str]:
-    """Return the study in words and tables for a terminal."""
+    """Return the study in words and tables for a terminal, with at most `most` people."""
     looks = sum(run["looks"] != 1 for each in found["configs"] for run in each["runs"])
     once = f"{looks} of them more than once, by hand" if looks else "each once"
     said = [
@@ -192,7 +194,10 @@ def lines(found: dict[str, Any], most: int = 12) -> list[str]:
 
 
 def write(found: dict[str, Any], folder: Path) -> list[str]:
-    """Write the study's files; return their names."""
+    """Write the files of the study.
+
+    Return the names. Raises LockstepError if a file cannot be written.
+    """
     texts = {
         STUDY: json.dumps(_without_nan(found), indent=1) + "\n",
         "study.csv": _csv(found),
@@ -221,7 +226,7 @@ def _fill(data: bytes, file: Any) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return what study.json holds. Raises LockstepError where it is none."""
+    """Return the contents of study.json. Raises LockstepError if the file is no study."""
     try:
         found = _with_nan(json.loads((folder / STUDY).read_bytes()))
         found["monitor"], [run["folder"] for each in found["configs"] for run in each["runs"]]
@@ -256,7 +261,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _csv(found: dict[str, Any]) -> str:
-    """Return every number in a row of its own."""
+    """Return a table with a row for each number."""
     rows = list[list[Any]]()
     for each in found["configs"]:
         for level, key in (("folds", "metrics"), ("seeds", "seeds"), ("sources", "over_sources")):
@@ -336,7 +341,7 @@ SPECIAL |= {each: rf"\{each}" for each in "&%$#_{}"}
 
 
 def escaped(text: str) -> str:
-    """Return a name as LaTeX shows it."""
+    """Return a name with LaTeX's special characters escaped."""
     return "".join(SPECIAL.get(letter, letter) for letter in text)
 
 
