@@ -1,9 +1,9 @@
-"""Cut videos by what people saw in them into a packed folder of gray clips that the video task
-trains on.
+"""Cut videos by annotations into a packed folder of gray clips for the video task.
 
-    python tools/prepare_clips.py annotations.csv data/mice --videos recordings --size 256 --frames
-    17 python tools/prepare_clips.py events.tsv data/mice --videos recordings python train.py video
-    --root data/mice
+    python tools/prepare_clips.py annotations.csv data/mice --videos recordings --size 256
+        --frames 17
+    python tools/prepare_clips.py events.tsv data/mice --videos recordings
+    python train.py video dataset.root=data/mice
 
 A table has a header and one row per trial:
 
@@ -13,20 +13,20 @@ A table has a header and one row per trial:
                           centred or ends;
                           or start_s, center_s or end_s: the same in seconds, at the video's average
                           frame rate
-    group                 optional: the animal or the cage of the video; no group is trained on and
-    validated
+    group                 optional: the animal or the cage of the video; no group is used both for
+                          training and for validation
 
-Exactly one of the six time columns is needed. A trial that reaches beyond its video is an error:
-nothing is padded.
+Exactly one of the six time columns is needed. A trial that reaches beyond the end of a video is an
+error: no clip is padded.
 
-Or a file, or a folder, of labels: events that BORIS exported (tabular or aggregated; CSV, TSV,
-.xlsx), DeepEthogram's VIDEO_labels.csv, SimBA's targets_inserted/VIDEO.csv. Clips are cut one after
-the other from the start of each video, one every --step frames, and have the label of their centre
-frame: `background` where nothing was seen, none where nobody looked. With --per-event there is a
-clip for each event instead, around its middle, and none of the background.
+In place of a table, give a file or a folder of labels: events that BORIS exported (tabular or
+aggregated; CSV, TSV, .xlsx), DeepEthogram's VIDEO_labels.csv, SimBA's targets_inserted/VIDEO.csv.
+Clips start at the beginning of each video, one every --step frames. A clip has the label of the
+centre frame: `background` where no behaviour was seen, none where nobody looked. With --per-event
+there is a clip around the middle of each event instead, and no clip of the background.
 
 Frames are converted to gray, cropped, and resized to a square. The folder appears only when it is
-complete. Needs PyAV: pip install av
+complete. Needed package: pip install av
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, 
 from formats.lab.videos import SUFFIXES, BrokenVideo, Cutting, gray_square, import_av, opened
 from tools.arguments import printed, rate, whole_number
 
-MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
-OFTEN = 3  # trials of one label, from which on one that occurs once may be a typo
+MOST = 1e9  # frames or seconds: no video is longer, and numpy's int64 ends at 9e18
+OFTEN = 3  # a label that occurs once may be a typo of a label with so many trials
 MULTI = "labels may overlap: keep a column for each behaviour, for loss.kind=binary"
 MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
@@ -59,9 +59,14 @@ TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
 @dataclass
 class Trial:
-    """One row of the table: `at` in frames or seconds, `line` the row's line. One that was `cut`
-    from events may lie beyond the end of its video, whose length was rounded. `labels` are those of
-    all behaviours, if they may overlap."""
+    """A row of the table, or a clip of labels.
+
+    at      frames or seconds
+    line    line of the row; 0 if unknown
+    cut     whether the clip is made from events: such a clip may lie beyond the end of the video,
+            because the length of the video was rounded
+    labels  labels of all behaviours, if behaviours may overlap
+    """
 
     label: str
     at: float
@@ -74,8 +79,11 @@ class Trial:
 class Plan:
     """The trials to cut out of each video.
 
-    column  the one of TIMES that the table has
-    groups  {video: {"video", "group", "line" where it stands first}}; empty without that column
+    column      the time column of the table, of TIMES
+    groups      {video: {"video", "group", "line" of the first row}}; empty without a column of
+                groups
+    rates       frames per second of the videos that were cut
+    behaviours  names of labels that may overlap
     """
 
     column: str
@@ -97,8 +105,10 @@ class Plan:
     def class_of_frames(
         self, video: str, fps: float, count: int, classes: list[str]
     ) -> np.ndarray | None:
-        """Return (N,) class numbers of a video's frames, -1 without a trial or for a class that is
-        not in `classes`; None if the video has no trials."""
+        """Return (N,) class numbers of a video's frames; None if the video has no trials.
+
+        The number is -1 without a trial, and for a class that is not in `classes`.
+        """
         number = {name: c for c, name in enumerate(classes)}
         found = np.full(count, -1)
         for trial in self.trials.get(video, []):
@@ -108,11 +118,11 @@ class Plan:
 
 
 def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[Plan, list[str]]:
-    """Return the plan, its trials by video in the table's order, and the classes: those given, else
-    the sorted labels.
+    """Return the plan, trials by video in the table's order, and the classes.
 
-    Raises LockstepError, naming the line, for a missing column, a time that is no number, a label
-    not in `classes`, or a video outside of the folder of videos.
+    The classes are the given classes, or else the sorted labels. Raises LockstepError, with the
+    line, for a missing column, a time that is no number, a label not in `classes`, or a video
+    outside of the folder of videos.
     """
     lines = text_lines(path)
     header, _ = csv_rows(path, lines)
@@ -146,6 +156,7 @@ def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[
 
 
 def _trial(row: dict[str, str], column: str, classes: list[str], where: str, line: int) -> Trial:
+    """Return the trial of a row. Raises LockstepError with the line."""
     label = row["label"].strip()
     if not label or (classes and label not in classes):
         what = f"label {label!r} is not among the classes" if label else "an empty label"
@@ -179,11 +190,10 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
 def plan_of_labels(
     asked: argparse.Namespace, cutting: Cutting, folder: Path, classes: list[str]
 ) -> Plan:
-    """Return the clips to cut by files of labels; labels that are not in `classes`, if any, are
-    left out.
+    """Return the plan of files of labels. Labels that are not in `classes`, if any, are left out.
 
-    Raises LockstepError with the file and the line, also for a video that is not in the folder or
-    is there twice.
+    Raises LockstepError with the file and the line, also for a video that is missing or exists
+    twice.
     """
     plan = Plan("center_s" if asked.per_event else "start", cutting)
     groups = groups_of(asked.groups) if asked.groups else {}
@@ -231,6 +241,7 @@ def plan_of_labels(
 
 
 def _by_event(labels: behaviour.Labels, fps: float) -> list[Trial]:
+    """Return a trial around the middle of each event."""
     if labels.frames is not None:
         todo = "drop it: there is a label for each frame"
         raise LockstepError(
@@ -244,6 +255,7 @@ def _by_event(labels: behaviour.Labels, fps: float) -> list[Trial]:
 def _by_step(
     labels: behaviour.Labels, fps: float, plan: Plan, asked: argparse.Namespace
 ) -> list[Trial]:
+    """Return a trial every --step frames."""
     offsets, lines, of_events = plan.cutting.offsets(fps), labels.lines, labels.frames is None
     if of_events and not fps:
         raise LockstepError(
@@ -276,7 +288,7 @@ def _by_step(
 
 
 def groups_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Return {name of a video without its ending: its group and line} of a table `video,group`."""
+    """Return {video name without ending: group and line} of a table `video,group`."""
     found: dict[str, dict[str, Any]] = {}
     for line, row in read_table(path, "\n".join(text_lines(path)), ("video", GROUP)):
         one: dict[str, Any] = {
@@ -291,8 +303,10 @@ def groups_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_rates(plan: Plan, rates: dict[str, float], table: Path) -> None:
-    """Raise LockstepError if {video: frames per second} are several rates, and no --fps makes them
-    one."""
+    """Raise LockstepError for several frame rates without --fps, and for a video without a rate.
+
+    rates  {video: frames per second}
+    """
     known = {video: rate for video, rate in rates.items() if rate}
     slow, fast = (
         (min(known, key=known.__getitem__), max(known, key=known.__getitem__))
@@ -315,6 +329,7 @@ def check_rates(plan: Plan, rates: dict[str, float], table: Path) -> None:
 
 
 def place(table: Path, line: int) -> str:
+    """Return the file and the line; the file alone for line 0."""
     return f"{table}:{line}" if line else str(table)
 
 
@@ -326,11 +341,11 @@ Cut = tuple[Trial, int, np.ndarray]
 
 
 def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cut]:
-    """Yield the trials of one video, in the order they end.
+    """Yield the trials of one video, in the order of the last frames.
 
-    The video is decoded once from its start, because where a seek lands depends on the encoder.
-    Only the frames that some trial still needs are kept. Raises LockstepError if the video is
-    unreadable or too short.
+    The video is decoded once from the beginning, because the target of a seek depends on the
+    encoder. A frame stays in memory only while a trial needs the frame. Raises LockstepError if the
+    video is unreadable or too short.
     """
     with opened(path) as (decoded, fps):
         if not fps and plan.column.endswith("_s"):
@@ -405,11 +420,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=whole_number(1),
         default=1,
         metavar="N",
-        help="take every Nth frame of the video (default: 1)",
+        help="use every Nth frame of the video (default: 1)",
     )
     many = (
-        "frames per second at which videos of any rate are taken (default: their own, which "
-        "must be one)"
+        "frames per second of the clips, for videos of several rates (default: the rate of the "
+        "videos, which must all be equal)"
     )
     add("--fps", type=rate, default=0.0, metavar="HZ", help=many)
     add(
@@ -420,14 +435,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="height and width of the clips (default: 256)",
     )
     box = (
-        "keep this box of the video, in its pixels: leaves out a time stamp, or what lies "
-        "around the arena"
+        "keep a box of the video, in pixels of the video: without a time stamp, or without the "
+        "surroundings of the arena"
     )
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help=box)
     add(
         "--allow-rare",
         action="store_true",
-        help="keep a label that occurs once, which may be a typo",
+        help="keep a label that occurs once and may be a typo",
     )
     more = parser.add_argument_group("with files of labels")
     add_labels(more.add_argument)
@@ -440,7 +455,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="a clip every N frames (default: end to end)",
     )
     add("--per-event", action="store_true", help="a clip around the middle of each event instead")
-    add("--no-background", action="store_true", help="leave out clips in which nothing was seen")
+    add("--no-background", action="store_true", help="leave out clips without a behaviour")
     add(
         "--groups",
         type=Path,
@@ -452,7 +467,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--skip-broken",
         action="store_true",
-        help="leave out videos that cannot be read, and name them",
+        help="leave out unreadable videos, and print the names",
     )
     asked = parser.parse_args(argv)
     if asked.crop and not (asked.crop[2] and asked.crop[3]):
@@ -461,30 +476,30 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_labels(add: Any) -> None:
-    """Add the options of reading labels."""
+    """Add the options for reading labels."""
     words: Any = {
         "type": lambda text: [name.strip() for name in text.split(",")],
         "default": [],
         "metavar": "A,B,…",
     }
-    add("--subjects", **words, help="whose events count, where there are several")
+    add("--subjects", **words, help="the subjects whose events count (default: all)")
     add(
         "--priority",
         **words,
-        help="the behaviours that win where several are seen at once, the first one first",
+        help="where behaviours overlap, the first of these behaviours is the label",
     )
     add(
         "--behaviours",
         **words,
-        help="SimBA's columns of behaviours (default: those of its project)",
+        help="SimBA's columns of behaviours (default: the behaviours of the project)",
     )
-    times = "what to do with a time offset of BORIS (default: refuse it)"
+    times = "handling of a time offset of BORIS (default: an error)"
     add("--offset", choices=("subtract", "ignore"), default="", help=times)
 
 
 def prepare(asked: argparse.Namespace) -> str:
-    """Run the command line; returns the text to print. Raises LockstepError."""
-    import_av()  # fails before anything is written
+    """Write the packed folder. Return the text to print. Raises LockstepError."""
+    import_av()  # fails before the folder is created
     table, folder = asked.annotations, asked.videos or asked.annotations
     folder = folder if folder.is_dir() else folder.parent
     plan, classes = _planned(asked, table, folder)
@@ -504,7 +519,7 @@ def prepare(asked: argparse.Namespace) -> str:
 
 
 def _planned(asked: argparse.Namespace, table: Path, folder: Path) -> tuple[Plan, list[str]]:
-    """Return what is to be cut, and the classes, out of a table of trials or files of labels."""
+    """Return the plan and the classes of a table of trials or of files of labels."""
     classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
     cutting = Cutting(
         asked.frames, asked.stride, tuple(asked.crop) if asked.crop else None, asked.size, asked.fps
@@ -525,14 +540,14 @@ def _planned(asked: argparse.Namespace, table: Path, folder: Path) -> tuple[Plan
         for trial in trials
         if trial.labels is not None
     ]
-    if every and not asked.classes:  # a class may be on only where another one is, too
+    if every and not asked.classes:  # keep a class that occurs only beside a preferred class
         there = (np.stack(every) == 1).any(0)
         classes = [name for name, on in zip(plan.behaviours, there, strict=True) if on]
     return plan, classes
 
 
 def _check_rare(plan: Plan, table: Path, allowed: bool) -> None:
-    """Raise LockstepError for a label that occurs once beside one that occurs often."""
+    """Raise LockstepError for a label that occurs once, if a label occurs at least OFTEN times."""
     counts = Counter(trial.label for trials in plan.trials.values() for trial in trials)
     rare = [
         (trial, video)
@@ -551,8 +566,10 @@ def _check_rare(plan: Plan, table: Path, allowed: bool) -> None:
 
 
 def _check_videos(plan: Plan, table: Path, folder: Path, skip_broken: bool) -> dict[str, float]:
-    """Return the frames per second of each video, before hours of decoding. Raises LockstepError
-    for one that is not there, cannot be opened, or has two names."""
+    """Return the frames per second of each video, before hours of decoding.
+
+    Raises LockstepError for a video that is missing, cannot be opened, or has two names.
+    """
     files: dict[tuple[int, int], str] = {}
     rates: dict[str, float] = {}
     for video, trials in plan.trials.items():
@@ -581,8 +598,10 @@ def _check_videos(plan: Plan, table: Path, folder: Path, skip_broken: bool) -> d
 def _write_clips(
     asked: argparse.Namespace, plan: Plan, classes: list[str], table: Path, folder: Path
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Cut and write the packed folder; return the video of each trial by label, and a sentence on
-    each left out."""
+    """Cut and write the packed folder.
+
+    Return the video of each trial by label, and a sentence on each video that was left out.
+    """
     from tqdm import tqdm
 
     videos: dict[str, list[str]] = {name: [] for name in classes}
@@ -598,8 +617,8 @@ def _write_clips(
             bar.set_description(Path(video).name)
             clips: Iterable[Cut] = cut(folder / video, plan, trials, table)
             try:
-                # With --skip-broken a video that breaks half-way is left out whole, so its clips
-                # wait in memory.
+                # With --skip-broken a video with an unreadable end is left out completely. The
+                # clips of the video stay in memory until the end is read.
                 group = {GROUP: plan.groups[video][GROUP]} if plan.groups else {}
                 for trial, first, clip in list(clips) if asked.skip_broken else clips:
                     writer.add(
@@ -632,9 +651,11 @@ def _write_clips(
 def _told(
     plan: Plan, videos: dict[str, list[str]], rates: dict[str, float], fps: float
 ) -> list[str]:
-    """Return the groups and warnings, no more: the folder is complete and may have another
-    purpose."""
-    # what a split divides
+    """Return the groups and the warnings as lines to print.
+
+    A doubt is a warning and no error: the folder is complete, and may serve another purpose.
+    """
+    # {video: the unit that a split divides}
     of = {video: plan.groups[video][GROUP] if plan.groups else video for video in plan.trials}
     unit = "group" if plan.groups else "video"
     groups = Counter(
@@ -682,6 +703,7 @@ def _told(
 
 
 def _of_line(error: BrokenVideo, where: str) -> BrokenVideo:
+    """Return the error with the line of the table and the option that leaves out the video."""
     return BrokenVideo(str(error), where, "or --skip-broken leaves it out")
 
 

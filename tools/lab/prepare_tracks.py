@@ -1,18 +1,18 @@
-"""Make recordings of tracked body parts, which the har task trains on: DeepLabCut's CSV, SLEAP's
-analysis .h5.
+"""Convert tracked body parts to an .npz for the har task: DeepLabCut's CSV, SLEAP's analysis .h5.
 
     python tools/prepare_tracks.py tracks data/mice.npz --labels events.tsv --fps 30
     python train.py har dataset.root=data/mice.npz dataset.length=32 dataset.stride=8
 
-Each frame has the place of each part in the animal's own frame (its centre is 0, x points to its
-front), the likelihood of each, the speed of the centre in pixels per second, and `valid`: 0 where
-the animal was not found. A part below --least counts as missing. Gaps of up to --gap frames are
-filled with a line; a part that is missing for longer is at its mean place, with likelihood 0. Where
-centre or front are missing, all is 0, and there is no label.
+Each frame has the position of each part in the animal's own frame (the centre of the body is 0, x
+points to the front), the likelihood of each part, the speed of the centre in pixels per second, and
+`valid`: 0 where the animal was not found. A part with a likelihood below --least is missing. Gaps
+of up to --gap frames are filled with a line. A part that is missing for longer is at the mean
+position, with likelihood 0. Where centre or front are missing, all channels are 0, and there is no
+label.
 
---labels is a file or a folder of BORIS, DeepEthogram or SimBA (see tools/prepare_clips.py); a file
-belongs to the track of the video of the same name. A frame has one label: `background` where
-nothing was seen, none where nobody looked. Without --labels the recordings are for
+--labels is a file or a folder of BORIS, DeepEthogram or SimBA (see tools/prepare_clips.py). A file
+belongs to the track of the video of the same name. A frame has one label: `background` where no
+behaviour was seen, none where nobody looked. Without --labels the recordings are for
 tools/predict.py. The split is by video, or by the groups of --groups.
 """
 
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=rate,
         default=0.0,
         metavar="HZ",
-        help="frames per second (default: what BORIS' files say)",
+        help="frames per second (default: the rate in the files of BORIS)",
     )
     add(
         "--least",
@@ -73,14 +73,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--centre",
         **names,
-        help="the parts whose mean is the body's centre (default: by their names)",
+        help="the parts whose mean is the centre of the body (default: by the names of the parts)",
     )
     add(
-        "--front", **names, help="the parts to which the body points (default: nose, snout or head)"
+        "--front", **names, help="the parts at the front of the body (default: nose, snout or head)"
     )
     how = (
-        "of several: each = a recording of each, with the labels of the subject of its name; "
-        "together = all in one"
+        "with several animals: each = a recording per animal, with the labels of the subject of "
+        "the same name; together = one recording of all animals"
     )
     add("--animals", choices=("each", "together"), default="", help=how)
     add("--multi", action="store_true", help=MULTI)
@@ -95,7 +95,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(asked: argparse.Namespace) -> str:
-    """Run the command line; returns the text to print. Raises LockstepError."""
+    """Write the .npz. Return the text to print. Raises LockstepError."""
     from tqdm import tqdm
 
     if asked.output.exists() or asked.output.suffix != ".npz":
@@ -168,7 +168,7 @@ def prepare(asked: argparse.Namespace) -> str:
 
 
 def _is_labels(path: Path) -> bool:
-    """Return whether a file beside tracks is one of labels."""
+    """Return whether a file beside tracks is a file of labels."""
     return (
         path.suffix.lower() == ".csv"
         and not path.read_bytes()[:6].startswith(b"scorer")
@@ -177,6 +177,10 @@ def _is_labels(path: Path) -> bool:
 
 
 def _labels_of(labels: dict[str, Labels], track: Track, where: Path | None) -> Labels | None:
+    """Return the labels of a track; None without labels.
+
+    Raises LockstepError for a track without labels.
+    """
     if not labels:
         return None
     if track.video not in labels:
@@ -191,6 +195,10 @@ def _labels_of(labels: dict[str, Labels], track: Track, where: Path | None) -> L
 
 
 def _fps(asked: float, label: Labels | None, path: Path) -> float:
+    """Return the frame rate.
+
+    Raises LockstepError for an unknown rate, and for two different rates.
+    """
     told = label.fps if label else 0.0
     if asked and told and abs(asked - told) > 0.02 * told:
         what = f"--fps {asked:g}, but {told:g} frames/s were labelled"
@@ -203,7 +211,10 @@ def _fps(asked: float, label: Labels | None, path: Path) -> float:
 def _recordings(
     found: list[Track], label: Labels | None, asked: argparse.Namespace
 ) -> list[tuple[list[Track], Labels | None]]:
-    """Return the animals of each recording, and its labels."""
+    """Return the animals and the labels of each recording.
+
+    Raises LockstepError for unclear animals.
+    """
     if len(found) == 1 or asked.animals == "together":
         return [(found, label and label.of(asked.subjects))]
     if label is None and asked.animals:
@@ -222,8 +233,10 @@ def _recordings(
 
 
 def _names(label: Labels, count: int, fps: float, asked: argparse.Namespace) -> np.ndarray:
-    """Return (count,) str, the label of each frame. Raises LockstepError for an event beyond the
-    end of the track."""
+    """Return (count,) str, the label of each frame.
+
+    Raises LockstepError for an event beyond the end of the track.
+    """
     check_events(label, count, fps)
     return label.names(count, fps, asked.priority)
 
@@ -231,7 +244,7 @@ def _names(label: Labels, count: int, fps: float, asked: argparse.Namespace) -> 
 def check_events(label: Labels, count: int, fps: float) -> None:
     """Raise LockstepError for an event beyond the end of a track of `count` frames."""
     for event in label.events:
-        if event.start_s * fps >= count + fps:  # a second beyond: lengths are rounded
+        if event.start_s * fps >= count + fps:  # tolerates one second: lengths are rounded
             what = (
                 f"{event.behaviour} at {event.start_s:g} s, the track ends after "
                 f"{count / fps:.2f} s"
@@ -246,8 +259,7 @@ def check_events(label: Labels, count: int, fps: float) -> None:
 def _signal(
     animals: Sequence[Track], fps: float, asked: argparse.Namespace
 ) -> tuple[np.ndarray, list[str], str]:
-    """Return (N, C) float32, the names of the channels, and a sentence on what was filled and is
-    missing."""
+    """Return (N, C) float32, the names of the channels, and a sentence on missing parts."""
     columns: list[np.ndarray] = []
     names: list[str] = []
     count = len(animals[0].xy)
@@ -263,7 +275,7 @@ def _signal(
         valid &= np.isfinite(frame.ahead).all(1)
         sure = np.where(np.isnan(xy[:, :, 0]), 0.0, one.likelihood)
         for p, part in enumerate(one.parts):
-            if centre != [p]:  # it is always at 0
+            if centre != [p]:  # a part that is the centre is always at 0
                 columns += [_at_mean(place[:, p, 0]), _at_mean(place[:, p, 1])]
                 names += [f"{prefix}{part}_x", f"{prefix}{part}_y"]
         columns += [*sure.T, np.nan_to_num(frame.speed(fps))]
@@ -282,7 +294,7 @@ def _signal(
 
 
 def _at_mean(values: np.ndarray) -> np.ndarray:
-    """(N,) -> the same with the mean where it is NaN; 0 if all are."""
+    """Return (N,) values with NaN replaced by the mean; 0 if all are NaN."""
     known = np.isfinite(values)
     return np.where(known, values, values[known].mean() if known.any() else 0.0)
 

@@ -1,24 +1,23 @@
-"""Turn recordings of sensors, as tables or as cases of an archive, into one .npz that the har task
-trains on.
+"""Convert recordings of sensors, as tables or as cases of an archive, to one .npz for the har task.
 
     python tools/prepare_windows.py walks/ walks.npz --rate 50
-        a file per recording, recordings.csv names them
-    python tools/prepare_windows.py all.csv all.npz --time ms --time-unit ms --subject who --label
-        activity
+        a file per recording, named in recordings.csv
+    python tools/prepare_windows.py all.csv all.npz --time ms --time-unit ms --subject who
+        --label activity
     python tools/prepare_windows.py PAMAP2_Dataset/Protocol pamap2.npz --like pamap2
     python tools/prepare_windows.py Gun_TRAIN.tsv gun.npz             with Gun_TEST.tsv beside it
     python train.py har dataset.root=walks.npz
 
 A table is CSV, or separated by semicolons, tabs or blanks, gzipped or not, or parquet (pip install
-pyarrow): a row for each sample. Cases are .tsv of UCR, .arff or .ts of UEA. In a folder every table
-is a recording; a table recordings.csv there (file, subject, label) names them and what they are.
-Columns are known by their names or by --time, --channels, --label, --subject and --recording; what
-was taken is printed.
+pyarrow). A table has a row for each sample. Cases are .tsv of UCR, .arff or .ts of UEA. In a folder
+every table is a recording. A table recordings.csv in the folder (file, subject, label) lists the
+recordings. Columns are found by common names or by --time, --channels, --label, --subject and
+--recording. The command prints the columns in use.
 
 A recording is cut where samples are missing (--max-gap), where time goes back and, unless --mixed,
-where the label changes, so that a window has one label; what is shorter than a window (--length) is
-left out, or padded (--pad). A lower --rate filters first (pip install scipy). What is wrong is
-refused with file, line and column; the file appears only when it is complete.
+where the label changes, so that a window has one label. A part that is shorter than a window
+(--length) is left out, or padded (--pad). A lower --rate filters first (pip install scipy). Invalid
+input is rejected with file, line and column. The file appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from tools.arguments import printed, whole_number
 
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
-SOME = 5  # sentences of a kind that are printed
+SOME = 5  # printed warnings of each kind
 
 # ---- what is written
 # ------------------------------------------------------------------------------------------------
@@ -58,8 +57,12 @@ SOME = 5  # sentences of a kind that are printed
 
 @dataclass
 class Piece:
-    """(T, C) float32 of one recording, and its label or, with `--mixed`, (T,) labels; both index
-    the classes."""
+    """A part of one recording.
+
+    signal  (T, C) float32
+    label   class number
+    steps   (T,) class numbers, with --mixed
+    """
 
     signal: np.ndarray
     label: int
@@ -70,7 +73,10 @@ class Piece:
 
 @dataclass
 class Output:
-    """Collects the pieces; their samples wait in a temporary file."""
+    """The collected pieces. The samples are in a temporary file until `save`.
+
+    short  samples that were left out, by file
+    """
 
     spool: Any
     length: int
@@ -80,9 +86,10 @@ class Output:
     subjects: list[str] = field(default_factory=list)
     test: list[bool] = field(default_factory=list)
     steps: list[np.ndarray] = field(default_factory=list)
-    short: Counter[str] = field(default_factory=Counter)  # samples left out, by file
+    short: Counter[str] = field(default_factory=Counter)
 
     def add(self, piece: Piece, file: str) -> None:
+        """Append a piece. A piece shorter than a window is padded or left out."""
         signal, steps = piece.signal, piece.steps
         if len(signal) < self.length and not self.pad:
             self.short[file] += len(signal)
@@ -101,8 +108,10 @@ class Output:
             self.steps.append(steps.astype(np.int32))
 
     def save(self, out: Path, arrays: dict[str, np.ndarray], channels: int) -> None:
-        """Write the .npz, the same bytes each time; the signal is copied from the temporary file in
-        blocks."""
+        """Write the .npz, the same bytes each time.
+
+        The signal is copied in blocks from the temporary file.
+        """
 
         def fill(file: Any) -> None:
             with zipfile.ZipFile(file, "w") as archive:
@@ -128,7 +137,10 @@ class Output:
 
 @dataclass
 class Source:
-    """A file, and what a table of the files says of it; `where` is its line there."""
+    """A file, with the person and the label from a table of files.
+
+    where  the line in the table of files
+    """
 
     path: Path
     subject: str = ""
@@ -137,22 +149,25 @@ class Source:
 
 
 class Said(list[str]):
-    """Warnings, of which a few of each kind are printed."""
+    """Warnings, limited to SOME sentences of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds: Counter[str] = Counter()
 
     def add(self, kind: str, text: str) -> None:
+        """Add a warning."""
         self.kinds[kind] += 1
         if self.kinds[kind] <= SOME:
             self.append(text)
 
     def once(self, kind: str, text: str) -> None:
+        """Add a warning, unless the kind has a warning already."""
         if not self.kinds[kind]:
             self.add(kind, text)
 
     def closed(self) -> list[str]:
+        """Return the warnings, with the number of dropped warnings of each kind."""
         more = [
             f"{count - SOME} more places: {kind}"
             for kind, count in self.kinds.items()
@@ -162,8 +177,7 @@ class Said(list[str]):
 
 
 def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
-    """Return the files to read, as the table, or the command line's pattern, names them. Raises
-    LockstepError."""
+    """Return the files to read, from the table of files or the pattern. Raises LockstepError."""
     data: Path = asked.data
     if data.is_file():
         return [Source(data)]
@@ -190,6 +204,7 @@ def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
 
 
 def _listed(folder: Path, table: Path, said: Said) -> list[Source]:
+    """Return the files of a table of files. Raises LockstepError with the line."""
     lines = text_lines(table)
     header, rows = csv_rows(table, lines)
     if "file" not in header:
@@ -231,7 +246,7 @@ def _listed(folder: Path, table: Path, said: Said) -> list[Source]:
 
 
 class Labels:
-    """What labels are called, and which are left out: -1."""
+    """The numbers of the labels. An excluded label has number -1."""
 
     def __init__(self, asked: argparse.Namespace):
         self.names: dict[str, int] = {}
@@ -269,8 +284,10 @@ class Labels:
         self.all_mapped, self.where = True, str(path)
 
     def number(self, text: str, where: str) -> int:
-        """Return a class's number, new ones counting on, or -1. Raises LockstepError for one that a
-        file lacks."""
+        """Return the number of a class; a new class gets the next number; -1 if excluded.
+
+        Raises LockstepError for a label that is missing in the file of --label-map.
+        """
         text = "" if text.lower() == "nan" else text
         if self.all_mapped and text and text not in self.mapping:
             raise LockstepError(
@@ -287,6 +304,7 @@ class Labels:
         return self.names.setdefault(name, len(self.names))
 
     def check(self) -> None:
+        """Raise LockstepError if a class of --keep-classes is missing, or no sample has a label."""
         if missing := [name for name in self.keep if name not in self.seen]:
             some = ", ".join(sorted(self.seen - {""}, key=cases.natural)[:12])
             raise LockstepError(
@@ -303,7 +321,10 @@ def _words(text: str) -> list[str]:
 
 
 def _factors(asked: argparse.Namespace, channels: int) -> np.ndarray:
-    """Return (C,) or (1,) of --scale."""
+    """Return (C,) or (1,) factors of --scale.
+
+    Raises LockstepError for a wrong number of factors.
+    """
     found = np.array([float(one) for one in _words(asked.scale)] or [1.0])
     if len(found) not in (1, channels):
         what = f"{len(found)} factors for {amount(channels, 'channel')}"
@@ -320,7 +341,7 @@ class Recordings:
         self.scale = np.ones(1)
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
-        """Yield the pieces of a file: of each person in it, and of each recording of theirs."""
+        """Yield the pieces of a file: of each person, and of each recording of a person."""
         self.scale = _factors(self.asked, len(sheet.channels))
         labels = self._labels(sheet, source)
         subject = (
@@ -337,8 +358,10 @@ class Recordings:
                 yield piece
 
     def _pattern(self, pattern: str, flag: str, path: Path) -> str:
-        """Return what a pattern's group finds in the name of a file, below the folder that was
-        given."""
+        """Return the group of a pattern in the name of a file, relative to the given folder.
+
+        Raises LockstepError if the pattern does not match.
+        """
         if not pattern:
             return ""
         found = re.search(
@@ -352,7 +375,7 @@ class Recordings:
         return found[1]
 
     def _labels(self, sheet: Sheet, source: Source) -> np.ndarray:
-        """Return (N,) the class of each row, -1 where there is none."""
+        """Return (N,) the class of each row, -1 without a class."""
         if self.asked.no_label:
             return np.zeros(len(sheet.values), np.int64)
         if "label" in sheet.texts:
@@ -374,8 +397,7 @@ class Recordings:
         return np.full(len(sheet.values), self.labels.number(text, source.where or str(sheet.path)))
 
     def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
-        """Yield the pieces of one recording, without a gap and, unless --mixed, of one label
-        each."""
+        """Yield the pieces of one recording: without a gap, and of one label unless --mixed."""
         if sheet.time is None and not self.rate:
             raise LockstepError(
                 "no column of times", str(sheet.path), "name it in --time, or give --rate"
@@ -384,7 +406,7 @@ class Recordings:
             sheet.values[rows],
             np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows],
         )
-        breaks = np.zeros(len(rows), dtype=bool)  # whether a piece begins here
+        breaks = np.zeros(len(rows), dtype=bool)  # True where a piece begins
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
             what = f"time goes back {len(back)} times, the first to {time[back[0]]:.10g} s"
@@ -395,7 +417,7 @@ class Recordings:
             text = f"time goes back by {time[row - 1] - time[row]:.3g} s: cut there"
             self.said.add("time goes back", f"{sheet.at(rows[row])}: {text}")
         breaks[back] = True
-        # of samples of one time, which are averaged
+        # Samples with equal times are averaged: (M,) the first sample of each time.
         firsts = np.flatnonzero(np.append(True, np.diff(time) != 0))
         if len(rows) > 1 and len(firsts) < max(2, len(rows) / 2):
             what = f"{len(rows)} samples have {len(firsts)} different times"
@@ -432,6 +454,10 @@ class Recordings:
             )
 
     def _check_rate(self, own: float, path: Path) -> None:
+        """Set the rate to the rate of the first file.
+
+        Raises LockstepError for a rate that does not fit.
+        """
         if not self.rate:
             near = round(own)
             self.rate, self.first = (
@@ -462,11 +488,11 @@ class Recordings:
         labels: np.ndarray,
         gap: float,
     ) -> Iterator[Piece]:
-        """Cut where values or samples are missing; `time` rises."""
+        """Yield the pieces between missing values or samples. `time` is sorted."""
         if self.asked.missing == "fill":
             values = _filled(time, values, gap)
         alive = ~np.isnan(values).any(1)
-        lost = np.flatnonzero(~alive & np.append(True, alive[:-1]))  # the first of each hole
+        lost = np.flatnonzero(~alive & np.append(True, alive[:-1]))  # first sample of each hole
         for row in lost[(lost > 0)].tolist():
             self.said.add(
                 "values are missing", f"{sheet.at(rows[row])}: values are missing: cut there"
@@ -487,10 +513,11 @@ class Recordings:
             signal = resampled(time[part], values[part] * self.scale, self.rate)
             even = time[part[0]] + np.arange(len(signal)) / self.rate
             middles = (time[part][1:] + time[part][:-1]) / 2
-            steps = labels[part][np.searchsorted(middles, even)]  # of the sample next to each
+            steps = labels[part][np.searchsorted(middles, even)]  # label of the nearest sample
             yield from self._by_label(signal, steps)
 
     def _by_label(self, signal: np.ndarray, steps: np.ndarray) -> Iterator[Piece]:
+        """Yield the pieces of equal labels; with --mixed, the complete signal."""
         if self.asked.mixed and (steps >= 0).any():
             yield Piece(signal, 0, steps=steps)
         for part in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
@@ -499,8 +526,10 @@ class Recordings:
 
 
 def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
-    """Draw a line over the missing values of each channel where the samples beside them are at most
-    `gap` s apart."""
+    """Return the values with short holes of each channel filled by a line.
+
+    A hole is short if the samples beside the hole are at most `gap` seconds apart.
+    """
     values = values.copy()
     for column in values.T:
         known = np.flatnonzero(~np.isnan(column))
@@ -529,16 +558,16 @@ TEXTS = {
     "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
     "--label": ("COLUMN", "default: label, activity, …"),
     "--subject": ("COLUMN", "the person; default: subject, user, …"),
-    "--recording": ("COLUMN", "what belongs to one recording; default: recording, session, …"),
-    "--file-label": ("REGEX", "finds the label in a file's name, in its group"),
-    "--file-subject": ("REGEX", "finds the person in a file's name, such as 'subject(\\d+)'"),
-    "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN, whose first column is old"),
-    "--keep-classes": ("A,B,…", "keep these alone"),
-    "--exclude-label": ("A,B,…", "leave out what has these, such as 0"),
-    "--separator": ("CHAR", "of the cells (default: what the first line has most of)"),
+    "--recording": ("COLUMN", "the recording of a row; default: recording, session, …"),
+    "--file-label": ("REGEX", "one group, which matches the label in a file's name"),
+    "--file-subject": ("REGEX", "one group: the person in a file's name, 'subject(\\d+)'"),
+    "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN with old in the first column"),
+    "--keep-classes": ("A,B,…", "keep only these classes"),
+    "--exclude-label": ("A,B,…", "leave out samples with these labels, such as 0"),
+    "--separator": ("CHAR", "of the cells (default: the most frequent one of the first line)"),
     "--scale": ("F,…", "multiply all channels, or each, such as 9.81 for g to m/s2"),
 }
-"""Options that take a text, empty unless given: form and help."""
+"""Options with a text value, empty by default: form and help."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -558,47 +587,47 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--like",
         choices=sorted(LIKE),
-        help="a public set as it is published: its columns, labels and people",
+        help="a public data set in the published form: the columns, labels and people are known",
     )
-    told = f"names file, subject and label (default: FOLDER/{TABLE} if it is there)"
+    told = f"table of file, subject and label (default: FOLDER/{TABLE} if present)"
     add("--table", type=Path, metavar="CSV", help=told)
     for flag, (form, told) in TEXTS.items():
         add(flag, default="s" if flag == "--time-unit" else "", metavar=form, help=told)
-    add("--no-label", action="store_true", help="of data to predict")
+    add("--no-label", action="store_true", help="the data have no labels: data to predict")
     add(
         "--mixed",
         action="store_true",
-        help="keep recordings whole: a window has the label of its middle",
+        help="do not cut where the label changes: a window has the label of the middle",
     )
     add(
         "--rate",
         type=float,
         default=0.0,
         metavar="HZ",
-        help="steps a second to write (default: the recordings' own)",
+        help="steps per second of the output (default: the rate of the recordings)",
     )
-    told = "of a window (default: 128; cases: their own)"
+    told = "length of a window (default: 128; cases: the length of a case)"
     add("--length", type=whole_number(2), default=0, metavar="STEPS", help=told)
     add(
         "--pad",
         action="store_true",
-        help="pad what is shorter, and add a channel `valid`; cases to the longest",
+        help="pad shorter pieces, and add a channel `valid`; cases are padded to the longest case",
     )
     told = (
-        "cut where no sample came for longer (default: 20 usual intervals, or a quarter of a "
-        "window if that is more"
+        "cut at a longer time without samples (default: 20 usual intervals, or a quarter of a "
+        "window if a quarter is longer"
     )
     add("--max-gap", type=float, default=0.0, metavar="S", help=f"{told} than 3)")
     told = (
-        "empty cells and NaN: refuse them (the default), draw a line over them up to "
-        "--max-gap, or cut there"
+        "empty cells and NaN: an error (the default), a line through the neighbours up to "
+        "--max-gap, or a cut"
     )
     add("--missing", choices=("refuse", "fill", "cut"), default="refuse", help=told)
     add(
         "--bad-lines",
         choices=("refuse", "skip"),
         default="refuse",
-        help="lines that cannot be read",
+        help="handling of unreadable lines",
     )
     first, _ = parser.parse_known_args(argv)
     parser.set_defaults(**LIKE.get(first.like or "", {}))
@@ -616,12 +645,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument OUT.npz: {asked.output} does not end in .npz")
     if not (0 <= asked.rate < 1e9 and 0 <= asked.max_gap < 1e9):
         parser.error("argument --rate, --max-gap: give a number above 0")
-    asked.mixed &= not asked.no_label  # then nothing is cut for its label
+    asked.mixed &= not asked.no_label  # without labels no recording is cut at a label
     return asked
 
 
 def prepare(asked: argparse.Namespace) -> str:
-    """Run the command line; returns the text to print. Raises LockstepError."""
+    """Write the .npz. Return the text to print. Raises LockstepError."""
     data: Path = asked.data
     if asked.output.exists():
         raise LockstepError("it exists", str(asked.output), "remove it, or give another name")
@@ -644,7 +673,7 @@ def prepare(asked: argparse.Namespace) -> str:
 
 
 def _is_cases(asked: argparse.Namespace) -> bool:
-    """Whether a file has cases: by its ending, and a .tsv by numbers where a table has names."""
+    """Return whether a file has cases: by the ending; of a .tsv by a number in the first cell."""
     path: Path = asked.data
     if path.suffix != ".tsv" or asked.columns:
         return path.suffix in cases.KINDS
@@ -654,16 +683,20 @@ def _is_cases(asked: argparse.Namespace) -> bool:
 
 @dataclass
 class About:
-    """What was read: a line to print, the channels, and what is written beside the pieces."""
+    """The input: a line to print, the channels, and further arrays of the .npz.
+
+    unit  step of a recording, or case
+    """
 
     classes: list[str]
     line: str
     channels: list[str]
     more: dict[str, np.ndarray]
-    unit: str  # step of a recording, or case
+    unit: str
 
 
 def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
+    """Add the cases of an archive to the output. Raises LockstepError for missing values."""
     found, labels = cases.read(path), Labels(asked)
     chosen = []
     for series, label, where in zip(found.series, found.labels.tolist(), found.where, strict=True):
@@ -704,6 +737,7 @@ def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
 
 
 def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
+    """Add the recordings of tables to the output. Raises LockstepError."""
     from tqdm import tqdm
 
     out.length = asked.length = asked.length or 128
@@ -752,8 +786,10 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Collect no garbage: the lists of cells are no cycles, and looking for some takes as long as
-    reading them."""
+    """Switch the garbage collector off.
+
+    The lists of cells have no cycles. A search for cycles takes as long as reading the cells.
+    """
     gc.disable()
     try:
         yield
@@ -762,6 +798,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _reading(asked: argparse.Namespace) -> Reading:
+    """Return the options for reading a table. Raises LockstepError for an unknown unit of time."""
     if asked.time_unit not in (*sensor_tables.UNITS, "datetime") and "%" not in asked.time_unit:
         todo = "give s, ms, us, ns, datetime, or a form with %"
         raise LockstepError(f"unit {asked.time_unit!r}", "--time-unit", todo)
@@ -775,6 +812,7 @@ def _reading(asked: argparse.Namespace) -> Reading:
 
 
 def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> str:
+    """Write the .npz. Return the text to print."""
     left = sum(out.short.values())
     if not out.lengths:
         what = f"all {left} steps are in pieces shorter than the {out.length} of a window"
@@ -783,7 +821,7 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
         )
     arrays = {"lengths": np.array(out.lengths)} | about.more
     order = sorted(range(len(about.classes)), key=lambda n: cases.natural(about.classes[n]))
-    # old number -> new
+    # `place` maps the old number of a class to the new number.
     classes, place = [about.classes[n] for n in order], np.append(np.argsort(order), -1)
     labels = place[out.labels]
     if asked.mixed:
@@ -814,7 +852,7 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
         doubts.append(f"{text} (--length, --mixed, --pad)")
     if not asked.no_label:
         seen = [
-            (classes[n], who)  # of each recording, or of each label in it
+            (classes[n], who)  # one pair for each recording, or for each label of a recording
             for piece, (label, who) in enumerate(zip(labels.tolist(), out.subjects, strict=True))
             for n in (
                 {*place[np.unique(out.steps[piece])].tolist()} - {-1} if asked.mixed else [label]
@@ -822,7 +860,7 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
         ]
         counts = Counter(name for name, _ in seen)
         lines[-1] += f" ({', '.join(f'{name} {counts[name]}' for name in classes)})"
-        # -1 is no typo of 1
+        # Numbers are left out: -1 is no typo of 1.
         words = {name: count for name, count in counts.items() if cases.natural(name)[0]}
         doubts += look_alikes(words) + look_alikes(Counter(out.subjects), typos=False)
         for name, count in counts.items():
