@@ -615,9 +615,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     told = (
         "cut at a longer time without samples (default: 20 usual intervals, or a quarter of a "
-        "window if a quarter is longer"
+        "window if the quarter is shorter, but at least 3 intervals)"
     )
-    add("--max-gap", type=float, default=0.0, metavar="S", help=f"{told} than 3)")
+    add("--max-gap", type=float, default=0.0, metavar="S", help=told)
     told = (
         "empty cells and NaN: an error (the default), a line through the neighbours up to "
         "--max-gap, or a cut"
