@@ -19,6 +19,7 @@ import csv
 import json
 import math
 import os
+import re
 import socket
 import stat
 import sys
@@ -33,6 +34,7 @@ from engine import errors
 from engine.errors import LockstepError
 from engine.files import run_folder
 from plugins.resilience import status
+from tools.paper.run_files import as_dict
 from tools.running import alone, guarded
 from tools.use.evaluate import TEST, aligned
 
@@ -40,6 +42,7 @@ COLUMNS = (
     "folder task state reason epoch epochs step monitor best test looks time_s ended resume_command"
 ).split()
 SORTS = ("folder", "task", "state", "step", "best", "test", "time")
+COLUMN_OF_SORT = {"time": "time_s"}
 STATES = {"done": "complete", "stopped": "stopped", "failed": "failed"}
 MOST = 1 << 16
 """Bytes to read of a small file, and of the end of a log."""
@@ -79,7 +82,8 @@ def _list(asked: argparse.Namespace) -> int:
         raise LockstepError("no such folder", str(asked.folder), "give one with runs in it")
     runs = sorted(map(read, found_in(asked.folder)), key=lambda run: _natural(run["folder"]))
     if asked.sort != "folder":
-        runs.sort(key=lambda run: _rank(run, "time_s" if asked.sort == "time" else asked.sort))
+        column = COLUMN_OF_SORT.get(asked.sort, asked.sort)
+        runs.sort(key=lambda run: _rank(run, column))
     if asked.json:
         print(json.dumps([{name: run[name] for name in COLUMNS} for run in runs]))
     elif asked.csv:
@@ -110,30 +114,26 @@ def found_in(top: Path) -> Iterator[Path]:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the columns of a run; None for a value that no file contains. Never raises."""
-    now, log, config = (
-        _json(folder / "status.json"),
-        _last(folder / "metrics.jsonl"),
-        _config(folder / "config.yaml"),
-    )
+    now = _json(folder / "status.json")
+    log = _last(folder / "metrics.jsonl")
+    config = _config(folder / "config.yaml")
     task = _text(config.get("task"))
     run: dict[str, Any] = dict.fromkeys(COLUMNS) | {"folder": str(folder), "task": task}
     run["state"], run["reason"] = _state(folder, now)
-    step, epoch = _whole(now.get("step")), _whole(log.get("epoch"))
+    step = _whole(now.get("step"))
     run["step"] = max(filter(None, (step, _whole(log.get("step")))), default=step)
-    run["epoch"], run["epochs"] = (
-        None if epoch is None else epoch + 1,
-        _whole(config.get("epochs")) or None,
-    )
+    epoch = _whole(log.get("epoch"))
+    if epoch is not None:
+        run["epoch"] = epoch + 1
+    run["epochs"] = _whole(config.get("epochs")) or None
     run["time_s"] = _number(log.get("time_s"))
-    run["monitor"], run["best"] = _text(now.get("monitor")) or None, _number(now.get("best"))
+    run["monitor"] = _text(now.get("monitor")) or None
+    run["best"] = _number(now.get("best"))
     # A run of an older version has no monitor. A user's task file is not executed.
     if run["monitor"] is None and task in tasks.names():
         run["monitor"], run["best"] = _best(folder / "metrics.jsonl", tasks.load(task))
-    tested = _json(folder / TEST)
-    metrics = tested.get("metrics")
-    run["test"] = (
-        _number(metrics.get(_text(tested.get("monitor")))) if isinstance(metrics, dict) else None
-    )
+    tested = _json(folder / TEST, most=-1)
+    run["test"] = _number(as_dict(tested.get("metrics")).get(_text(tested.get("monitor"))))
     run["looks"] = _whole(tested.get("looks"))
     run["ended"] = _text(now.get("time")) or None
     run["resume_command"] = _text(now.get("resume_command")) or None
@@ -141,50 +141,52 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _state(folder: Path, now: dict[str, Any]) -> tuple[str, str | None]:
-    said, reason = _text(now.get("state")), _text(now.get("reason")) or None
-    if said in STATES:
-        return STATES[said], reason
-    if said != "running":
-        return "unknown", reason
+    """Return the state of a run and the reason. `now` is the contents of status.json."""
+    written = _text(now.get("state"))
+    reason = _text(now.get("reason")) or None
+    if written != "running":
+        return STATES.get(written, "unknown"), reason
     try:
         run_folder.lock(folder, only_look=True)
     except LockstepError as error:
-        return ("running" if "owns this folder" in str(error) else "unknown"), reason
+        if "owns this folder" in str(error):
+            return "running", reason
+        return "unknown", reason
     except (OSError, ValueError):
         return "unknown", reason
     host = _text(now.get("host"))
-    return "killed", f"or running on {host}" if host not in ("", socket.gethostname()) else reason
+    if host not in ("", socket.gethostname()):
+        reason = f"or running on {host}"
+    return "killed", reason
 
 
-def _bytes(path: Path, end: bool = False) -> bytes:
-    """Return the beginning or the end of a regular file; empty for all other files.
+def _bytes(path: Path, most: int = MOST, end: bool = False) -> bytes:
+    """Return the first bytes of a regular file, or the last MOST; empty for all other files.
 
     Opening a pipe would block.
+
+    most  number of bytes; -1: all bytes
     """
     with contextlib.suppress(OSError):
-        about = os.stat(path)
-        if stat.S_ISREG(about.st_mode):
+        status_of_file = os.stat(path)
+        if stat.S_ISREG(status_of_file.st_mode):
             with open(path, "rb") as file:
-                file.seek(max(0, about.st_size - MOST) if end else 0)
-                return file.read(MOST)
+                if end:
+                    file.seek(max(0, status_of_file.st_size - MOST))
+                return file.read(most)
     return b""
 
 
-def _json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(
-            path.read_bytes() if path.name == TEST and path.is_file() else _bytes(path)
-        )
-        return found if isinstance(found, dict) else {}
+def _json(path: Path, most: int = MOST) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        return as_dict(json.loads(_bytes(path, most)))
     return {}
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(_bytes(path))
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
+        return as_dict(yaml.safe_load(_bytes(path)))
+    return {}
 
 
 def _last(path: Path) -> dict[str, Any]:
@@ -200,13 +202,15 @@ def _last(path: Path) -> dict[str, Any]:
 def _best(path: Path, task: Any) -> tuple[str, float | None]:
     """Return the monitor of a built-in task, and the best value in the complete log."""
     values = []
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().split(b"\n") if path.is_file() else []:
-            with contextlib.suppress(ValueError, RecursionError, AttributeError):
-                found = json.loads(line)
-                values += [found.get(task.monitor)] if found.get("event") == "eval" else []
-    known = [value for value in map(_number, values) if value is not None]
-    return str(task.monitor), (max if task.higher_is_better else min)(known, default=None)
+    for line in _bytes(path, most=-1).split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            event = json.loads(line)
+            value = _number(event.get(task.monitor))
+            if event.get("event") == "eval" and value is not None:
+                values.append(value)
+    if task.higher_is_better:
+        return str(task.monitor), max(values, default=None)
+    return str(task.monitor), min(values, default=None)
 
 
 def _number(value: Any) -> float | None:
@@ -217,40 +221,40 @@ def _number(value: Any) -> float | None:
 
 
 def _whole(value: Any) -> int | None:
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
-        else None
-    )
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53:
+        return value
+    return None
 
 
 def _text(value: Any) -> str:
     """Return a text without the characters that a terminal executes."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for letter in str(value or "")
-    )
+    text = str(value or "")
+    for letter in {*text}:
+        if not letter.isprintable():
+            text = text.replace(letter, "\N{REPLACEMENT CHARACTER}")
+    return text
 
 
 def _cell(value: Any) -> Any:
-    return _text(value) if isinstance(value, str) else "" if value is None else value
+    if isinstance(value, str) or value is None:
+        return _text(value)
+    return value
 
 
 def _natural(text: str) -> tuple[Any, ...]:
     """Return a sort key that puts fold_10 after fold_9."""
-    parts, number = [""], False
-    for letter in text:
-        if letter.isdecimal() != number:
-            parts, number = [*parts, ""], not number
-        parts[-1] += letter
-    return tuple((part.zfill(20) if part.isdecimal() else part) for part in parts)
+    parts = re.split(r"(\d+)", text)
+    parts[1::2] = [digits.zfill(20) for digits in parts[1::2]]
+    return tuple(parts)
 
 
 def _rank(run: dict[str, Any], by: str) -> tuple[Any, ...]:
     value = run[by]
     if not isinstance(value, int | float):
         return value is None or value == "", 0.0, str(value or "")
-    return False, value if by in ("best", "test") and run["monitor"] == "loss" else -value, ""
+    if by in ("best", "test") and run["monitor"] == "loss":
+        return False, value, ""
+    return False, -value, ""
 
 
 # ---- the table
@@ -263,51 +267,57 @@ def lines(runs: list[dict[str, Any]], top: Path) -> list[str]:
         return [f"no run below {_text(top)}"]
     rows = []
     for run in runs:
-        done = f"{run['epoch'] or '–'}" + (f"/{run['epochs']}" if run["epochs"] else "")
-        cells = [
-            done,
-            shown(run["step"]),
-            run["monitor"] or "–",
-            shown(run["best"]),
-            shown(run["test"]),
-        ]
+        epochs = str(run["epoch"] or "–")
+        if run["epochs"]:
+            epochs += f"/{run['epochs']}"
         rows.append(
             [
-                _text(_below(run["folder"], top)),
+                _below(run["folder"], top),
                 Path(run["task"]).name,
                 run["state"],
-                *cells,
+                epochs,
+                shown(run["step"]),
+                run["monitor"] or "–",
+                shown(run["best"]),
+                shown(run["test"]),
                 _time(run["time_s"]),
             ]
         )
-    said = aligned(
-        [["", "task", "state", "epoch", "step", "monitor", "best", "test", "time"], *rows]
-    )
+    head = ["", "task", "state", "epoch", "step", "monitor", "best", "test", "time"]
+    output = aligned([head, *rows])
     for run in runs:
         if run["state"] != "complete":
-            why = f": {run['reason']}" if run["reason"] else ""
-            said += ["", f"{_text(_below(run['folder'], top))}, {run['state']}{why}"]
+            state = run["state"]
+            if run["reason"]:
+                state += f": {run['reason']}"
+            output += ["", f"{_below(run['folder'], top)}, {state}"]
             if run["resume_command"] and run["state"] != "running":
-                said.append(f"  {run['resume_command']}")
-    return said
+                output.append(f"  {run['resume_command']}")
+    return output
 
 
 def _below(folder: str, top: Path) -> str:
-    return os.path.relpath(folder, top) if folder != str(top) else folder
+    """Return a folder relative to `top`, as a printable text."""
+    if folder == str(top):
+        return _text(folder)
+    return _text(os.path.relpath(folder, top))
 
 
 def shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    """Return a number for a table; a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return str(value)
 
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     hours, minutes = divmod(round(seconds) // 60, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min"
-        if minutes >= 10
-        else f"{seconds:.0f} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    if minutes >= 10:
+        return f"{minutes} min"
+    return f"{seconds:.0f} s"
