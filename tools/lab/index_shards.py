@@ -142,9 +142,10 @@ def names_of(asked: argparse.Namespace) -> list[str]:
     kinds = Counter(Path(name).suffix[1:] for name in names)
     if not names or not kinds.keys() <= SCANS.keys():
         other = next((name for name in names if Path(name).suffix[1:] not in SCANS), "")
-        what = f"{other} is no shard" if other else "no shards there"
         raise LockstepError(
-            what, asked.root, f"give files that end in .{', .'.join(SCANS)}, not compressed"
+            f"{other} is no shard" if other else "no shards there",
+            asked.root,
+            f"give files that end in .{', .'.join(SCANS)}, not compressed",
         )
     if len(kinds) > 1:
         what = " and ".join(f"{count} .{kind}" for kind, count in sorted(kinds.items()))

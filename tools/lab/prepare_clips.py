@@ -128,16 +128,20 @@ def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[
     header, _ = csv_rows(path, lines)
     columns = [name for name in TIMES if name in header]
     if not {"video", "label"} <= {*header} or len(columns) != 1:
-        todo = f"it needs video, label and exactly one of {', '.join(TIMES)}"
-        raise LockstepError(f"the header has {', '.join(header) or 'nothing'}", f"{path}:1", todo)
+        raise LockstepError(
+            f"the header has {', '.join(header) or 'nothing'}",
+            f"{path}:1",
+            f"it needs video, label and exactly one of {', '.join(TIMES)}",
+        )
     plan = Plan(columns[0], cutting)
     for line, row in read_table(path, "\n".join(lines), columns):
         trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
         video = os.path.normpath(row["video"].strip())
         if twin := [other.line for other in plan.trials.get(video, []) if other.at == trial.at]:
-            what = f"{video} has a trial at the same time in line {twin[0]}"
             raise LockstepError(
-                what, f"{path}:{line}", "keep one: a trial has one label, and counts once"
+                f"{video} has a trial at the same time in line {twin[0]}",
+                f"{path}:{line}",
+                "keep one: a trial has one label, and counts once",
             )
         plan.trials.setdefault(video, []).append(trial)
         if GROUP in header:
@@ -159,18 +163,23 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
     """Return the trial of a row. Raises LockstepError with the line."""
     label = row["label"].strip()
     if not label or (classes and label not in classes):
-        what = f"label {label!r} is not among the classes" if label else "an empty label"
-        todo = (
-            f"choose one of {', '.join(classes)}, or add it to --classes"
-            if classes
-            else "name the class"
+        raise LockstepError(
+            f"label {label!r} is not among the classes" if label else "an empty label",
+            where,
+            (
+                f"choose one of {', '.join(classes)}, or add it to --classes"
+                if classes
+                else "name the class"
+            ),
         )
-        raise LockstepError(what, where, todo)
     if not row["video"].strip():
         raise LockstepError("an empty video", where, "name the file")
     if not stays_below(row["video"].strip()):
-        what = f"video {row['video']!r} is not in the folder of videos"
-        raise LockstepError(what, where, "give a name relative to --videos, without ..")
+        raise LockstepError(
+            f"video {row['video']!r} is not in the folder of videos",
+            where,
+            "give a name relative to --videos, without ..",
+        )
     try:
         at = float(row[column])
         if not 0 <= at < MOST:
@@ -212,13 +221,14 @@ def plan_of_labels(
         labels = labels.of(asked.subjects)
         found = [path for path in files if behaviour.stem_of(path.name) == labels.stem]
         if len(found) != 1:
-            what = (
-                f"{len(found)} videos called {labels.stem} in {folder}"
-                if found
-                else f"no video {labels.video} in {folder}"
-            )
             raise BrokenVideo(
-                what, where=str(labels.path), todo="give --videos FOLDER, with each video once"
+                (
+                    f"{len(found)} videos called {labels.stem} in {folder}"
+                    if found
+                    else f"no video {labels.video} in {folder}"
+                ),
+                where=str(labels.path),
+                todo="give --videos FOLDER, with each video once",
             )
         video = str(found[0].relative_to(folder))
         with opened(found[0]) as (_, fps):
@@ -243,9 +253,10 @@ def plan_of_labels(
 def _by_event(labels: behaviour.Labels, fps: float) -> list[Trial]:
     """Return a trial around the middle of each event."""
     if labels.frames is not None:
-        todo = "drop it: there is a label for each frame"
         raise LockstepError(
-            "--per-event needs events, such as those of BORIS", str(labels.path), todo
+            "--per-event needs events, such as those of BORIS",
+            str(labels.path),
+            "drop it: there is a label for each frame",
         )
     return [
         Trial(each.behaviour, (each.start_s + each.stop_s) / 2, each.line) for each in labels.events
@@ -318,13 +329,13 @@ def check_rates(plan: Plan, rates: dict[str, float], table: Path) -> None:
             f"{odd} has no frame rate", place(table, plan.trials[odd][0].line), "convert it"
         )
     if known and not plan.cutting.fps and known[fast] > 1.02 * known[slow]:
-        what = (
-            f"videos of several frame rates: {slow} has {known[slow]:g} frames/s, {fast} "
-            f"{known[fast]:g}"
-        )
-        todo = f"--fps {known[slow]:g} takes each at that rate, so that all clips last equally long"
         raise LockstepError(
-            what, place(table, max(plan.trials[v][0].line for v in (slow, fast))), todo
+            (
+                f"videos of several frame rates: {slow} has {known[slow]:g} frames/s, {fast} "
+                f"{known[fast]:g}"
+            ),
+            place(table, max(plan.trials[v][0].line for v in (slow, fast))),
+            f"--fps {known[slow]:g} takes each at that rate, so that all clips last equally long",
         )
 
 
@@ -360,8 +371,11 @@ def _collect(
     waiting = [(trial, plan.numbers(trial, fps)) for trial in trials]
     for trial, numbers in waiting:
         if numbers[0] < 0:
-            what = f"the trial would start at frame {numbers[0]} of {path}"
-            raise LockstepError(what, place(table, trial.line), MOVE)
+            raise LockstepError(
+                f"the trial would start at frame {numbers[0]} of {path}",
+                place(table, trial.line),
+                MOVE,
+            )
     needed = set(np.concatenate([numbers for _, numbers in waiting]).tolist())
     waiting.sort(key=lambda item: (item[1][-1], item[0].line))
     kept: dict[int, np.ndarray] = {}
@@ -379,8 +393,11 @@ def _collect(
             return
     for trial, numbers in waiting:
         if not trial.cut:
-            what = f"the trial needs frame {numbers[-1]} of {path}, which has {count}"
-            raise LockstepError(what, place(table, trial.line), MOVE)
+            raise LockstepError(
+                f"the trial needs frame {numbers[-1]} of {path}, which has {count}",
+                place(table, trial.line),
+                MOVE,
+            )
 
 
 # ---- command line
@@ -560,9 +577,11 @@ def _check_rare(plan: Plan, table: Path, allowed: bool) -> None:
         near = look_alikes(
             {name: counts[name] for name in counts if name == trial.label or counts[name] > 1}
         )
-        what = f"label {trial.label!r} occurs once, in {video}" + f"; {near[0]}" * bool(near)
-        todo = "correct it, or --allow-rare keeps it: it is trained on or validated, never both"
-        raise LockstepError(what, place(table, trial.line), todo)
+        raise LockstepError(
+            f"label {trial.label!r} occurs once, in {video}" + f"; {near[0]}" * bool(near),
+            place(table, trial.line),
+            "correct it, or --allow-rare keeps it: it is trained on or validated, never both",
+        )
 
 
 def _check_videos(plan: Plan, table: Path, folder: Path, skip_broken: bool) -> dict[str, float]:
@@ -578,14 +597,18 @@ def _check_videos(plan: Plan, table: Path, folder: Path, skip_broken: bool) -> d
             about_file = os.stat(folder / video)
         except OSError:
             if not skip_broken:
-                what = f"cannot read the video: there is no {folder / video}"
                 raise BrokenVideo(
-                    what, where=where, todo="fix the name, or give --videos FOLDER"
+                    f"cannot read the video: there is no {folder / video}",
+                    where=where,
+                    todo="fix the name, or give --videos FOLDER",
                 ) from None
             continue
         if (twin := files.setdefault((about_file.st_dev, about_file.st_ino), video)) != video:
-            what = f"{video} is the file {twin} of line {plan.trials[twin][0].line}"
-            raise LockstepError(what, where, "call it by one name: the split is by video")
+            raise LockstepError(
+                f"{video} is the file {twin} of line {plan.trials[twin][0].line}",
+                where,
+                "call it by one name: the split is by video",
+            )
         try:
             with opened(folder / video) as (_, rates[video]):
                 pass

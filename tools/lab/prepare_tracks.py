@@ -137,12 +137,13 @@ def prepare(asked: argparse.Namespace) -> str:
         for animals, of in _recordings(found, label, asked):
             signal, names, note = _signal(animals, fps, asked)
             if channels and names != channels:
-                what = (
-                    f"channels {' '.join(names[:6])} ..., the first file has "
-                    f"{' '.join(channels[:6])} ..."
-                )
                 raise LockstepError(
-                    what, str(path), "give tracks of the same parts, in the same order"
+                    (
+                        f"channels {' '.join(names[:6])} ..., the first file has "
+                        f"{' '.join(channels[:6])} ..."
+                    ),
+                    str(path),
+                    "give tracks of the same parts, in the same order",
                 )
             channels = names
             if of is not None and asked.multi:
@@ -162,8 +163,11 @@ def prepare(asked: argparse.Namespace) -> str:
             notes.append(note)
         rates.add(fps)
     if max(rates) > 1.02 * min(rates):
-        what = f"tracks at {min(rates):g} and {max(rates):g} frames/s"
-        raise LockstepError(what, str(asked.tracks), "convert each rate to a file of its own")
+        raise LockstepError(
+            f"tracks at {min(rates):g} and {max(rates):g} frames/s",
+            str(asked.tracks),
+            "convert each rate to a file of its own",
+        )
     return _write(asked, made, subjects, recordings, channels, max(rates), notes, (many, classes))
 
 
@@ -184,12 +188,13 @@ def _labels_of(labels: dict[str, Labels], track: Track, where: Path | None) -> L
     if not labels:
         return None
     if track.video not in labels:
-        todo = (
-            "name the two alike; there are labels of "
-            f"{', '.join([*labels][:5])}{', ...' if len(labels) > 5 else ''}"
-        )
         raise LockstepError(
-            f"no labels of {track.video}, which {track.path.name} tracks", str(where), todo
+            f"no labels of {track.video}, which {track.path.name} tracks",
+            str(where),
+            (
+                "name the two alike; there are labels of "
+                f"{', '.join([*labels][:5])}{', ...' if len(labels) > 5 else ''}"
+            ),
         )
     return labels[track.video]
 
@@ -201,8 +206,11 @@ def _fps(asked: float, label: Labels | None, path: Path) -> float:
     """
     told = label.fps if label else 0.0
     if asked and told and abs(asked - told) > 0.02 * told:
-        what = f"--fps {asked:g}, but {told:g} frames/s were labelled"
-        raise LockstepError(what, str(label and label.path), "give the video's own rate")
+        raise LockstepError(
+            f"--fps {asked:g}, but {told:g} frames/s were labelled",
+            str(label and label.path),
+            "give the video's own rate",
+        )
     if not asked and not told:
         raise LockstepError("the frame rate is not known", str(path), "give it: --fps 30")
     return asked or told
@@ -245,12 +253,11 @@ def check_events(label: Labels, count: int, fps: float) -> None:
     """Raise LockstepError for an event beyond the end of a track of `count` frames."""
     for event in label.events:
         if event.start_s * fps >= count + fps:  # tolerates one second: lengths are rounded
-            what = (
-                f"{event.behaviour} at {event.start_s:g} s, the track ends after "
-                f"{count / fps:.2f} s"
-            )
             raise LockstepError(
-                what,
+                (
+                    f"{event.behaviour} at {event.start_s:g} s, the track ends after "
+                    f"{count / fps:.2f} s"
+                ),
                 f"{label.path}:{event.line}",
                 "give the labels and the rate of that very video",
             )
@@ -330,9 +337,10 @@ def _write(
                 {name: int((arrays["labels"][:, c] == 1).sum()) for c, name in enumerate(classes)}
             )
         if len(classes) < 2:
-            what = f"all labelled frames are {classes[0]}" if classes else "no frame has a label"
             raise LockstepError(
-                what, str(asked.labels), "label more: a network tells classes apart"
+                f"all labelled frames are {classes[0]}" if classes else "no frame has a label",
+                str(asked.labels),
+                "label more: a network tells classes apart",
             )
         number = {"": -1} | {name: c for c, name in enumerate(classes)}
         arrays |= {

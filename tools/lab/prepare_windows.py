@@ -196,9 +196,10 @@ def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
         path for path in found if path != data / mapped and path.resolve() != asked.output.resolve()
     ]
     if not found:
-        what = f"no tables{f' {asked.files}' if asked.files else ''}"
         raise LockstepError(
-            what, str(data), f"give a folder with {', '.join(TABLES)}, or name one in --files"
+            f"no tables{f' {asked.files}' if asked.files else ''}",
+            str(data),
+            f"give a folder with {', '.join(TABLES)}, or name one in --files",
         )
     return [Source(path) for path in found]
 
@@ -327,8 +328,11 @@ def _factors(asked: argparse.Namespace, channels: int) -> np.ndarray:
     """
     found = np.array([float(one) for one in _words(asked.scale)] or [1.0])
     if len(found) not in (1, channels):
-        what = f"{len(found)} factors for {amount(channels, 'channel')}"
-        raise LockstepError(what, "--scale", "give one, or one for each")
+        raise LockstepError(
+            f"{len(found)} factors for {amount(channels, 'channel')}",
+            "--scale",
+            "give one, or one for each",
+        )
     return found
 
 
@@ -409,9 +413,10 @@ class Recordings:
         breaks = np.zeros(len(rows), dtype=bool)  # True where a piece begins
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
-            what = f"time goes back {len(back)} times, the first to {time[back[0]]:.10g} s"
             raise LockstepError(
-                what, sheet.at(rows[back[0]]), "sort the rows, or name --recording or --subject"
+                f"time goes back {len(back)} times, the first to {time[back[0]]:.10g} s",
+                sheet.at(rows[back[0]]),
+                "sort the rows, or name --recording or --subject",
             )
         for row in back.tolist():
             text = f"time goes back by {time[row - 1] - time[row]:.3g} s: cut there"
@@ -420,9 +425,10 @@ class Recordings:
         # Samples with equal times are averaged: (M,) the first sample of each time.
         firsts = np.flatnonzero(np.append(True, np.diff(time) != 0))
         if len(rows) > 1 and len(firsts) < max(2, len(rows) / 2):
-            what = f"{len(rows)} samples have {len(firsts)} different times"
             raise LockstepError(
-                what, str(sheet.path), "give each sample a time of its own, or name --subject"
+                f"{len(rows)} samples have {len(firsts)} different times",
+                str(sheet.path),
+                "give each sample a time of its own, or name --subject",
             )
         if len(rows) - len(firsts) > len(rows) / 10:
             text = (
@@ -473,11 +479,17 @@ class Recordings:
                     ),
                 )
         if self.first and abs(own - self.rate) > 0.05 * self.rate:
-            what = f"{own:.4g} samples a second, {self.first} has {self.rate:g}"
-            raise LockstepError(what, str(path), "--rate takes all at one rate")
+            raise LockstepError(
+                f"{own:.4g} samples a second, {self.first} has {self.rate:g}",
+                str(path),
+                "--rate takes all at one rate",
+            )
         if not self.rate / 5.3 < own < 400 * self.rate:
-            what = f"{own:.4g} samples a second, taken at {self.rate:g}"
-            raise LockstepError(what, str(path), "give another --time-unit or --rate")
+            raise LockstepError(
+                f"{own:.4g} samples a second, taken at {self.rate:g}",
+                str(path),
+                "give another --time-unit or --rate",
+            )
 
     def _stretches(
         self,
@@ -702,11 +714,14 @@ def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
     for series, label, where in zip(found.series, found.labels.tolist(), found.where, strict=True):
         holes = np.argwhere(np.isnan(series))
         if len(holes) and asked.missing != "fill":
-            what = (
-                f"{len(holes)} values are missing, the first in channel {holes[0, 1] + 1}, "
-                f"step {holes[0, 0] + 1}"
+            raise LockstepError(
+                (
+                    f"{len(holes)} values are missing, the first in channel {holes[0, 1] + 1}, "
+                    f"step {holes[0, 0] + 1}"
+                ),
+                where,
+                "--missing fill draws a line over them",
             )
-            raise LockstepError(what, where, "--missing fill draws a line over them")
         for channel in series.T if len(holes) else ():
             known = ~np.isnan(channel)
             if not known.any():
@@ -719,9 +734,11 @@ def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
     sizes = [len(series) for series in found.series]
     low, high = min(sizes), max(sizes)
     if low < high and not asked.pad and not asked.length:
-        what = f"cases of {low} to {high} steps"
-        todo = f"--pad pads them to {high} with a mask, --length {low} cuts each into windows"
-        raise LockstepError(what, str(path), todo)
+        raise LockstepError(
+            f"cases of {low} to {high} steps",
+            str(path),
+            f"--pad pads them to {high} with a mask, --length {low} cuts each into windows",
+        )
     out.length, asked.mixed = asked.length or high, False
     asked.length = out.length
     factor = _factors(asked, count := found.series[0].shape[1])
@@ -800,8 +817,11 @@ def _uncollected() -> Iterator[None]:
 def _reading(asked: argparse.Namespace) -> Reading:
     """Return the options for reading a table. Raises LockstepError for an unknown unit of time."""
     if asked.time_unit not in (*sensor_tables.UNITS, "datetime") and "%" not in asked.time_unit:
-        todo = "give s, ms, us, ns, datetime, or a form with %"
-        raise LockstepError(f"unit {asked.time_unit!r}", "--time-unit", todo)
+        raise LockstepError(
+            f"unit {asked.time_unit!r}",
+            "--time-unit",
+            "give s, ms, us, ns, datetime, or a form with %",
+        )
     how = Reading(_words(asked.columns), _words(asked.channels), unit=asked.time_unit)
     for what in sensor_tables.GUESSES:
         name = getattr(asked, what)
@@ -815,9 +835,10 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
     """Write the .npz. Return the text to print."""
     left = sum(out.short.values())
     if not out.lengths:
-        what = f"all {left} steps are in pieces shorter than the {out.length} of a window"
         raise LockstepError(
-            what, str(asked.data), "give a smaller --length, a longer --max-gap, --mixed or --pad"
+            f"all {left} steps are in pieces shorter than the {out.length} of a window",
+            str(asked.data),
+            "give a smaller --length, a longer --max-gap, --mixed or --pad",
         )
     arrays = {"lengths": np.array(out.lengths)} | about.more
     order = sorted(range(len(about.classes)), key=lambda n: cases.natural(about.classes[n]))

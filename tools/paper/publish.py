@@ -36,7 +36,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from torch import Tensor
 import tasks
 from engine import checkpoint, config, errors
 from engine.comm import digests
-from engine.contract import Task
+from engine.contract import LOGGED, Task
 from engine.errors import LockstepError, headline
 from engine.files import archive
 from engine.files.archive import CheckpointState
@@ -59,6 +59,7 @@ from tasks import har, robot, video
 from tools.evidence import provenance
 from tools.paper import model_card
 from tools.paper.report_scores import score
+from tools.paper.run_files import read_json
 from tools.running import alone, guarded
 from tools.use import published
 from tools.use.evaluate import TRUST, of_run
@@ -80,6 +81,17 @@ SECRET = re.compile(r"(^|[._])(api_?key|token|secret|password|passwd|credentials
 BEGAN = re.compile(r"(^|\.)(init_from|pretrained|pretrained_path)$")
 OF_A_SPLIT = re.compile(r"exclude|(train|val|test)_")
 TEST = "test.json"
+
+OF_CHECKPOINT = (
+    "progress global_batch num_samples horizon precision data memory_format environment".split()
+)
+"""Parts of a checkpoint that checkpoint.json keeps."""
+
+OF_ENVIRONMENT = "code git_commit git_dirty python packages cuda nccl processes threads".split()
+"""Parts of environment.json that proof.json keeps."""
+
+OF_REPLAY = "from to share verdict points equal whole_run digest processes date".split()
+"""Parts of replay.json that proof.json keeps."""
 
 
 def main(argv: list[str]) -> int:
@@ -147,13 +159,19 @@ def _check_asked(asked: argparse.Namespace) -> None:
     if not asked.to:
         raise LockstepError("no folder to write", "--to", "give the name of a new folder")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", asked.to.name):
-        todo = "a model's name on the Hub has letters, digits, - _ and ."
-        raise LockstepError(f"{asked.to.name!r} is no name for a model", "--to", todo)
+        raise LockstepError(
+            f"{asked.to.name!r} is no name for a model",
+            "--to",
+            "a model's name on the Hub has letters, digits, - _ and .",
+        )
     if asked.to.exists() or asked.to.is_symlink():
         raise LockstepError(f"{asked.to} exists", "--to", "give a new folder: nothing is replaced")
     if not asked.license:
-        todo = "give one such as mit or cc-by-4.0, or other with --license-name and --license-link"
-        raise LockstepError("nobody may use a model without a license", "--license", todo)
+        raise LockstepError(
+            "nobody may use a model without a license",
+            "--license",
+            "give one such as mit or cc-by-4.0, or other with --license-name and --license-link",
+        )
     if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", asked.license):
         raise LockstepError(
             f"{asked.license!r} is no license ID of the Hub",
@@ -172,10 +190,11 @@ def _check_asked(asked: argparse.Namespace) -> None:
             "drop them, or give --license other",
         )
     for option, names in (("--dataset", asked.dataset), ("--tag", asked.tag)):
-        if wrong := [name for name in names if not re.fullmatch(r"[\w.:/-]{1,96}", name)]:
-            raise LockstepError(
-                f"{wrong[0]!r} is no name on the Hub", option, "give such as user/name"
-            )
+        for name in names:
+            if not re.fullmatch(r"[\w.:/-]{1,96}", name):
+                raise LockstepError(
+                    f"{name!r} is no name on the Hub", option, "give such as user/name"
+                )
     if asked.source and not re.fullmatch(r"https?://\S+", asked.source):
         raise LockstepError(f"{asked.source!r} is no URL", "--source", "give such as https://...")
 
@@ -187,36 +206,28 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
     published.safetensors()  # fails now, because the next steps may take minutes
     saved, state = _opened(args, asked)
     weights = _weights(saved)
-    study = _study(asked.study) if asked.study else None
+    study = asked.study and _study(asked.study)
     with contextlib.redirect_stdout(sys.stderr):
         print("Reading what it was trained on", flush=True)
         _, seen = provenance.tell(args, not asked.no_contents)
         print("Scoring the validation", flush=True)
         results = _results(args, asked, saved, state)
-    texts = _texts(
-        args, asked, saved, state, weights, seen, results | ({"study": study} if study else {})
-    )
+    if study:
+        results["study"] = study
+    texts = _texts(args, asked, saved, state, weights, seen, results)
     sha256 = digests.of_tensors(weights.items())
-    _write(out, weights, texts, _task_file(args.cfg.task) if asked.with_task else None)
+    _write(out, weights, texts, _task_file(args.cfg.task, asked.with_task))
     files = sorted(path.name for path in out.iterdir())
-    own = args.cfg.task.endswith(".py") and not asked.with_task
+    step = saved.progress["step"]
     if asked.json:
-        print(
-            json.dumps(
-                {
-                    "folder": str(out),
-                    "files": files,
-                    "sha256": sha256,
-                    "step": saved.progress["step"],
-                }
-            )
-        )
+        summary = {"folder": str(out), "files": files, "sha256": sha256, "step": step}
+        print(json.dumps(summary))
         return status.set_exit_code(errors.DONE)
-    print(f"{published.shown(saved.path or '')}, step {saved.progress['step']}:")
+    print(f"{published.shown(saved.path or '')}, step {step}:")
     for name in files:
         print(f"  {name:<20} {(out / name).stat().st_size / 1000:10.1f} kB")
     print(f"  weights              sha256 {sha256[:16]}")
-    if own:
+    if args.cfg.task.endswith(".py") and not asked.with_task:
         print(f"note: whoever uses it needs {Path(args.cfg.task).name}, too (--with-task)")
     if not asked.no_sources and seen.get("sources"):
         print(f"note: it names {len(seen['sources'])} sources of the training data (--no-sources)")
@@ -235,49 +246,49 @@ def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[CheckpointSta
     """
     path = Path(args.cfg.resume)
     if not path.exists():
-        what = (
-            "the run has no checkpoint yet"
-            if Path(asked.run).is_dir()
-            else f"no checkpoint {asked.run!r}"
-        )
+        what = f"no checkpoint {asked.run!r}"
+        if Path(asked.run).is_dir():
+            what = "the run has no checkpoint yet"
         raise LockstepError(what, asked.run, "let it train to its first evaluation", exit_code=3)
     find_checkpoint(str(path), None)  # compares the SHA-256 with the manifest
     state = archive.read(path)
-    saved, task = checkpoint.parse_state(state, path), tasks.load(args.cfg.task)
+    saved = checkpoint.parse_state(state, path)
+    task = tasks.load(args.cfg.task)
     if task.metadata is Task.metadata and task.full_dataset is Task.full_dataset:
-        what, where = (
+        raise LockstepError(
             "the task has no `metadata`, so its model cannot be used without the training data",
             args.cfg.task,
-        )
-        todo = (
             "give it `metadata` and `load_metadata` (of {} if `model` needs nothing), see "
-            "engine/contract.py"
+            "engine/contract.py",
         )
-        raise LockstepError(what, where, todo)
     if saved.metadata is None:
-        todo = "resume the run for a step, and publish that"
         raise LockstepError(
-            "an older version wrote the checkpoint, without metadata", str(path), todo, exit_code=3
+            "an older version wrote the checkpoint, without metadata",
+            str(path),
+            "resume the run for a step, and publish that",
+            exit_code=3,
         )
     if not _is_json(saved.metadata):
-        what, todo = (
+        raise LockstepError(
             "its `metadata` is not what JSON keeps",
+            args.cfg.task,
             "return numbers, texts, lists, and dicts by text",
         )
-        raise LockstepError(what, args.cfg.task, todo)
     if saved.left_out and saved.config["init_from"]:
-        what = (
-            f"weights are left to init_from={Path(saved.config['init_from']).name}, which is "
-            "not handed on"
+        name = Path(saved.config["init_from"]).name
+        raise LockstepError(
+            f"weights are left to init_from={name}, which is not handed on",
+            "the task's `saved`",
+            "train with a task that saves them, too",
         )
-        raise LockstepError(what, "the task's `saved`", "train with a task that saves them, too")
     return saved, state
 
 
 def _is_json(value: Any) -> bool:
     """Return whether a value is unchanged after JSON; a value with NaN counts as unchanged."""
     try:
-        return bool(json.loads(json.dumps(value)) == value) or "nan" in json.dumps(value).lower()
+        text = json.dumps(value)
+        return json.loads(text) == value or "nan" in text.lower()
     except (TypeError, ValueError):
         return False
 
@@ -287,36 +298,43 @@ def _weights(saved: CheckpointState) -> dict[str, Tensor]:
 
     Raises LockstepError for a value that safetensors cannot store.
     """
-    found = dict(saved.ema or saved.model)
-    found.pop("n_averaged", None)
-    found = fitted(found, saved.model)
-    if strange := [
-        name for name, value in found.items() if not isinstance(value, Tensor) or value.is_sparse
-    ]:
-        what = f"{strange[0]} is no plain tensor, and safetensors holds no other"
-        raise LockstepError(what, str(saved.path), "hand on the checkpoint itself")
-    return found
+    weights = dict(saved.ema or saved.model)
+    weights.pop("n_averaged", None)
+    weights = fitted(weights, saved.model)
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or value.is_sparse:
+            raise LockstepError(
+                f"{name} is no plain tensor, and safetensors holds no other",
+                str(saved.path),
+                "hand on the checkpoint itself",
+            )
+    return weights
 
 
 def public(value: Any, key: str = "") -> Any:
     """Return a config's value without secrets, and with absolute paths reduced to the last part."""
     if isinstance(value, Mapping):
-        left = () if key else NOT_HANDED_ON
-        return {
-            name: public(each, f"{key}.{name}") for name, each in value.items() if name not in left
-        }
+        parts = {name: public(part, f"{key}.{name}") for name, part in value.items()}
+        if not key:
+            for name in NOT_HANDED_ON:
+                parts.pop(name, None)
+        return parts
     if isinstance(value, list | tuple):
-        return [public(each, key) for each in value]
+        return [public(part, key) for part in value]
     if not isinstance(value, str):
         return value
-    return "" if SECRET.search(key) else without_paths(value)
+    if SECRET.search(key):
+        return ""
+    return without_paths(value)
 
 
 def without_names(value: Any, key: str = "") -> Any:
     """Return a config without the names that choose a split."""
     if isinstance(value, dict):
-        return {name: without_names(each, name) for name, each in value.items()}
-    return [] if isinstance(value, list) and OF_A_SPLIT.match(key) else value
+        return {name: without_names(part, name) for name, part in value.items()}
+    if isinstance(value, list) and OF_A_SPLIT.match(key):
+        return []
+    return value
 
 
 def without_paths(text: str) -> str:
@@ -335,90 +353,92 @@ def _results(
 ) -> dict[str, Any]:
     """Return the metrics of the validation, scored now and as logged, and of an existing test."""
     assert saved.path
-    step, folder, found = saved.progress["step"], saved.path.parent, dict[str, Any]()
+    step = saved.progress["step"]
+    folder = saved.path.parent
+    validation: dict[str, Any] = {"split": "val"}
     try:
         scores = score(args, "val", 0)
-        found = {
-            "split": "val",
+        validation |= {
             "count": scores.count,
             "metrics": scores.metrics,
             "per_class": scores.per_class(),
         }
         if scores.confusion is not None:
-            found |= {"classes": scores.classes, "confusion": scores.confusion.tolist()}
-        found |= {
-            "notes": scores.notes,
-            **({} if asked.no_sources else {"per_source": scores.by_source}),
-        }
+            validation |= {"classes": scores.classes, "confusion": scores.confusion.tolist()}
+        validation["notes"] = scores.notes
+        if not asked.no_sources:
+            validation["per_source"] = scores.by_source
     except LockstepError as error:  # a task without `score`, or without validation data
-        found = {"split": "val", "notes": [f"not scored: {without_paths(headline(error))}"]}
+        validation["notes"] = [f"not scored: {without_paths(headline(error))}"]
     logged = _logged(folder / "metrics.jsonl", step)
-    found["logged"] = {
-        name: value for name, value in logged.items() if name not in found.get("metrics", {})
-    }
-    results = {"step": step, "monitor": str(tasks.load(args.cfg.task).monitor), "validation": found}
-    tested = _json_of(folder / TEST)
-    mine = (
-        tested.get("sha256", {}).get("weights") == digests.of_tensors(state["model"].items())[:16]
-    )
-    if tested and mine:
-        names = (
-            "count",
-            "metrics",
-            "classes",
-            "confusion",
-            "looks",
-            *(() if asked.no_sources else ("by", "sources")),
-        )
-        results["test"] = {name: tested[name] for name in names if name in tested}
+    for name in validation.get("metrics", ()):
+        logged.pop(name, None)
+    validation["logged"] = logged
+    monitor = str(tasks.load(args.cfg.task).monitor)
+    results = {"step": step, "monitor": monitor, "validation": validation}
+    tested = read_json(folder / TEST)
+    weights = digests.of_tensors(state["model"].items())[:16]
+    if tested and tested.get("sha256", {}).get("weights") == weights:
+        names = ["count", "metrics", "classes", "confusion", "looks"]
+        if not asked.no_sources:
+            names += ["by", "sources"]
+        results["test"] = _chosen(tested, names)
     return results
+
+
+def _chosen(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the entries with the given names, in the order of the names."""
+    return {name: values[name] for name in names if name in values}
 
 
 def _logged(log: Path, step: int) -> dict[str, float]:
     """Return the metrics of the last evaluation at a step."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with contextlib.suppress(OSError):
         for line in log.read_text("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
                 event = json.loads(line)
                 if event["event"] == "eval" and event["step"] == step:
-                    others = ("event", "step", "epoch", "samples", "time_s")
-                    found = {
-                        k: v
-                        for k, v in event.items()
-                        if k not in others and isinstance(v, int | float)
-                    }
-    return found
+                    metrics = event
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name not in LOGGED and isinstance(value, int | float)
+    }
 
 
 def _study(folder: Path) -> dict[str, Any]:
     """Return mean and sd of each config of a study. Raises LockstepError without results."""
-    path = (folder / "study.json") if folder.is_dir() else folder
+    path = folder
+    if folder.is_dir():
+        path = folder / "study.json"
     try:
-        found = json.loads(path.read_bytes())
-        configs = [
-            {"name": without_paths(str(each["name"]))}
-            | {
-                level: {
-                    name: {"mean": value["mean"], "sd": value["sd"], "n": value["n"]}
-                    for name, value in each[key].items()
+        study = json.loads(path.read_bytes())
+        configs = []
+        for each in study["configs"]:
+            configs.append(
+                {
+                    "name": without_paths(str(each["name"])),
+                    "over_folds": _spreads(each["metrics"]),
+                    "over_sources": _spreads(each["over_sources"]),
                 }
-                for level, key in (("over_folds", "metrics"), ("over_sources", "over_sources"))
-            }
-            for each in found["configs"]
-        ]
-        about = {name: found[name] for name in ("what", "by", "monitor", "trainings", "tested")}
-        return about | {"seeds": found["seeds"], "folds": len(found["folds"]), "configs": configs}
+            )
+        names = ("what", "by", "monitor", "trainings", "tested", "seeds")
+        return {
+            **{name: study[name] for name in names},
+            "folds": len(study["folds"]),
+            "configs": configs,
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         todo = "give the folder of a study that tools/study.py has finished"
         raise LockstepError("no results of a study", str(path), todo) from None
 
 
-def _json_of(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
+def _spreads(metrics: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return {metric: mean, sd and n}. Raises KeyError, TypeError."""
+    return {
+        name: {key: value[key] for key in ("mean", "sd", "n")} for name, value in metrics.items()
+    }
 
 
 def _proof(
@@ -426,72 +446,48 @@ def _proof(
 ) -> dict[str, Any]:
     """Return digests, machine and versions, and the command that reproduces the weights."""
     assert saved.path
-    environment, replay = (
-        _json_of(saved.path.parent / name) for name in ("environment.json", "replay.json")
-    )
-    processes = environment.get("processes", 1)
-    name, own = asked.to.name, args.cfg.task.endswith(".py")
-    script = (
-        "python train.py"
-        if processes == 1
-        else f"torchrun --standalone --nproc_per_node={processes} train.py"
-    )
-    task = f" {name}/{Path(args.cfg.task).name}" if own else ""
-    root = config.flatten(saved.config).get("dataset.root")
-    data = (
-        f" dataset.root={model_card.DATA}"
-        if isinstance(root, str) and without_paths(root) != root
-        else ""
-    )
-    if isinstance(root, list) and any(without_paths(str(each)) != each for each in root):
-        data = f" 'dataset.root=[{', '.join([model_card.DATA] * len(root))}]'"
-    device = str(args.cfg.device)
-    found: dict[str, Any] = {
-        "command": f"{script}{task} --config {name}/config.yaml{data}",
+    environment = read_json(saved.path.parent / "environment.json")
+    replay = read_json(saved.path.parent / "replay.json")
+    name = asked.to.name
+    command = "python train.py"
+    if environment.get("processes", 1) != 1:
+        processes = environment["processes"]
+        command = f"torchrun --standalone --nproc_per_node={processes} train.py"
+    if args.cfg.task.endswith(".py"):
+        command += f" {name}/{Path(args.cfg.task).name}"
+    left_out = []
+    if asked.no_sources:
+        for key, value in config.flatten(config.to_dict(args.cfg)).items():
+            if value != without_names(value, key.rpartition(".")[2]):
+                left_out.append(key)
+    proof: dict[str, Any] = {
+        "command": f"{command} --config {name}/config.yaml{_data_words(saved)}",
         "then": "python tools/evaluate.py RUN",
-    }
-    found |= {
         "trained_weights_sha256": digests.of_tensors(state["model"].items()),
-        "device": device,
-    }
-    found |= {
+        "device": str(args.cfg.device),
         "steps": saved.progress["step"],
         "data": saved.data,
         "digest": str(state.get("digest") or ""),
+        "left_out": left_out,
+        "run": {},
+        "machine": {key: value for key, value in saved.environment.items() if value},
     }
-    flat = config.flatten(config.to_dict(args.cfg))
-    names = [
-        key for key, value in flat.items() if value != without_names(value, key.rpartition(".")[2])
-    ]
-    found["left_out"] = names if asked.no_sources else []
-    keys = (
-        "code",
-        "git_commit",
-        "git_dirty",
-        "python",
-        "packages",
-        "cuda",
-        "nccl",
-        "processes",
-        "threads",
-    )
-    found["run"] = {key: environment[key] for key in keys if environment.get(key) is not None}
-    found["machine"] = {key: value for key, value in saved.environment.items() if value}
-    told = (
-        "from",
-        "to",
-        "share",
-        "verdict",
-        "points",
-        "equal",
-        "whole_run",
-        "digest",
-        "processes",
-        "date",
-    )
-    return found | (
-        {"replay": {key: replay[key] for key in told if key in replay}} if replay else {}
-    )
+    for key, value in _chosen(environment, OF_ENVIRONMENT).items():
+        if value is not None:
+            proof["run"][key] = value
+    if replay:
+        proof["replay"] = _chosen(replay, OF_REPLAY)
+    return proof
+
+
+def _data_words(saved: CheckpointState) -> str:
+    """Return the words of a command that give the place of the data; no text for a public place."""
+    root = config.flatten(saved.config).get("dataset.root")
+    if isinstance(root, str) and without_paths(root) != root:
+        return f" dataset.root={model_card.DATA}"
+    if isinstance(root, list) and any(without_paths(str(part)) != part for part in root):
+        return f" 'dataset.root=[{', '.join([model_card.DATA] * len(root))}]'"
+    return ""
 
 
 def _texts(
@@ -504,57 +500,81 @@ def _texts(
     results: dict[str, Any],
 ) -> dict[str, str]:
     """Return {file: text}."""
-    cfg, task = public(config.to_dict(args.cfg)), tasks.load(args.cfg.task)
-    known, test = dict(saved.metadata or {}), dict(state.get("test") or {})
+    cfg = public(config.to_dict(args.cfg))
+    known = dict(saved.metadata or {})
+    test = dict(state.get("test") or {})
     if args.cfg.task.endswith(".py"):
         cfg["task"] = Path(args.cfg.task).name
     seen |= {"checkpoint": Path(seen["checkpoint"]).name, "init_from": Path(seen["init_from"]).name}
     if asked.no_sources:
-        known = {
-            name: value
-            for name, value in known.items()
-            if name not in ("videos", "subjects", "groups")
-        }
+        for name in ("videos", "subjects", "groups"):
+            known.pop(name, None)
         seen.pop("sources", None)
-        test |= {"sources": {}} if test else {}
+        if test:
+            test["sources"] = {}
         cfg = without_names(cfg)
-    seen |= {"test": test} if test else {}
-    kept = (
-        "progress",
-        "global_batch",
-        "num_samples",
-        "horizon",
-        "precision",
-        "data",
-        "memory_format",
-        "environment",
-    )
-    about: dict[str, Any] = {name: state[name] for name in kept if name in state}
-    about |= {"known": known, "left_out": saved.left_out, "test": test}
-    averaged = int((saved.ema or {})["n_averaged"]) if saved.ema else None
-    whole: dict[str, Any] = {
+    if test:
+        seen["test"] = test
+    averaged = None
+    if saved.ema:
+        averaged = int(saved.ema["n_averaged"])
+    checkpoint_state = _chosen(state, OF_CHECKPOINT)
+    contents: dict[str, Any] = {
         "layout": published.LAYOUT,
         "names": [*weights],
         "tied": published.shared(weights),
+        "averaged": averaged,
+        "sha256": digests.of_tensors(weights.items()),
+        "state": checkpoint_state | {"known": known, "left_out": saved.left_out, "test": test},
     }
-    whole |= {"averaged": averaged, "sha256": digests.of_tensors(weights.items()), "state": about}
-    classes = (
-        [str(name) for name in known["classes"]] if isinstance(known.get("classes"), list) else []
-    )
+    classes = []
+    if isinstance(known.get("classes"), list):
+        classes = list(map(str, known["classes"]))
     proof = _proof(args, asked, saved, state)
-    pipeline, tags = next(
-        ((tag, tags) for kind, tag, tags in KINDS if issubclass(task, kind)), ("", list[str]())
-    )
-    roots = config.flatten(cfg).get("dataset.root") or []
-    root = ", ".join(
-        without_paths(str(each)).strip("/")
-        for each in (roots if isinstance(roots, list) else [roots])
-    )
+    card = _card(args, asked, saved, cfg, weights, contents, classes, seen, results, proof)
+    texts = {
+        published.CONFIG: yaml.safe_dump(cfg, sort_keys=False, allow_unicode=True),
+        published.STATE: _dumped(contents, strict=False),
+        "provenance.json": _dumped(seen),
+        "eval_results.json": _dumped(results),
+        "proof.json": _dumped({"weights_sha256": contents["sha256"], **proof}),
+        "README.md": model_card.text(card),
+    }
+    if classes:
+        numbers = {name: n for n, name in enumerate(classes)}
+        ids = {"id2label": dict(enumerate(classes)), "label2id": numbers}
+        texts["labels.json"] = _dumped(ids)
+    return texts
+
+
+def _card(
+    args: config.Args,
+    asked: argparse.Namespace,
+    saved: CheckpointState,
+    cfg: dict[str, Any],
+    weights: dict[str, Tensor],
+    contents: dict[str, Any],
+    classes: list[str],
+    seen: dict[str, Any],
+    results: dict[str, Any],
+    proof: dict[str, Any],
+) -> model_card.Card:
+    """Return the contents of the model card."""
+    task = tasks.load(args.cfg.task)
+    pipeline = ""
+    tags: list[str] = []
+    for kind, kind_pipeline, kind_tags in reversed(KINDS):
+        if issubclass(task, kind):
+            pipeline, tags = kind_pipeline, kind_tags
+    flat = config.flatten(cfg)
+    roots = flat.get("dataset.root") or []
+    if not isinstance(roots, list):
+        roots = [roots]
+    names = [without_paths(str(root)).strip("/") for root in roots]
     # `public` has shortened the values to names. `init_from` is a key of every config.
-    began = [
-        str(value) for key, value in config.flatten(cfg).items() if BEGAN.search(key) and value
-    ]
-    card = model_card.Card(
+    began = [str(value) for key, value in flat.items() if BEGAN.search(key) and value]
+    own = [value.numel() for name, value in weights.items() if name not in contents["tied"]]
+    return model_card.Card(
         name=asked.to.name,
         license=asked.license,
         license_name=asked.license_name or "",
@@ -562,36 +582,21 @@ def _texts(
         pipeline=pipeline,
         tags=[*tags, *asked.tag],
         datasets=asked.dataset,
-        data=root or f"{Path(args.cfg.task).stem} (Lockstep)",
+        data=", ".join(names) or f"{Path(args.cfg.task).stem} (Lockstep)",
         source=asked.source,
         task=Path(args.cfg.task).name,
         with_task=asked.with_task,
         began=began,
         left_out=len(saved.left_out),
         robot=issubclass(task, robot.Task),
-        parameters=sum(
-            value.numel() for name, value in weights.items() if name not in whole["tied"]
-        ),
-        sha256=whole["sha256"],
-        averaged=averaged is not None,
+        parameters=sum(own),
+        sha256=contents["sha256"],
+        averaged=contents["averaged"] is not None,
         classes=classes,
         seen=seen,
         results=results,
         proof=proof,
     )
-    found = {
-        published.CONFIG: yaml.safe_dump(cfg, sort_keys=False, allow_unicode=True),
-        published.STATE: _dumped(whole, strict=False),
-        "provenance.json": _dumped(seen),
-        "eval_results.json": _dumped(results),
-        "proof.json": _dumped({"weights_sha256": whole["sha256"], **proof}),
-        "README.md": model_card.text(card),
-    }
-    ids = {
-        "id2label": dict(enumerate(classes)),
-        "label2id": {name: n for n, name in enumerate(classes)},
-    }
-    return found | ({"labels.json": _dumped(ids)} if classes else {})
 
 
 def _dumped(value: Any, strict: bool = True) -> str:
@@ -599,15 +604,19 @@ def _dumped(value: Any, strict: bool = True) -> str:
 
     strict  write null in place of NaN and infinity, because JSON parsers reject both
     """
-    return json.dumps(finite(value) if strict else value, indent=1, ensure_ascii=False) + "\n"
+    if strict:
+        value = finite(value)
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 # ---- the folder
 # --------------------------------------------------------------------------------------------------
 
 
-def _task_file(task: str) -> Path:
-    """Return the path of the task's file. Raises LockstepError for a task of Lockstep."""
+def _task_file(task: str, wanted: bool) -> Path | None:
+    """Return the path of the task's file, or None. Raises LockstepError for a task of Lockstep."""
+    if not wanted:
+        return None
     if not task.endswith(".py"):
         raise LockstepError(f"the task {task} comes with Lockstep", "--with-task", "drop it")
     return Path(task)
@@ -619,18 +628,17 @@ def _write(out: Path, weights: dict[str, Tensor], texts: dict[str, str], task: P
     An error leaves no folder behind. Raises LockstepError if the disk cannot be written.
     """
     partial_folder = Partial(out.absolute())
-    new, about = partial_folder.path, json.loads(texts[published.STATE])
-    own = {
-        name: value.contiguous().clone()
-        for name, value in weights.items()
-        if name not in about["tied"]
-    }
+    new = partial_folder.path
+    contents = json.loads(texts[published.STATE])
+    own = {name: value.contiguous().clone() for name, value in weights.items()}
+    for name in contents["tied"]:
+        del own[name]
     known = {
         "format": "pt",
-        "sha256": about["sha256"],
-        "step": str(about["state"]["progress"]["step"]),
+        "sha256": contents["sha256"],
+        "step": str(contents["state"]["progress"]["step"]),
+        "digest": json.loads(texts["proof.json"])["digest"],
     }
-    known["digest"] = json.loads(texts["proof.json"])["digest"]
     try:
         partial_folder.begin()
         for name, text in texts.items():
@@ -640,9 +648,8 @@ def _write(out: Path, weights: dict[str, Tensor], texts: dict[str, str], task: P
         published.safetensors().save_file(own, new / published.WEIGHTS, metadata=known)
         if task or not str(yaml.safe_load(texts[published.CONFIG])["task"]).endswith(".py"):
             back = published.read(new)["model"]
-            assert [*back] == [*weights] and all(
-                digests.same_bits(back[name], weights[name]) for name in weights
-            )
+            assert [*back] == [*weights]
+            assert all(digests.same_bits(back[name], weights[name]) for name in weights)
         for path in (*new.iterdir(), new):
             _sync(path)  # a rename may reach the disk before the contents do
         if out.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,3 @@ def read_json(path: Path) -> dict[str, Any]:
         return as_dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def first_names(names: Sequence[str], most: int, rest: str = "") -> str:
-    """Return at most `most` names, with commas.
-
-    rest  text for further names; `{}` is the number of further names
-    """
-    text = ", ".join(names[:most])
-    if len(names) > most:
-        text += rest.format(len(names) - most)
-    return text

@@ -40,7 +40,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ import tasks
 from data_loader import test_set
 from engine import config, errors
 from engine.contract import Task, per_sample
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, few
 from engine.files import run_folder
 from engine.files.atomic import write_atomically
 from engine.hooks import check
@@ -63,6 +63,7 @@ from formats.lab.folds import folds, part_to_validate
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN, whole_number
 from tools.machine import cards
+from tools.paper.run_files import as_dict
 from tools.paper.study_numbers import of_study
 from tools.paper.study_tables import STUDY, as_number, lines, write
 from tools.running import Trained, alone, guarded, last_step, run_script, script_of, train_in
@@ -124,17 +125,19 @@ def main(argv: list[str]) -> int:
 def _seeds(text: str) -> list[int]:
     """Return the seeds of a text such as 0,1,2. Raises ArgumentTypeError."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) < 1 << 53 for part in parts) or len(
-        {*map(int, parts)}
-    ) < len(parts):
-        raise argparse.ArgumentTypeError(f"{text!r} are no seeds: give some such as 0,1,2")
-    return [*map(int, parts)]
+    if all(part.isdecimal() and int(part) < 1 << 53 for part in parts):
+        seeds = [*map(int, parts)]
+        if len({*seeds}) == len(seeds):
+            return seeds
+    raise argparse.ArgumentTypeError(f"{text!r} are no seeds: give some such as 0,1,2")
 
 
 def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> int:
     """Run the study and print the results. Return the exit code. Raises LockstepError."""
     alone("torchrun started this, which starts processes itself", "environment")
-    aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
+    aside: Any = contextlib.nullcontext()
+    if asked.json:
+        aside = contextlib.redirect_stdout(sys.stderr)
     with aside:
         study = Study(args, asked, words)
         print("\n".join(study.plan_lines()), flush=True)
@@ -149,20 +152,24 @@ def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> in
         print((study.folder / STUDY).read_text(), end="")
     if failed:
         (first, problem), *_ = failed
-        what = (
-            f"{amount(len(failed), 'training')} of {len(study.trainings)} failed, {first}: "
-            f"{problem}"
-        )
         raise LockstepError(
-            what, str(study.folder), "correct that; the same command continues", exit_code=1
+            (
+                f"{amount(len(failed), 'training')} of {len(study.trainings)} failed, {first}: "
+                f"{problem}"
+            ),
+            str(study.folder),
+            "correct that; the same command continues",
+            exit_code=1,
         )
     if lacking := found["trainings"] - found["tested"]:
-        what = (
-            f"{amount(lacking, 'test')} of {found['trainings']} cannot be read: they are not "
-            "in these numbers"
-        )
         raise LockstepError(
-            what, str(study.folder), "the same command tests again", exit_code=NOT_KNOWN
+            (
+                f"{amount(lacking, 'test')} of {found['trainings']} cannot be read: they are not "
+                "in these numbers"
+            ),
+            str(study.folder),
+            "the same command tests again",
+            exit_code=NOT_KNOWN,
         )
     return status.set_exit_code(errors.DONE)
 
@@ -251,13 +258,10 @@ class Study:
             )
         for name, cfg in zip(map(" ".join, self.configs), self.of_each, strict=True):
             where = f"--compare {name}" if name else "command line"
-            if cfg.save_dir or cfg.resume != "auto":
-                key, cure = (
-                    ("save_dir", "give --out FOLDER")
-                    if cfg.save_dir
-                    else ("resume", "leave it out")
-                )
-                raise LockstepError(f"{key} is set by the study", where, cure)
+            if cfg.save_dir:
+                raise LockstepError("save_dir is set by the study", where, "give --out FOLDER")
+            if cfg.resume != "auto":
+                raise LockstepError("resume is set by the study", where, "leave it out")
 
     @property
     def _cuts(self) -> bool:
@@ -272,18 +276,16 @@ class Study:
         keys = self.task.split_keys
         kind = self.asked.leave_one_out or self.asked.by or next(iter(keys), "sources")
         if self._cuts and not keys:
-            todo = "give it `split_keys` and `test_dataset`: see engine/contract.py"
             raise LockstepError(
                 f"the task {self.of_each[0].task} does not say which keys choose a split",
                 "task",
-                todo,
+                "give it `split_keys` and `test_dataset`: see engine/contract.py",
             )
         if keys and kind not in keys:
-            todo = f"give one of {', '.join(keys)}"
             raise LockstepError(
                 f"a split of {kind}",
                 "--leave-one-out" if self.asked.leave_one_out else "--by",
-                todo,
+                f"give one of {', '.join(keys)}",
             )
         return str(kind)
 
@@ -297,38 +299,33 @@ class Study:
             train_set, val_set = check("datasets", task.datasets())
             tested = test_set(task, train_set, val_set)
         if not self._cuts and tested is None:
-            todo = "give --folds, --leave-one-out, or a test set such as dataset.test_share=0.2"
-            raise LockstepError("nothing to test on", "command line", todo)
-        parts = (
-            [tested]
-            if not self._cuts
-            else [each for each in (train_set, val_set, tested) if each is not None]
-        )
-        names = [each for part in parts if (each := names_of(part, self.kind)) is not None]
-        if len(names) < len(parts):
-            if not self._cuts:
-                return np.zeros((0, 1), np.int64), []
             raise LockstepError(
-                "the datasets have no `sources`", "task", "say of each sample whom it is from"
+                "nothing to test on",
+                "command line",
+                "give --folds, --leave-one-out, or a test set such as dataset.test_share=0.2",
             )
-        labels = [
-            each
-            for part in parts
-            if (each := per_sample(part, "labels")) is not None and each.dtype.kind in "iu"
-        ]
-        which = np.concatenate(
-            labels
-            if len(labels) == len(parts)
-            else [np.zeros(len(part), np.int64) for part in parts]
-        )
-        found, number = np.unique(np.concatenate(names), return_inverse=True)
-        counts = np.zeros((len(found), int(which.max()) + 1), np.int64)
-        np.add.at(counts, (number, which), 1)
-        known: list[str] = found.tolist()
-        order = sorted(
-            range(len(known)), key=lambda n: (len(known[n]) * known[n].isdecimal() or 99, known[n])
-        )
-        return counts[order], [known[n] for n in order]
+        names = []
+        labels = []
+        for part in (train_set, val_set, tested) if self._cuts else (tested,):
+            if part is None:
+                continue
+            part_names = names_of(part, self.kind)
+            if part_names is None and not self._cuts:
+                return np.zeros((0, 1), np.int64), []
+            if part_names is None:
+                raise LockstepError(
+                    "the datasets have no `sources`", "task", "say of each sample whom it is from"
+                )
+            names.append(part_names)
+            labels.append(per_sample(part, "labels"))
+        classes = np.zeros(sum(map(len, names)), np.int64)
+        if all(values is not None and values.dtype.kind in "iu" for values in labels):
+            classes = np.concatenate(labels)
+        groups, number = np.unique(np.concatenate(names), return_inverse=True)
+        counts = np.zeros((len(groups), int(classes.max()) + 1), np.int64)
+        np.add.at(counts, (number, classes), 1)
+        order = sorted(range(len(groups)), key=lambda n: _natural(str(groups[n])))
+        return counts[order], groups[order].tolist()
 
     def _try_sides(self, words: list[str]) -> None:
         """Raise LockstepError unless the task splits the data of the first training as planned."""
@@ -343,9 +340,8 @@ class Study:
         ):
             names = set() if found is None else {*map(str, names_of(found, self.kind))}  # type: ignore[arg-type]
             if names != {*cut[side]}:
-                what = f"{key}={_some(cut[side])} gives {_some(sorted(names)) or 'nobody'}"
                 raise LockstepError(
-                    what,
+                    f"{key}={few(cut[side], 6)} gives {few(sorted(names), 6) or 'nobody'}",
                     "the task's `split_keys`",
                     "give the keys to validate and to test on, in that order",
                 )
@@ -357,9 +353,10 @@ class Study:
         if self._cuts:
             number = len(names) if asked.leave_one_out else asked.folds
             if not 1 < number <= len(names) or len(names) < 3:
-                what = f"{number} folds of {len(names)} {self.kind}: {_some(names)}"
                 raise LockstepError(
-                    what, "the data", f"give at least three {self.kind}, and as many as folds"
+                    f"{number} folds of {len(names)} {self.kind}: {few(names, 6)}",
+                    "the data",
+                    f"give at least three {self.kind}, and as many as folds",
                 )
             fold = folds(self.counts, number, asked.fold_seed)
             for n in range(number):
@@ -404,7 +401,7 @@ class Study:
             rows = [["fold", "samples", "to test on", "to validate on"]]
             for n, cut in enumerate(plan["folds"]):
                 samples = str(int(sum(of[name].sum() for name in cut["test"])))
-                rows.append([str(n), samples, _some(cut["test"]), _some(cut["val"])])
+                rows.append([str(n), samples, few(cut["test"], 6), few(cut["val"], 6)])
             found += aligned(rows)
         return found
 
@@ -447,18 +444,18 @@ class Study:
                 "the folder holds something else", str(self.folder), "give a new --out"
             )
         if before is not None and before != self.plan:
-            differ = [
-                key
-                for key in self.plan
-                if not isinstance(before, dict) or before.get(key) != self.plan[key]
-            ]
-            first = differ[0] if differ else "plan"
-            was = before.get(first) if isinstance(before, dict) else before
-            what = (
-                f"this is not the study of that folder: {first}: {_brief(was)} -> "
-                f"{_brief(self.plan.get(first))}"
+            former = as_dict(before)
+            differ = [key for key, value in self.plan.items() if former.get(key) != value]
+            first = [*differ, "plan"][0]
+            was = former.get(first) if isinstance(before, dict) else before
+            raise LockstepError(
+                (
+                    f"this is not the study of that folder: {first}: "
+                    f"{_brief(was)} -> {_brief(self.plan.get(first))}"
+                ),
+                str(self.folder),
+                "change it back, or give another --out",
             )
-            raise LockstepError(what, str(self.folder), "change it back, or give another --out")
         if before is None:
             _write_text(path, json.dumps(self.plan) + "\n")
         yield
@@ -542,14 +539,9 @@ class Study:
             )
             if ended.code:
                 return self._failed(each, ended.problem)
-        test = [
-            script_of("evaluate"),
-            str(folder),
-            "--split",
-            "test",
-            "--json",
-            *(["--by", self.kind] if self.names else []),
-        ]
+        test = [script_of("evaluate"), str(folder), "--split", "test", "--json"]
+        if self.names:
+            test += ["--by", self.kind]
         test += more
         ended = self._watched(
             each, lambda tell: run_script(test, self.asked.processes, lambda child: tell(), env)
@@ -559,7 +551,9 @@ class Study:
             return self._failed(each, f"the test: {ended.problem}")
         self.steps.pop(each.name, None)
         value, name = found["metrics"][found["monitor"]], found["monitor"]
-        whom = f" on {_some(self.plan['folds'][each.fold]['test'])}" if each.fold >= 0 else ""
+        whom = ""
+        if each.fold >= 0:
+            whom = f" on {few(self.plan['folds'][each.fold]['test'], 6)}"
         seconds = time.monotonic() - began
         return (
             f"{each.name}: {name} {as_number(value)}{whom} ({found['checkpoint']}, {seconds:.0f} s)"
@@ -606,22 +600,32 @@ class Study:
         words = [*self.words, *self.configs[each.config], "--config", str(path)]
         flat = config.flatten(config.to_dict(config.parse(words, tasks.load).cfg))
         if wrong := [key for key, value in settings.items() if flat[key] != value]:
-            what = (
-                f"{wrong[0]} is {_brief(flat[wrong[0]])}, and the study sets "
-                f"{_brief(settings[wrong[0]])}"
-            )
             raise LockstepError(
-                what, "command line", "leave it out; a name has no spaces at its ends"
+                (
+                    f"{wrong[0]} is {_brief(flat[wrong[0]])}, and the study sets "
+                    f"{_brief(settings[wrong[0]])}"
+                ),
+                "command line",
+                "leave it out; a name has no spaces at its ends",
             )
         return words
+
+
+def _natural(name: str) -> tuple[int, str]:
+    """Return a sort key: numbers by size, then names."""
+    if name.isdecimal():
+        return len(name), name
+    return 99, name
 
 
 def described(plan: dict[str, Any]) -> str:
     """Return the repeated parts of a study, such as `5 folds of subjects, 3 seeds`."""
     number = len(plan["folds"])
-    cut = f"{number} folds of {plan['by']}" if number else "one test set"
+    cut = "one test set"
     if plan["leave_one_out"]:
         cut = f"leave one of {number} {plan['by']} out"
+    elif number:
+        cut = f"{number} folds of {plan['by']}"
     return f"{cut}, {amount(len(plan['seeds']), 'seed')}"
 
 
@@ -630,12 +634,16 @@ def _trainings(plan: dict[str, Any]) -> Iterator[Training]:
 
     With this order every prefix of the study is useful.
     """
-    width = len(str(max(1, len(plan["folds"]) - 1)))
+    numbers = [-1]
+    names = [""]
+    if plan["folds"]:
+        numbers = [*range(len(plan["folds"]))]
+        width = len(str(max(1, len(numbers) - 1)))
+        names = [f"fold_{fold:0{width}}_" for fold in numbers]
     for seed in plan["seeds"]:
-        for fold in range(len(plan["folds"])) if plan["folds"] else [-1]:
+        for fold in numbers:
             for n in range(len(plan["configs"])):
-                cut = f"fold_{fold:0{width}}_" if fold >= 0 else ""
-                yield Training(n, fold, seed, f"{_folder_of(plan, n)}{cut}seed_{seed}")
+                yield Training(n, fold, seed, f"{_folder_of(plan, n)}{names[fold]}seed_{seed}")
 
 
 def _folder_of(plan: dict[str, Any], n: int) -> str:
@@ -656,17 +664,16 @@ def result(plan: dict[str, Any], folder: Path, each: Training) -> dict[str, Any]
         found = json.loads((folder / each.name / TEST).read_bytes())
         found["metrics"][found["monitor"]]
         of_others = each.fold >= 0 and {*found["sources"]} != {*plan["folds"][each.fold]["test"]}
-        return None if of_others else dict(found)
+        if not of_others:
+            return dict(found)
     return None
-
-
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _brief(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -682,18 +689,19 @@ def results(plan: dict[str, Any], folder: Path, task: type[Task]) -> dict[str, A
     """Return the contents of study.json: the numbers of the tested trainings."""
     taken = [(each, result(plan, folder, each)) for each in _trainings(plan)]
     runs = [each.of(found) for each, found in taken if found is not None]
-    about = {
+    names = [" ".join(words) or Path(plan["task"]).stem for words in plan["configs"]]
+    return {
         "task": plan["task"],
         "monitor": str(task.monitor),
         "higher_is_better": bool(task.higher_is_better),
-    }
-    about |= {
         "what": described(plan),
         "by": plan["by"],
         "seeds": plan["seeds"],
         "folds": plan["folds"],
+        "words": plan["words"],
+        "val_share": plan["val_share"],
+        "data": plan["data"],
+        "trainings": len(taken),
+        "tested": len(runs),
+        **of_study(names, runs, len(plan["folds"])),
     }
-    about |= {"words": plan["words"], "val_share": plan["val_share"], "data": plan["data"]}
-    about |= {"trainings": len(taken), "tested": len(runs)}
-    names = [" ".join(words) or Path(plan["task"]).stem for words in plan["configs"]]
-    return about | of_study(names, runs, len(plan["folds"]))
