@@ -85,17 +85,15 @@ class Documents(Shards):
 
     def __getitems__(self, indices: list[int], seeds: Tensor) -> Batch:
         texts = [text_of(sample) for sample in self.read(indices)]
-        chars, weight = (
-            torch.zeros(len(texts), self.length + 1, dtype=torch.int64),
-            torch.zeros(len(texts), self.length),
-        )
-        for n, (text, drawn) in enumerate(
-            zip(texts, uniform(seeds, 1)[:, 0].tolist(), strict=True)
-        ):
-            first = int(drawn * max(1, len(text) - self.length))
+        draws = uniform(seeds, 1)[:, 0].tolist()
+        chars = torch.zeros(len(texts), self.length + 1, dtype=torch.int64)
+        weight = torch.zeros(len(texts), self.length)
+        for n, text in enumerate(texts):
+            first = int(draws[n] * max(1, len(text) - self.length))
             part = torch.tensor([*text[first : first + self.length + 1]])
+            chars[n, : len(part)] = part
             # Characters after the end of a short text have weight 0.
-            chars[n, : len(part)], weight[n, : len(part) - 1] = part, 1.0
+            weight[n, : len(part) - 1] = 1.0
         spaces = chars == ord(" ")
         weight[spaces[:, 1:] & spaces[:, :-1]] *= self.indent_weight
         return {"x": chars[:, :-1], "y": chars[:, 1:], "weight": weight}
@@ -132,10 +130,8 @@ class Task(contract.Task):
             raise LockstepError(
                 f"a text of {len(text)} characters", "text", "a longer one, or text.length"
             )
-        parts = (slice(0, cut), True), (slice(cut, None), False)
-        train, val = (
-            Windows(chars[part], weight[part], cfg.length, drawn) for part, drawn in parts
-        )
+        train = Windows(chars[:cut], weight[:cut], cfg.length, drawn=True)
+        val = Windows(chars[cut:], weight[cut:], cfg.length, drawn=False)
         self.text = (
             f"{len(text)} characters, {len(self.chars)} different; {len(train)} windows "
             f"of {cfg.length} to train on"
@@ -185,10 +181,8 @@ class GPT(nn.Module):
 
     def __init__(self, chars: int, length: int, width: int, layers: int, heads: int):
         super().__init__()
-        self.embed, self.place = (
-            nn.Embedding(chars, width),
-            nn.Parameter(0.02 * torch.randn(length, width)),
-        )
+        self.embed = nn.Embedding(chars, width)
+        self.place = nn.Parameter(0.02 * torch.randn(length, width))
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, chars, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)

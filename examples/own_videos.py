@@ -73,16 +73,13 @@ def write_video(path: Path, frames: np.ndarray) -> None:
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=FPS)
-        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = (
-            SIZE,
-            SIZE,
-            "yuv420p",
-            2_000_000,
-        )
+        stream.width = SIZE
+        stream.height = SIZE
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 2_000_000
         for frame in frames:
-            for packet in stream.encode(
-                av.VideoFrame.from_ndarray(frame, format="gray").reformat(format="yuv420p")
-            ):
+            picture = av.VideoFrame.from_ndarray(frame, format="gray").reformat(format="yuv420p")
+            for packet in stream.encode(picture):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)

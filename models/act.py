@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from models.layers import normal_quantiles, sine_code
 from models.resnet import DEPTHS, ResNet
 
-STATE, ENVIRONMENT, ACTION, PADDED = (
-    "observation.state",
-    "observation.environment_state",
-    "action",
-    "action_is_pad",
-)
+STATE = "observation.state"
+ENVIRONMENT = "observation.environment_state"
+ACTION = "action"
+PADDED = "action_is_pad"
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
@@ -333,10 +331,8 @@ class ACT(nn.Module):
         }
         vectors = [self.encoder_latent_input_proj(latent)]
         vectors += [getattr(self, projections[name])(inputs[name]) for name in self.vectors]
-        tokens, positions = (
-            [torch.stack(vectors, 1)],
-            [self.encoder_1d_feature_pos_embed.weight[None]],
-        )
+        tokens = [torch.stack(vectors, 1)]
+        positions = [self.encoder_1d_feature_pos_embed.weight[None]]
         for name in self.cameras:
             # (B, W, H / 32, W / 32)
             features = self.encoder_img_feat_input_proj(self.backbone(inputs[name]))
@@ -369,11 +365,9 @@ class TemporalEnsemble:
             self.weight = torch.zeros_like(chunk[..., :1])  # (B, T, 1)
             self.count = torch.zeros_like(self.weight)
         weight = torch.exp(-self.coefficient * self.count)
-        self.total, self.weight, self.count = (
-            self.total + weight * chunk,
-            self.weight + weight,
-            self.count + 1,
-        )
+        self.total = self.total + weight * chunk
+        self.weight = self.weight + weight
+        self.count = self.count + 1
         action = self.total[:, 0] / self.weight[:, 0]
         self.total, self.weight, self.count = (
             F.pad(kept[:, 1:], (0, 0, 0, 1)) for kept in (self.total, self.weight, self.count)

@@ -53,12 +53,9 @@ class GroupNormOfHalf(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float
     ) -> Tensor:
-        ctx.sizes = n, c, size, _ = (
-            len(x),
-            x.shape[1],
-            x.numel() // max(1, len(x) * x.shape[1]),
-            groups,
-        )
+        n, c = x.shape[:2]
+        size = x.numel() // max(1, n * c)
+        ctx.sizes = n, c, size, groups
         y, mean, rstd = torch.native_group_norm(
             x.float().contiguous(), weight, bias, n, c, size, groups, eps
         )

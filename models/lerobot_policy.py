@@ -269,13 +269,11 @@ class Adapted(Policy):
         exact: bool = False,
     ):
         super().__init__(Net(policy), statistics, cameras)  # type: ignore[arg-type]
-        self.make, self.weigh, self.uniform, self.spread, self.exact = (
-            pipelines,
-            weigh,
-            uniform,
-            spread,
-            exact,
-        )
+        self.make = pipelines
+        self.weigh = weigh
+        self.uniform = uniform
+        self.spread = spread
+        self.exact = exact
         self.made: tuple[Any, Any] | None = None
         self.of_each = "reduction" in inspect.signature(policy.forward).parameters
         self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "made", None))

@@ -71,12 +71,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="number of processes (default: one per core, at most 8)",
     )
-    asked = parser.parse_args(argv)
-    if shard_cache.is_url(asked.root) and not asked.to and not asked.verify:
+    options = parser.parse_args(argv)
+    if shard_cache.is_url(options.root) and not options.to and not options.verify:
         parser.error("an address cannot be written: give a folder in --to")
-    if asked.verify and (asked.to or asked.names):
+    if options.verify and (options.to or options.names):
         parser.error("--verify takes the shards that the index names")
-    return asked
+    return options
 
 
 class Found(NamedTuple):
@@ -133,27 +133,28 @@ def _looked(
 # --------------------------------------------------------------------------------------------------
 
 
-def names_of(asked: argparse.Namespace) -> list[str]:
+def names_of(options: argparse.Namespace) -> list[str]:
     """Return the names of the shards, relative to the root.
 
     Raises LockstepError for no shard, for a name that is given twice, and for several kinds.
     """
-    names = [each for pattern in asked.names for each in counted(pattern)] or listed(asked.root)
+    names = [each for pattern in options.names for each in counted(pattern)] or listed(options.root)
     kinds = Counter(Path(name).suffix[1:] for name in names)
     if not names or not kinds.keys() <= SCANS.keys():
         other = next((name for name in names if Path(name).suffix[1:] not in SCANS), "")
         raise LockstepError(
             f"{other} is no shard" if other else "no shards there",
-            asked.root,
+            options.root,
             f"give files that end in .{', .'.join(SCANS)}, not compressed",
         )
     if len(kinds) > 1:
         what = " and ".join(f"{count} .{kind}" for kind, count in sorted(kinds.items()))
         raise LockstepError(
-            f"shards of several kinds: {what}", asked.root, "index each kind on its own: --names"
+            f"shards of several kinds: {what}", options.root, "index each kind on its own: --names"
         )
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise LockstepError(f"{twice[0]} is given twice", "--names", "give each shard once")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise LockstepError(f"{name} is given twice", "--names", "give each shard once")
     return names
 
 
@@ -203,28 +204,29 @@ def listed(root: str) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def index(asked: argparse.Namespace) -> str:
+def index(options: argparse.Namespace) -> str:
     """Write the index. Return the text to print."""
-    names = names_of(asked)
-    found = [*_looked(asked.root, [(name, -1) for name in names], asked.processes, "Indexing")]
-    _check(found, asked.root)
-    folder = asked.to or Path(asked.root)
+    names = names_of(options)
+    found = [*_looked(options.root, [(name, -1) for name in names], options.processes, "Indexing")]
+    _check(found, options.root)
+    folder = options.to or Path(options.root)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [
-        Shard(each.name, each.bytes, each.scanned.samples, each.sha256)
-        for each in found
-        if each.scanned
-    ]
-    offsets = b"".join(
-        each.scanned.offsets.astype("<i8").tobytes() for each in found if each.scanned
-    )
+    shards = []
+    parts = []
+    held = 0  # bytes of the largest row group
+    for each in found:
+        if each.scanned:
+            shards.append(Shard(each.name, each.bytes, each.scanned.samples, each.sha256))
+            parts.append(each.scanned.offsets.astype("<i8").tobytes())
+            held = max(held, each.scanned.held)
+    offsets = b"".join(parts)
     there: Shard | None = None
     if offsets:
         digest = hashlib.sha256(offsets).hexdigest()
         there = Shard(f"shards-{digest[:12]}.offsets", len(offsets), 0, digest)
         write_atomically(folder / there.name, lambda file: file.write(offsets))
-    held = max(each.scanned.held for each in found if each.scanned)
-    away = "" if folder.resolve() == Path(asked.root).resolve() else asked.root
+
+    away = "" if folder.resolve() == Path(options.root).resolve() else options.root
     root = away if shard_cache.is_url(away) or not away else os.path.abspath(away)
     made = Index(Path(names[0]).suffix[1:], shards, root, there, held)
     # Written last, because the index names the file of offsets.
@@ -243,26 +245,24 @@ def index(asked: argparse.Namespace) -> str:
 
 def _check(found: Sequence[Found], root: str) -> None:
     """Raise LockstepError for the first shard with a fault. Print the next 19 faults."""
-    if faults := [each.fault for each in found if each.fault]:
-        for fault in faults[1:20]:
-            print(f"error: {fault}", file=sys.stderr)
-        more = (
-            f" ({amount(len(faults), 'shard')} of {len(found)} in {root})"
-            if len(faults) > 1
-            else ""
-        )
-        raise LockstepError(faults[0] + more, exit_code=5)
+    faults = [each.fault for each in found if each.fault]
+    for fault in faults[1:20]:
+        print(f"error: {fault}", file=sys.stderr)
+    if len(faults) > 1:
+        faults[0] += f" ({amount(len(faults), 'shard')} of {len(found)} in {root})"
+    if faults:
+        raise LockstepError(faults[0], exit_code=5)
 
 
-def verify(asked: argparse.Namespace) -> str:
+def verify(options: argparse.Namespace) -> str:
     """Return the text to print if all shards match the index. Raises LockstepError."""
-    there = read_index(asked.root)
-    root = there.root or asked.root
-    offsets = np.frombuffer(_offsets(there, asked.root), dtype="<i8")
+    there = read_index(options.root)
+    root = there.root or options.root
+    offsets = np.frombuffer(_offsets(there, options.root), dtype="<i8")
     checked = list[Found]()
     work = [(shard.name, shard.bytes if shard_cache.is_url(root) else -1) for shard in there.shards]
     for shard, found in zip(
-        there.shards, _looked(root, work, asked.processes, "Verifying"), strict=True
+        there.shards, _looked(root, work, options.processes, "Verifying"), strict=True
     ):
         if not found.fault and (found.bytes, found.sha256) != (shard.bytes, shard.sha256):
             what = f"{found.bytes:,} bytes with the SHA-256 {found.sha256[:12]}…"
@@ -297,5 +297,7 @@ def _offsets(there: Index, root: str) -> bytes:
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = parse(argv)
-    return printed(lambda: verify(asked) if asked.verify else index(asked), Path(asked.root))
+    options = parse(argv)
+    return printed(
+        lambda: verify(options) if options.verify else index(options), Path(options.root)
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.errors import LockstepError
+from tools.names import some_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,9 +35,7 @@ def find_raw(
         if path.suffix.lower() in endings and made not in path.parents
     )
     if yours:
-        names = ", ".join(
-            [str(path.relative_to(folder)) for path in yours[:3]] + ["..."] * (len(yours) > 3)
-        )
+        names = some_names([str(path.relative_to(folder)) for path in yours], 3)
         raise LockstepError(f"{names} but no {table}", str(folder), f"write it: {wanted}")
     raw = made / "raw"
     if not any(raw.glob(table)):

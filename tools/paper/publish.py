@@ -145,81 +145,83 @@ def main(argv: list[str]) -> int:
     add("--no-contents", action="store_true", help="hash no sample: counts without a root")
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
 
     def translate(words: list[str]) -> list[str]:
-        _check_asked(asked)
-        return of_run(asked.trust, words)
+        _check_options(options)
+        return of_run(options.trust, words)
 
-    return guarded([asked.run, *rest], partial(_publish, asked=asked), translate)
+    return guarded([options.run, *rest], partial(_publish, options=options), translate)
 
 
-def _check_asked(asked: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Raise LockstepError for options that are wrong for every run."""
-    if not asked.to:
+    if not options.to:
         raise LockstepError("no folder to write", "--to", "give the name of a new folder")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", asked.to.name):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", options.to.name):
         raise LockstepError(
-            f"{asked.to.name!r} is no name for a model",
+            f"{options.to.name!r} is no name for a model",
             "--to",
             "a model's name on the Hub has letters, digits, - _ and .",
         )
-    if asked.to.exists() or asked.to.is_symlink():
-        raise LockstepError(f"{asked.to} exists", "--to", "give a new folder: nothing is replaced")
-    if not asked.license:
+    if options.to.exists() or options.to.is_symlink():
+        raise LockstepError(
+            f"{options.to} exists", "--to", "give a new folder: nothing is replaced"
+        )
+    if not options.license:
         raise LockstepError(
             "nobody may use a model without a license",
             "--license",
             "give one such as mit or cc-by-4.0, or other with --license-name and --license-link",
         )
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", asked.license):
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", options.license):
         raise LockstepError(
-            f"{asked.license!r} is no license ID of the Hub",
+            f"{options.license!r} is no license ID of the Hub",
             "--license",
             "give such as mit, or other",
         )
-    extra = [bool(asked.license_name), bool(asked.license_link)]
-    if asked.license == "other" and not all(extra):
+    extra = [bool(options.license_name), bool(options.license_link)]
+    if options.license == "other" and not all(extra):
         raise LockstepError(
             "which other license?", "--license", "give --license-name and --license-link"
         )
-    if asked.license != "other" and any(extra):
+    if options.license != "other" and any(extra):
         raise LockstepError(
-            f"{asked.license} needs no name and no link",
+            f"{options.license} needs no name and no link",
             "--license",
             "drop them, or give --license other",
         )
-    for option, names in (("--dataset", asked.dataset), ("--tag", asked.tag)):
+    for option, names in (("--dataset", options.dataset), ("--tag", options.tag)):
         for name in names:
             if not re.fullmatch(r"[\w.:/-]{1,96}", name):
                 raise LockstepError(
                     f"{name!r} is no name on the Hub", option, "give such as user/name"
                 )
-    if asked.source and not re.fullmatch(r"https?://\S+", asked.source):
-        raise LockstepError(f"{asked.source!r} is no URL", "--source", "give such as https://...")
+    if options.source and not re.fullmatch(r"https?://\S+", options.source):
+        raise LockstepError(f"{options.source!r} is no URL", "--source", "give such as https://...")
 
 
-def _publish(args: config.Args, asked: argparse.Namespace) -> int:
+def _publish(args: config.Args, options: argparse.Namespace) -> int:
     """Write the folder and print a summary. Return the exit code. Raises LockstepError."""
     alone("one process writes it", "publish.py")
-    out: Path = asked.to
+    out: Path = options.to
     published.safetensors()  # fails now, because the next steps may take minutes
-    saved, state = _opened(args, asked)
+    saved, state = _opened(args, options)
     weights = _weights(saved)
-    study = asked.study and _study(asked.study)
+    study = options.study and _study(options.study)
     with contextlib.redirect_stdout(sys.stderr):
         print("Reading what it was trained on", flush=True)
-        _, seen = provenance.tell(args, not asked.no_contents)
+        _, seen = provenance.tell(args, not options.no_contents)
         print("Scoring the validation", flush=True)
-        results = _results(args, asked, saved, state)
+        results = _results(args, options, saved, state)
     if study:
         results["study"] = study
-    texts = _texts(args, asked, saved, state, weights, seen, results)
+    texts = _texts(args, options, saved, state, weights, seen, results)
     sha256 = digests.of_tensors(weights.items())
-    _write(out, weights, texts, _task_file(args.cfg.task, asked.with_task))
+    _write(out, weights, texts, _task_file(args.cfg.task, options.with_task))
     files = sorted(path.name for path in out.iterdir())
     step = saved.progress["step"]
-    if asked.json:
+    if options.json:
         summary = {"folder": str(out), "files": files, "sha256": sha256, "step": step}
         print(json.dumps(summary))
         return status.set_exit_code(errors.DONE)
@@ -227,9 +229,9 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
     for name in files:
         print(f"  {name:<20} {(out / name).stat().st_size / 1000:10.1f} kB")
     print(f"  weights              sha256 {sha256[:16]}")
-    if args.cfg.task.endswith(".py") and not asked.with_task:
+    if args.cfg.task.endswith(".py") and not options.with_task:
         print(f"note: whoever uses it needs {Path(args.cfg.task).name}, too (--with-task)")
-    if not asked.no_sources and seen.get("sources"):
+    if not options.no_sources and seen.get("sources"):
         print(f"note: it names {len(seen['sources'])} sources of the training data (--no-sources)")
     print(f"Wrote {out}; after a look at its README.md: hf upload USER/{out.name} {out}")
     return status.set_exit_code(errors.DONE)
@@ -239,17 +241,19 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[CheckpointState, dict[str, Any]]:
+def _opened(
+    args: config.Args, options: argparse.Namespace
+) -> tuple[CheckpointState, dict[str, Any]]:
     """Return the checkpoint, and the contents of the file.
 
     Raises LockstepError if the checkpoint is missing or cannot be published.
     """
     path = Path(args.cfg.resume)
     if not path.exists():
-        what = f"no checkpoint {asked.run!r}"
-        if Path(asked.run).is_dir():
+        what = f"no checkpoint {options.run!r}"
+        if Path(options.run).is_dir():
             what = "the run has no checkpoint yet"
-        raise LockstepError(what, asked.run, "let it train to its first evaluation", exit_code=3)
+        raise LockstepError(what, options.run, "let it train to its first evaluation", exit_code=3)
     find_checkpoint(str(path), None)  # compares the SHA-256 with the manifest
     state = archive.read(path)
     saved = checkpoint.parse_state(state, path)
@@ -344,12 +348,12 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/~-])(~|\.\.)?/([^\s/()]*/)*", "", text)
 
 
-# ---- what is said of it
-# ----------------------------------------------------------------------------------------------
+# ---- results, proof and texts
+# ------------------------------------------------------------------------------------------
 
 
 def _results(
-    args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
+    args: config.Args, options: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the metrics of the validation, scored now and as logged, and of an existing test."""
     assert saved.path
@@ -366,7 +370,7 @@ def _results(
         if scores.confusion is not None:
             validation |= {"classes": scores.classes, "confusion": scores.confusion.tolist()}
         validation["notes"] = scores.notes
-        if not asked.no_sources:
+        if not options.no_sources:
             validation["per_source"] = scores.by_source
     except LockstepError as error:  # a task without `score`, or without validation data
         validation["notes"] = [f"not scored: {without_paths(headline(error))}"]
@@ -380,7 +384,7 @@ def _results(
     weights = digests.of_tensors(state["model"].items())[:16]
     if tested and tested.get("sha256", {}).get("weights") == weights:
         names = ["count", "metrics", "classes", "confusion", "looks"]
-        if not asked.no_sources:
+        if not options.no_sources:
             names += ["by", "sources"]
         results["test"] = _chosen(tested, names)
     return results
@@ -442,13 +446,13 @@ def _spreads(metrics: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _proof(
-    args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
+    args: config.Args, options: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Return digests, machine and versions, and the command that reproduces the weights."""
     assert saved.path
     environment = read_json(saved.path.parent / "environment.json")
     replay = read_json(saved.path.parent / "replay.json")
-    name = asked.to.name
+    name = options.to.name
     command = "python train.py"
     if environment.get("processes", 1) != 1:
         processes = environment["processes"]
@@ -456,7 +460,7 @@ def _proof(
     if args.cfg.task.endswith(".py"):
         command += f" {name}/{Path(args.cfg.task).name}"
     left_out = []
-    if asked.no_sources:
+    if options.no_sources:
         for key, value in config.flatten(config.to_dict(args.cfg)).items():
             if value != without_names(value, key.rpartition(".")[2]):
                 left_out.append(key)
@@ -492,7 +496,7 @@ def _data_words(saved: CheckpointState) -> str:
 
 def _texts(
     args: config.Args,
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     saved: CheckpointState,
     state: dict[str, Any],
     weights: dict[str, Tensor],
@@ -506,7 +510,7 @@ def _texts(
     if args.cfg.task.endswith(".py"):
         cfg["task"] = Path(args.cfg.task).name
     seen |= {"checkpoint": Path(seen["checkpoint"]).name, "init_from": Path(seen["init_from"]).name}
-    if asked.no_sources:
+    if options.no_sources:
         for name in ("videos", "subjects", "groups"):
             known.pop(name, None)
         seen.pop("sources", None)
@@ -530,8 +534,8 @@ def _texts(
     classes = []
     if isinstance(known.get("classes"), list):
         classes = list(map(str, known["classes"]))
-    proof = _proof(args, asked, saved, state)
-    card = _card(args, asked, saved, cfg, weights, contents, classes, seen, results, proof)
+    proof = _proof(args, options, saved, state)
+    card = _card(args, options, saved, cfg, weights, contents, classes, seen, results, proof)
     texts = {
         published.CONFIG: yaml.safe_dump(cfg, sort_keys=False, allow_unicode=True),
         published.STATE: _dumped(contents, strict=False),
@@ -549,7 +553,7 @@ def _texts(
 
 def _card(
     args: config.Args,
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     saved: CheckpointState,
     cfg: dict[str, Any],
     weights: dict[str, Tensor],
@@ -575,17 +579,17 @@ def _card(
     began = [str(value) for key, value in flat.items() if BEGAN.search(key) and value]
     own = [value.numel() for name, value in weights.items() if name not in contents["tied"]]
     return model_card.Card(
-        name=asked.to.name,
-        license=asked.license,
-        license_name=asked.license_name or "",
-        license_link=asked.license_link or "",
+        name=options.to.name,
+        license=options.license,
+        license_name=options.license_name or "",
+        license_link=options.license_link or "",
         pipeline=pipeline,
-        tags=[*tags, *asked.tag],
-        datasets=asked.dataset,
+        tags=[*tags, *options.tag],
+        datasets=options.dataset,
         data=", ".join(names) or f"{Path(args.cfg.task).stem} (Lockstep)",
-        source=asked.source,
+        source=options.source,
         task=Path(args.cfg.task).name,
-        with_task=asked.with_task,
+        with_task=options.with_task,
         began=began,
         left_out=len(saved.left_out),
         robot=issubclass(task, robot.Task),

@@ -97,34 +97,34 @@ def main(argv: list[str]) -> int:
         help="print the numbers of the page as one JSON object on stdout",
     )
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
-    settings = [word for word in asked.runs if "=" in word and not Path(word).exists()]
-    asked.runs = [word for word in asked.runs if word not in settings]
-    asked.rest = [*settings, *rest]
+    options, rest = parser.parse_known_args(argv)
+    settings = [word for word in options.runs if "=" in word and not Path(word).exists()]
+    options.runs = [word for word in options.runs if word not in settings]
+    options.rest = [*settings, *rest]
     debug = [word for word in rest if word == "--debug"]
-    return guarded(debug[:1], lambda _: _report(asked))
+    return guarded(debug[:1], lambda _: _report(options))
 
 
-def _report(asked: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> int:
     """Write the page and print a summary. Return the exit code. Raises LockstepError."""
     alone("a report is made by one process", "report.py")
-    study = _check_options(asked)
+    study = _check_options(options)
     # Check the words of all runs before the first run is scored.
-    words = [of_run(asked.trust, [run, *asked.rest]) for run in asked.runs]
+    words = [of_run(options.trust, [run, *options.rest]) for run in options.runs]
     with contextlib.redirect_stdout(sys.stderr):
-        runs = list(map(_read, asked.runs, words, itertools.repeat(asked)))
+        runs = list(map(_read, options.runs, words, itertools.repeat(options)))
         _name_apart(runs)
         if study:
             for run in runs:
                 run.name = os.path.relpath(run.folder, study)
-        page = _page(runs, asked)
-    write_atomically(asked.out, lambda file: file.write(page))
+        page = _page(runs, options)
+    write_atomically(options.out, lambda file: file.write(page))
     for run in runs:
         for note in run.notes:
             print(f"warning: {run.name}: {note}", file=sys.stderr)
-    if asked.json:
+    if options.json:
         summary = {
-            "report": str(asked.out),
+            "report": str(options.out),
             "bytes": len(page),
             "runs": list(map(_as_json, runs)),
         }
@@ -133,11 +133,11 @@ def _report(asked: argparse.Namespace) -> int:
     names = ", ".join([run.name for run in runs])
     if study:
         names = f"{study}, {amount(len(runs), 'run')}"
-    print(f"Wrote {asked.out} ({len(page) / 1e6:.2f} MB): {names}")
+    print(f"Wrote {options.out} ({len(page) / 1e6:.2f} MB): {names}")
     return status.set_exit_code(errors.DONE)
 
 
-def _check_options(asked: argparse.Namespace) -> str:
+def _check_options(options: argparse.Namespace) -> str:
     """Complete the options, and read the study. Return the folder of the study, or no text.
 
     Raises LockstepError.
@@ -145,28 +145,28 @@ def _check_options(asked: argparse.Namespace) -> str:
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
         raise LockstepError(f"{' and '.join(missing)} not installed", "report.py", EXTRA)
-    if not asked.runs:
+    if not options.runs:
         raise LockstepError("no run", "the first word", "give the folder of a run")
-    out = asked.out = asked.out or _free()
+    out = options.out = options.out or _free()
     if out.suffix not in (".html", ".htm") or not out.parent.is_dir() or out.is_dir():
         raise LockstepError(
             f"{out} is not the name of a page",
             "--out",
             "give one that ends in .html, in a folder that is there",
         )
-    asked.study = None
-    studies: list[str] = [run for run in asked.runs if (Path(run) / STUDY).is_file()]
+    options.study = None
+    studies: list[str] = [run for run in options.runs if (Path(run) / STUDY).is_file()]
     if not studies:
         return ""
     study = studies[0]
-    if len(asked.runs) > 1:
+    if len(options.runs) > 1:
         raise LockstepError("a study is a page of its own", study, "give it alone")
-    asked.study = load(Path(study))
-    asked.no_samples = True
-    asked.runs = []
-    for each in asked.study["configs"]:
-        asked.runs += [str(Path(study) / run["folder"]) for run in each["runs"]]
-    if not asked.runs:
+    options.study = load(Path(study))
+    options.no_samples = True
+    options.runs = []
+    for each in options.study["configs"]:
+        options.runs += [str(Path(study) / run["folder"]) for run in each["runs"]]
+    if not options.runs:
         raise LockstepError(
             "no training of the study is tested yet", study, "let tools/study.py go on"
         )
@@ -259,7 +259,7 @@ def number(value: Any) -> float:
         return math.inf
 
 
-def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
+def _read(given: str, words: list[str], options: argparse.Namespace) -> Run:
     """Return the contents of a run. A file that cannot be read becomes a note, not an error."""
     folder = Path(given)
     if not folder.is_dir():
@@ -284,30 +284,30 @@ def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
             yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         )
     try:
-        _score(run, command.read(words, tasks), asked)
+        _score(run, command.read(words, tasks), options)
     except config.EarlyExit:
         raise
     except Exception as error:  # the page then shows the rest
         run.notes.append(f"Not scored: {headline(error) or type(error).__name__}")
-        if "--debug" in asked.rest:
+        if "--debug" in options.rest:
             raise
     return run
 
 
-def _score(run: Run, args: config.Args, asked: argparse.Namespace) -> None:
+def _score(run: Run, args: config.Args, options: argparse.Namespace) -> None:
     """Read the checkpoint of a run, and score the split. Raises LockstepError."""
     task = tasks.load(args.cfg.task)
     run.monitor = str(task.monitor)
     run.higher_is_better = bool(task.higher_is_better)
     run.defaults = _defaults(run, args.cfg)
-    if not run.of("eval") and asked.split == "val" and run.log:
+    if not run.of("eval") and options.split == "val" and run.log:
         run.notes.append("Nothing has been evaluated.")
     path = Path(args.cfg.resume)
     if not path.exists():
         raise LockstepError("there is no checkpoint yet")
     run.checkpoint = read_checkpoint(path)
-    if not asked.no_samples:
-        run.scores = score(args, asked.split, asked.worst)
+    if not options.no_samples:
+        run.scores = score(args, options.split, options.worst)
         run.notes += run.scores.notes
 
 
@@ -352,7 +352,7 @@ def _name_apart(runs: list[Run]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
+def _page(runs: list[Run], options: argparse.Namespace) -> bytes:
     """Return the HTML page, encoded in UTF-8."""
     import jinja2
 
@@ -366,10 +366,10 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
         for name, text in _facts(run).items():
             facts.setdefault(name, [""] * len(runs))[n] = text
     text = template.render(
-        title=_title(runs, asked.study),
-        runs=list(map(_about, runs, itertools.count(), itertools.repeat(asked))),
+        title=_title(runs, options.study),
+        runs=list(map(_about, runs, itertools.count(), itertools.repeat(options))),
         facts=list(facts.items()),
-        study=asked.study and _about_study(asked.study),
+        study=options.study and _about_study(options.study),
         panels=_panels(runs),
         differing=_differing(runs),
         command=shlex.join(["python", "tools/report.py", *sys.argv[1:]]),
@@ -557,7 +557,7 @@ def _differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
+def _about(run: Run, n: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the template for one run."""
     changed = run.changed()
     return {
@@ -567,7 +567,7 @@ def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
         "notes": run.notes,
         "monitor": run.monitor,
         "scores": run.scores,
-        "metrics": _metrics(run, asked),
+        "metrics": _metrics(run, options),
         "per_source": _per_source(run),
         **_of_scores(run.scores),
         "most_dims": figures.MOST_DIMS,
@@ -604,7 +604,7 @@ def _of_scores(scores: Scores | None) -> dict[str, Any]:
     return shown_parts
 
 
-def _metrics(run: Run, asked: argparse.Namespace) -> list[dict[str, Any]]:
+def _metrics(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each metric: as recorded at the checkpoint's step, and as scored now.
 
     `part` is true for a metric of a group, such as the metric of a class.
@@ -614,7 +614,7 @@ def _metrics(run: Run, asked: argparse.Namespace) -> list[dict[str, Any]]:
     if run.scores:
         now = run.scores.metrics
     for line in run.of("eval"):
-        if not run.checkpoint or (asked.split == "val" and line["step"] == run.checkpoint.step):
+        if not run.checkpoint or (options.split == "val" and line["step"] == run.checkpoint.step):
             recorded = line
     return [
         {"name": name, "recorded": recorded.get(name), "now": now.get(name), "part": "/" in name}

@@ -110,16 +110,10 @@ def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
                     ax.axvline(step, color=colour(curve.run), linewidth=0.8, linestyle=":")
                 continue
             dots = "o" if curve.kind == "val" or len(x) == 1 else ""
-            thin = curve.kind == "train" and any(other.kind == "val" for other in given)
-            ax.plot(
-                x,
-                y,
-                marker=dots,
-                markersize=3.5,
-                linewidth=0.9 if thin else 1.6,
-                alpha=0.6 if thin else 1,
-                **about,
-            )
+            style = {"linewidth": 1.6, "alpha": 1}
+            if curve.kind == "train" and any(other.kind == "val" for other in given):
+                style = {"linewidth": 0.9, "alpha": 0.6}
+            ax.plot(x, y, marker=dots, markersize=3.5, **style, **about)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.set_xlabel("step")
         return _svg(figure)
@@ -133,11 +127,10 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     kept = []
     for part in np.array_split(np.arange(len(y)), MOST_POINTS // 2):
         known = part[np.isfinite(y[part])]
-        kept += (
-            sorted({known[y[known].argmin()], known[y[known].argmax()]})
-            if len(known)
-            else [part[0]]
-        )
+        if len(known):
+            kept += sorted({known[y[known].argmin()], known[y[known].argmax()]})
+        else:
+            kept.append(part[0])
     return x[kept], y[kept]
 
 
@@ -157,11 +150,9 @@ def ranges(windows: Sequence[np.ndarray]) -> Ranges | None:
     spread = np.where(known & (high > low), np.where(known, high, 1) - np.where(known, low, 0), 0)
     moving = spread[spread > 0]
     differ = len(moving) > 1 and bool(moving.max() > 20 * moving.min())
-    return (
-        (np.where(known, low, 0), np.where(spread > 0, spread, 1))
-        if differ or len(low) > MOST_LANES
-        else None
-    )
+    if not differ and len(low) <= MOST_LANES:
+        return None
+    return np.where(known, low, 0), np.where(spread > 0, spread, 1)
 
 
 def _lanes(window: np.ndarray) -> np.ndarray:
@@ -193,9 +184,8 @@ def beside(recorded: np.ndarray, predicted: np.ndarray) -> str:
     """Draw predicted over recorded values (T, dims): a plot for each of MOST_DIMS dims."""
     from matplotlib import rc_context
 
-    recorded, predicted = (
-        np.asarray(each, np.float64).reshape(len(each), -1) for each in (recorded, predicted)
-    )
+    recorded = np.asarray(recorded, np.float64).reshape(len(recorded), -1)
+    predicted = np.asarray(predicted, np.float64).reshape(len(predicted), -1)
     dims = min(MOST_DIMS, recorded.shape[1])
     columns = 1 if dims == 1 else 2
     with rc_context(STYLE):

@@ -130,19 +130,15 @@ class Scores:
         precision, recall, f1 = precision_recall_f1(self.confusion)
         columns = zip(
             self.classes,
-            precision,
-            recall,
-            f1,
-            self.confusion.sum(1),
-            self.confusion.sum(0),
+            precision.tolist(),
+            recall.tolist(),
+            f1.tolist(),
+            self.confusion.sum(1).tolist(),
+            self.confusion.sum(0).tolist(),
             strict=True,
         )
         names = ("name", "precision", "recall", "f1", "count", "predicted")
-        rows = [dict(zip(names, row, strict=True)) for row in columns]
-        return [
-            {name: value if name == "name" else value.item() for name, value in row.items()}
-            for row in rows
-        ]
+        return [dict(zip(names, row, strict=True)) for row in columns]
 
 
 @dataclass
@@ -197,10 +193,8 @@ class _Totals:
     def __init__(self, loaded: LoadedModel):
         self.task: Task = loaded.task
         self.device = loaded.device
-        self.sums, self.collected = (
-            Gathered("score"),
-            Gathered("collect", self.task.collect_limit_mb),
-        )
+        self.sums = Gathered("score")
+        self.collected = Gathered("collect", self.task.collect_limit_mb)
         self.besides = Sums()  # sums of the trials
 
     def add(self, loaded: LoadedModel, batch: Batch, number: int, *others: _Totals) -> None:
@@ -209,11 +203,9 @@ class _Totals:
         seed_generators(loaded.device, "score", task.cfg.seed, number)
         with loaded.precision.autocast():
             sums = check("score", task.score(loaded.model, batch))
-            values = (
-                check("collect", task.collect(loaded.model, batch), samples)
-                if collects(task)
-                else None
-            )
+            values = None
+            if collects(task):
+                values = check("collect", task.collect(loaded.model, batch), samples)
         for each in (self, *others):
             each.sums.add(sums)
             if values is not None:
@@ -247,19 +239,23 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
         notes.append("The task's `report` gives no metrics of this split alone.")
     confusion, classes = _confusion(summed, list(getattr(task, "classes", None) or []))
     sources, note = _sources(dataset, count)
-    notes += [note] if note else []
+    if note:
+        notes.append(note)
     losses, true, guess = np.full(count, np.nan), np.full(count, -1), np.full(count, -1)
     totals: dict[str, _Totals] = {}
     known, episodes = False, list[str]()
     for n in tqdm(range(count), "One by one", unit="sample", disable=None):
         batch, one = _batch(loaded, dataset, [n]), _Totals(loaded)
         parts = _parts(batch, only=EPISODE) if sources is None else {}
+        name = sources[n] if sources else ""
         if EPISODE in parts:
-            episodes.append(f"episode {int(parts[EPISODE])}")
-        name = sources[n] if sources else episodes[n] if len(episodes) > n else ""
+            name = f"episode {int(parts[EPISODE])}"
+            episodes.append(name)
         one.add(loaded, batch, n, totals.setdefault(name, _Totals(loaded)))
         loss, sums = _loss_of(one)
-        known, losses[n] = known or loss is not None, np.nan if loss is None else loss
+        if loss is not None:
+            known = True
+            losses[n] = loss
         true[n], guess[n] = _cell(sums, confusion)
     sources = sources or (episodes if len(episodes) == count else None)
     by_source = {name: each.report()[0] for name, each in totals.items()} if sources else {}
@@ -328,7 +324,9 @@ def _cell(sums: Sums, confusion: np.ndarray | None) -> tuple[int, int]:
     if confusion is None:
         return -1, -1
     cells = sums["confusion"].nonzero()
-    return (int(cells[0, 0]), int(cells[0, 1])) if len(cells) == 1 else (-1, -1)
+    if len(cells) != 1:
+        return -1, -1
+    return int(cells[0, 0]), int(cells[0, 1])
 
 
 def _sources(dataset: Any, count: int) -> tuple[list[str] | None, str]:
@@ -402,21 +400,22 @@ def _action_of(sample: Sample) -> str:
     """
     if EPISODE not in sample.parts:
         return ""
-    return next((name for name in pairs(sample) if sample.parts[name].ndim == 2), "")
+    for name in pairs(sample):
+        if sample.parts[name].ndim == 2:
+            return name
+    return ""
 
 
 def pairs(sample: Sample) -> list[str]:
     """Return the names of float arrays that are recorded and predicted in the same shape."""
-    return [
-        name
-        for name, value in sample.predicted.items()
-        if isinstance(value, np.ndarray)
-        and value.ndim
-        and value.size > 1
-        and name in sample.parts
-        and sample.parts[name].shape == value.shape
-        and value.dtype.kind == "f"
-    ]
+    names = []
+    for name, value in sample.predicted.items():
+        if not isinstance(value, np.ndarray) or name not in sample.parts:
+            continue
+        chunk = value.ndim and value.size > 1 and value.dtype.kind == "f"
+        if chunk and sample.parts[name].shape == value.shape:
+            names.append(name)
+    return names
 
 
 def _episode(
@@ -471,12 +470,13 @@ def _row(values: Any, n: int) -> Any:
     """Return the value of sample `n` as a number, a text, or an array."""
     value = [*values][n] if isinstance(values, Ragged) else values[n]
     if isinstance(value, Tensor):
-        value = (
-            value.detach().cpu().float().numpy()
-            if value.is_floating_point()
-            else value.detach().cpu().numpy()
-        )
-    return value.item() if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 else value
+        value = value.detach().cpu()
+        if value.is_floating_point():
+            value = value.float()
+        value = value.numpy()
+    if isinstance(value, np.ndarray | np.generic) and value.ndim == 0:
+        return value.item()
+    return value
 
 
 def _parts(batch: Batch, only: str = "") -> dict[str, np.ndarray]:

@@ -72,26 +72,26 @@ def main(argv: list[str]) -> int:
     )
     add("--csv", action="store_true", help="print a CSV of all columns")
     add("--json", action="store_true", help="print a JSON list of all columns")
-    asked = parser.parse_args(argv)
-    return guarded([], lambda _: _list(asked))
+    options = parser.parse_args(argv)
+    return guarded([], lambda _: _list(options))
 
 
-def _list(asked: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> int:
     alone("one process lists them", "runs.py")
-    if not asked.folder.is_dir():
-        raise LockstepError("no such folder", str(asked.folder), "give one with runs in it")
-    runs = sorted(map(read, found_in(asked.folder)), key=lambda run: _natural(run["folder"]))
-    if asked.sort != "folder":
-        column = COLUMN_OF_SORT.get(asked.sort, asked.sort)
+    if not options.folder.is_dir():
+        raise LockstepError("no such folder", str(options.folder), "give one with runs in it")
+    runs = sorted(map(read, found_in(options.folder)), key=lambda run: _natural(run["folder"]))
+    if options.sort != "folder":
+        column = COLUMN_OF_SORT.get(options.sort, options.sort)
         runs.sort(key=lambda run: _rank(run, column))
-    if asked.json:
+    if options.json:
         print(json.dumps([{name: run[name] for name in COLUMNS} for run in runs]))
-    elif asked.csv:
+    elif options.csv:
         table = csv.writer(sys.stdout, lineterminator="\n")
         table.writerow(COLUMNS)
         table.writerows([[_cell(run[name]) for name in COLUMNS] for run in runs])
     else:
-        print("\n".join(lines(runs, asked.folder)))
+        print("\n".join(lines(runs, options.folder)))
     return status.set_exit_code(errors.DONE)
 
 

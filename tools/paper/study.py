@@ -118,8 +118,8 @@ def main(argv: list[str]) -> int:
     add("--jobs", type=whole_number(1), metavar="J", help=what)
     add("--dry-run", action="store_true", help="print folds and trainings, and stop")
     add("--json", action="store_true", help="print study.json on stdout")
-    asked, words = parser.parse_known_args(argv)
-    return guarded(words, lambda args: _study(args, asked, words))
+    options, words = parser.parse_known_args(argv)
+    return guarded(words, lambda args: _study(args, options, words))
 
 
 def _seeds(text: str) -> list[int]:
@@ -132,23 +132,23 @@ def _seeds(text: str) -> list[int]:
     raise argparse.ArgumentTypeError(f"{text!r} are no seeds: give some such as 0,1,2")
 
 
-def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> int:
+def _study(args: config.Args, options: argparse.Namespace, words: list[str]) -> int:
     """Run the study and print the results. Return the exit code. Raises LockstepError."""
     alone("torchrun started this, which starts processes itself", "environment")
     aside: Any = contextlib.nullcontext()
-    if asked.json:
+    if options.json:
         aside = contextlib.redirect_stdout(sys.stderr)
     with aside:
-        study = Study(args, asked, words)
+        study = Study(args, options, words)
         print("\n".join(study.plan_lines()), flush=True)
-        if asked.dry_run:
+        if options.dry_run:
             return status.set_exit_code(errors.DONE)
         with study.owned():
             failed = study.run()
             found = results(study.plan, study.folder, study.task)
             print("\n".join(["", *lines(found)]), flush=True)
             print(f"\nWrote {', '.join(write(found, study.folder))} in {study.folder}", flush=True)
-    if asked.json:
+    if options.json:
         print((study.folder / STUDY).read_text(), end="")
     if failed:
         (first, problem), *_ = failed
@@ -210,10 +210,10 @@ class Study:
     free  the numbers of the jobs without a training
     """
 
-    def __init__(self, args: config.Args, asked: argparse.Namespace, words: list[str]):
-        self.asked, self.words, cfg = asked, words, args.cfg
-        self.folder = asked.out or Path("checkpoints") / f"study_{Path(cfg.task).stem}"
-        self.configs = [shlex.split(each) for each in asked.compare] or [[]]
+    def __init__(self, args: config.Args, options: argparse.Namespace, words: list[str]):
+        self.options, self.words, cfg = options, words, args.cfg
+        self.folder = options.out or Path("checkpoints") / f"study_{Path(cfg.task).stem}"
+        self.configs = [shlex.split(each) for each in options.compare] or [[]]
         self.of_each = [
             config.parse([*words, *more], tasks.load).cfg if more else cfg for more in self.configs
         ]
@@ -227,8 +227,8 @@ class Study:
             given = [self._settings(each, Path(scratch)) for each in self.trainings]
             self._try_sides(given[0])
         self.cards = cards.visible(cfg)
-        self.jobs = asked.jobs or min(
-            cards.jobs_for(self.cards, asked.processes), len(self.trainings)
+        self.jobs = options.jobs or min(
+            cards.jobs_for(self.cards, options.processes), len(self.trainings)
         )
         self.free = [*range(self.jobs)]
         self.stop, self.number = threading.Event(), int(signal.SIGINT)
@@ -237,18 +237,18 @@ class Study:
 
     def _check(self) -> None:
         """Raise LockstepError for settings that belong to the study, and for exclusive options."""
-        asked = self.asked
-        if asked.folds and asked.leave_one_out:
+        options = self.options
+        if options.folds and options.leave_one_out:
             raise LockstepError("--folds and --leave-one-out", "command line", "give one of them")
-        if asked.leave_one_out and asked.by and asked.by != asked.leave_one_out:
+        if options.leave_one_out and options.by and options.by != options.leave_one_out:
             raise LockstepError(
-                f"--by {asked.by}",
+                f"--by {options.by}",
                 "command line",
-                f"drop it: --leave-one-out {asked.leave_one_out}",
+                f"drop it: --leave-one-out {options.leave_one_out}",
             )
-        if not 0 < asked.val_share < 1:
+        if not 0 < options.val_share < 1:
             raise LockstepError(
-                f"--val-share {asked.val_share:g}", "command line", "give a share such as 0.125"
+                f"--val-share {options.val_share:g}", "command line", "give a share such as 0.125"
             )
         if len({*map(tuple, self.configs)}) < len(self.configs):
             raise LockstepError("two configs are the same", "--compare", "name each once")
@@ -266,7 +266,7 @@ class Study:
     @property
     def _cuts(self) -> bool:
         """Whether folds replace the config's test set."""
-        return bool(self.asked.folds or self.asked.leave_one_out)
+        return bool(self.options.folds or self.options.leave_one_out)
 
     def _kind(self) -> str:
         """Return the unit that is never divided.
@@ -274,7 +274,7 @@ class Study:
         Raises LockstepError if the task has no keys for the unit.
         """
         keys = self.task.split_keys
-        kind = self.asked.leave_one_out or self.asked.by or next(iter(keys), "sources")
+        kind = self.options.leave_one_out or self.options.by or next(iter(keys), "sources")
         if self._cuts and not keys:
             raise LockstepError(
                 f"the task {self.of_each[0].task} does not say which keys choose a split",
@@ -284,7 +284,7 @@ class Study:
         if keys and kind not in keys:
             raise LockstepError(
                 f"a split of {kind}",
-                "--leave-one-out" if self.asked.leave_one_out else "--by",
+                "--leave-one-out" if self.options.leave_one_out else "--by",
                 f"give one of {', '.join(keys)}",
             )
         return str(kind)
@@ -317,9 +317,11 @@ class Study:
                     "the datasets have no `sources`", "task", "say of each sample whom it is from"
                 )
             names.append(part_names)
-            labels.append(per_sample(part, "labels"))
+            values = per_sample(part, "labels")
+            if values is not None and values.dtype.kind in "iu":
+                labels.append(values)
         classes = np.zeros(sum(map(len, names)), np.int64)
-        if all(values is not None and values.dtype.kind in "iu" for values in labels):
+        if len(labels) == len(names):
             classes = np.concatenate(labels)
         groups, number = np.unique(np.concatenate(names), return_inverse=True)
         counts = np.zeros((len(groups), int(classes.max()) + 1), np.int64)
@@ -348,21 +350,21 @@ class Study:
 
     def _plan(self) -> dict[str, Any]:
         """Return the plan. Raises LockstepError for too few groups."""
-        asked, names = self.asked, self.names
+        options, names = self.options, self.names
         cut = list[dict[str, list[str]]]()
         if self._cuts:
-            number = len(names) if asked.leave_one_out else asked.folds
+            number = len(names) if options.leave_one_out else options.folds
             if not 1 < number <= len(names) or len(names) < 3:
                 raise LockstepError(
                     f"{number} folds of {len(names)} {self.kind}: {few(names, 6)}",
                     "the data",
                     f"give at least three {self.kind}, and as many as folds",
                 )
-            fold = folds(self.counts, number, asked.fold_seed)
+            fold = folds(self.counts, number, options.fold_seed)
             for n in range(number):
                 rest = np.flatnonzero(fold != n)
                 chosen = rest[
-                    part_to_validate(self.counts[rest], asked.val_share, asked.fold_seed, n)
+                    part_to_validate(self.counts[rest], options.val_share, options.fold_seed, n)
                 ]
                 cut.append(
                     {
@@ -375,12 +377,12 @@ class Study:
             "task": self.of_each[0].task,
             "words": self.words,
             "configs": self.configs,
-            "seeds": asked.seeds,
+            "seeds": options.seeds,
             "by": self.kind,
-            "leave_one_out": bool(asked.leave_one_out),
+            "leave_one_out": bool(options.leave_one_out),
             "folds": cut,
-            "val_share": asked.val_share,
-            "fold_seed": asked.fold_seed,
+            "val_share": options.val_share,
+            "fold_seed": options.fold_seed,
             "data": data,
         }
 
@@ -407,7 +409,7 @@ class Study:
 
     def _about_cards(self) -> list[str]:
         """Return a line on the GPUs of the trainings; empty for the usual number of GPUs."""
-        processes = self.asked.processes
+        processes = self.options.processes
         on = cards.place(0, self.jobs, self.cards, processes)
         if cards.shares(len(on), processes):
             return [f"of each training {cards.shared_by(len(on), processes)}"]
@@ -524,18 +526,20 @@ class Study:
 
     def _take_as(self, job: int, each: Training) -> str:
         """Train and test on the GPUs of a job, if there are any."""
-        on = cards.place(job, self.jobs, self.cards, self.asked.processes)
+        on = cards.place(job, self.jobs, self.cards, self.options.processes)
         env = cards.showing(on)
         backend = self.of_each[each.config].ddp.backend
         more = [
-            f"{k}={v}" for k, v in cards.sharing(len(on), self.asked.processes, backend).items()
+            f"{k}={v}" for k, v in cards.sharing(len(on), self.options.processes, backend).items()
         ]
         folder, began = self.folder / each.name, time.monotonic()
         words = self._settings(each, self.folder)
         if _state(folder) != "done":
             ended = self._watched(
                 each,
-                lambda tell: train_in(folder, [*words, *more], self.asked.processes, 0, tell, env),
+                lambda tell: train_in(
+                    folder, [*words, *more], self.options.processes, 0, tell, env
+                ),
             )
             if ended.code:
                 return self._failed(each, ended.problem)
@@ -544,7 +548,7 @@ class Study:
             test += ["--by", self.kind]
         test += more
         ended = self._watched(
-            each, lambda tell: run_script(test, self.asked.processes, lambda child: tell(), env)
+            each, lambda tell: run_script(test, self.options.processes, lambda child: tell(), env)
         )
         found = result(self.plan, self.folder, each)
         if ended.code or found is None:

@@ -181,25 +181,25 @@ def lines(study: dict[str, Any], most: int = 12) -> list[str]:
     return output
 
 
-def write(found: dict[str, Any], folder: Path) -> list[str]:
+def write(study: dict[str, Any], folder: Path) -> list[str]:
     """Write the files of the study.
 
     Return the names. Raises LockstepError if a file cannot be written.
     """
     texts = {
-        STUDY: json.dumps(_without_nan(found), indent=1) + "\n",
-        "study.csv": _csv(found),
-        "runs.csv": _runs_csv(found),
+        STUDY: json.dumps(_without_nan(study), indent=1) + "\n",
+        "study.csv": _csv(study),
+        "runs.csv": _runs_csv(study),
     }
-    texts["study.tex"] = latex(found)
+    texts["study.tex"] = latex(study)
     try:
         for name, text in texts.items():
             write_atomically(folder / name, partial(_fill, text.encode()))
-        if find_spec("matplotlib") is None or not found["tested"]:
-            return [*texts, "no plot (pip install matplotlib)"] if found["tested"] else [*texts]
+        if find_spec("matplotlib") is None or not study["tested"]:
+            return [*texts, "no plot (pip install matplotlib)"] if study["tested"] else [*texts]
         from tools.paper.study_figure import files
 
-        figures = files(found)
+        figures = files(study)
         for name, data in figures.items():
             write_atomically(folder / name, partial(_fill, data))
     except OSError as error:
@@ -216,13 +216,13 @@ def _fill(data: bytes, file: Any) -> None:
 def load(folder: Path) -> dict[str, Any]:
     """Return the contents of study.json. Raises LockstepError if the file is no study."""
     try:
-        found = _with_nan(json.loads((folder / STUDY).read_bytes()))
-        found["monitor"], [run["folder"] for each in found["configs"] for run in each["runs"]]
+        study = _with_nan(json.loads((folder / STUDY).read_bytes()))
+        study["monitor"], [run["folder"] for each in study["configs"] for run in each["runs"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise LockstepError(
             "not a study", str(folder / STUDY), "let tools/study.py write it again"
         ) from None
-    return dict(found)
+    return dict(study)
 
 
 def _with_nan(value: Any) -> Any:
@@ -314,20 +314,20 @@ def escaped(text: str) -> str:
     return "".join(SPECIAL.get(letter, letter) for letter in text)
 
 
-def latex(found: dict[str, Any]) -> str:
+def latex(study: dict[str, Any]) -> str:
     """Return the tables for a paper (\\usepackage{booktabs})."""
-    said = [f"% {escaped(found['task'])}: {escaped(found['what'])}; \\usepackage{{booktabs}}"]
-    if found["tested"] < found["trainings"]:
-        said.append(
-            f"% NOT COMPLETE: {found['tested']} of {found['trainings']} trainings are tested"
+    output = [f"% {escaped(study['task'])}: {escaped(study['what'])}; \\usepackage{{booktabs}}"]
+    if study["tested"] < study["trainings"]:
+        output.append(
+            f"% NOT COMPLETE: {study['tested']} of {study['trainings']} trainings are tested"
         )
-    for title, rows in all_tables(found):
-        said += [
+    for title, rows in all_tables(study):
+        output += [
             "",
             rf"% {escaped(title)}",
             rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}",
             r"\toprule",
         ]
         body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]
-        said += [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(said).rstrip() + "\n"
+        output += [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(output).rstrip() + "\n"
