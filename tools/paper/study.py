@@ -389,7 +389,9 @@ class Study:
     def plan_lines(self) -> list[str]:
         """Return the text that is printed before the first training."""
         plan, trainings = self.plan, len(self.trainings)
-        parts = [described(plan)] + [amount(len(self.configs), "config")] * (len(self.configs) > 1)
+        parts = [described(plan)]
+        if len(self.configs) > 1:
+            parts.append(amount(len(self.configs), "config"))
         found = [
             (
                 f"{Path(plan['task']).name}: {', '.join(parts)}: "
