@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine import hooks
 from engine.comm.shards import shard_like, to_local
 from engine.config import Optim
 from engine.contract import ChainedOptimizer, Task
@@ -172,10 +173,7 @@ def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
             "one global batch"
         )
         raise LockstepError(what, where, "return an optimizer whose step needs no closure")
-    if cfg.name != "adamw" or cfg.lr_scale:
-        key = "optim.lr_scale" if cfg.lr_scale else f"optim.name={cfg.name}"
-        todo = "drop the key, or change the task's `optimizer`"
-        raise LockstepError("the task brings its own optimizer", key, todo)
+    hooks.check_settings("optimizer", optim=cfg)
     held = {id(p) for p in parameters_of(own)}
     if outside := [name for name, p in trained.items() if id(p) not in held]:
         todo = "add what is to be trained, and freeze the rest"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine import private
+from engine import hooks, private
 from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.shards import row_range, to_local
@@ -48,43 +48,19 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
         return model
     half = torch.bfloat16 if cfg.ddp.gather_dtype == "bf16" else None
     group = group_size(cfg, world.size)
-    types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    scalar = next((name for name, p in model.named_parameters() if not p.ndim), "")
     through_gloo = (
         world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend()
     )
-    for wrong, what, todo in (
-        # A segmentation fault of two processes on one H200 (torch 2.11).
-        (
-            through_gloo,
-            "shards on GPUs through gloo",
-            "give each process a GPU and use NCCL, or ddp.strategy=ddp",
-        ),
-        (
-            task.num_trials,
-            "trials call the model on each rank by itself",
-            "make none, or use ddp.strategy=ddp",
-        ),
-        (half and precision != "bf16", "ddp.gather_dtype=bf16 without autocast", "add amp=bf16"),
-        (
-            len(types) > 1,
-            f"weights of several types, {' and '.join(sorted(types))}",
-            "give all of them one type",
-        ),
-        (
-            cfg.ddp.find_unused_parameters,
-            "ddp.find_unused_parameters=true",
-            "use every weight, or ddp.strategy=ddp",
-        ),
-        (scalar, f"the weight {scalar} has no rows to shard", "give it the shape (1,)"),
-        (
-            world.size % group,
-            f"{world.size} processes are no groups of {group} (ddp.shards)",
-            "give a divisor",
-        ),
-    ):
-        if wrong:
-            raise LockstepError(what, key, todo, everywhere=True)
+    hooks.check_settings(
+        "model",
+        cfg=cfg,
+        model=model,
+        task=task,
+        group=group,
+        processes=world.size,
+        precision=precision,
+        through_gloo=through_gloo,
+    )
     from torch.distributed.fsdp import (
         FSDPModule,
         MixedPrecisionPolicy,

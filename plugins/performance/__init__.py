@@ -43,7 +43,7 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
         mode = "off"  # one of the machines may lack a C compiler
     with sync_errors(world):
         if mode != "off":
-            compiler.check(mode, world.device, copies=bool(plan.devices))
+            compiler.check(mode, world.device)
     if torch.are_deterministic_algorithms_enabled() and (
         mode != "off" or world.device.type == "cuda"
     ):

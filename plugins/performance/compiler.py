@@ -45,12 +45,8 @@ def choose(wanted: str, device: torch.device, steps: int, plain: bool = True) ->
     return "default" if c_compiler else "off"
 
 
-def check(mode: str, device: torch.device, copies: bool) -> None:
-    """Raise LockstepError if a model cannot be compiled in this mode. `copies`: DataParallel makes
-    copies of it."""
-    if copies:
-        what = "a compiled model cannot be copied to other GPUs by DataParallel"
-        raise LockstepError(what, "compile", "use --multi-gpu ddp, or compile=off")
+def check(mode: str, device: torch.device) -> None:
+    """Raise LockstepError if the machine lacks the compiler that this mode needs."""
     if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
         raise LockstepError(what, "compile", "install g++, name one in CXX, or use compile=off")

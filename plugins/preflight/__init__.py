@@ -29,7 +29,7 @@ from engine.run import Run, environment
 from plugins.preflight import adds_up, resume_check
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.returned import check_returned
-from plugins.preflight.rules import check_together
+from plugins.preflight.rules import find_conflicts
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
 
@@ -191,4 +191,4 @@ def plan_rows(run: Run) -> dict[str, str]:
 
 hooks.returned.add(check_returned)
 hooks.plan_rows.add(plan_rows)
-hooks.settings.add(check_together)
+hooks.settings.add(find_conflicts)

@@ -30,12 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import config
+from engine import config, hooks
 from engine.comm import digests
 from engine.comm.shards import to_full
 from engine.contract import INFO_KEY
 from engine.data.batches import tree_leaves
-from engine.errors import LockstepError, console
+from engine.errors import console
 from engine.files.atomic import write_atomically
 from engine.run import Run, environment
 
@@ -49,25 +49,12 @@ class StepRecord:
     """(all ranks) Watch the step `cfg.record`, and write the file when it has been taken."""
 
     def __init__(self, run: Run, folder: Path):
-        plan, self.run, self.number = run.plan, run, run.cfg.record
+        self.run = run
+        self.number = run.cfg.record
         self.path = folder / f"record_step_{self.number}.npz"
         self.entries: list[dict[str, Any]] = []  # of this rank, each with its arrays
         self.micro: Any = None  # of the pass under way
-        hidden = {
-            "compile": plan.compile != "off",
-            "cuda_graph": run.cfg.cuda_graph,
-            "multi_gpu=dp": plan.devices,
-        }
-        if why := next((name for name, hides in hidden.items() if hides), ""):
-            raise LockstepError(
-                f"the modules of a step cannot be seen with {why}", "record", f"drop {why}"
-            )
-        if self.number > plan.total_steps:
-            raise LockstepError(
-                f"the run ends at step {plan.total_steps}",
-                f"record={self.number}",
-                "record one of it",
-            )
+        hooks.check_settings("record", cfg=run.cfg, plan=run.plan)
 
     def follow(self, steps: Iterable[Any]) -> Iterable[Any]:
         """Return the steps of an epoch, each with its passes followed."""
@@ -82,7 +69,7 @@ class StepRecord:
             yield from passes
             return
         modules = self.run.model.named_modules()
-        hooks = [
+        handles = [
             each.register_forward_hook(partial(self._output, name or "the model"))
             for name, each in modules
         ]
@@ -92,8 +79,8 @@ class StepRecord:
                 if name.split(".")[0] != INFO_KEY:
                     self._add("batch", name, leaf)
             yield batch, self.micro
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
     def _output(self, name: str, module: Any, given: Any, output: Any) -> None:
         self.calls[name] += 1
