@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine import hooks
 from engine.comm.shards import shard_like, to_local
-from engine.config import Optim
+from engine.config import GROUP_NAMES, Optim
 from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, few
 from engine.optim.fused import SGD, AdamW
@@ -241,10 +241,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 # ---- a checkpoint's state
 # -------------------------------------------------------------------------------------------
 
-OPTIONS = {f"optim.{name}": name for name in ("weight_decay", "eps", "momentum")}
-OPTIONS |= {"optim.beta1": "betas", "optim.beta2": "betas"}
-"""The names of keys in an optimizer's groups."""
-
 
 def load_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], changes: Iterable[str] = ()
@@ -254,7 +250,7 @@ def load_state(
 
     changes  keys of the config that differ from the checkpoint's
     """
-    options = {"lr_scale", *(OPTIONS[key] for key in changes if key in OPTIONS)}
+    options = {"lr_scale", *(GROUP_NAMES[key] for key in changes if key in GROUP_NAMES)}
     asked = [
         {name: group[name] for name in options & group.keys()} for group in optimizer.param_groups
     ]

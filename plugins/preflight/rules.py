@@ -21,7 +21,8 @@ from engine.optim.make import name_of, skips_itself
 
 MOMENTS = {
     "config": "after parsing, from the config alone: cfg",
-    "command": "before the agent starts: cfg, strict (the command is train_ddp.py)",
+    "command": "before the agent starts: cfg, strict (the command is train_ddp.py), forgotten (the "
+    "warning of a launch without RANK)",
     "launch": "with the GPUs and the launcher: cfg, env, visible (the number of GPUs)",
     "plan": "with the world: cfg, world, accumulation, devices (the GPUs of DataParallel)",
     "data": "with the data: cfg, labels, train_set, val_set",
@@ -111,6 +112,7 @@ RECORDED_STEP = Condition("cuda_graph=true", lambda facts: True)
 # ---- facts
 
 ALWAYS = Condition("any setting", lambda facts: True)
+STRICT = Condition("train_ddp.py", lambda facts: facts.strict)
 COPIES = Condition("DataParallel on a GPU", lambda facts: bool(facts.devices))
 SEVERAL_PASSES = Condition(
     "{accumulation} forward passes a step", lambda facts: facts.accumulation > 1
@@ -207,9 +209,17 @@ RULES = (
     Rule(
         moment="command",
         setting=DATA_PARALLEL,
-        excluded=Condition("train_ddp.py", lambda facts: facts.strict),
+        excluded=STRICT,
         what="{excluded} has no DataParallel",
         fix="use `python train.py --multi-gpu dp`, or drop it",
+    ),
+    Rule(
+        moment="command",
+        setting=STRICT,
+        excluded=Condition("{forgotten}", lambda facts: facts.forgotten),
+        what="{excluded}",
+        where="environment",
+        fix="or use train.py, which adapts",
     ),
     Rule(
         moment="launch",

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from engine import hooks, launch
-from engine.errors import LockstepError
 from plugins.resilience import agent
 
 
@@ -18,9 +17,7 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
     Otherwise warn of a launch that was perhaps forgotten; with `strict` refuse what train.py would
     adapt to."""
     forgotten = launch.forgotten_launch()
-    hooks.check_settings("command", cfg=cfg, strict=strict)
-    if strict and forgotten:
-        raise LockstepError(forgotten, "environment", "or use train.py, which adapts")
+    hooks.check_settings("command", cfg=cfg, strict=strict, forgotten=forgotten)
     if forgotten:
         print(f"warning: {forgotten}", file=sys.stderr)
     if strict or launch.environment().launched:
