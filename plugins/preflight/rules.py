@@ -13,7 +13,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
 from engine.errors import LockstepError, amount
@@ -39,20 +38,17 @@ RAISED_BY_ALL_RANKS = ("model",)
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes in which torch.compile records CUDA graphs."""
 
-Facts = Any
-"""The facts of a moment, as attributes."""
-
 
 @dataclass(frozen=True)
 class Condition:
-    """A setting or a facts.
+    """A setting or a fact.
 
     text   the name in messages. Fields in braces are facts, or `value`
     holds  a function of the facts: whether the condition holds. The result is the field `value`
     """
 
     text: str
-    holds: Callable[[Facts], Any]
+    holds: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -79,32 +75,17 @@ class Rule:
 # ---- settings
 
 SHARDS = Condition("ddp.strategy={cfg.ddp.strategy}", lambda facts: facts.cfg.ddp.strategy != "ddp")
-GROUPS = Condition("ddp.strategy=hsdp", lambda facts: facts.cfg.ddp.strategy == "hsdp")
 WORKERS = Condition(
     "virtual_workers={cfg.virtual_workers}", lambda facts: facts.cfg.virtual_workers > 0
 )
 CUDA_GRAPH = Condition("cuda_graph=true", lambda facts: facts.cfg.cuda_graph)
 COMPILE = Condition("compile={cfg.compile}", lambda facts: facts.cfg.compile not in ("off", "auto"))
-COMPILE_GRAPHS = Condition(
-    "compile={cfg.compile}",
-    lambda facts: facts.world.device.type == "cuda" and facts.cfg.compile in GRAPH_MODES,
-)
-CHANNELS_LAST = Condition(
-    "memory_format=channels_last", lambda facts: facts.cfg.memory_format == "channels_last"
-)
 DATA_PARALLEL = Condition("multi_gpu=dp", lambda facts: facts.cfg.multi_gpu == "dp")
 COMM_HOOK = Condition(
     "ddp.comm_hook={cfg.ddp.comm_hook}", lambda facts: facts.cfg.ddp.comm_hook != "none"
 )
 SYNC_BN = Condition("ddp.sync_bn=true", lambda facts: facts.cfg.ddp.sync_bn)
 STATIC_GRAPH = Condition("ddp.static_graph=true", lambda facts: facts.cfg.ddp.static_graph)
-STATIC_GRAPH_IN_DDP = Condition(
-    "ddp.static_graph=true",
-    lambda facts: (
-        facts.cfg.ddp.static_graph and (facts.world.size > 1 or facts.cfg.virtual_workers)
-    ),
-)
-BUFFERS = Condition("ddp.buffers={cfg.ddp.buffers}", lambda facts: facts.cfg.ddp.buffers != "same")
 BALANCED = Condition("sampler=balanced", lambda facts: facts.cfg.sampler == "balanced")
 RECORD = Condition("record={cfg.record}", lambda facts: facts.cfg.record > 0)
 RECORDED_STEP = Condition("cuda_graph=true", lambda facts: True)
@@ -113,44 +94,21 @@ RECORDED_STEP = Condition("cuda_graph=true", lambda facts: True)
 
 ALWAYS = Condition("any setting", lambda facts: True)
 STRICT = Condition("train_ddp.py", lambda facts: facts.strict)
-COPIES = Condition("DataParallel on a GPU", lambda facts: bool(facts.devices))
 SEVERAL_PASSES = Condition(
     "{accumulation} forward passes a step", lambda facts: facts.accumulation > 1
 )
 NO_GPU = Condition("no GPU is visible", lambda facts: not facts.visible)
 
 
-def _named_twice(facts: Facts) -> bool:
-    return len({*facts.cfg.gpu_ids}) < len(facts.cfg.gpu_ids)
-
-
 def _several_types(model: nn.Module) -> str:
     """Return the names of the weights' types, or an empty text if all weights have one type."""
     types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    if len(types) < 2:
-        return ""
-    return " and ".join(sorted(types))
+    return " and ".join(sorted(types)) if len(types) > 1 else ""
 
 
 def _scalar_weight(model: nn.Module) -> str:
     """Return the name of the first weight without an axis, or an empty text."""
-    for name, p in model.named_parameters():
-        if not p.ndim:
-            return name
-    return ""
-
-
-def _several_passes(passes: int) -> str:
-    if passes == 1:
-        return ""
-    return amount(passes, "pass")
-
-
-def _read_by_host(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer whose kernel skips no step, or an empty text."""
-    if skips_itself(optimizer):
-        return ""
-    return name_of(optimizer)
+    return next((name for name, p in model.named_parameters() if not p.ndim), "")
 
 
 # ---- the table
@@ -201,7 +159,10 @@ RULES = (
     Rule(
         moment="config",
         setting=Condition("gpu_ids={cfg.gpu_ids}", lambda facts: len(facts.cfg.gpu_ids) > 1),
-        excluded=Condition("a GPU that is named twice", _named_twice),
+        excluded=Condition(
+            "a GPU that is named twice",
+            lambda facts: len({*facts.cfg.gpu_ids}) < len(facts.cfg.gpu_ids),
+        ),
         what="{setting}",
         where="config",
         fix="name each GPU once",
@@ -253,7 +214,9 @@ RULES = (
     Rule(moment="plan", setting=COMPILE, excluded=SHARDS, fix="drop it"),
     Rule(
         moment="plan",
-        setting=CHANNELS_LAST,
+        setting=Condition(
+            "memory_format=channels_last", lambda facts: facts.cfg.memory_format == "channels_last"
+        ),
         excluded=SHARDS,
         fix="drop it: rows are contiguous",
     ),
@@ -266,7 +229,12 @@ RULES = (
     ),
     Rule(moment="plan", setting=SYNC_BN, excluded=SHARDS, fix="drop it, or use GroupNorm"),
     Rule(moment="plan", setting=STATIC_GRAPH, excluded=SHARDS, fix="drop it"),
-    Rule(moment="plan", setting=WORKERS, excluded=GROUPS, fix="use ddp.strategy=fsdp"),
+    Rule(
+        moment="plan",
+        setting=WORKERS,
+        excluded=Condition("ddp.strategy=hsdp", lambda facts: facts.cfg.ddp.strategy == "hsdp"),
+        fix="use ddp.strategy=fsdp",
+    ),
     Rule(
         moment="plan",
         setting=Condition(
@@ -284,17 +252,32 @@ RULES = (
         fix=BY_THEMSELVES,
     ),
     Rule(moment="plan", setting=SYNC_BN, excluded=WORKERS, fix=BY_THEMSELVES),
-    Rule(moment="plan", setting=BUFFERS, excluded=WORKERS, fix=BY_THEMSELVES),
+    Rule(
+        moment="plan",
+        setting=Condition(
+            "ddp.buffers={cfg.ddp.buffers}", lambda facts: facts.cfg.ddp.buffers != "same"
+        ),
+        excluded=WORKERS,
+        fix=BY_THEMSELVES,
+    ),
     Rule(moment="plan", setting=COMM_HOOK, excluded=WORKERS, fix=BY_THEMSELVES),
     Rule(
         moment="plan",
-        setting=STATIC_GRAPH_IN_DDP,
+        setting=Condition(
+            "ddp.static_graph=true",
+            lambda facts: (
+                facts.cfg.ddp.static_graph and (facts.world.size > 1 or facts.cfg.virtual_workers)
+            ),
+        ),
         excluded=SEVERAL_PASSES,
         fix="drop it, or use a larger batch_size: DDP's no_sync() rules it out",
     ),
     Rule(
         moment="plan",
-        setting=COMPILE_GRAPHS,
+        setting=Condition(
+            "compile={cfg.compile}",
+            lambda facts: facts.world.device.type == "cuda" and facts.cfg.compile in GRAPH_MODES,
+        ),
         excluded=SEVERAL_PASSES,
         # pytorch#169545
         fix="use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass "
@@ -303,7 +286,7 @@ RULES = (
     Rule(
         moment="plan",
         setting=COMPILE,
-        excluded=COPIES,
+        excluded=Condition("DataParallel on a GPU", lambda facts: bool(facts.devices)),
         what="a compiled model cannot be copied to other GPUs by DataParallel",
         fix="use --multi-gpu ddp, or compile=off",
     ),
@@ -395,7 +378,10 @@ RULES = (
     ),
     GraphRule(
         excluded=Condition(
-            "it has {value}", lambda facts: _several_passes(facts.run.plan.accumulation)
+            "it has {value}",
+            lambda facts: (
+                facts.run.plan.accumulation > 1 and amount(facts.run.plan.accumulation, "pass")
+            ),
         )
     ),
     GraphRule(
@@ -418,7 +404,7 @@ RULES = (
     GraphRule(
         excluded=Condition(
             "with {value} the host reads whether to skip it",
-            lambda facts: _read_by_host(facts.run.optimizer),
+            lambda facts: not skips_itself(facts.run.optimizer) and name_of(facts.run.optimizer),
         )
     ),
     RecordRule(excluded=Condition("compile", lambda facts: facts.plan.compile != "off")),
