@@ -114,7 +114,9 @@ class SumMismatch:
     def __init__(self, name: str, whole: Tensor, one: Tensor, two: Tensor):
         self.name = name
         self.exact = not whole.is_floating_point()
-        whole, one, two = (values.double().flatten() for values in (whole, one, two))
+        whole = whole.double().flatten()
+        one = one.double().flatten()
+        two = two.double().flatten()
         differences = (whole - one - two).abs()
         largest = int(differences.argmax())  # NaN, if an element is NaN
         self.whole = float(whole[largest])
@@ -149,7 +151,7 @@ class SumCheck:
         named = self.kept.modules.named_parameters()
         self.parameters = [p for name, p in named if name not in left_out]
         self.rows = [to_local(p.detach()) for p in self.parameters]
-        self.begin = self.weights = [rows.clone() for rows in self.rows]
+        self.begin = self.weights = list(map(torch.clone, self.rows))
         self.training = self.low = False
         self.gathered: list[Tensor] = []
         few = self.device.type == "cpu" or loader.loader is not None
@@ -175,7 +177,7 @@ class SumCheck:
         for p, rows in zip(self.parameters, self.rows, strict=True):
             if p.requires_grad and p.is_floating_point() and rows.numel():
                 rows.add_(torch.randn_like(rows) * (share * rows.square().mean().sqrt() or zeros))
-        self.weights = [rows.clone() for rows in self.rows]
+        self.weights = list(map(torch.clone, self.rows))
 
     def compute(self, begin: int, end: int, seed: int = 0) -> dict[str, Tensor]:
         """Return the sums of samples `begin` to `end`, on the host. The task is a copy."""
@@ -208,7 +210,8 @@ class SumCheck:
         whole = self.compute(*self.ranges[0])
         if self.training and partition_dependent(self.run.model, accumulation=2):
             return whole, []
-        one, two = (self.compute(*part) for part in self.ranges[1:])
+        one = self.compute(*self.ranges[1])
+        two = self.compute(*self.ranges[2])
         return whole, [SumMismatch(name, whole[name], one[name], two[name]) for name in whole]
 
     def has_drawn(self) -> bool:
@@ -308,8 +311,10 @@ def _judge(trial: SumCheck, mismatches: list[SumMismatch], whole: dict[str, Tens
 
 def _agreement(trial: SumCheck, mismatches: list[SumMismatch], digits: str, cut: str) -> str:
     """Return the line of sums that add up. A loss of zero proves nothing."""
-    losses = [each for each in mismatches if each.name.startswith("the loss")]
-    zeros = [each.name for each in losses if not each.whole and not each.scale]
+    zeros = []
+    for mismatch in mismatches:
+        if mismatch.name.startswith("the loss") and mismatch.whole == mismatch.scale == 0:
+            zeros.append(mismatch.name)
     if trial.name in zeros:
         return trial.unknown(f"it is 0 of these {trial.samples} samples")
     compared = ", each compared with all" if trial.gathered else ""
@@ -366,18 +371,19 @@ def _beyond_draws(trial: SumCheck, wrong: list[SumMismatch]) -> list[SumMismatch
     """Return the mismatches that remain in the means over many draws. The mismatch of noise
     vanishes."""
     least = 0.2 if trial.low else 0.05
+    names = [mismatch.name for mismatch in wrong]
     draws: list[list[dict[str, Tensor]]] = []
     for count in DRAWS:
         for seed in range(len(draws) + 1, count + 1):
             draws.append([trial.compute(*samples, seed) for samples in trial.ranges])
         certain: list[SumMismatch] = []
         unsure = False
-        for name in (mismatch.name for mismatch in wrong):
+        for name in names:
             # Of all samples, and of the two parts: (draws, elements).
             sums = [
                 torch.stack([draw[n][name].double().flatten() for draw in draws]) for n in range(3)
             ]
-            mean = SumMismatch(name, *(each.mean(0) for each in sums))
+            mean = SumMismatch(name, *torch.stack(sums).mean(1))
             deviation = float((sums[0] - sums[1] - sums[2]).std(0).max())
             error = STANDARD_ERRORS * deviation / math.sqrt(count)
             if mean.size > max(error, least * mean.scale):

@@ -26,7 +26,7 @@ def partition_dependent(model: nn.Module, accumulation: int) -> str:
         training = module.training
         is_sync = isinstance(module, nn.SyncBatchNorm)
         is_instance_norm = isinstance(module, private.INSTANCE_NORM)
-        hooks = [type(hook).__name__ for hook in (*private.forward_pre_hooks(module), module)]
+        hooks = (*private.forward_pre_hooks(module), module)
         kinds = {
             "dropout": isinstance(dropout, float) and dropout > 0 and training,
             # one for all ranks, but not for all passes of a step
@@ -36,7 +36,8 @@ def partition_dependent(model: nn.Module, accumulation: int) -> str:
                 is_instance_norm and module.track_running_stats and training
             ),
             # iterates in each pass
-            "spectral_norm": several and any(hook.endswith("SpectralNorm") for hook in hooks),
+            "spectral_norm": several
+            and any(type(hook).__name__.endswith("SpectralNorm") for hook in hooks),
         }
         name = path.partition(".parametrizations")[0] or type(module).__name__
         for kind, depends in kinds.items():

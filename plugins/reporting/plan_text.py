@@ -224,7 +224,7 @@ def training(run: Run, strict: bool) -> None:
 def check_trackers(cfg: Any, world: World) -> None:
     """(all ranks) Raise LockstepError if a tracker is enabled and cannot be used. Call before data
     are loaded."""
-    on_rank0(world, lambda: [tracker.require(cfg) for tracker in (wandb, mlflow)])
+    on_rank0(world, lambda: (wandb.require(cfg), mlflow.require(cfg)))
 
 
 def on_event(name: str, facts: dict[str, Any]) -> None:
