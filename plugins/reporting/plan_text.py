@@ -224,7 +224,12 @@ def training(run: Run, strict: bool) -> None:
 def check_trackers(cfg: Any, world: World) -> None:
     """(all ranks) Raise LockstepError if a tracker is enabled and cannot be used. Call before data
     are loaded."""
-    on_rank0(world, lambda: (wandb.require(cfg), mlflow.require(cfg)))
+
+    def require_packages() -> None:
+        wandb.require(cfg)
+        mlflow.require(cfg)
+
+    on_rank0(world, require_packages)
 
 
 def on_event(name: str, facts: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class Wandb:
 
         data, kind, _ = encoded(picture)
         if kind == "GIF":
-            media = wandb.Video(io.BytesIO(data), format="gif")
+            media: Any = wandb.Video(io.BytesIO(data), format="gif")
         else:
             media = wandb.Image(picture)
         self.run.log({f"val/{name}": media}, step=step)
