@@ -483,20 +483,7 @@ def create_data_loaders(
     if cfg.num_workers:
         hooks.loader_folders.each()
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
-    if cfg.sampler == "balanced" and labels is None:
-        what = f"sampler=balanced, but the data of task {cfg.task} have no labels"
-        raise LockstepError(
-            what, "sampler", "give the dataset an attribute `labels` (N,), or use sampler=shuffle"
-        )
-    if cfg.sampler == "balanced" and getattr(train_set, "epoch_order", None):
-        raise LockstepError(
-            "sampler=balanced, but the data have an order of their own",
-            "sampler",
-            "use sampler=shuffle",
-        )
-    if val_set is None and cfg.patience:
-        what = f"patience={cfg.patience} without validation data"
-        raise LockstepError(what, "patience", "drop it: nothing is evaluated")
+    hooks.check_settings("data", cfg=cfg, labels=labels, train_set=train_set, val_set=val_set)
     if val_set is not None and not len(val_set):
         raise LockstepError(
             "the validation set is empty", "dataset", "check the data and the split"

@@ -123,6 +123,9 @@ NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
         ("cache", ("auto", "none")),
         ("ddp.backend", ("auto", "gloo")),
     ),
+    # The table of excluded settings keeps a CUDA graph from a step of several parts, and refuses
+    # sampler=balanced for data without labels.
+    "preflight": (("cuda_graph", (False,)), ("sampler", ("shuffle",))),
     "reporting": (("record", (0,)), ("wandb.enable", (False,)), ("mlflow.enable", (False,))),
 }
 """By plugin: the settings that need it, each with the values that do without it."""

@@ -62,8 +62,7 @@ shared_memory_hooks = Hook()
 
 # ---- while a run is built
 settings = Hook()
-"""each(cfg, world, accumulation, devices): raise LockstepError for settings that exclude each
-other."""
+"""each(moment, facts) -> the errors of settings that exclude each other."""
 caches = Hook()
 """first(cfg, datasets, device) -> datasets that hold their samples in memory."""
 reducers = Hook()
@@ -114,6 +113,24 @@ def check(method: str, value: Any, *about: Any) -> Any:
     """
     returned.each(method, value, *about)
     return value
+
+
+def find_conflicts(moment: str, **facts: Any) -> list[Any]:
+    """Return a LockstepError for each setting that a second setting or a fact excludes.
+
+    moment  when the settings are judged: a key of MOMENTS in plugins/preflight/rules.py
+    facts   the facts of the moment, by name
+    """
+    conflicts: list[Any] = []
+    for found in settings.each(moment, facts):
+        conflicts += found
+    return conflicts
+
+
+def check_settings(moment: str, **facts: Any) -> None:
+    """Raise the first error that `find_conflicts` returns."""
+    for error in find_conflicts(moment, **facts):
+        raise error
 
 
 def event(name: str, **facts: Any) -> None:

@@ -16,6 +16,12 @@ from engine.config.schema import (
     ALIASES,
     DDP,
     EVERYDAY,
+    FREE_KEYS,
+    GROUP_NAMES,
+    NO_BITS,
+    NO_NUMBERS,
+    ONLY_ROUNDING,
+    RESOLVED,
     SETS_NOTHING,
     Config,
     MLflow,
@@ -23,4 +29,4 @@ from engine.config.schema import (
     Schedule,
     Wandb,
 )
-from engine.config.schema import choice, option, section
+from engine.config.schema import choice, is_in, may_differ, option, section

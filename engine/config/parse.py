@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from engine import hooks
 from engine.config.schema import (
     ALIASES,
     EVERYDAY,
@@ -113,9 +114,8 @@ def parse(
         cfg, {key: value for key, value in task.defaults_for(cfg).items() if key not in values}
     )
     notes = _explain(unknown, cfg, task, settings, load_task, others)
-    problems = [
-        setting.problem for layer in layers for setting in layer if setting.problem
-    ] + _contradictions(cfg)
+    problems = [setting.problem for layer in layers for setting in layer if setting.problem]
+    problems += map(str, hooks.find_conflicts("config", cfg=cfg))
     if isinstance(named := switches.get("force"), tuple):
         switches["force"] = tuple(aliases.get(key, key) for key in named)
         todo = "name keys of --print-config, or data, with commas between"
@@ -654,18 +654,3 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
 def _at_home(text: str) -> str:
     """Expand ~/x: a shell does not in key=~/x and --key=~/x, and YAML never does."""
     return os.path.expanduser(text) if text.startswith("~/") else text
-
-
-def _contradictions(cfg: Config) -> list[str]:
-    """Return a problem for each set of values that exclude each other."""
-    scaling, base = cfg.schedule.lr_scaling, cfg.schedule.base_batch_size
-    rules = {
-        "epochs=0 and steps=0 (config): the run would never end; give one of them": not cfg.epochs
-        and not cfg.steps,
-        f"schedule.lr_scaling={scaling} without schedule.base_batch_size (config): give the "
-        "global batch at which "
-        "optim.lr was tuned": scaling != "none" and not base,
-        f"gpu_ids={cfg.gpu_ids} (config): name each GPU once": len({*cfg.gpu_ids})
-        < len(cfg.gpu_ids),
-    }
-    return [text for text, so in rules.items() if so]

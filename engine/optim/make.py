@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.shards import shard_like
-from engine.config import Optim
+from engine.config import GROUP_NAMES, Optim
 from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, few
 from engine.hooks import check
@@ -200,15 +200,6 @@ def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
 # ---- a checkpoint's state
 # -------------------------------------------------------------------------------------------
 
-OPTIONS = {
-    "optim.weight_decay": "weight_decay",
-    "optim.eps": "eps",
-    "optim.momentum": "momentum",
-    "optim.beta1": "betas",
-    "optim.beta2": "betas",
-}
-"""Key of the config -> name of the option in the optimizer's groups."""
-
 
 def load_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], changes: Iterable[str] = ()
@@ -220,7 +211,7 @@ def load_state(
 
     changes  keys of the config whose values differ from the checkpoint's: the present value stays
     """
-    options = {"lr_scale", *(OPTIONS[key] for key in changes if key in OPTIONS)}
+    options = {"lr_scale", *(GROUP_NAMES[key] for key in changes if key in GROUP_NAMES)}
     present = [*map(dict, optimizer.param_groups)]
     numbered = dict(enumerate(parameters_of(optimizer)))
     states = dict(state["state"])

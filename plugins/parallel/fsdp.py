@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine import private
+from engine import hooks, private
 from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.shards import row_range, to_local
@@ -39,14 +39,6 @@ NEEDED = (
 """Methods of torch's FSDP2; torch 2.11 has all of them."""
 
 
-class Refusal(NamedTuple):
-    """A setting or a model unfit for FSDP2; `applies` is false for most runs."""
-
-    applies: object
-    what: str
-    todo: str
-
-
 def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> nn.Module:
     """(all ranks) Keep this rank's rows of each weight, with ddp.strategy=fsdp or hsdp. Else return
     the model unchanged.
@@ -58,9 +50,18 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     if cfg.ddp.strategy == "ddp":
         return model
     key = f"ddp.strategy={cfg.ddp.strategy}"
-    for refusal in _refusals(model, cfg, world, task, precision):
-        if refusal.applies:
-            raise LockstepError(refusal.what, key, refusal.todo, everywhere=True)
+    group = group_size(cfg, world.size)
+    on_gpus = world.size > 1 and world.device.type == "cuda"
+    hooks.check_settings(
+        "model",
+        cfg=cfg,
+        model=model,
+        task=task,
+        group=group,
+        processes=world.size,
+        precision=precision,
+        through_gloo=on_gpus and "nccl" not in dist.get_backend(),
+    )
     from torch.distributed.fsdp import (
         FSDPModule,
         MixedPrecisionPolicy,
@@ -76,7 +77,6 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     half = torch.bfloat16 if cfg.ddp.gather_dtype == "bf16" else None
     policy = MixedPrecisionPolicy(half, half and torch.float32, cast_forward_inputs=False)
-    group = group_size(cfg, world.size)
     shape = {"replicate": world.size // group} if cfg.ddp.strategy == "hsdp" else {}
     shape["shard"] = group
     mesh = dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
@@ -94,51 +94,6 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     for method in task.forward_methods:
         register_fsdp_forward_method(model, method)
     return model
-
-
-def _refusals(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -> list[Refusal]:
-    """Return the rules for runs unfit for FSDP2."""
-    types = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    scalars = [name for name, p in model.named_parameters() if not p.ndim]
-    on_gpus = world.size > 1 and world.device.type == "cuda"
-    group = group_size(cfg, world.size)
-    return [
-        Refusal(  # a segmentation fault of two processes on one H200 (torch 2.11)
-            on_gpus and "nccl" not in dist.get_backend(),
-            "shards on GPUs through gloo",
-            "give each process a GPU and use NCCL, or ddp.strategy=ddp",
-        ),
-        Refusal(
-            task.num_trials,
-            "trials call the model on each rank by itself",
-            "make none, or use ddp.strategy=ddp",
-        ),
-        Refusal(
-            cfg.ddp.gather_dtype == "bf16" and precision != "bf16",
-            "ddp.gather_dtype=bf16 without autocast",
-            "add amp=bf16",
-        ),
-        Refusal(
-            len(types) > 1,
-            f"weights of several types, {' and '.join(types)}",
-            "give all of them one type",
-        ),
-        Refusal(
-            cfg.ddp.find_unused_parameters,
-            "ddp.find_unused_parameters=true",
-            "use every weight, or ddp.strategy=ddp",
-        ),
-        Refusal(
-            scalars,
-            f"the weight {''.join(scalars[:1])} has no rows to shard",
-            "give it the shape (1,)",
-        ),
-        Refusal(
-            world.size % group,
-            f"{world.size} processes are no groups of {group} (ddp.shards)",
-            "give a divisor",
-        ),
-    ]
 
 
 def group_size(cfg: Any, processes: int) -> int:

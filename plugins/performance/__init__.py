@@ -36,7 +36,7 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     compiles = mode != "off"
     with sync_errors(world):
         if compiles:
-            compiler.check(mode, world.device, copies=bool(plan.devices))
+            compiler.check(mode, world.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic and (compiles or world.device.type == "cuda"):
         # Only now for the compiler, too, because the call loads it: 1.5 s. A task may compile.

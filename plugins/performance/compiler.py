@@ -46,17 +46,8 @@ def choose(wanted: str, device: torch.device, steps: int, plain: bool = True) ->
     return "default" if c_compiler else "off"
 
 
-def check(mode: str, device: torch.device, copies: bool) -> None:
-    """Raise LockstepError if a model cannot be compiled in a mode.
-
-    copies  DataParallel makes copies of the model
-    """
-    if copies:
-        raise LockstepError(
-            "a compiled model cannot be copied to other GPUs by DataParallel",
-            "compile",
-            "use --multi-gpu ddp, or compile=off",
-        )
+def check(mode: str, device: torch.device) -> None:
+    """Raise LockstepError if the machine lacks the compiler that this mode needs."""
     if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         raise LockstepError(
             f"compile={mode} needs a C++ compiler on the CPU, and there is no g++",

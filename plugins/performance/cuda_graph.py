@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine import hooks
 from engine.data.batches import map_tensors, tensors, tree_leaves
 from engine.errors import amount, console, headline
-from engine.optim.make import name_of, parameters_of, skips_itself
+from engine.optim.make import parameters_of
 from engine.phases import phase
 from engine.run import AfterStep, Run
 
@@ -52,22 +53,12 @@ class Outcome(NamedTuple):
 
 
 def unsupported_reason(run: Run) -> str:
-    """Return why the steps of a run cannot be recorded, or an empty text. The model of the run must
-    be wrapped already."""
-    reasons = {
-        "there is no GPU": run.world.device.type != KIND,
-        "virtual workers take it in several parts": run.plan.workers > 0,
-        "the model is in DDP or DataParallel": run.net is not run.model,
-        f"it has {amount(run.plan.accumulation, 'pass')}": run.plan.accumulation > 1,
-        "exclude makes steps of several sizes": bool(run.cfg.exclude),
-        "amp=fp16 has a loss scale; bf16 needs none": run.scaler.is_enabled(),
-        f"compile={run.plan.compile} records graphs of its own": run.plan.compile
-        in ("reduce-overhead", "max-autotune"),
-        f"with {name_of(run.optimizer)} the host reads whether to skip it": not skips_itself(
-            run.optimizer
-        ),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    """Return why the steps of a run cannot be recorded, or an empty text. Its model is wrapped by
+    now."""
+    on_gpu = run.world.device.type == KIND
+    for error in hooks.find_conflicts("graph", run=run, on_gpu=on_gpu):
+        return str(error)
+    return ""
 
 
 def disable(reason: str) -> None:

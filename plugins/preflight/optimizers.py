@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engine import hooks
 from engine.comm.shards import to_local
 from engine.config import Optim
 from engine.contract import Task
@@ -38,12 +39,7 @@ def check_optimizer(own: Any, model: nn.Module, trained: dict[str, Tensor], cfg:
             WHERE,
             "return an optimizer whose step needs no closure",
         )
-    if cfg.name != "adamw" or cfg.lr_scale:
-        raise LockstepError(
-            "the task brings its own optimizer",
-            "optim.lr_scale" if cfg.lr_scale else f"optim.name={cfg.name}",
-            "drop the key, or change the task's `optimizer`",
-        )
+    hooks.check_settings("optimizer", optim=cfg)
     _check_parameters(own, model, trained)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from engine import launch
-from engine.errors import LockstepError
+from engine import hooks, launch
 from plugins.resilience import agent
 
 
@@ -18,11 +17,7 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
     Otherwise warn of a launch that was perhaps forgotten; with `strict` refuse what train.py would
     adapt to."""
     forgotten = launch.forgotten_launch()
-    if strict and cfg.multi_gpu == "dp":
-        todo = "use `python train.py --multi-gpu dp`, or drop it"
-        raise LockstepError("train_ddp.py has no DataParallel", "multi_gpu", todo)
-    if strict and forgotten:
-        raise LockstepError(forgotten, "environment", "or use train.py, which adapts")
+    hooks.check_settings("command", cfg=cfg, strict=strict, forgotten=forgotten)
     if forgotten:
         print(f"warning: {forgotten}", file=sys.stderr)
     if strict or launch.environment().launched:
