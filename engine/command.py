@@ -21,9 +21,8 @@ def read(argv: list[str], tasks: Any) -> config.Args:
         error.everywhere = True  # every rank reads the same command line
         raise
     if args.help:
-        print(
-            config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task))
-        )
+        prog, task = Path(sys.argv[0]).name, tasks.load(args.cfg.task)
+        print(config.usage(args.cfg, prog, tasks.names(), task))
         raise config.EarlyExit
     if args.print_config:
         print(config.to_yaml(args.cfg), end="", flush=True)

@@ -48,6 +48,12 @@ def headline(error: BaseException) -> str:
     return ": ".join([*lines[:1], *reason[:1]])
 
 
+def printable(text: str) -> str:
+    """Return a text for a message of one line: printable, at most 80 characters."""
+    plain = text if text.isprintable() else text.encode("unicode_escape").decode()
+    return plain if len(plain) <= 80 else plain[:77] + "..."
+
+
 def amount(number: int, noun: str) -> str:
     """Return `1 GPU`, `2 GPUs`, `2 processes`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")

@@ -46,6 +46,17 @@ class Hook:
         return None
 
 
+# ---- while a command line is read
+unknown_keys = Hook()
+"""each(unknown, keys, aliases, settings, load_task, tasks): add advice to settings with unknown
+keys."""
+closest_choices = Hook()
+"""first(text, choices) -> a question about the choice that is spelled like the text, or ""."""
+yaml_errors = Hook()
+"""first(path, text, error) -> the LockstepError for a text that is no mapping in YAML."""
+usages = Hook()
+"""first(cfg, prog, tasks, task) -> the text of --help."""
+
 # ---- before the ranks have met
 before_agent = Hook()
 """each(args, one_machine): set up torchrun's agent."""

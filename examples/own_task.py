@@ -21,7 +21,7 @@ from engine.config import option, section
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums
 
 
-@dataclass
+@dataclass(frozen=True)
 class Table:
     """The task's own config: each field is a key, `table.path=mine.csv`, with its default, its help
     and its range."""
