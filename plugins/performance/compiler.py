@@ -152,12 +152,6 @@ _SHIELDED = (
 )
 
 
-def set_deterministic(wanted: bool) -> None:
-    """Do as torch.use_deterministic_algorithms, which also loads the compiler to inform it: 1.5
-    s."""
-    torch._C._set_deterministic_algorithms(wanted, warn_only=False)
-
-
 def stay_unloaded() -> None:
     """Keep the compiler unloaded; call before the first optimizer and the first DDP of a run that
     compiles nothing.

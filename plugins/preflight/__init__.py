@@ -24,11 +24,11 @@ from engine.hooks import check
 from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
-from engine.private import release_device_cache
 from engine.run import Run, environment
 from plugins.preflight import adds_up, resume_check
 from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
+from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import check_together
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine import private
 from engine.errors import few
+from engine.private import DROPOUT
+from plugins.preflight import private
 
 
 def partition_dependent(model: nn.Module, accumulation: int) -> str:
@@ -16,7 +17,7 @@ def partition_dependent(model: nn.Module, accumulation: int) -> str:
     several = accumulation > 1
     for path, module in model.named_modules():
         dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
-        if isinstance(module, private.DROPOUT):
+        if isinstance(module, DROPOUT):
             dropout = module.p
         sync, training = isinstance(module, nn.SyncBatchNorm), module.training
         keeps_statistics = isinstance(module, private.INSTANCE_NORM) and module.track_running_stats
