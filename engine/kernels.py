@@ -117,9 +117,7 @@ class BatchNorm1dLast(nn.BatchNorm1d):
 
     def forward(self, x: Tensor) -> Tensor:
         super()._check_input_dim(x)
-        if x.ndim != 3:
-            return super().forward(x)
-        return super().forward(x.unsqueeze(2)).squeeze(2)
+        return super().forward(x.unsqueeze(2)).squeeze(2) if x.ndim == 3 else super().forward(x)
 
     def _check_input_dim(self, x: Tensor) -> None:
         """Accept the four axes that `forward` gives."""
@@ -128,13 +126,9 @@ class BatchNorm1dLast(nn.BatchNorm1d):
 def convolutions(model: nn.Module) -> list[nn.Module]:
     """Return the convolutions with a choice of order: 1-D convolutions on CPUs alone, where the
     gain was measured."""
-    chosen = []
-    for module in model.modules():
-        if type(module) in _FORMATS:
-            one_axis = isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
-            if not one_axis or module.weight.device.type == "cpu":
-                chosen.append(module)
-    return chosen
+    on_cpu_alone = (nn.Conv1d, nn.ConvTranspose1d)
+    chosen = [module for module in model.modules() if type(module) in _FORMATS]
+    return [m for m in chosen if type(m) not in on_cpu_alone or m.weight.device.type == "cpu"]
 
 
 def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
@@ -146,10 +140,9 @@ def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
     GroupNorm copies the input to the usual order (pytorch#111824), and cuDNN's fast float32 kernels
     take the usual order.
     """
-    if device.type != "cpu" and precision == "off":
-        return "contiguous"
-    has_group_norm = any(isinstance(module, nn.GroupNorm) for module in model.modules())
-    return "contiguous" if has_group_norm else "channels_last"
+    slower = device.type != "cpu" and precision == "off"
+    slower = slower or any(isinstance(module, nn.GroupNorm) for module in model.modules())
+    return "contiguous" if slower else "channels_last"
 
 
 def apply_memory_format(model: nn.Module, order: str) -> nn.Module:

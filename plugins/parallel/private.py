@@ -47,21 +47,15 @@ def reduce_unused(unit: Any) -> None:
     post_backward = group.post_backward
 
     def with_zeros(*unused: Any) -> None:
-        if group.reduce_grads:
-            for sharded in group.fsdp_params:
-                _fill_gradient(sharded)
+        for sharded in group.fsdp_params if group.reduce_grads else ():
+            full = getattr(sharded, "_unsharded_param", None)
+            if full is None or not full.requires_grad:
+                continue
+            if full.grad is None and sharded.unsharded_accumulated_grad is None:
+                full.grad = torch.zeros_like(full)
         post_backward(*unused)
 
     group.post_backward = with_zeros
-
-
-def _fill_gradient(sharded: Any) -> None:
-    """Give a gathered parameter a gradient of zeros if the parameter has no gradient."""
-    full = getattr(sharded, "_unsharded_param", None)
-    if full is None or not full.requires_grad:
-        return
-    if full.grad is None and sharded.unsharded_accumulated_grad is None:
-        full.grad = torch.zeros_like(full)
 
 
 def reduce_gradients(unit: Any) -> None:

@@ -74,18 +74,17 @@ def add_advice(
 
 def _unknown_key(setting: Setting, keys: Leaves, aliases: dict[str, str]) -> str:
     """Return the problem of an unknown key, with the keys that are spelled alike."""
-    example = next((key for key in keys if key.startswith(f"{setting.key}.")), "")
-    if example:
-        what = f"{setting.key!r} is a section ({setting.where})"
-        return f"{what}: set a key in it, such as {example}"
+    for key in keys:
+        if key.startswith(f"{setting.key}."):
+            what = f"{setting.key!r} is a section ({setting.where})"
+            return f"{what}: set a key in it, such as {key}"
     last_names = {key.rpartition(".")[2]: key for key in keys}
     names = [*keys, *(name for name in aliases if "=" not in name)]
     near = difflib.get_close_matches(setting.key, names, n=2, cutoff=0.6)
     last_name = setting.key.rpartition(".")[2]
-    for name in difflib.get_close_matches(last_name, last_names, n=2, cutoff=0.75):
-        near.append(last_names[name])
-    alike = " or ".join(map(repr, dict.fromkeys(near)))
-    hint = f"did you mean {alike}?" if near else "see --print-config"
+    alike = difflib.get_close_matches(last_name, last_names, n=2, cutoff=0.75)
+    near = [*dict.fromkeys([*near, *map(last_names.__getitem__, alike)])]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see --print-config"
     return f"unknown key {printable(setting.key)!r} ({setting.where}): {hint}"
 
 
@@ -103,9 +102,10 @@ def yaml_error(path: str, text: str, error: Exception | None) -> LockstepError:
     for number, line in enumerate(text.splitlines(), 1):
         if python := re.match(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^\s#]+)", line):
             key, value = python.groups()
-            advice = f"drop it: {SETS_NOTHING[key][1]}" if key in SETS_NOTHING else ""
+            _, why = SETS_NOTHING.get(key, (None, ""))
             what = f"`{printable(python[0].strip())}` is not YAML"
-            return LockstepError(what, f"{path}:{number}", advice or f"write `{key}: {value}`")
+            todo = f"drop it: {why}" if why else f"write `{key}: {value}`"
+            return LockstepError(what, f"{path}:{number}", todo)
     if error is None:
         todo = "write lines such as `batch_size: 32`"
         return LockstepError("the config file holds no keys", path, todo)
@@ -133,5 +133,4 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
         if typing.get_origin(kind) is Literal:
             flag += f" one of {', '.join(typing.get_args(kind))}"
         flags.append(flag)
-    names = ", ".join(tasks)
-    return USAGE.format(prog=prog, tasks=names, task=cfg.task, flags="\n".join(flags))
+    return USAGE.format(prog=prog, tasks=", ".join(tasks), task=cfg.task, flags="\n".join(flags))
