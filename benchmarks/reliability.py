@@ -39,12 +39,12 @@ import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
 from engine.files.checkpoints import Checkpoints, CheckpointWriter
-from engine.metrics import Meter, StepResult
+from engine.meter import Meter, StepResult
 from engine.phases import Phases, phase
 from engine.report import log
 from engine.run import AfterStep, NullLog, Run
 from plugins.resilience.watchdog import BEAT_S, Watchdog
-from tools.probe import endless
+from tools.machine.probe import endless
 
 DEFAULTS = {"watch": (16, 30), "save": (7, 10)}
 """Rounds, and steps of one measurement in a round: for `watch` a few log points."""

@@ -1,26 +1,28 @@
 """The contract between a task and the engine. Everything else may change.
 
-A task is one file in `tasks/` with a class `Task`. It need not know that there is more than one
-process: it returns *sums*, and the engine adds them up over micro-batches and ranks before anything
-is divided.
+A task is one file in `tasks/` with a class `Task`. A task needs no knowledge of processes: the task
+returns *sums*, and the engine adds the sums up over micro-batches and ranks before any division.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.chained_optimizer import ChainedOptimizer as ChainedOptimizer
 from engine.errors import LockstepError as LockstepError
 from engine.errors import amount as amount
+from engine.exclude import kept as kept
+from engine.exclude import per_sample as per_sample
+from engine.global_loss import Loss as Loss
+from engine.global_loss import Sums as Sums
+from engine.global_loss import gather_batch as gather_batch
+from engine.global_loss import join as join
 from engine.seeds import mix as mix
 from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
@@ -42,14 +44,12 @@ class BatchInfo:
     """The loader's metadata of a batch, on its device; read only.
 
     index        (B,) int64: the samples' indices in the dataset
-    position     (B,) int64: their positions in the epoch's global order; in an evaluation the same
-                 as `index`
+    position     (B,) int64: the samples' positions in the epoch's global order; in an evaluation
+                 equal to `index`
     seed         (B,) int64: the seed of each sample's random numbers, see `uniform`: a function of
-                 (seed, epoch,
-                 position), in an evaluation of the index alone
-    mean_weight  (B,) float64, in training if the dataset has `weights`: their mean over the global
-    batch, the same
-                 number for each sample; else None
+                 (seed, epoch, position), in an evaluation of the index alone
+    mean_weight  (B,) float64, in training if the dataset has `weights`: the mean weight over the
+                 global batch, one number repeated for each sample; else None
     """
 
     index: Tensor
@@ -65,66 +65,33 @@ def inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 PerSample = Mapping[str, Tensor | Sequence[Any]]
 """Values by name, one for each sample: a tensor (B, ...), or a list of B tensors of any length,
-texts or others."""
-
-
-class Sums(dict[str, Tensor]):
-    """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape.
-
-    collected  what `Task.collect` has returned for all samples, in the order of the dataset, on the
-    host of rank 0;
-               then rank 0 alone calls `report`
-    """
-
-    collected: Mapping[str, Any] = MappingProxyType({})
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums({name: self[name] + other[name] for name in self}) if self else Sums(other)
-
-
-class Loss(NamedTuple):
-    """A loss before the division: the loss is `total / weight`, each summed over the global batch
-    on all ranks.
-
-    total   scalar with a graph: the sum of the samples' weighted losses
-    weight  scalar: the sum of the weights (class weights, mask entries, or the number of samples)
-    sums    totals to log in training, e.g. `{"accuracy": hits, "count": ...}`: shown as means over
-            `count`; no graph
-    factor  of one of several terms, see `Task.losses`
-    """
-
-    total: Tensor
-    weight: Tensor
-    sums: Sums = Sums()
-    factor: float = 1.0
+texts or objects."""
 
 
 @dataclass
 class Settings:
-    """A task's own sections of the config; subclass it with fields such as `dataset`, `model`,
-    `loss`, `augment`."""
+    """A task's own sections of the config. Subclass `Settings` with fields such as `dataset`,
+    `model`, `loss`, `augment`."""
 
 
 class Task:
-    """The base of every task. Override `datasets`, `model`, `loss`, with validation data `score`
-    and `report`, and `monitor`.
+    """The base of every task. Override `datasets`, `model` and `loss`; with validation data also
+    `score`, `report` and `monitor`.
 
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with
               `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15,
               "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
-    compat_aliases  other suites' spellings of any key, accepted but not listed in --help;
-                    {"their=0": "key=value"}
-                    if one value has a different meaning here
+    compat_aliases  spellings of keys in foreign suites, accepted but not listed in --help;
+                    {"their=0": "key=value"} if one value has a different meaning here
     resumable_keys  own keys, or a section's name with a dot, that may change when a run is resumed
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     collect_limit_mb  the limit on what `collect` returns for all samples together
-    split_keys  {what no split cuts, such as "subjects": own keys of the names to validate and to
-                test on}, for
-                tools/study.py; a sample's name is in the dataset's attribute of that name, or else
-                in its `sources`
+    split_keys  for tools/study.py: {a unit that no split divides, such as "subjects": own keys of
+                the names to validate and to test on}; a sample's name is in the dataset's attribute
+                of that name, or else in `sources`
     """
 
     Settings: ClassVar[type] = Settings
@@ -142,51 +109,59 @@ class Task:
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
-        """Return other suites' keys that are accepted and ignored: {key: (the only valid value or
-        None, why)}."""
+        """Return keys of foreign suites that are accepted and ignored: {key: (the only valid value
+        or None, reason)}."""
         return {}
 
     @classmethod
     def implied(cls, given: dict[str, str]) -> dict[str, tuple[str, str]]:
-        """Return settings that the given ones imply, such as the sizes of the weights that one of
-        them names: {key: (value as text, where it is from)}. What is given goes before them;
+        """Return settings that the given settings imply, such as the sizes of the weights that a
+        setting names: {key: (value as text, source)}. Given settings go before implied settings;
         `config` is the last file given."""
         return {}
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
-        """Return more `defaults`, of keys that are not given, which depend on keys that are, such
-        as a chosen model."""
+        """Return more `defaults` for keys that are not given. The values may depend on given keys,
+        such as a chosen model."""
         return {}
 
     def datasets(self) -> tuple[Any, Any]:
-        """Return (train, val); called once, before `model`. If val is None, nothing is evaluated,
+        """Return (train, val); called once, before `model`. If val is None, no evaluation is made,
         and the last checkpoint is the result.
 
-        A dataset has `__len__`, and `__getitem__(i)`, which returns a sample, or
-        `__getitems__(indices)`, which returns a batch (fast: one gather) or a list of samples. To
-        draw at random it takes seeds: `__getitem__(i, seed)`, `__getitems__(indices, seeds)`. It
-        may have `collate(samples)`, `labels`, `weights`, `sources` (whom each sample is from, such
-        as a person, a video, an episode: the names that `exclude` takes), `epoch_order(seed,
-        epoch)` ((N,) indices to take in place of a shuffle; or an object with `__len__` that gives
-        a slice of them when it is asked, `order[a:b]`, as formats/shards.py does), `digest` (a text
-        that tells the samples apart from others: only the first one is fetched to compare data) and
-        `prefetch(indices)`: see "Define samples and batches" in docs/your-own-data.md.
+        A dataset has `__len__` and one of these methods: `__getitem__(i)`, which returns a sample,
+        or `__getitems__(indices)`, which returns a batch (fast: one gather) or a list of samples. A
+        dataset that draws at random takes seeds: `__getitem__(i, seed)`,
+        `__getitems__(indices, seeds)`. Optional members:
+
+        collate(samples)          makes a batch
+        labels, weights           (N,) class and weight of each sample
+        sources                   (N,) person, video or episode of each sample: the names that
+                                  `exclude` takes
+        epoch_order(seed, epoch)  (N,) indices in place of a shuffle; or an object with `__len__`
+                                  that returns a slice on demand, `order[a:b]`, as formats/shards
+                                  does
+        digest                    a text that identifies the samples: only the first sample is
+                                  fetched to compare data
+        prefetch(indices)         announces the next batch
+
+        See "Define samples and batches" in docs/your-own-data.md.
         """
         raise NotImplementedError
 
     def test_dataset(self) -> Any:
-        """Return, after `datasets`, the samples to test on, or None: a third set, of other
-        `sources` than the two, which only `tools/evaluate.py --split test` scores. Nothing in a
-        training may depend on it."""
+        """Return, after `datasets`, the samples to test on, or None: a third set with `sources` of
+        its own, which only `tools/evaluate.py --split test` scores. Nothing in a training may
+        depend on the test set."""
         return None
 
     set_aside: dict[str, Any] = {}
-    """Set by the engine: what a checkpoint holds of the test set."""
+    """Set by the engine: the description of the test set in a checkpoint."""
 
     def kept(self, dataset: Any) -> np.ndarray:
-        """Return (N,) bool, the samples to train on that the key `exclude` leaves: compute from
-        these alone what the model takes from its training data, such as a mean or class weights."""
+        """Return (N,) bool: the samples to train on that the key `exclude` leaves. Compute a mean
+        or class weights of the training data from these samples alone."""
         return kept(dataset, self.cfg.exclude)
 
     def model(self) -> nn.Module:
@@ -194,83 +169,89 @@ class Task:
         raise NotImplementedError
 
     resuming: bool = False
-    """Set before `model` is called: whether a checkpoint's weights will replace those of the model
-    that are `saved`."""
+    """Set before `model` is called: whether a checkpoint's weights will replace the `saved` weights
+    of the model."""
     started_from: str = ""
-    """Set by `model`: the source of its weights, unless they are random."""
+    """Set by `model`: the source of the weights, unless the weights are random."""
 
     def prepare(self, batch: Batch) -> Batch:
         """Return the training batch for `loss`, augmented on its device, such as `batch | {"x":
-        ...}`. Change each sample independently, at random only by its seed in
-        `batch["lockstep"].seed`: from cached data (`cache`) several passes are prepared in one
-        call, with one row per sample in each tensor."""
+        ...}`. Change each sample independently, at random only by the sample's seed in
+        `batch["lockstep"].seed`. With cached data (`cache`) one call prepares several passes, with
+        one row per sample in each tensor."""
         return batch
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Return the training loss. Call `net`, which may be DDP, exactly once. To compare each
-        sample with all others of the global batch, see `gather_batch`."""
+        sample with all samples of the global batch, see `gather_batch`.
+
+        Before the first step the pre-flight calls `loss` on a copy of the task with perturbed
+        weights: a breakpoint here stops in the pre-flight first. `check_sums=false` leaves it out.
+        """
         return join(self.losses(net, batch))
 
     def losses(self, net: nn.Module, batch: Batch) -> dict[str, Loss]:
-        """Override this instead of `loss` to return several terms by name, each with its own weight
-        (boxes, masked pixels). The loss is the sum of `factor * total / weight`, each divided over
-        the global batch. This costs a wait in each step, or with several passes a second forward
-        pass: see docs/your-own-data.md."""
+        """Override `losses` instead of `loss` to return several terms by name, each with a weight
+        of its own (boxes, masked pixels). The loss is the sum of `factor * total / weight`, each
+        divided over the global batch. The cost is a wait in each step, or with several passes a
+        second forward pass: see docs/your-own-data.md."""
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return what this batch adds to the totals of an evaluation, with `count`, the number of
-        samples. Floats are kept batch by batch until all ranks are through, so return totals, not a
-        number for each sample."""
+        """Return the totals of a batch for an evaluation, with `count`, the number of samples.
+        Floats are kept batch by batch until all ranks have finished, so return totals, not a number
+        for each sample."""
         raise NotImplementedError
 
     def collect(self, model: nn.Module, batch: Batch) -> PerSample:
         """Return values of each sample of an evaluation batch for metrics that are not sums, such
-        as AUC, mAP or recall@k. Called right after `score` of the same batch, which may have kept
-        its output in `self`. `report` reads those of all samples from `sums.collected`, in the
+        as AUC, mAP or recall@k. Called right after `score` of the same batch; `score` may keep its
+        output in `self`. `report` reads the values of all samples from `sums.collected`, in the
         order of the dataset: a tensor (N, ...) or a list of N, at most `collect_limit_mb`."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics from totals over the whole split, with `loss` and the one that
-        `monitor` names. With `collect`, only rank 0 calls it."""
+        """Return the metrics from totals over the whole split, with `loss` and the metric that
+        `monitor` names. With `collect`, only rank 0 calls `report`."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        """Return what tools/predict.py writes for each sample: predictions, and what identifies the
-        sample."""
+        """Return the columns that tools/predict.py writes for each sample: predictions, and an
+        identification of the sample."""
         raise LockstepError("this task predicts nothing", "task", "give it a method `predict`")
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Return an optimizer (several in a `ChainedOptimizer`), or None for that of `optim.name`.
-        Called after `optim.freeze` is applied; its groups hold all trained weights. The schedule
-        sets the rate of a group to that of the step times the group's own `lr` / `optim.lr`."""
+        """Return an optimizer (several in a `ChainedOptimizer`), or None for the optimizer of
+        `optim.name`. Called after `optim.freeze` is applied; the groups hold all trained weights.
+        The schedule sets the rate of a group to the step's rate times the group's `lr` /
+        `optim.lr`."""
         return None
 
     def fsdp_units(self, model: nn.Module) -> list[nn.Module] | None:
-        """With ddp.strategy=fsdp or hsdp: return the modules that are whole one at a time, each
-        called as a module in `model`'s forward pass, or None for the blocks in the model's own
+        """Return the units of ddp.strategy=fsdp or hsdp: modules that are gathered one at a time,
+        each called as a module in `model`'s forward pass. None stands for the blocks in the model's
         lists (nn.ModuleList, nn.Sequential)."""
         return None
 
     forward_methods: tuple[str, ...] = ()
-    """Names of methods of the model that are called from outside in place of its `forward`, and do
-    not call it; FSDP2 must know them."""
+    """Names of methods of the model that are called from outside in place of `forward`, for
+    FSDP2."""
 
     def saved(self, name: str) -> bool:
-        """Return whether checkpoints hold this entry of the model's state dict. The others must not
-        be trained, and `model` must return the same values when a run is resumed or its checkpoint
-        used: a digest is compared."""
+        """Return whether checkpoints hold this entry of the model's state dict. An entry that is
+        left out must not be trained, and `model` must return equal values when a run is resumed or
+        its checkpoint used: a digest is compared."""
         return True
 
     def metadata(self) -> dict[str, Any]:
-        """Return, after `datasets`, what the model needs in addition to weights and config, such as
-        class names, as numbers, texts, lists and dicts. Every checkpoint holds it."""
+        """Return, after `datasets`, the facts that the model needs in addition to weights and
+        config, such as class names, as numbers, texts, lists and dicts. Every checkpoint holds
+        the metadata."""
         return {}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
-        """Called instead of `datasets`, with the `metadata` of the checkpoint: `model` and
-        inference work after it."""
+        """Restore the `metadata` of a checkpoint. Called instead of `datasets`: `model` and
+        inference work afterwards."""
 
     def full_dataset(self) -> Any:
         """Return, after `load_metadata`, all samples of the configured data as one dataset to
@@ -282,28 +263,28 @@ class Task:
         )
 
     num_trials: int = 0
-    """Number of trials that an evaluation makes in addition to scoring the split."""
+    """Number of trials of an evaluation, in addition to scoring the split."""
     trials_every: int = 0
-    """Of a training's evaluations, the first after each so many optimizer steps makes them, and the
-    last; 0 = all."""
+    """Optimizer steps between evaluations with trials; the last evaluation always has trials. 0 =
+    every evaluation."""
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
-        """Run those of `range(num_trials)` that are in `which`, in simulation for example; return
-        totals for `report`. When `stopped()` is true, return at once: the evaluation will not
-        count."""
+        """Run the trials of `range(num_trials)` that are in `which`, in simulation for example;
+        return totals for `report`. When `stopped()` is true, return at once: the evaluation will
+        not count."""
         return Sums()
 
     def summary(self) -> str:
-        """Return what to print about the data before training (rank 0 prints it): counts, split,
+        """Return a text about the data, which rank 0 prints before training: counts, split,
         classes."""
         return ""
 
     def export_module(
         self, model: nn.Module
     ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """Return the module to export, of one input (raw values with the batch as their leading
-        axis) and a dict of tensors as output; and a function that turns a batch of `datasets` into
-        that input."""
+        """Return the module to export, with one input (raw values, the batch as leading axis) and a
+        dict of tensors as output; and a function that turns a batch of `datasets` into the
+        input."""
         raise LockstepError(
             "this task cannot be exported", "task", "give it a method `export_module`"
         )
@@ -312,200 +293,3 @@ class Task:
         """Return pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H,
         W, 3) moving."""
         return {}
-
-
-def per_sample(dataset: Any, name: str) -> np.ndarray | None:
-    """Return the dataset's (N,) attribute of that name, if it has one."""
-    if (values := getattr(dataset, name, None)) is None:
-        return None
-    values = np.asarray(values)
-    if values.shape != (len(dataset),):
-        what = (
-            f"the `{name}` of the dataset have the shape {values.shape}, and it has "
-            f"{len(dataset)} samples"
-        )
-        raise LockstepError(what, type(dataset).__name__, "give one for each sample")
-    return values
-
-
-def kept(dataset: Any, exclude: Sequence[str]) -> np.ndarray:
-    """Return (N,) bool: the samples that are not in `exclude`, which names sources, or samples as
-    `sample:12`, in a dataset without `sources` as 12, too. Raises LockstepError for one that is not
-    there."""
-    left = np.ones(len(dataset), dtype=bool)
-    names = (
-        None
-        if (sources := per_sample(dataset, "sources") if exclude else None) is None
-        else sources.astype(str)
-    )
-    for item in exclude:
-        number = item.removeprefix("sample:")
-        if names is not None and (found := names == item).any():
-            left[found] = False
-        elif (names is None or number != item) and number.isdecimal() and int(number) < len(left):
-            left[int(number)] = False
-        else:
-            known = [] if names is None else [*dict.fromkeys(names.tolist())]
-            near = difflib.get_close_matches(item, known, n=3) or known[:8]
-            todo = f"give a source to train on, such as {', '.join(near)}, or " if near else "give "
-            todo += f"a sample, sample:0 to sample:{len(left) - 1}"
-            raise LockstepError(f"there is no {item!r} to leave out", "exclude", todo)
-    if exclude and not left.any():
-        raise LockstepError("no sample is left to train on", "exclude", "name fewer")
-    return left
-
-
-class ChainedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, such as Muon for matrices and AdamW for the rest: each updates its
-    own groups. `param_groups` and `state` hold the same objects as theirs, and a checkpoint holds
-    them in this order."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer):
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
-        self.optimizers = optimizers
-        self._share()
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for each in self.optimizers:
-            each.step()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = list(state_dict["param_groups"])
-        if len(groups) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        for each in self.optimizers:
-            saved = [{**groups.pop(0)} for _ in each.param_groups]
-            numbers = {n for group in saved for n in group["params"]}
-            # Texts are of no parameter.
-            state = {
-                n: value
-                for n, value in state_dict["state"].items()
-                if n in numbers or not isinstance(n, int)
-            }
-            each.load_state_dict({"state": state, "param_groups": saved})
-        self._share()
-
-    def _share(self) -> None:
-        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
-        self.state = defaultdict(dict)  # a new one, by which AdamW tells that its lists are old
-        for each in self.optimizers:
-            self.state.update(each.state)
-            each.state = self.state
-
-
-current_pass: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""The `Run` and `MicroBatch` of the current pass of a training; None outside of its steps. In
-plugins/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces
-`gather_batch`."""
-
-
-def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensors (N, ...) of all samples of the global batch, in its order, and the row
-    numbers (B,) of this batch in it: for a loss that compares each sample with all others.
-    Gradients flow back to the rank of each row.
-
-    tensor  (B, ...) floats or whole numbers: one for each sample of the batch of `Task.loss`
-
-    Outside of a training step, as in `score`, return `tensor` itself and 0 to B - 1. This costs two
-    all-reduces of (N, ...), one of them in the backward pass. Raises LockstepError if a step has
-    several forward passes, none of which has all samples.
-    """
-    if callable(current_pass):
-        return current_pass(tensor)
-    if current_pass is None or not current_pass[1].samples:  # all of this step are excluded
-        return tensor, torch.arange(len(tensor), device=tensor.device)
-    run, micro = current_pass
-    plan, passes = run.plan, run.plan.accumulation
-    if passes > 1:
-        what = (
-            f"gather_batch in a step of {passes} forward passes, none of which sees the whole "
-            "global batch"
-        )
-        last = "virtual_workers=0" if plan.workers else "or more processes"
-        todo = (
-            "give one pass a step: no accumulation, "
-            f"batch_size={-(-plan.global_batch // plan.processes)}, {last}"
-        )
-        raise LockstepError(what, "the task's `loss`", todo, everywhere=True)
-    check_rows(tensor, len(micro.indices))
-    first = run.progress.position
-    rows = slice(micro.positions.start - first, micro.positions.stop - first, micro.positions.step)
-    whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.samples, micro.empty)
-    return whole, torch.arange(rows.start, rows.stop, rows.step or 1, device=tensor.device)
-
-
-def check_rows(tensor: Tensor, samples: int) -> None:
-    """Raise LockstepError unless there is one row per sample."""
-    if len(tensor) != samples:
-        what = (
-            f"gather_batch was given {amount(len(tensor), 'row')} in a batch of "
-            f"{amount(samples, 'sample')}"
-        )
-        raise LockstepError(what, "the task's `loss`", "give it one row for each sample")
-
-
-class _Gather(torch.autograd.Function):
-    """A sum over the ranks, in which one rank gives a row and the others zeros: exact in any
-    order."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, world: Any, rows: slice, count: int, empty: bool) -> Tensor:
-        ctx.about = world, rows, empty
-        whole = mine.new_zeros(count, *mine.shape[1:])
-        if not empty:  # the sample of an empty pass belongs to another rank
-            whole[rows] = mine
-        world.sum(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        world, rows, empty = ctx.about
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        world.sum(grad)
-        mine = grad[rows]
-        return torch.zeros_like(mine) if empty else mine, None, None, None, None
-
-
-def join(terms: Mapping[str, Any]) -> Loss:
-    """Return one loss, the sum of `factor * total / weight` over `terms`, each divided by its
-    weight in the global batch, or outside of a training step in this batch. A term without any
-    weight is zero."""
-    here = next(iter(terms.values())).total.device
-    if not isinstance(current_pass, tuple):
-        weights, samples, size = weights_of(terms, here), 1, 1
-    else:
-        run, micro = current_pass
-        weights, samples, size = (
-            run.meter.terms.weights(terms, micro),
-            micro.samples,
-            len(micro.indices),
-        )
-    total: Any = 0.0
-    sums = Sums()
-    for (name, term), weight in zip(terms.items(), weights.unbind(), strict=True):
-        kind = torch.promote_types(term.total.dtype, torch.float32)
-        share = term.total.to(kind) * torch.where(weight == 0, 0.0, samples / weight).to(kind)
-        total = total + term.factor * share
-        sums |= {name: share.detach()} | term.sums
-    # The engine adds up the totals of all passes and divides by all samples: the sum of the
-    # quotients.
-    count = torch.full((), size, dtype=torch.int64, device=here)
-    return Loss(total, count, Sums(sums, count=count))
-
-
-def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
-    """(terms,) float64: the weights of one batch."""
-    return torch.stack(
-        [
-            scalar_on(device, torch.as_tensor(term.weight).detach()).double()
-            for term in terms.values()
-        ]
-    )
-
-
-def scalar_on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a scalar tensor on `device`. From the host by a fill, because a copy is a sync
-    point."""
-    if number.device.type == "cpu" != device.type:
-        return torch.full((), number.item(), dtype=number.dtype, device=device)
-    return number.to(device)

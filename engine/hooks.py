@@ -80,6 +80,9 @@ caches = Hook()
 reducers = Hook()
 """first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
 
+initial_state = Hook()
+"""first(run) -> the state of a run before a checkpoint is loaded, to compare it with a resume."""
+
 # ---- while a run trains
 returned = Hook()
 """each(method, value, *about): raise LockstepError if the task's `method` returned a bad value."""
@@ -87,6 +90,8 @@ device_copies = Hook()
 """first(run) -> copies of a state that leave the GPU while the training continues."""
 before_read = Hook()
 """each(file): raise ValueError if a checkpoint file holds more than tensors and plain values."""
+prepare_checks = Hook()
+"""each(train_loader, random_samples): check that the task's `prepare` depends on samples alone."""
 loader_folders = Hook()
 """each(): prepare a folder for the sockets of loader processes."""
 loader_processes = Hook()

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from engine import contract
+from engine import contract, meter
 
 READ = torch.ops.aten._local_scalar_dense.default
 
@@ -163,7 +163,7 @@ def install_on(gpu):
 
 def install():
     """In this process from now on; numbers are read a step late, as from a GPU, and learning rates are float32's."""
-    from engine import metrics, plan
+    from engine import plan
     from plugins.performance import cuda_graph
 
     cuda_graph.KIND = "cpu"
@@ -171,11 +171,11 @@ def install():
     torch.cuda.current_stream, torch.cuda.stream = lambda: current[0], on
     torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode = set_sync_debug_mode, lambda: len(watching)
     contract._on = lambda device, number: number.to(device, torch.float64)  # none of these is the host's
-    lr, begin = plan.Plan.lr, metrics.Meter.__init__
+    lr, begin = plan.Plan.lr, meter.Meter.__init__
     plan.Plan.lr = lambda self, step: float(np.float32(lr(self, step)))
 
     def on_gpu(self, *arguments):
         begin(self, *arguments)
         self.on_gpu = True
 
-    metrics.Meter.__init__ = on_gpu
+    meter.Meter.__init__ = on_gpu

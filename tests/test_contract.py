@@ -18,7 +18,7 @@ from torch import nn
 
 import tasks
 import train
-from engine import metrics
+from engine import gathered
 from engine.config import parse
 from engine.contract import LockstepError, Loss, gather_batch, sample_seeds, uniform
 from plugins.resilience.stragglers import GpuClock
@@ -208,7 +208,7 @@ def test_rows_that_are_not_the_samples_are_refused(launch, tmp_path):
 
 
 def test_batches_that_do_not_fit_together_and_too_many_are_said():
-    held = metrics.Gathered("collect", limit_mb=1e-3)
+    held = gathered.Gathered("collect", limit_mb=1e-3)
     held.collect({"a": torch.zeros(2, 3), "b": [torch.zeros(1), torch.zeros(5)]}, 2)
     for other in ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 3, dtype=torch.float64)}, {"a": ["text", "text"]}):
         with pytest.raises(LockstepError, match="`collect` gives"):
@@ -222,14 +222,14 @@ def test_numpy_can_take_what_was_bf16():
         "score": torch.tensor([0.5, 1.5], dtype=torch.bfloat16),
         "boxes": [torch.ones(2).bfloat16(), torch.ones(1)],
     }
-    part = metrics.packed(found)
+    part = gathered.packed(found)
     assert part["score"].numpy().tolist() == [0.5, 1.5] and part["boxes"].whole.dtype == torch.float32
 
 
 def test_a_view_does_not_keep_what_it_is_a_part_of():
-    part = metrics.packed({"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10})
+    part = gathered.packed({"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10})
     assert part["a"].untyped_storage().nbytes() == 40 and part["b"].whole.untyped_storage().nbytes() == 80
-    assert isinstance(part["b"], metrics.Ragged) and part["b"].lengths == [2] * 10
+    assert isinstance(part["b"], gathered.Ragged) and part["b"].lengths == [2] * 10
 
 
 # ---- without validation data ----

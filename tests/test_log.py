@@ -31,7 +31,7 @@ from engine.report import log
 from engine.run import Progress, Record
 from plugins.reporting import wandb
 from plugins.resilience.stragglers import Straggler
-from tools.evaluate import of_run
+from tools.use.evaluate import of_run
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
 from engine.optim import make
-from tools.evaluate import SAME_STATE
+from tools.use.evaluate import SAME_STATE
 
 OWN = str(ROOT / "tests" / "tasks" / "optimizers.py")
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")

@@ -53,7 +53,7 @@ sys.path.insert(0, sys.argv[1])
 import gpu_parts
 from engine import checkpoint
 from engine.files import snapshot
-from tools.probe import endless
+from tools.machine.probe import endless
 from torch.multiprocessing.reductions import StorageWeakRef
 
 snapshot.BUFFER, snapshot.LARGE, snapshot.PART = 4096, 1024, 512
@@ -116,7 +116,7 @@ with buffers:  # the copy on the GPU is read after two more steps
 found = {}
 for way, state in states.items():
     file = io.BytesIO()
-    state = snapshot.on_host(state) | {"config": 0, "environment": 0}
+    state = state.on_host() | {"config": 0, "environment": 0}
     torch.save(state, file)
     found[way] = hashlib.sha256(file.getvalue()).hexdigest()
 gc.collect()
@@ -165,7 +165,7 @@ def test_saves_pin_no_memory_and_wait_for_nothing(gpu):  # noqa: F811
     assert not [size for size in seen.pinned if size > 1 << 16 and size != snapshot.BUFFER]
     waits = [(step, what) for step, what in seen.waits if step in saves and "in the thread" not in what]
     assert [(step, what.partition(":")[0], what.partition(" ")[2]) for step, what in waits] == [
-        (step, "engine/metrics.py", "an event") for step in saves
+        (step, "engine/meter.py", "an event") for step in saves
     ]
     usual = seen.kernels[9]
     more = [Counter(seen.kernels[step]) - Counter(usual) for step in saves if step != 8]  # 7 ends an epoch
@@ -182,7 +182,7 @@ def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):  # noqa: F
     seen = gpu(*words, "steps=6", "save_every=2", "eval_every=20", "log_every=100")
     assert seen.pinned[snapshot.BUFFER] == 2 and not [what for _, what in seen.waits if "thread snapshot" in what]
     assert [what.split(":")[0] for step, what in seen.waits if step == 4] == [
-        "engine/metrics.py",
+        "engine/meter.py",
         "plugins/performance/snapshot.py",
     ]
 
@@ -229,7 +229,7 @@ def test_reading_a_tensor_waits_for_it_and_finishes_once():
         state["model"]
     state, arrival = on_its_way(1, finished.append)
     arrival.set_result(None)
-    assert [*state["model"]] == ["weight"] and snapshot.on_host(state)["format"] == 3
+    assert [*state["model"]] == ["weight"] and state.on_host()["format"] == 3
     assert finished == [state]
 
 

@@ -23,7 +23,7 @@ from engine.contract import LOGGED, Sums
 from engine.errors import LockstepError, amount, console, few, headline, show_bars, warn_on_stderr
 from engine.evaluation import pictures
 from engine.files import atomic
-from engine.metrics import Skipped, means
+from engine.meter import Skipped, means
 from engine.report.tensorboard import Board
 from engine.run import NullLog, Run
 

@@ -169,6 +169,8 @@ class _OverShards:
     watched: set[str]  # names of parameters with a hook that takes them out of `unused`
     unused: set[str]  # names of parameters that no pass of this step has used; if it is checked
 
+    follows_passes = True
+
     def follow_units(self, timeout_s: float) -> None:
         self.calls = UnitCalls(self.world, self.model, timeout_s)
         self.watched, self.unused = set(), set()

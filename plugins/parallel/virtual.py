@@ -122,6 +122,8 @@ class Dealt(LocalReducer):
 
     in_rounds = False  # see `tree.dealt`
 
+    follows_passes = True
+
     def __init__(self, workers: int, world: World, model: nn.Module):
         super().__init__(world, model, "same")
         self.workers = workers

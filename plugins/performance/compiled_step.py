@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import contract
+from engine import global_loss
 from engine.comm.shards import to_local
 from engine.data.batches import map_tensors
 from engine.errors import console, headline
@@ -137,7 +137,7 @@ class CompiledStep:
         parameters = [p for p in run.model.parameters() if p.requires_grad]
         with _without_consequences(run) as task, self._net() as net:
             run.seed_pass(micro)
-            contract.current_pass = run, micro
+            global_loss.current_pass = run, micro
             with run.precision.autocast():
                 loss = check("loss", task.loss(net, map_tensors(batch, torch.clone)))
             scale = run.plan.loss_scale * (FP16_SCALE if run.scaler.is_enabled() else 1.0)
@@ -181,7 +181,7 @@ def _without_consequences(run: Run) -> Iterator[Any]:
     try:
         yield copied_task(run.task)
     finally:
-        contract.current_pass = None
+        global_loss.current_pass = None
         kept.put_back()
         if weights:
             torch._foreach_copy_(weights, before)

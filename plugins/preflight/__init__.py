@@ -18,16 +18,18 @@ from engine.comm.world import World, sync_errors
 from engine.contract import LockstepError, Task
 from engine.data.batches import batch_info
 from engine.data.order import LazyOrder
+from engine.environment import environment
 from engine.errors import console
 from engine.evaluation import check_count, collects, reported
+from engine.gathered import Gathered
 from engine.hooks import check
-from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
-from engine.run import Run, environment
+from engine.run import Run
 from plugins.preflight import adds_up, resume_check
 from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
+from plugins.preflight.prepare_check import check_prepare
 from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import check_together
@@ -190,6 +192,8 @@ def plan_rows(run: Run) -> dict[str, str]:
     return {"the cut matters": f"{parts}: other processes or another batch_size, other numbers"}
 
 
+hooks.initial_state.add(resume_check.initial_state)
+hooks.prepare_checks.add(check_prepare)
 hooks.returned.add(check_returned)
 hooks.plan_rows.add(plan_rows)
 hooks.settings.add(check_together)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import contract
+from engine import contract, global_loss
 from engine.comm.shards import to_local
 from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import batch_info
@@ -173,7 +173,7 @@ class SumCheck:
         def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
             """Stand for the other ranks: the parts find each other's rows as the whole batch gave
             them."""
-            contract.check_rows(rows, end - begin)
+            global_loss.check_rows(rows, end - begin)
             if whole:
                 self.gathered.append(rows.detach())
                 return rows, torch.arange(end, device=rows.device)
@@ -183,7 +183,7 @@ class SumCheck:
 
         if whole:
             self.gathered = []
-        contract.current_pass = gather
+        global_loss.current_pass = gather
         found = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
         return {name: torch.as_tensor(value).detach().cpu() for name, value in found.items()}
 

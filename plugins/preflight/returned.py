@@ -227,7 +227,7 @@ NO_SAMPLES: tuple[tuple[Any, str], ...] = (
     ),
     (
         (IterableDataset, Iterator),
-        "give one with __len__ and __getitem__; shards are read by formats/shards.py",
+        "give one with __len__ and __getitem__; shards are read by formats/shards/",
     ),
     (Mapping, "give a list of its samples, or torch.utils.data.StackDataset(**columns)"),
 )

@@ -15,10 +15,11 @@ from engine.comm.shards import to_local
 from engine.comm.world import World, on_rank0
 from engine.config import Config
 from engine.contract import per_sample
+from engine.environment import environment
 from engine.errors import amount, console, few
 from engine.plan import Plan, data_parallel_devices
 from engine.precision import Precision
-from engine.run import Run, environment
+from engine.run import Run
 from plugins.reporting import mlflow, wandb
 
 

@@ -35,9 +35,10 @@ from engine.comm import digests
 from engine.comm.shards import to_full
 from engine.contract import INFO_KEY
 from engine.data.batches import tree_leaves
+from engine.environment import environment
 from engine.errors import LockstepError, console
 from engine.files.atomic import write_atomically
-from engine.run import Run, environment
+from engine.run import Run
 
 SIGNS, COLUMNS = 8, 1 << 17
 """Numbers of a sketch, and columns that are sketched at once: their signs take 8 MB."""

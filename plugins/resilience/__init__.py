@@ -19,11 +19,12 @@ from engine import hooks
 from engine.comm.shards import to_local
 from engine.config import EarlyExit
 from engine.errors import DIVERGED, STOPPED, LockstepError, amount
-from engine.metrics import Skipped, StepResult
+from engine.meter import Skipped, StepResult
 from engine.phases import phase
 from engine.run import Run
 from plugins.resilience import failure_report, nccl_trace, scratch, status, terminal
 from plugins.resilience.command import become_torchrun as become_torchrun
+from plugins.resilience.not_finite import not_finite
 from plugins.resilience.oom import prepare_advice as prepare_advice
 from plugins.resilience.private import check_all_reduced as check_all_reduced
 from plugins.resilience.signals import StopRequest as StopRequest
@@ -103,7 +104,7 @@ def _samples_behind(run: Run, outcome: StepResult) -> Skipped:
     # the training does not need it
     with contextlib.suppress(Exception), phase.during("data loading"):
         for micro in passes if looks else ():
-            faults |= run.loaders.train.not_finite(micro)
+            faults |= not_finite(run.loaders.train, micro)
     ranks = run.world.gather_on_main(
         ([index for micro in passes for index in micro.indices], faults)
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from engine.comm.world import World
-from engine.metrics import loading_s
+from engine.meter import loading_s
 from engine.phases import phase
 
 

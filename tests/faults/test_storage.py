@@ -51,7 +51,7 @@ from engine.report import log
 from engine.run import Progress, Record
 from plugins.resilience import status
 from plugins.security import inspect
-from tools import evaluate
+from tools.use import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS = sys.modules[Checkpoints.__module__]  # the name is taken in most tests

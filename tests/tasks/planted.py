@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import contract
+from engine import contract, global_loss
 from engine.config import option, section
 from engine.contract import Loss, Sums
 
@@ -175,7 +175,7 @@ class Task(contract.Task):
         return nn.functional.cross_entropy(output, batch["y"], reduction="none")
 
     def loss(self, net, batch):
-        mistake, x, training = self.mistake, batch["x"], isinstance(contract.current_pass, tuple)
+        mistake, x, training = self.mistake, batch["x"], isinstance(global_loss.current_pass, tuple)
         PASSES["count"] += training and mistake in ("global counter", "noise once warm")
         if mistake == "slow" and training:
             time.sleep(0.2)

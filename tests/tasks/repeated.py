@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from engine import contract
+from engine import contract, global_loss
 from engine.config import option, section
 from engine.contract import Loss, Sums
 
@@ -286,8 +286,8 @@ class Task(contract.Task):
         return None
 
     def loss(self, net, batch):
-        if isinstance(contract.current_pass, tuple):  # in the check of sums it is a function
-            clock.step = contract.current_pass[0].progress.step
+        if isinstance(global_loss.current_pass, tuple):  # in the check of sums it is a function
+            clock.step = global_loss.current_pass[0].progress.step
         return Loss(errors_of(net, batch, self.cfg.model.kind).sum(), batch["mask"].sum())
 
     def score(self, model, batch):

@@ -1,0 +1,48 @@
+"""The facts that decide the last bits of a run, in addition to config, code and data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine import private
+from engine.errors import amount
+from engine.run import Run
+
+
+def environment(run: Run) -> dict[str, str]:
+    """Return what decides the last bits of a run in addition to config, code and data."""
+    on_gpu = run.world.device.type == "cuda"
+    facts = {
+        "device": torch.cuda.get_device_name(run.world.device) if on_gpu else private.cpu_model(),
+        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),  # a class of its own, which a checkpoint would refuse
+        "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
+        "precision": run.precision.name,
+        "TF32": str(on_gpu and torch.backends.cuda.matmul.allow_tf32),
+        "deterministic kernels": str(torch.are_deterministic_algorithms_enabled()),
+        "compile": run.plan.compile,
+        "memory_format": run.plan.memory_format,
+        "samples of a pass": (
+            f"{run.plan.micro_batch}, {amount(run.plan.passes, 'pass')} of a worker"
+        ),
+    }
+    if run.plan.workers and not on_gpu:
+        facts |= SQUARE_ROOT
+    return facts
+
+
+SQUARE_ROOT = {"square root": "correctly rounded"}
+"""In the environment of a run with virtual workers on a CPU: the arithmetic of `comm.exact`."""
+
+
+def environment_of(state: dict[str, Any]) -> dict[str, str]:
+    """Return the `environment` in a checkpoint or in the record of a step, completed where an older
+    version wrote it: it took torch's square root, which has other last bits."""
+    facts: dict[str, str] = state.get("environment", {})
+    on_cpu = facts.get("cuDNN") == ""
+    if on_cpu and state["config"].get("virtual_workers"):
+        return dict.fromkeys(SQUARE_ROOT, "torch's") | facts
+    return facts

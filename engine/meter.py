@@ -1,0 +1,160 @@
+"""Sums of the steps since the last log point."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine import hooks
+from engine.comm.world import World
+from engine.phases import phase
+
+
+class StepResult(NamedTuple):
+    """The numbers of a step, after they have arrived on the host.
+
+    losses   a data_loader.MicroBatch and its loss for each pass of this rank
+    votes    sum over all ranks, see `Run.votes`
+    skipped  1.0 if the optimizer has left the weights alone, because the gradient was not finite
+    weight   sum over all samples of the step
+    """
+
+    step: int
+    losses: list[tuple[Any, Tensor]]
+    votes: float
+    skipped: float
+    weight: float
+
+
+class Pending(NamedTuple):
+    """The numbers of a step on their way to the host.
+
+    copied  the event after the copy from a GPU
+    """
+
+    numbers: Tensor
+    step: int
+    losses: list[tuple[Any, Tensor]]
+    copied: torch.cuda.Event | None
+
+
+class Meter:
+    """Add up the numbers of the steps since the last log point. On a GPU the numbers of a step are
+    read one step late, so that neither host nor device waits.
+
+    stragglers     finds the rank that all ranks wait for; None without that plugin
+    names          names of the task's sums, once all ranks have compared them
+    losses         a MicroBatch and its loss for each pass of this rank in the current step
+    terms          a `Terms`, for a task with `losses`
+    pending        numbers of steps that are being copied to the host
+    grad_norm      of the last step
+    totals         the loss, its weight and the task's sums: of all ranks, without skipped steps
+    skipped        number of skipped steps
+    since          time of the last log point, time.perf_counter()
+    timed_samples  samples since that time
+    """
+
+    def __init__(self, world: World, workers: int = 1):
+        self.stragglers: Any = hooks.stragglers.first(world, workers)
+        self.world = world
+        self.on_gpu = world.device.type == "cuda"
+        self.names: list[str] | None = None
+        self.losses: list[tuple[Any, Tensor]] = []
+        self.terms: Any = None
+        self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.pending: list[Pending] = []
+        self.grad_norm = 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        self.totals: dict[str, float] = {}
+        self.skipped = 0.0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self.since = time.perf_counter()
+        self.timed_samples = 0
+
+    def add(self, numbers: Tensor, step: int, wait: bool) -> list[StepResult]:
+        """Queue the numbers of a step. Add the numbers that are on the host (all numbers, with
+        `wait`), and return their results, the same on every rank. The sums of a skipped step may be
+        NaN, and do not count.
+
+        numbers  (votes, loss, weight, one of each name, skipped, gradient norm), float64
+        """
+        copied = None
+        if self.on_gpu:
+            numbers = numbers.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            phase.posted = copied
+        self.pending.append(Pending(numbers, step, self.losses, copied))
+        names = ["loss", "weight", *(self.names or [])]
+        # The newest numbers are still on their way from the GPU: leave them for the next call,
+        # unless the caller needs the numbers of every step.
+        left = 1 if self.on_gpu and not wait else 0
+        results = []
+        while len(self.pending) > left:
+            row = self.pending.pop(0)
+            if row.copied:
+                with self.world.host_sync():
+                    # of the step before: over already, unless the host is a whole step ahead
+                    row.copied.synchronize()
+            votes, *sums, skipped, self.grad_norm = row.numbers.tolist()
+            for name, value in zip(names, sums, strict=True):
+                total = self.totals.get(name, 0.0)
+                self.totals[name] = total if skipped else total + value
+            self.skipped += skipped
+            results.append(StepResult(row.step, row.losses, votes, skipped, sums[1]))
+            if votes:
+                left = 0  # a run that stops or saves needs the numbers of every step
+        return results
+
+    def state(self) -> dict[str, Any]:
+        """Return the totals, for a checkpoint."""
+        totals = {}
+        for name, value in self.totals.items():
+            totals[name] = torch.tensor(value, dtype=torch.float64)
+        return {"totals": totals, "skipped": torch.tensor(self.skipped)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.totals = {name: float(value) for name, value in state["totals"].items()}
+        self.skipped = float(state["skipped"])
+
+
+def loading_s(seconds: dict[str, float]) -> float:
+    """Return the seconds that a rank waited for its batches, of the seconds of its phases."""
+    return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
+
+
+class Skipped(NamedTuple):
+    """A step that was not taken, because the gradient was not finite.
+
+    samples  rank -> dataset indices of the rank's forward passes whose loss was not finite
+    found    dataset index -> place of the NaN or inf; None if the samples were not fetched again
+    why      a reason that needs no warning
+    """
+
+    step: int
+    samples: dict[int, list[int]]
+    found: dict[int, str] | None
+    why: str = ""
+
+
+def means(totals: dict[str, float]) -> dict[str, float]:
+    """Return the means of training totals: the loss over its weight, the task's sums over `count`.
+    Without totals return an empty dict."""
+    if not totals:
+        return {}
+    weight = totals["weight"]
+    means_by_name = {"loss": totals["loss"] / weight if weight else math.nan}
+    count = totals.get("count")
+    if count:
+        for name, value in totals.items():
+            if name not in ("loss", "weight", "count"):
+                means_by_name[name] = value / count
+    return means_by_name

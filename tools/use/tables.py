@@ -1,0 +1,128 @@
+"""Write what a task predicts, batch by batch: a CSV with a row per sample, or an .npz of arrays."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from engine.errors import LockstepError
+from engine.files.atomic import write_atomically
+from engine.gathered import Packed, Ragged
+
+COLUMNS = 4096
+"""The most of a CSV: what has more is a picture, not a row."""
+
+Part = dict[str, Packed]
+
+
+def finite(value: Any) -> Any:
+    """Return a value with None for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_table(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
+    """Write the parts, each a batch of one value per sample and name; returns (rows, names). A CSV
+    is written as they come, an .npz at the end. Raises LockstepError where it cannot be."""
+    write = _write_npz if out.suffix == ".npz" else _write_csv
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return write(out, parts)
+    except OSError as error:
+        what = f"cannot write: {error.strerror or error}"
+        raise LockstepError(what, str(error.filename or out), "give another --out") from None
+
+
+def _write_csv(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
+    rows, header = 0, list[str]()
+
+    def fill(file: Any) -> None:
+        nonlocal rows, header
+        for part in parts:
+            columns = {
+                column: cells
+                for name, values in part.items()
+                for column, cells in _columns(name, values)
+            }
+            text = io.StringIO()
+            table = csv.writer(text, lineterminator="\n")
+            if not header:
+                header = [*columns]
+                table.writerow(header)
+            lines = [*zip(*columns.values(), strict=True)]
+            table.writerows(lines)
+            file.write(text.getvalue().encode())
+            rows += len(lines)
+
+    write_atomically(out, fill)
+    return rows, header
+
+
+def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
+    """Yield the columns of a name: of numbers one for each element of a sample, of all else one, as
+    JSON."""
+    if isinstance(values, list):
+        yield (
+            name,
+            [
+                value if isinstance(value, (str, int, float)) else json.dumps(value)
+                for value in values
+            ],
+        )
+    elif isinstance(values, Ragged):
+        yield name, [json.dumps(each.tolist()) for each in values]
+    else:
+        shape = values.shape[1:]
+        if shape.numel() > COLUMNS:
+            what = f"{name!r} has {shape.numel()} numbers for each sample"
+            raise LockstepError(what, "--out", "give a name that ends in .npz")
+        places = itertools.product(*map(range, shape))
+        for place, column in zip(
+            places, values.flatten(1).unbind(1) if shape else [values], strict=True
+        ):
+            cells = column.tolist()
+            yield (
+                "_".join([name, *map(str, place)]),
+                [f"{c:.6g}" if isinstance(c, float) else c for c in cells],
+            )
+
+
+def _write_npz(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
+    found: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, values in part.items():
+            if isinstance(values, Ragged):  # end to end, with the length of each
+                found.setdefault(f"{name}_lengths", []).append(
+                    np.array(values.lengths, dtype=np.int64)
+                )
+                values = values.whole
+            found.setdefault(name, []).append(_array(values))
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:  # np.savez takes no array of the name `file`
+        for name, parts_of in found.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.concatenate(parts_of), allow_pickle=False)
+    write_atomically(out, lambda file: file.write(data.getbuffer()))
+    return sum(map(len, found["index"])), [*found]
+
+
+def _array(values: Tensor | list[Any]) -> np.ndarray:
+    if isinstance(values, Tensor):
+        return (
+            values.float() if values.dtype.itemsize == 2 and values.is_floating_point() else values
+        ).numpy()
+    known = all(isinstance(value, (str, int, float)) for value in values)
+    return np.array(values if known else [json.dumps(value) for value in values])
