@@ -11,9 +11,10 @@ from engine.errors import LockstepError
 
 
 def read(argv: list[str], tasks: Any) -> config.Args:
-    """Parse argv. For --help and --print-config print the answer and raise EarlyExit.
+    """Return the config and the switches of a command line. For --help and --print-config print the
+    answer and raise EarlyExit.
 
-    tasks  has `load(name)`, the class of a task, and `names()`
+    tasks  has `load(name)`, which returns the class of a task, and `names()`
     """
     try:
         args = config.parse(argv, tasks.load, launch.restart().settings, tasks.names())

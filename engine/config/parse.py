@@ -22,7 +22,7 @@ from engine.errors import LockstepError, printable
 
 
 class Args(NamedTuple):
-    """The config, and the switches of this start, which are not part of the run.
+    """The config, and the switches of a start, which are not part of the run.
 
     force  True for all keys, or the named keys
     notes  texts about accepted settings without an effect
@@ -56,17 +56,13 @@ def parse(
     """Return the config of a command line. Raises one LockstepError with a line for each problem.
 
     again   settings of a restart: they override the command line
-    others  names of tasks that may have a key that this task lacks
+    others  names of tasks to search for an unknown key
     """
     switches, files, words = read_arguments(argv)
     restart = [Setting(k, str(v), "started again with") for k, v in (again or {}).items()]
     layers = [*map(read_yaml, files), words, restart]
     settings = [setting for layer in layers for setting in layer]
-    try:
-        task: Any = load_task(_task_name(settings))
-    except LockstepError as error:  # without a task there is no schema
-        problems = [setting.problem for setting in settings if setting.problem]
-        raise LockstepError("\n".join([*problems, str(error)])) from error
+    task = _load_task(load_task, settings)
     aliases = aliases_of(task)
     layers.insert(0, _implied(task, settings, aliases, files))
     tree = default_tree(task, layers[0] + settings)
@@ -86,6 +82,16 @@ def parse(
     if problems and "help" not in switches:
         raise LockstepError("\n".join(problems))
     return Args(cfg, **{name: switches.get(name, False) for name in SWITCHES}, notes=tuple(notes))
+
+
+def _load_task(load_task: LoadTask, settings: list[Setting]) -> Any:
+    """Return the class of the task. There is no schema without a task: an error also has the
+    problems of the settings so far."""
+    try:
+        return load_task(_task_name(settings))
+    except LockstepError as error:
+        problems = [setting.problem for setting in settings if setting.problem]
+        raise LockstepError("\n".join([*problems, str(error)])) from error
 
 
 def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
@@ -142,7 +148,7 @@ def _set_values(
             setting.problem = _set_value(values, first, key, setting, keys)
     for one, other in (("epochs", "steps"), ("steps", "epochs")):
         if one in first and other not in first and values.get(one):
-            values[other] = 0  # or the default of the other might end the run first
+            values[other] = 0  # otherwise the default might end the run first
     return unknown
 
 
@@ -241,11 +247,11 @@ def _coerce(raw: Raw, kind: Any, limits: Mapping[str, float]) -> Any:
         raise ValueError("give true or false")
     if kind is bool or text in choices:
         return yes if kind is bool else text
+    assert choices, f"a config field has one type, not {kind}"
     if yes is not None and {"auto", "off"} <= {*choices}:  # --use_amp, `amp: no`
         return "auto" if yes else "off"
-    assert choices, f"a config field has one type, not {kind}"
-    near = hooks.closest_choices.first(text, choices) or ""
-    raise ValueError(f"{near}choose one of {', '.join(choices)}")
+    question = hooks.closest_choices.first(text, choices) or ""
+    raise ValueError(f"{question}choose one of {', '.join(choices)}")
 
 
 def _items(raw: Raw) -> list[str]:
