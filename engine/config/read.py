@@ -96,11 +96,12 @@ def read_arguments(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Set
             settings.append(Setting(name, value, "command line"))
         elif name in SWITCHES:
             problem = _add_switch(switches, name, value, word)
-        elif name in FILES and value is None:
-            problem = f"{word} without a file (command line): write --config configs/har.yaml"
-        elif name in FILES:
-            is_lerobots = Path(value).name == "pretrained_model"  # it stands for the file in it
+        elif name in FILES and value is not None:
+            # LeRobot's folder stands for the config in the folder
+            is_lerobots = Path(value).name == "pretrained_model"
             files.append(f"{value}/train_config.json" if is_lerobots else value)
+        elif name in FILES:
+            problem = f"{word} without a file (command line): write --config configs/har.yaml"
         elif name != "local_rank":  # torch.distributed.launch passes it beside LOCAL_RANK
             settings.append(Setting(name, value, "command line"))
         if problem:
