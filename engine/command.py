@@ -11,9 +11,10 @@ from engine.errors import LockstepError
 
 
 def read(argv: list[str], tasks: Any) -> config.Args:
-    """Parse argv. For --help and --print-config print the answer and raise EarlyExit.
+    """Return the config and the switches of a command line. For --help and --print-config print the
+    answer and raise EarlyExit.
 
-    tasks  has `load(name)`, the class of a task, and `names()`
+    tasks  has `load(name)`, which returns the class of a task, and `names()`
     """
     try:
         args = config.parse(argv, tasks.load, launch.restart().settings, tasks.names())
@@ -21,9 +22,8 @@ def read(argv: list[str], tasks: Any) -> config.Args:
         error.everywhere = True  # every rank reads the same command line
         raise
     if args.help:
-        print(
-            config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task))
-        )
+        prog, task = Path(sys.argv[0]).name, tasks.load(args.cfg.task)
+        print(config.usage(args.cfg, prog, tasks.names(), task))
         raise config.EarlyExit
     if args.print_config:
         print(config.to_yaml(args.cfg), end="", flush=True)

@@ -1,16 +1,17 @@
-"""The calls of train.py that plugins fill. Each class stands for one plugin where its folder is
-absent: then a call does nothing, or returns its argument.
+"""The plugins that train.py calls: `resilience`, `parallel`, `performance`, `preflight`,
+`reporting`.
 
-`resilience`, `parallel`, `performance`, `preflight` and `reporting` are the modules of plugins/, or
-these classes. A training without the plugins takes the same steps, with less protection and less
-output.
+Each is a module of plugins/ or, if the folder is absent, a class of this file. The methods of the
+classes do nothing, or return an argument. A training without plugins takes the same steps, with
+less protection and less output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,9 +20,9 @@ from engine.errors import LockstepError
 
 
 class NoStop:
-    """A run that nobody stops.
+    """The absent request to stop.
 
-    reason  why this process wants to stop; empty
+    reason  the reason for a stop; empty, because there is none
     """
 
     reason = ""
@@ -30,11 +31,11 @@ class NoStop:
         pass
 
     def install_handlers(self) -> None:
-        """No signal is handled."""
+        """Handle no signal."""
 
 
 class Resilience:
-    """Failures become one line and an exit code, hangs are found, signals stop a run."""
+    """Failures in one line and an exit code, a search for hangs, a stop by signals."""
 
     StopRequest = NoStop
 
@@ -109,42 +110,49 @@ performance: Any = hooks.plugin("performance") or Performance()
 preflight: Any = hooks.plugin("preflight") or Preflight()
 reporting: Any = hooks.plugin("reporting") or Reporting()
 
-NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
-    "resilience": (("max_time_s", (0.0,)), ("oom", ("stop",)), ("multi_gpu", ("auto", "none"))),
-    "parallel": (
-        ("virtual_workers", (0,)),
-        ("ddp.strategy", ("ddp",)),
-        ("ddp.comm_hook", ("none",)),
-        ("ddp.sync_bn", (False,)),
-    ),
-    "performance": (
-        ("compile", ("auto", "off")),
-        ("cuda_graph", (False,)),
-        ("cache", ("auto", "none")),
-        ("ddp.backend", ("auto", "gloo")),
-    ),
+
+class Need(NamedTuple):
+    """A setting that needs a plugin, except with the values `without`."""
+
+    plugin: str
+    key: str
+    without: tuple[Any, ...]
+
+
+NEEDS = (
+    Need("resilience", "max_time_s", (0.0,)),
+    Need("resilience", "oom", ("stop",)),
+    Need("resilience", "multi_gpu", ("auto", "none")),
+    Need("parallel", "virtual_workers", (0,)),
+    Need("parallel", "ddp.strategy", ("ddp",)),
+    Need("parallel", "ddp.comm_hook", ("none",)),
+    Need("parallel", "ddp.sync_bn", (False,)),
+    Need("performance", "compile", ("auto", "off")),
+    Need("performance", "cuda_graph", (False,)),
+    Need("performance", "cache", ("auto", "none")),
+    Need("performance", "ddp.backend", ("auto", "gloo")),
     # The table of excluded settings keeps a CUDA graph from a step of several parts, and refuses
     # sampler=balanced for data without labels.
-    "preflight": (("cuda_graph", (False,)), ("sampler", ("shuffle",))),
-    "reporting": (("record", (0,)), ("wandb.enable", (False,)), ("mlflow.enable", (False,))),
-}
-"""By plugin: the settings that need it, each with the values that do without it."""
+    Need("preflight", "cuda_graph", (False,)),
+    Need("preflight", "sampler", ("shuffle",)),
+    Need("reporting", "record", (0,)),
+    Need("reporting", "wandb.enable", (False,)),
+    Need("reporting", "mlflow.enable", (False,)),
+)
 
 
 def check_plugins(cfg: Any, strict: bool) -> None:
-    """Raise LockstepError for a setting whose plugin is absent. `strict`: train_ddp.py, which needs
-    resilience and preflight."""
+    """Raise LockstepError for a setting that needs an absent plugin.
+
+    strict  the page is train_ddp.py, which needs resilience and preflight
+    """
     present = hooks.load()
     for name in ("resilience", "preflight"):
         if strict and name not in present:
             todo = "restore the folder, or use train.py"
             raise LockstepError(f"train_ddp.py needs plugins/{name}", "plugins", todo)
-    for name, settings in NEEDS.items():
-        for key, without in settings if name not in present else ():
-            value = cfg
-            for part in key.split("."):
-                value = getattr(value, part)
-            if value not in without:
-                setting = f"{key}={value}"
-                todo = "restore the folder, or drop the setting"
-                raise LockstepError(f"{setting} needs plugins/{name}", key, todo)
+    for need in NEEDS:
+        value = attrgetter(need.key)(cfg)
+        if need.plugin not in present and value not in need.without:
+            what = f"{need.key}={value} needs plugins/{need.plugin}"
+            raise LockstepError(what, need.key, "restore the folder, or drop the setting")

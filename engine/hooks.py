@@ -1,9 +1,9 @@
-"""The seams of the core: lists of functions that plugins add when they are imported.
+"""The hooks of the core: lists of functions, to which plugins add functions at their import.
 
-The core calls these lists and imports no plugin. An empty list changes nothing. A list holds
+The core calls the lists and imports no plugin. An empty list changes nothing. A list holds
 functions and classes, never the state of a run: two runs in one process share the lists.
 
-`load` imports the folders of plugins/ that are present, at the first call of any list.
+The first call of a list imports the folders of plugins/ that are present.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from types import ModuleType
 from typing import Any
 
 ORDER = ("security", "resilience", "parallel", "performance", "preflight", "reporting")
-"""The folders of plugins/, in the order in which they add their functions."""
+"""The folders of plugins/ in the order of the imports, which is the order of the functions."""
 
 FOLDER = Path(__file__).resolve().parent.parent / "plugins"
 
 
 class Hook:
-    """One seam: functions with the same parameters, in the order of ORDER."""
+    """Functions with equal parameters, in the order of ORDER."""
 
     def __init__(self) -> None:
         self.functions: list[Callable[..., Any]] = []
 
     def add(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Add a function and return it unchanged, so that `add` also works as a decorator."""
+        """Add a function. Returns the function, so that `add` also works as a decorator."""
         self.functions.append(function)
         return function
 
@@ -37,7 +37,7 @@ class Hook:
         return [function(*arguments) for function in self.functions]
 
     def first(self, *arguments: Any) -> Any:
-        """Call the functions in order up to the first result that is not None, and return it."""
+        """Call the functions in order, and return the first result that is not None."""
         load()
         for function in self.functions:
             result = function(*arguments)
@@ -45,6 +45,17 @@ class Hook:
                 return result
         return None
 
+
+# ---- while a command line is read
+unknown_keys = Hook()
+"""each(unknown, keys, aliases, settings, load_task, tasks): add advice to settings with unknown
+keys."""
+closest_choices = Hook()
+"""first(text, choices) -> a question about the choice that is spelled like the text, or ""."""
+yaml_errors = Hook()
+"""first(path, text, error) -> the LockstepError for a text that is no mapping in YAML."""
+usages = Hook()
+"""first(cfg, prog, tasks, task) -> the text of --help."""
 
 # ---- before the ranks have met
 before_agent = Hook()
@@ -56,7 +67,7 @@ handshakes = Hook()
 exchanges = Hook()
 """first() -> an ObjectExchange: how Python values travel between ranks."""
 shared_memory = Hook()
-"""first(group) -> the channel in which the ranks of one machine read each other's tensors."""
+"""first(group) -> the channel in which the ranks of one machine read tensors of all ranks."""
 shared_memory_hooks = Hook()
 """first() -> DDP's communication hook that sums gradients in shared memory."""
 
@@ -106,10 +117,10 @@ events = Hook()
 
 
 def check(method: str, value: Any, *about: Any) -> Any:
-    """Return `value`, which the task's `method` has returned. Raises LockstepError if a plugin
-    finds a fault in it.
+    """Return a value that a method of the task has returned. Raises LockstepError if a plugin finds
+    a fault in the value.
 
-    about  the facts that the rules need: the number of samples, the monitor
+    about  facts for the rules: the number of samples, the monitor
     """
     returned.each(method, value, *about)
     return value
@@ -139,9 +150,9 @@ def event(name: str, **facts: Any) -> None:
 
 
 def load() -> list[str]:
-    """Import the plugins that are present, in the order of ORDER; return their names."""
+    """Import the plugins that are present, in the order of ORDER. Return the names."""
     if not _loaded:
-        _loaded.append([])  # first: plugins import modules that call hooks
+        _loaded.append([])  # before the imports, during which modules may call hooks
         names = [name for name in ORDER if (FOLDER / name / "__init__.py").is_file()]
         for name in names:
             importlib.import_module(f"{FOLDER.name}.{name}")

@@ -17,30 +17,30 @@ from engine.contract import Task
 from engine.errors import amount
 from engine.plan import Plan
 from engine.precision import Precision
-from engine.private import CONVOLUTIONS
+from engine.private import CONVOLUTIONS, set_deterministic
 from engine.run import Run
 
-# 1-D ones as 2-D ones of height 1, which is how torch itself runs them
+# 1-D convolutions as 2-D convolutions of height 1, as torch itself runs them
 _FORMATS: dict[Any, torch.memory_format] = dict.fromkeys(CONVOLUTIONS, torch.channels_last)
 _FORMATS |= dict.fromkeys((nn.Conv3d, nn.ConvTranspose3d), torch.channels_last_3d)
 
 
 def set_backends(cfg: Any) -> None:
-    """Set torch's switches: for speed, or for the same bits every time."""
+    """Set torch's switches for speed, or for equal bits in each run."""
     deterministic = cfg.deterministic or bool(cfg.virtual_workers)
     torch.backends.cudnn.benchmark = not deterministic
     tf32 = cfg.amp != "off"  # off is float32 to the last digit
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is never read
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # As torch.use_deterministic_algorithms, which also loads the compiler: 1.5 s.
-    torch._C._set_deterministic_algorithms(deterministic, warn_only=False)
+    set_deterministic(deterministic)
 
 
 def limit_threads(cfg: Any, world: World, plan: Plan) -> Plan:
-    """(all ranks) On a CPU use one thread until `set_threads`; return the plan with the most
-    threads that a process may use."""
+    """(all ranks) On a CPU use one thread until `set_threads`. Return the plan with the largest
+    number of threads that a process may use."""
     if world.device.type != "cpu":
         return plan
     local_size = max(1, launch.environment().local_size)
@@ -49,8 +49,9 @@ def limit_threads(cfg: Any, world: World, plan: Plan) -> Plan:
 
 
 def set_threads(run: Run) -> Plan:
-    """Set the number of threads; return the plan with texts that describe the choices."""
-    cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
+    """Set the number of threads. Return the plan with texts about all choices of this module."""
+    cfg, plan = run.cfg, run.plan
+    on_cpu = run.world.device.type == "cpu"
     texts = []
     if on_cpu:
         why = threads.set_threads(_threads(cfg), plan.gflop * plan.micro_batch, plan.threads)
@@ -70,18 +71,18 @@ def set_threads(run: Run) -> Plan:
 
 
 def _threads(cfg: Any) -> int:
-    """Return the threads that were asked for, 0 for a choice by rule. Virtual workers ask for one:
-    a number that depends on the processes would change the bits."""
+    """Return the requested number of threads, 0 for a choice by rule. Virtual workers get one
+    thread: a number that depends on the processes would change the bits."""
     return cfg.threads or min(1, cfg.virtual_workers)
 
 
 def set_memory_format(
     cfg: Any, task: Task, model: nn.Module, loader: Any, plan: Plan, amp: Precision, saved: str
 ) -> Plan:
-    """Put the kernels of convolutions into the faster order; return the plan with its name. Call it
-    before anything else holds the memory of the parameters.
+    """Put the kernels of convolutions into the faster memory order; return the plan with the name
+    of the order. Must run before the optimizer and DDP refer to the memory of the parameters.
 
-    saved  the order in the checkpoint to resume, which wins; auto without one
+    saved  the order in the checkpoint to resume, which wins over the rule; or auto
     """
     order = saved if cfg.memory_format == "auto" else cfg.memory_format
     if plan.sharded:
@@ -90,11 +91,8 @@ def set_memory_format(
         order = faster_order(model, loader.device, amp.name)
     if convolutions(model):
         apply_memory_format(model, order)
-        if (
-            order != "contiguous"
-            and cfg.memory_format == "auto"
-            and _needs_usual_order(task, model, loader, amp)
-        ):
+        may_change = order != "contiguous" and cfg.memory_format == "auto"
+        if may_change and _needs_usual_order(task, model, loader, amp):
             order = "contiguous"
             apply_memory_format(model, order)
     return replace(plan, memory_format=order)
@@ -102,8 +100,8 @@ def set_memory_format(
 
 @torch.no_grad()
 def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision) -> bool:
-    """Return whether two samples fail in a `view` that only the usual order allows. Other errors
-    surface later."""
+    """Return whether the loss of two samples fails in a `view` that only the usual order allows.
+    All further errors occur again in the training."""
     batch = loader.example(2)
     try:
         with amp.autocast():
@@ -114,7 +112,8 @@ def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision
 
 
 class BatchNorm1dLast(nn.BatchNorm1d):
-    """A BatchNorm1d that keeps the memory order of (N, C, L); torch's returns the usual one."""
+    """A BatchNorm1d that keeps the memory order of (N, C, L). Torch's own returns the usual
+    order."""
 
     def forward(self, x: Tensor) -> Tensor:
         super()._check_input_dim(x)
@@ -125,49 +124,41 @@ class BatchNorm1dLast(nn.BatchNorm1d):
 
 
 def convolutions(model: nn.Module) -> list[nn.Module]:
-    """Return the convolutions that have a choice of order: 1-D ones on CPUs only, where the gain
-    was measured."""
-    return [
-        module
-        for module in model.modules()
-        if type(module) in _FORMATS
-        and (
-            not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
-            or module.weight.device.type == "cpu"
-        )
-    ]
+    """Return the convolutions with a choice of order: 1-D convolutions on CPUs alone, where the
+    gain was measured."""
+    on_cpu_alone = (nn.Conv1d, nn.ConvTranspose1d)
+    chosen = [module for module in model.modules() if type(module) in _FORMATS]
+    return [m for m in chosen if type(m) not in on_cpu_alone or m.weight.device.type == "cpu"]
 
 
 def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
-    """Choose channels_last or contiguous. By rule, not by timing, so that all ranks and all runs
-    agree.
+    """Return channels_last or contiguous, by a rule and not by a timing, so that all ranks and all
+    runs agree.
 
-    On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual one, in bf16
-    up to 20 times (`benchmarks/precision.py`): more than the convolutions gain. On GPUs it copies
-    its input to the usual order (pytorch#111824), and cuDNN's fast float32 kernels take that order.
+    On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual order, in
+    bf16 up to 20 times (`benchmarks/precision.py`): more than the convolutions gain. On GPUs
+    GroupNorm copies the input to the usual order (pytorch#111824), and cuDNN's fast float32 kernels
+    take the usual order.
     """
-    usual = any(isinstance(module, nn.GroupNorm) for module in model.modules())
-    return (
-        "contiguous" if usual or (device.type != "cpu" and precision == "off") else "channels_last"
-    )
+    slower = device.type != "cpu" and precision == "off"
+    slower = slower or any(isinstance(module, nn.GroupNorm) for module in model.modules())
+    return "contiguous" if slower else "channels_last"
 
 
 def apply_memory_format(model: nn.Module, order: str) -> nn.Module:
-    """Put the kernels of convolutions into `order`; outputs follow. Checkpoints do not change,
-    results by rounding."""
+    """Put the kernels of convolutions into an order; the outputs have the same order. Checkpoints
+    do not change; results change by rounding."""
     last = order == "channels_last"
-    for module in (chosen := convolutions(model)):
+    chosen = convolutions(model)
+    for module in chosen:
         layout = _FORMATS[type(module)] if last else torch.contiguous_format
         for p in module.parameters(recurse=False):
-            # copied: `contiguous` returns a kernel of one channel, or one pixel, as it is
+            # A copy: `contiguous` returns a kernel of one channel, or one pixel, unchanged.
             if p.ndim > 3:
                 p.data = torch.empty_like(p.data, memory_format=layout).copy_(p.data)
             elif p.ndim == 3:
-                p.data = (
-                    torch.empty_like(p.data.unsqueeze(2), memory_format=layout)
-                    .squeeze(2)
-                    .copy_(p.data)
-                )
+                ordered = torch.empty_like(p.data.unsqueeze(2), memory_format=layout)
+                p.data = ordered.squeeze(2).copy_(p.data)
     if any(module.weight.ndim == 3 for module in chosen):
         for module in model.modules():
             if type(module) in (nn.BatchNorm1d, BatchNorm1dLast):

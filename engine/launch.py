@@ -1,6 +1,6 @@
-"""The launch of this process: the launcher's environment, the device, and where the ranks meet.
+"""The launch of this process: the environment of the launcher, the device, the rendezvous.
 
-No other file reads RANK, WORLD_SIZE or LOCAL_RANK.
+Only this file reads RANK, WORLD_SIZE and LOCAL_RANK.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import shlex
 import shutil
@@ -28,14 +29,14 @@ from engine.errors import LockstepError, amount, headline
 from engine.phases import phase
 
 STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
-"""Environment variable: set where all agents count the same restarts, so that the count may name an
-attempt's keys."""
+"""Environment variable: set if all agents count the same restarts, so that the count may be a part
+of the keys of an attempt."""
 
 RESTART = "LOCKSTEP_RESTART"
 """Environment variable: JSON of a `Restart`."""
 
 COMMAND = "LOCKSTEP_COMMAND"
-"""Environment variable: the command in the user's shell up to the training's own arguments."""
+"""Environment variable: the command in the user's shell before the arguments of the training."""
 
 REACH = (
     "check that all processes start and reach that address; ddp.init_timeout_s is how long "
@@ -46,10 +47,10 @@ _BEGAN = time.monotonic()
 
 
 class Restart(NamedTuple):
-    """How this process has restarted itself, because memory ran out.
+    """The restarts of this process by itself, after a lack of memory.
 
-    settings  those of the restart, which override all others
-    times     how often all ranks together have restarted within one attempt of the launcher
+    settings  the settings of the restart, which override all other settings
+    times     the number of restarts of all ranks within one attempt of the launcher
     began     time.monotonic() of the first start, from which a time limit counts
     """
 
@@ -59,30 +60,28 @@ class Restart(NamedTuple):
 
 
 def restart() -> Restart:
-    return Restart(
-        **{"settings": {}, "times": 0, "began": _BEGAN} | json.loads(os.environ.get(RESTART, "{}"))
-    )
+    """Return the restarts of this process."""
+    first = {"settings": {}, "times": 0, "began": _BEGAN}
+    return Restart(**first | json.loads(os.environ.get(RESTART, "{}")))
 
 
 def start_again(more: dict[str, Any]) -> None:
-    """Replace this process by a new one with the same pid, command and these settings: all memory
-    is freed, and the launcher notices nothing. Doesn't return; may be called from any thread."""
+    """Replace this process by a new process with the same pid and command, and more settings. All
+    memory is freed, and the launcher is not involved. Does not return; any thread may call."""
     now = restart()
-    os.environ[RESTART] = json.dumps(
-        {"settings": now.settings | more, "times": now.times + 1, "began": now.began}
-    )
-    # ports, locks, the driver's: some would stay open
+    later = now._replace(settings=now.settings | more, times=now.times + 1)
+    os.environ[RESTART] = json.dumps(later._asdict())
+    # Otherwise ports, locks and files of the driver would stay open.
     for descriptor in Path("/proc/self/fd").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the descriptor that lists them
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
             os.set_inheritable(int(descriptor.name), int(descriptor.name) <= 2)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class Environment(NamedTuple):
-    """The settings that a launcher passes by environment; the defaults are those of a plain `python
-    train.py`.
+    """The settings of a launcher. The defaults stand for a plain `python train.py`.
 
-    local_size  processes on this machine; 0 where the launcher does not set it
+    local_size  processes on this machine; 0 if the launcher does not set the number
     launched    whether there is a launcher
     """
 
@@ -94,50 +93,47 @@ class Environment(NamedTuple):
 
 
 def environment() -> Environment:
-    """Return RANK, WORLD_SIZE and LOCAL_RANK, checked. A half-set environment is an error."""
+    """Return RANK, WORLD_SIZE and LOCAL_RANK. Raises LockstepError if a variable is missing
+    or wrong."""
     env = os.environ
-    if "RANK" not in env and _number("WORLD_SIZE", "1") <= 1:
+    if "RANK" not in env and _number("WORLD_SIZE", 1) <= 1:
         return Environment()
-    for missing, there in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+    for missing, present in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if missing not in env:
-            todo = f"start with torchrun, or `unset {there}` to train in one process"
             raise LockstepError(
-                f"{there}={env[there]} is set but {missing} is not", "environment", todo
+                f"{present}={env[present]} is set but {missing} is not",
+                "environment",
+                f"start with torchrun, or `unset {present}` to train in one process",
             )
-    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
     if not 0 <= rank < size:
-        raise LockstepError(
-            f"RANK={rank} with WORLD_SIZE={size}", "environment", "RANK counts from 0"
-        )
-    if lacking := [
-        name
-        for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        if size > 1 and name not in env
-    ]:
-        what = f"RANK and WORLD_SIZE are set but {' and '.join(lacking)} not"
+        what = f"RANK={rank} with WORLD_SIZE={size}"
+        raise LockstepError(what, "environment", "RANK counts from 0")
+    required = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 else ()
+    missing_too = [name for name in required if name not in env]
+    if missing_too:
+        what = f"RANK and WORLD_SIZE are set but {' and '.join(missing_too)} not"
         raise LockstepError(what, "environment", "start with torchrun, which sets them all")
-    return Environment(
-        rank, _number("LOCAL_RANK", "0"), size, _number("LOCAL_WORLD_SIZE", "0"), True
-    )
+    return Environment(rank, _number("LOCAL_RANK"), size, _number("LOCAL_WORLD_SIZE"), True)
 
 
-def _number(name: str, default: str) -> int:
+def _number(name: str, default: int = 0) -> int:
+    """Return the number in an environment variable. Raises LockstepError for other texts."""
     text = os.environ.get(name, default)
     try:
         return int(text)
     except ValueError:
-        raise LockstepError(
-            f"{name}={text!r} is no whole number", "environment", f"unset {name}"
-        ) from None
+        what = f"{name}={text!r} is no whole number"
+        raise LockstepError(what, "environment", f"unset {name}") from None
 
 
 def is_local_rank0() -> bool:
-    """Return whether this is local rank 0, which prints for its machine before the World exists."""
+    """Return whether this process prints for the machine before the World exists."""
     return os.environ.get("LOCAL_RANK", "0") in ("0", "")
 
 
 def forgotten_launch() -> str:
-    """Return a warning if another launcher clearly wanted several processes but set no RANK; else
+    """Return a warning if accelerate, Slurm or MPI has started several processes without RANK; else
     an empty text."""
     env = os.environ
     if "RANK" in env:
@@ -145,15 +141,15 @@ def forgotten_launch() -> str:
     if any(name.startswith("ACCELERATE_") for name in env):
         return (
             "accelerate started this process without RANK (its --cpu mode starts one process "
-            "only): training in ONE "
-            "process; use `accelerate launch --multi_gpu --num_processes=N` or torchrun"
+            "only): training in ONE process; use `accelerate launch --multi_gpu "
+            "--num_processes=N` or torchrun"
         )
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1:
+        count = env.get(name, "")
+        if count.isdigit() and int(count) > 1:
             return (
-                f"{name}={env[name]} but RANK is not set: each task would train alone; start one "
-                "task per node with "
-                "`srun --ntasks-per-node=1 ./train_multigpu.sh`"
+                f"{name}={count} but RANK is not set: each task would train alone; start one "
+                "task per node with `srun --ntasks-per-node=1 ./train_multigpu.sh`"
             )
     return ""
 
@@ -164,10 +160,10 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
     hooks.check_settings("launch", cfg=cfg, env=env, visible=visible)
     if not visible:
         return torch.device("cpu")
-    if not env.launched:  # under torchrun the user chose them
+    if not env.launched:  # under torchrun CUDA_VISIBLE_DEVICES chooses the GPUs
         check_gpu_ids(cfg.gpu_ids, visible)
         return torch.device("cuda", (cfg.gpu_ids or [0])[0])
-    # Slurm shows each task its own
+    # Slurm may give each task a view of one GPU
     own_gpu = visible == 1 and os.environ.get("SLURM_LOCALID") == str(env.local_rank)
     if env.local_rank >= visible and not own_gpu and cfg.ddp.backend != "gloo":
         what = f"LOCAL_RANK={env.local_rank}, but {amount(visible, 'GPU')} visible"
@@ -177,21 +173,25 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
 
 
 def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
-    if wrong := [gpu for gpu in gpu_ids if gpu >= visible]:
-        raise LockstepError(
-            f"gpu_ids={wrong} asked, {visible} visible", "gpu_ids", f"choose from 0..{visible - 1}"
-        )
+    """Raise LockstepError for a GPU that is not visible."""
+    wrong = [gpu for gpu in gpu_ids if gpu >= visible]
+    if wrong:
+        what = f"gpu_ids={wrong} asked, {visible} visible"
+        raise LockstepError(what, "gpu_ids", f"choose from 0..{visible - 1}")
 
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
-    """Return NCCL on GPUs, with gloo for tensors on the host; on CPUs gloo, with sums through
-    shared memory if the ranks are on one machine. A process without a launcher gets the last, which
-    needs no network, unless it wraps its model in DDP: with `always`, or on a GPU for virtual
+    """Return the backends of the process group.
+
+    On GPUs NCCL, with gloo for tensors on the host. On CPUs gloo, with sums through shared memory
+    if all ranks are on one machine. A process without a launcher uses shared memory, which needs no
+    network, unless the process wraps the model in DDP: with `always`, or on a GPU for virtual
     workers.
 
-    Pickled objects are exchanged on the host: votes and errors get through while NCCL is stuck, and
-    do not wait for the GPU."""
-    if device.type == "cpu" and cfg.ddp.strategy != "ddp":  # its meshes take no backend of our own
+    Pickled objects travel on the host: votes and errors arrive while NCCL hangs, and do not wait
+    for the GPU.
+    """
+    if device.type == "cpu" and cfg.ddp.strategy != "ddp":  # FSDP2's meshes need torch's backends
         return "gloo"
     if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
         return _sums_on_cpus()
@@ -204,14 +204,14 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
 
 
 def _sums_on_cpus() -> str:
-    """Return the backend of the ranks of one machine: shared memory where a plugin offers it."""
+    """Return the backend of the ranks of one machine: shared memory if a plugin has the backend."""
     hooks.load()
     return "shm" if "shm" in dist.Backend.backend_list else "gloo"
 
 
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
-    """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for
-    all attempts."""
+    """(all ranks) Return the store in which the ranks meet. Under torchrun all attempts share the
+    store of the agent."""
     hooks.before_rendezvous.each(env, cfg, backend)
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         job_store: dist.Store = dist.HashStore()
@@ -220,17 +220,16 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
         job_store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
     store = _of_this_attempt(job_store) if env.launched else job_store
     if not hooks.handshakes.first(job_store, store, env, cfg, backend):
-        # A prefix apart from the group's keys.
+        # A prefix of our own, because the process group uses the store, too.
         session.attempt_store = TextStore(dist.PrefixStore("lockstep", store))
         session.job_store = TextStore(dist.PrefixStore("lockstep", job_store))
     return store
 
 
 def _of_this_attempt(store: dist.Store) -> dist.Store:
-    """Return the part of the store where a restarted rank doesn't read the addresses of dead ones
-    (pytorch#167288)."""
-    # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no
-    # prefix there.
+    """Return a part of the store for one attempt: a restarted rank must not read the addresses of
+    dead ranks (pytorch#167288)."""
+    # With a dynamic rendezvous the nodes may count different restarts: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or STATIC in os.environ:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt{attempt}", store)
@@ -238,22 +237,24 @@ def _of_this_attempt(store: dist.Store) -> dist.Store:
 
 
 def meeting_place() -> str:
+    """Return the address of the rendezvous."""
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 @contextlib.contextmanager
 def explained(env: Environment) -> Iterator[None]:
-    """Wrap joining the group: its errors name the address and what to check."""
+    """Translate the errors of joining the group: a LockstepError names address and advice."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
-        text, where, port = headline(error), meeting_place(), os.environ.get("MASTER_PORT", "?")
+        text, where = headline(error), meeting_place()
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            todo = (
+            raise LockstepError(
+                f"port {os.environ.get('MASTER_PORT', '?')} is in use",
+                where,
                 "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free "
-                "port, or give another"
-            )
-            raise LockstepError(f"port {port} is in use", where, todo) from error
+                "port, or give another",
+            ) from error
         todo = REACH
         if "connectFullMesh" in text:
             todo = (
@@ -267,30 +268,27 @@ def explained(env: Environment) -> Iterator[None]:
 
 
 def processes_sharing(memory: torch.device) -> int:
-    """Return how many processes of this machine keep their own copy of something in `memory`."""
+    """Return the number of processes of this machine with a copy of their own in one memory."""
     env = environment()
     local_size = max(1, env.local_size)
     if memory.type != "cuda":
         return local_size
-    cards = (
-        os.environ.get("SLURM_GPUS_ON_NODE", "")
-        if os.environ.get("SLURM_NTASKS") == str(env.size)
-        else ""
-    )
-    # Where each rank is a task of Slurm's it may see a card of its own, one of these.
-    return -(-local_size // max(torch.cuda.device_count(), int(cards) if cards.isdigit() else 0))
+    cards = torch.cuda.device_count()
+    of_slurm = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    # If each rank is a task of Slurm, a rank may see one of the cards of the machine.
+    if os.environ.get("SLURM_NTASKS") == str(env.size) and of_slurm.isdigit():
+        cards = max(cards, int(of_slurm))
+    return math.ceil(local_size / cards)
 
 
 def typed_command() -> str:
-    """Return the command before the training's own arguments, as typed in a shell (a best
-    guess)."""
+    """Return the command before the arguments of the training, as typed in a shell; under torchrun
+    a command of equal effect."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
-    torchrun = (
-        ["torchrun"]
-        if shutil.which("torchrun")
-        else [sys.executable, "-m", "torch.distributed.run"]
-    )
+    torchrun = ["torchrun"]
+    if not shutil.which("torchrun"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
     rendezvous = ["--standalone"]
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         names = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK"}
@@ -301,10 +299,9 @@ def typed_command() -> str:
 
 
 def leave() -> None:
-    """(all ranks) Wait for all ranks, and destroy the process group; nothing of DDP may survive
-    it."""
-    # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
-    gc.unfreeze()  # what `guarded` has frozen
+    """(all ranks) Wait for all ranks, and destroy the process group. Nothing of DDP may survive the
+    group: an autograd graph with DDP's hooks that dies after the group aborts the process."""
+    gc.unfreeze()  # objects that `guarded` has frozen
     gc.collect()
     if dist.get_world_size() > 1:
         with phase.during("barrier", waits=True):

@@ -1,7 +1,7 @@
-"""The current activity of this process: its phase, since when, and the seconds spent in each phase.
+"""The current phase of this process, and the seconds of each phase.
 
-One marker serves the watchdog (which rank hangs, and where), the place in an error ("rank 1,
-backward at step 7"), the search for slow ranks, the log's data wait and the profiler.
+The watchdog (which rank hangs, and where), the place in an error ("rank 1, backward at step 7"),
+the search for slow ranks, the data wait in the log and the profiler read one marker.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch import nn
 
 
 class Phases:
-    """The phase, set by the main thread as one tuple, without a lock or a sync, so that any thread
-    may read it.
+    """The marker. The main thread sets `now` as one tuple, without a lock or a sync, so that every
+    thread may read the marker.
 
-    now      (phase, whether it waits for other ranks, time.monotonic() of its begin)
-    step     optimizer steps taken
-    posted   an event on a GPU, recorded after the last step: done when the device has finished it
-    seconds  of the host in each phase since the last `take`; a phase within another interrupts it
+    now        (phase, whether the phase waits for other ranks, time.monotonic() of the begin)
+    step       optimizer steps taken
+    posted     a GPU event, recorded after the last step and done when the device has finished the
+               step
+    seconds    {phase: seconds of the host since the last `take`}; an inner phase interrupts the
+               outer phase
+    listeners  functions to call with the name of each new phase
     """
 
     def __init__(self) -> None:
@@ -33,6 +36,10 @@ class Phases:
         self.listeners: list[Callable[[str], object]] = []
 
     def __call__(self, name: str, waits: bool = False) -> None:
+        """Begin a phase.
+
+        waits  the phase waits for other ranks
+        """
         before, _, began = self.now
         now = time.monotonic()
         self.seconds[before] = self.seconds.get(before, 0.0) + now - began
@@ -46,31 +53,34 @@ class Phases:
 
     @contextmanager
     def during(self, name: str, waits: bool = False) -> Iterator[None]:
-        """Enter a phase within another. If the block fails, it stays the current one, so that the
-        error names it."""
-        before = self.now
+        """Begin an inner phase, and return to the outer phase after the block. If the block fails,
+        the inner phase stays, so that the error names the inner phase."""
+        outer, outer_waits, _ = self.now
         self(name, waits)
         yield
-        self(*before[:2])
+        self(outer, outer_waits)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call."""
-        self(*self.now[:2])
-        taken, self.seconds = self.seconds, {}
-        return taken
+        name, waits, _ = self.now
+        self(name, waits)  # adds the seconds of the current phase
+        seconds = self.seconds
+        self.seconds = {}
+        return seconds
 
 
 phase = Phases()
 
 
 def split_backward(model: nn.Module) -> None:
-    """Set the phase "gradient sync" once the last gradient is ready: from then on a rank only waits
-    for others."""
-    first = next((p for p in model.parameters() if p.requires_grad), None)
-    if first is not None:  # used first in the forward pass, so the last one to get its gradient
+    """Begin the phase "gradient sync" when the last gradient is ready: from then on the rank waits
+    for the other ranks."""
 
-        def ready(_: torch.Tensor) -> None:
-            if phase.now[:2] == ("backward", True):
-                phase("gradient sync", waits=True)
+    def ready(_: torch.Tensor) -> None:
+        if phase.now[:2] == ("backward", True):
+            phase("gradient sync", waits=True)
 
-        first.register_post_accumulate_grad_hook(ready)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # the first in the forward pass gets the last gradient
+            parameter.register_post_accumulate_grad_hook(ready)
+            break

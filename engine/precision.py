@@ -19,9 +19,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    name: str  # bf16, fp16 or off
+    """The precision of the forward passes.
+
+    name  bf16, fp16 or off
+    note  the reason, for the log
+    """
+
+    name: str
     device: torch.device
-    note: str  # why, for the reader of the log
+    note: str
 
     def __post_init__(self) -> None:
         if self.name == "bf16" and self.device.type == "cpu":
@@ -40,12 +46,13 @@ class Precision:
 
 
 class Autocast(nn.Module):
-    """Run `model` under its own autocast: DataParallel's threads inherit that autocast is on, but
-    not its dtype, so bf16 would run as fp16 there, without a scaler."""
+    """Run a model under an autocast of its own. The threads of DataParallel inherit the switch of
+    autocast, but no dtype: bf16 would run as fp16 there, without a scaler."""
 
     def __init__(self, model: nn.Module, precision: Precision):
         super().__init__()
-        self.model, self.precision = model, precision
+        self.model = model
+        self.precision = precision
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         with self.precision.autocast():
@@ -53,8 +60,10 @@ class Autocast(nn.Module):
 
 
 def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Precision:
-    """(all ranks) Return what the config asks for, the same on all ranks; for auto the one `saved`
-    in a checkpoint."""
+    """(all ranks) Return the precision of the config, equal on all ranks.
+
+    saved  the precision in a checkpoint, which `amp=auto` follows
+    """
     with sync_errors(world):
         chosen = choose(cfg.amp, world.device, strict, compiled=cfg.compile not in ("off", "auto"))
     if world.differs_across_ranks(chosen.name):
@@ -67,35 +76,33 @@ def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Pr
 def choose(
     amp: str, device: torch.device, strict: bool = False, compiled: bool = False
 ) -> Precision:
-    """Resolve `auto` to bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other
-    CPUs.
+    """Return the precision of this device. `auto` is bf16 where the device has bf16 instructions,
+    fp16 on older GPUs, float32 on older CPUs.
 
-    A precision that is asked for but missing becomes the next best one, or with `strict` an error.
-    Capability decides, not timing: every rank, and a resumed run, must choose the same.
-    `benchmarks/precision.py` shows that CPUs with bf16 instructions gain by it on every network.
+    The capability decides, not a timing: every rank, and a resumed run, must choose alike. CPUs
+    with bf16 instructions gain on every network (`benchmarks/precision.py`).
 
-    compiled  by torch's compiler, whose bf16 gradients on CPUs may not be finite (torch 2.13,
-    Inductor)
+    strict    raise LockstepError for amp=bf16 on a GPU without bf16, instead of a choice of fp16
+    compiled  torch's compiler is on, whose bf16 gradients on CPUs may not be finite (torch 2.13,
+              Inductor)
     """
-    accelerates = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    name, note = amp, "as amp asks"
-    if amp == "auto" and accelerates in DTYPES:
-        name, note = accelerates, "as accelerate launch --mixed_precision asks"
-    elif device.type == "cuda" and amp in ("auto", "bf16"):
+    of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if amp == "auto" and of_accelerate in DTYPES:
+        return Precision(of_accelerate, device, "as accelerate launch --mixed_precision asks")
+    if device.type == "cuda" and amp in ("auto", "bf16"):
         card = torch.cuda.get_device_name(device)
         if torch.cuda.is_bf16_supported(including_emulation=False):
-            name, note = "bf16", f"{card} has bf16"
-        elif amp == "bf16" and strict:
+            return Precision("bf16", device, f"{card} has bf16")
+        if amp == "bf16" and strict:
             raise LockstepError(f"amp=bf16, but {card} has no bf16", "amp", "use amp=fp16 or auto")
-        else:
-            name, note = "fp16", f"{card} has no bf16"
-    elif amp == "auto" and compiled:
-        name, note = (
-            "off",
-            "compiled for a CPU, where the compiler's bf16 gradients may not be finite",
-        )
-    elif amp == "auto" and cpu_has_bf16():
-        name, note = "bf16", "the CPU has bf16 instructions; attention in fp32, which is faster"
-    elif amp == "auto":
-        name, note = "off", "this CPU has no bf16 instructions, so bf16 would not be faster"
-    return Precision(name, device, note)
+        return Precision("fp16", device, f"{card} has no bf16")
+    if amp != "auto":
+        return Precision(amp, device, "as amp asks")
+    if compiled:
+        note = "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
+        return Precision("off", device, note)
+    if cpu_has_bf16():
+        note = "the CPU has bf16 instructions; attention in fp32, which is faster"
+        return Precision("bf16", device, note)
+    note = "this CPU has no bf16 instructions, so bf16 would not be faster"
+    return Precision("off", device, note)

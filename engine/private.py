@@ -1,8 +1,7 @@
-"""Private names of torch that the engine uses, read in torch 2.13; `tests/test_private.py` fails
-when one is gone.
+"""Private names of torch that the core uses, read in torch 2.13; `tests/test_private.py` fails when
+a name is gone. Also the repair of bf16 on CPUs, which replaces functions of torch.
 
-Those of the optimizer, the compiler, the allocator and the backend are in the files that use them:
-`optim/fused`, `speed/compiler`, `speed/memory`, `comm/shm_backend`.
+`optim/fused.py` has the private names of the optimizers. A plugin has a private.py of its own.
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
 
 Sizes = tuple[int, ...]
 
 DROPOUT: Any = nn.modules.dropout._DropoutNd
-BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
-INSTANCE_NORM: Any = nn.modules.instancenorm._InstanceNorm
 NORM_WITH_STATISTICS: Any = nn.modules.batchnorm._NormBase
-"""Base classes of layers; the last is that of the two before it."""
+"""Base classes of layers; the second is the base of batch norms and of instance norms."""
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of a module's own buffers that its state dict leaves out."""
+    """Return the names of a module's own buffers that are not in the state dict."""
     return module._non_persistent_buffers_set
 
 
@@ -42,63 +38,35 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    return [*module._forward_pre_hooks.values()]
-
-
-def check_all_reduced(net: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a bucket of the last backward pass has not been all-reduced, because it
-    lacks a gradient: this rank would answer that sum of the others with its next one. DDP itself
-    raises it in the next forward pass."""
-    net._check_reducer_finalized()
-
-
-def release_device_cache() -> None:
-    """Return the device memory that no tensor uses to the driver, on all GPUs; waits for the
-    device.
-
-    A workspace of cuBLAS is a piece of whatever block was free when it was allocated, 32 MiB on a
-    Hopper GPU, and the allocator cannot return a block of which a piece is in use. So the
-    workspaces go first; cuBLAS allocates new ones.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-
-
-def ddp_record(net: DistributedDataParallel) -> dict[str, Any]:
-    """Return what DDP has recorded of itself: backend, number of tensors, bytes."""
-    return net._get_ddp_logging_data()
-
-
-def meet_other_agents(agent: Any, most_s: float) -> None:
-    """Have torchrun's agent say that its processes have ended, and wait for the others to."""
-    agent._exit_barrier_timeout = most_s
-    agent._exit_barrier()
-
-
 def scaler_with(
     scaler: torch.amp.GradScaler, changed: Callable[[Tensor], Any]
 ) -> torch.amp.GradScaler:
-    """Return a copy of a scaler whose tensors are replaced. Its `state_dict` reads them: of a GPU's
-    that is a wait."""
-    twin = object.__new__(type(scaler))  # `copy.copy` reads them, too
-    vars(twin).update(vars(scaler))
+    """Return a copy of a scaler with each tensor replaced by `changed(tensor)`. The scaler's own
+    `state_dict` reads the tensors, which on a GPU is a wait."""
+    clone = object.__new__(type(scaler))  # `copy.copy` reads the tensors, too
+    vars(clone).update(vars(scaler))
     for name in ("_scale", "_growth_tracker"):
-        if isinstance(value := getattr(scaler, name, None), Tensor):
-            setattr(twin, name, changed(value))
-    return twin
+        value = getattr(scaler, name, None)
+        if isinstance(value, Tensor):
+            setattr(clone, name, changed(value))
+    return clone
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Switch deterministic kernels on or off. `torch.use_deterministic_algorithms` also loads the
+    compiler: 1.5 s."""
+    torch._C._set_deterministic_algorithms(wanted, warn_only=False)
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether torch and oneDNN use bf16 instructions: the CPU has them, and no variable
-    hides them."""
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    """Return whether torch and oneDNN use bf16 instructions: the CPU has the instructions, and no
+    environment variable hides them."""
+    highest = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return (
         torch.cpu._is_avx512_bf16_supported()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY
-        # also true where it would only emulate them
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and most.upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # also true for an emulation
+        and highest.upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
     )
 
 
@@ -114,16 +82,15 @@ CONVOLUTIONS = (
 
 @functools.cache
 def repair_bf16() -> None:
-    """Make this process compute in float32 what torch computes wrongly, or slowly, under bf16
-    autocast on CPUs.
+    """Use float32 for operations that are wrong or slow under bf16 autocast on CPUs.
 
     Convolutions of maps that are small compared with kernel and stride: oneDNN leaves the gradient
     of kernel taps that see only padding uninitialised, or writes beyond the end (torch 2.13, any
-    CPU with AVX-512). Functions such as `torch.conv3d`, called directly, are not covered.
+    CPU with AVX-512). Direct calls of functions such as `torch.conv3d` are not covered.
 
-    Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. With
-    attention in float32 every kind of network shipped here gains by bf16; without, the transformers
-    lose (`benchmarks/precision.py`).
+    Attention of short sequences: bf16 takes up to 6 times as long, mostly in the backward pass.
+    With attention in float32 every shipped network gains by bf16; without, the transformers lose
+    (`benchmarks/precision.py`).
     """
     for kind in CONVOLUTIONS:
         kind.forward = _shielded(kind.forward)  # type: ignore[method-assign]
@@ -133,6 +100,8 @@ def repair_bf16() -> None:
 
 
 def _in_float32(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an attention that computes in float32 under bf16 autocast on a CPU."""
+
     @functools.wraps(attention)
     def wrapped(
         query: Tensor,
@@ -158,6 +127,8 @@ def _in_float32(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a convolution's forward pass that computes in float32 where oneDNN may fail."""
+
     @functools.wraps(forward)
     def shielded(self: Any, x: Tensor, *rest: Any) -> Tensor:
         y = forward(self, x, *rest)
@@ -179,89 +150,34 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _goes_wrong(
     transposed: bool, stride: Sizes, kernel: Sizes, dilation: Sizes, given: Sizes, returned: Sizes
 ) -> bool:
-    """Return whether oneDNN may fail on these shapes: true for all that failed of thousands tried,
-    and for some others. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
+    """Return whether oneDNN may fail on the shapes of an input and an output. True for all shapes
+    that failed among thousands of tests, and for some more. The condition on the stride also covers
+    wrong outputs with AMX (pytorch#169688)."""
     if transposed:
         given, returned = returned, given
-    sizes, strided = given[-len(stride) :], returned[-len(stride) :]
-    reach = [distance * (taps - 1) + 1 for distance, taps in zip(dilation, kernel, strict=True)]
-    return (
-        any(size == 1 and step > 1 for size, step in zip(strided, stride, strict=True))
-        or any(2 * size < taps for size, taps in zip(sizes, reach, strict=True))
-        or (len(sizes) == 3 and sizes[0] < reach[0])
-    )
+    spatial = len(stride)
+    sizes = given[-spatial:]
+    for axis, size in enumerate(sizes):
+        if returned[axis - spatial] == 1 and stride[axis] > 1:
+            return True
+        reach = dilation[axis] * (kernel[axis] - 1) + 1
+        if 2 * size < reach or (spatial == 3 and axis == 0 and size < reach):
+            return True
+    return False
 
 
 @functools.cache
 def cpu_model() -> str:
-    """Return the name of the processor: libraries choose kernels, and so the last bits, by it."""
+    """Return the name of the processor. Libraries choose kernels, and so the last bits, by the
+    name."""
+    text = ""
     with contextlib.suppress(OSError):
-        if found := re.search(
-            r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        ):
-            return found[1]
-    return platform.machine()
+        text = Path("/proc/cpuinfo").read_text()
+    line = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return line[1] if line else platform.machine()
 
 
-def unsharded(model: Any) -> dict[str, Any]:
-    """Return by name the parameters that FSDP2 makes whole for a forward pass, once it has made
-    them."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    states = [
-        module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")
-    ]
-    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
-    return {
-        names[id(each.sharded_param)]: each._unsharded_param
-        for group in groups
-        for each in group.fsdp_params
-        if hasattr(each, "_unsharded_param") and each.sharded_param.requires_grad
-    }
-
-
-def reduce_unused(unit: Any) -> None:
-    """Have a unit of FSDP2 send zeros for each trained weight that got no gradient: ranks that use
-    other weights would sum buffers of other sizes. Torch 2.11 has no switch for it."""
-    if hasattr(unit, "set_reduce_scatter_unused_params"):
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:  # a unit without weights of its own
-        return
-    post_backward = group.post_backward
-
-    def with_zeros(*unused: Any) -> None:
-        if group.reduce_grads:
-            for each in group.fsdp_params:
-                _fill_gradient(each)
-        post_backward(*unused)
-
-    group.post_backward = with_zeros
-
-
-def _fill_gradient(sharded: Any) -> None:
-    """Give a weight that FSDP2 has made whole a gradient of zeros where it has none."""
-    whole = getattr(sharded, "_unsharded_param", None)
-    if whole is None or not whole.requires_grad:
-        return
-    if whole.grad is None and sharded.unsharded_accumulated_grad is None:
-        whole.grad = torch.zeros_like(whole)
-
-
-def reduce_gradients(unit: Any) -> None:
-    """(all ranks) Add up over the ranks the gradients that a unit of FSDP2 has kept whole, after a
-    backward pass, as it does within one; the stream that computes waits for them. Sends nothing if
-    none of its weights is trained."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is not None:  # a unit without weights of its own has none
-        group.post_backward()
-        group._training_state = type(group._training_state).IDLE  # as after a backward pass
-        group.finalize_backward()
-
-
-# its name since torch 2.13
-_renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers" if _renamed else "broadcast_buffers": False
-}
-"""The option by which DDP broadcasts no buffers."""
+_options = inspect.signature(DistributedDataParallel).parameters
+_option = "forward_sync_buffers" if "forward_sync_buffers" in _options else "broadcast_buffers"
+NO_BUFFER_SYNC: dict[str, Any] = {_option: False}
+"""The option that keeps DDP from a broadcast of the buffers; the first name since torch 2.13."""

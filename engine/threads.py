@@ -1,5 +1,5 @@
-"""The number of threads in which this process computes. It is a fact of the run: a sum over another
-number of threads has other last bits."""
+"""The number of threads in which this process computes. The number is a fact of the run: a sum over
+a different number of threads has different last bits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ import torch
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 BY_RULE = "LOCKSTEP_THREADS"
-"""Environment variable that marks OMP_NUM_THREADS as a limit by Lockstep, not a user's choice."""
+"""Environment variable that marks OMP_NUM_THREADS as a limit by Lockstep and not by a user."""
 
 GFLOP_PER_THREAD = 5.0
-"""GFLOP of a forward pass per thread. Threads spin for each other after every operation: if one
-loses its core, even for milliseconds, all wait. With less work per thread a run on a busy machine
-takes 2 to 40 times as long, and gains some tenths on a quiet one (`benchmarks/threads.py`)."""
+"""GFLOP of a forward pass per thread. Threads wait for each other after every operation: if one
+thread loses its core, even for milliseconds, all threads wait. With less work per thread a run on a
+busy machine takes 2 to 40 times as long, and a run on a quiet machine gains some tenths
+(`benchmarks/threads.py`)."""
 
 
 def available() -> int:
-    """Return the number of cores that this process may use: fewer if it is bound, or if its
-    container has a quota."""
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Return the number of cores that this process may use. A binding to cores and the quota of a
+    container are limits."""
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = CPU_QUOTA.read_text().split()
         count = min(count, max(1, int(quota) // int(period)))  # `max` is not a number
@@ -35,35 +36,33 @@ def available() -> int:
 
 @functools.cache
 def _given() -> int:
-    """Return torch's threads at the first call: its own choice, or OMP_NUM_THREADS."""
+    """Return the number of threads at the first call: the choice of torch, or OMP_NUM_THREADS."""
     return torch.get_num_threads()
 
 
 def threads_at_most(number: int) -> dict[str, str]:
-    """Return the environment that limits new processes to so many threads each, unless one is
-    set."""
-    return (
-        {}
-        if "OMP_NUM_THREADS" in os.environ
-        else {"OMP_NUM_THREADS": str(number), BY_RULE: "by_rule"}
-    )
+    """Return the environment that limits new processes to a number of threads each. Empty if the
+    user has set OMP_NUM_THREADS."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(number), BY_RULE: "by_rule"}
 
 
 def limit_threads(asked: int, processes: int) -> int:
-    """Use one thread until the FLOPs of a forward pass are known; return the limit from then on. A
-    number that the user has set, by `asked` or OMP_NUM_THREADS, holds from the start.
+    """Use one thread until the FLOPs of a forward pass are known; return the limit from then on.
 
-    processes  on this machine
+    asked      the setting `threads`; a number there, or in OMP_NUM_THREADS, holds from the start
+    processes  the processes of this machine, which share the cores
     """
-    given = _given()  # before it is limited
+    given = _given()  # before the limit
     number, _ = _set_by_user(asked)
     torch.set_num_threads(number or 1)
     return number or min(given, max(1, available() // processes))
 
 
 def set_threads(asked: int, gflop: float, allowed: int) -> str:
-    """Use a thread for every GFLOP_PER_THREAD of a forward pass, up to `allowed`; return the
-    reason."""
+    """Use a thread for every GFLOP_PER_THREAD of a forward pass, at most `allowed` threads. Return
+    the reason."""
     number, by = _set_by_user(asked)
     if number:
         return f"as {by} says"

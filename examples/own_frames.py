@@ -26,7 +26,7 @@ from engine.contract import Batch, LockstepError, Loss, Sums
 from formats.shards import RESUMABLE, Options, Shards, pair
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model:
     chunk: int = option(8, "actions that are predicted at once", low=1)
     width: int = option(128, "channels", low=8)

@@ -27,7 +27,7 @@ from engine.contract import Batch, LockstepError, Loss, Sums, uniform
 from formats.shards import RESUMABLE, Options, Shards, pair
 
 
-@dataclass
+@dataclass(frozen=True)
 class Text:
     path: str = option("", "a text file, UTF-8; empty: Python's documentation")
     length: int = option(128, "characters of a window", low=2)
@@ -35,7 +35,7 @@ class Text:
     indent_weight: float = option(0.1, "weight of a space that follows another one", low=0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model:
     width: int = option(128, "channels of the residual stream", low=8)
     layers: int = option(4, "blocks", low=1)

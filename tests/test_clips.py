@@ -24,7 +24,7 @@ from conftest import succeed
 from torch.overrides import TorchFunctionMode
 
 import tasks
-from engine.config import schema_of
+from engine.config import changed, schema_of
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.samples import Fetcher
 from formats import arrays
@@ -48,9 +48,7 @@ def pack(folder: Path, trials, classes=("rest", "walk"), shape=(2, 8, 8)) -> Pat
 
 def video_task(**dataset):
     cls = tasks.load("video")
-    cfg = schema_of(cls)()
-    vars(cfg.dataset).update(dataset)
-    return cls(cfg)
+    return cls(changed(schema_of(cls)(), {f"dataset.{key}": value for key, value in dataset.items()}))
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -539,7 +537,8 @@ def test_augmentation_moves_whole_clips_and_can_be_switched_off():
 @pytest.mark.parametrize("way", [{"flip": "horizontal"}, {"shift": 0.2}, {"jitter": 2}, {"brightness": 0.1}])
 def test_each_way_to_change_a_clip_works_without_the_others(way):
     task = video_task()
-    task.cfg.augment = Augment(**{"flip": "none", "shift": 0.0, "jitter": 0, "brightness": 0.0} | way)
+    settings = {"flip": "none", "shift": 0.0, "jitter": 0, "brightness": 0.0} | way
+    task.cfg = changed(task.cfg, {f"augment.{key}": value for key, value in settings.items()})
     x, seeds = torch.randint(0, 256, (64, 7, 10, 10), dtype=torch.uint8), sample_seeds(0, 0, torch.arange(64))
     y = task.augment(x, seeds)
     assert y.shape == x.shape and not torch.equal(y, x)
@@ -636,7 +635,7 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     told = []  # captions: truth, guess, video and trial
     monkeypatch.setattr("tasks.video.draw_clips", lambda *about: told.extend(about[1]) or draw_clips(*about))
     task = video_task(trials=100, videos=10, size=16)
-    task.cfg.model.width = 4
+    task.cfg = changed(task.cfg, {"model.width": 4})
     train, val = task.datasets()
     summary = task.summary()
     assert "Found 10 unique videos with 100 total trials\nTrain trials: 80, Val trials: 20\n" in summary
@@ -665,7 +664,7 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     with open(next(tmp_path.glob("*/trials.csv")), newline="") as file:
         table = {f"{row['video']} trial {row['trial']}": f"true {row['label']}" for row in csv.DictReader(file)}
     assert len(told) == there and all(table.get(where) == truth for truth, _, where in told)
-    task.cfg.dataset.root = str(tmp_path / "none")
+    task.cfg = changed(task.cfg, {"dataset.root": str(tmp_path / "none")})
     with pytest.raises(LockstepError, match="prepare_clips"):
         task.datasets()
 

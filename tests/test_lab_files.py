@@ -523,7 +523,7 @@ def test_the_axes_of_tracks_are_not_turned(tmp_path):
     import torch
 
     import tasks
-    from engine.config import schema_of
+    from engine.config import changed, schema_of
 
     deeplabcut(tmp_path / "aDLC_x.csv", TWO)
     deeplabcut(tmp_path / "bDLC_x.csv", {"m1": walk(5)[0], "m2": walk(6)[0]})
@@ -535,10 +535,9 @@ def test_the_axes_of_tracks_are_not_turned(tmp_path):
     cls = tasks.load("har")
     augmented = []
     for turn in (0.0, 45.0):
-        cfg = schema_of(cls)()
-        vars(cfg.dataset).update(root=str(tmp_path / "o.npz"), length=8, stride=1, val_share=0.5)
-        cfg.augment.rotate_deg = turn
-        task = cls(cfg)
+        settings = {"dataset.root": str(tmp_path / "o.npz"), "dataset.length": 8, "dataset.stride": 1}
+        settings |= {"dataset.val_share": 0.5, "augment.rotate_deg": turn}
+        task = cls(changed(schema_of(cls)(), settings))
         train, _ = task.datasets()
         x = train.__getitems__([0, 1, 2])["x"]
         assert x.shape[1] == 24 + 1

@@ -17,7 +17,7 @@ from conftest import succeed
 from wheels import unpacked
 
 import tasks
-from engine.config import schema_of
+from engine.config import changed, schema_of
 from engine.contract import LockstepError
 from formats.lab.clips import Clips, split_by_video
 from formats.lab.videos import Cutting, slide
@@ -149,8 +149,7 @@ def test_videos_of_several_rates_are_taken_at_one(videos, prepare, rate, fps):
         wanted = [gray_of(at + round(2 * t * own / fps), int(video == "b.mp4")) for t in range(3)]
         assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
     cls = tasks.load("video")
-    task = cls(schema_of(cls)())
-    task.cfg.dataset.root = str(videos / "out")
+    task = cls(changed(schema_of(cls)(), {"dataset.root": str(videos / "out")}))
     task.datasets()
     assert f"Clips: 3 frames, 16 x 16 pixels, {6 / fps:.2f} s" in task.summary()
 
@@ -180,12 +179,11 @@ def test_settings_that_differ_from_the_clips_are_told(videos, prepare):
         ({}, f"Clips: 10 frames, 16 x 16 pixels, {lasts}"),
         ({"frames": 5, "size": 32}, "Clips: 5 frames, the middle of 10, 16 x 16 pixels, 0.50 s or 0.40 s"),
     ):
-        cfg = schema_of(cls)()
-        vars(cfg.dataset).update({"root": str(videos / "out")} | words)
-        task = cls(cfg)
+        settings = {"root": str(videos / "out")} | words
+        task = cls(changed(schema_of(cls)(), {f"dataset.{key}": value for key, value in settings.items()}))
         task.datasets()
         assert said in task.summary() and ("warning: dataset.size=32 changes no" in task.summary()) == bool(words)
-    cfg.dataset.frames = 17
+    task.cfg = changed(task.cfg, {"dataset.frames": 17})
     with pytest.raises(LockstepError, match=r"has 10 frames, 17 are asked for .*: dataset.frames=10 takes"):
         task.datasets()
 
@@ -365,9 +363,8 @@ def test_a_group_is_written_read_and_never_cut(videos, prepare):
     assert clips.groups.tolist() == [f"m{int(name[0]) % 4}" for name in clips.videos]
     cls = tasks.load("video")
     for seed in range(6):
-        cfg = schema_of(cls)()
-        vars(cfg.dataset).update(root=str(videos / "out"), split_seed=seed, val_share=0.3)
-        task = cls(cfg)
+        settings = {"dataset.root": str(videos / "out"), "dataset.split_seed": seed, "dataset.val_share": 0.3}
+        task = cls(changed(schema_of(cls)(), settings))
         train, val = task.datasets()
         assert len({*train.groups}) + len({*val.groups}) == 4 and len({*train.videos}) + len({*val.videos}) == 8
         assert {*train.sources} == {*train.videos} and train.shape == (3, 16, 16)

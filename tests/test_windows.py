@@ -6,7 +6,6 @@ import hashlib
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -195,7 +194,7 @@ def test_augmentation_keeps_padding_apart(tmp_path):
     many = batch["x"].repeat(200, 1, 1)
     many[:, :2] = torch.where(many[:, 2:] > 0, torch.tensor([4.0, -9.0])[:, None], 0.0)
     seeds = contract.sample_seeds(0, 0, torch.arange(len(many)))
-    task.cfg.augment.jitter = 0.0
+    task.cfg = config.changed(task.cfg, {"augment.jitter": 0.0})
     y = task.augment(many, seeds)
     valid = y[:, 2] > 0.5
     assert set(y[:, 2].unique().tolist()) == {0.0, 1.0} and 0.5 < valid.float().mean() < 0.95
@@ -203,14 +202,14 @@ def test_augmentation_keeps_padding_apart(tmp_path):
         torch.testing.assert_close(y[:, channel][valid], torch.full((int(valid.sum()),), value))
     sizes = valid.sum(1)[1::2]
     assert sizes.unique().numel() > 5, "moved and stretched with the signal"
-    task.cfg.augment.jitter = 0.05
+    task.cfg = config.changed(task.cfg, {"augment.jitter": 0.05})
     assert set(task.augment(many, seeds)[:, 2].unique().tolist()) == {0.0, 1.0}
 
 
 def test_a_checkpoint_knows_the_people_of_each_side(tmp_path):
     save_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=np.array(list("aabbcc")), label=np.arange(6) % 2)
     task = make(dataset__root=str(tmp_path), dataset__length=8, dataset__val_subjects=["b"])
-    task.cfg.exclude = ["c"]
+    task.cfg = config.changed(task.cfg, {"exclude": ["c"]})
     task.datasets()
     assert task.metadata()["subjects"] == {"trained on": ["a"], "held out": ["b"]}
     save_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=None, label=np.arange(6) % 2)
@@ -635,11 +634,8 @@ def test_the_transformer_is_torchs_own_on_overlapping_patches():
 def make(**change) -> contract.Task:
     """The task with its own defaults; `change` is section__key=value."""
     task = tasks.load("har")
-    settings = task.Settings()
-    for name, value in change.items():
-        section, key = name.split("__")
-        setattr(getattr(settings, section), key, value)
-    return task(SimpleNamespace(seed=0, exclude=[], **vars(settings)))
+    settings = {name.replace("__", "."): value for name, value in change.items()}
+    return task(config.changed(config.schema_of(task)(), settings))
 
 
 def test_task_from_data_to_report():
@@ -673,7 +669,7 @@ def test_task_builds_each_model_at_a_sensible_size_and_with_its_dropout(mode):
     x = task.datasets()[0].__getitems__([0, 1])["x"]
     model = task.model()
     assert 95_000 < sum(p.numel() for p in model.parameters()) < 350_000 and torch.equal(model(x), model(x))
-    task.cfg.model.dropout = 0.5
+    task.cfg = config.changed(task.cfg, {"model.dropout": 0.5})
     model = task.model()
     assert not torch.equal(model(x), model(x)) and torch.equal(model.eval()(x), model(x)), "in training only"
 
@@ -723,7 +719,7 @@ def test_augmentation_does_not_depend_on_the_cut(channels):
         assert torch.equal(torch.cat(parts), whole)
     assert not torch.equal(whole, x) and torch.isfinite(whole).all()
     assert not torch.equal(task.augment(x, seeds + 1), whole)
-    task.cfg.augment.enabled = False
+    task.cfg = config.changed(task.cfg, {"augment.enabled": False})
     assert task.augment(x, seeds) is x
 
 

@@ -1,4 +1,4 @@
-"""How Python values travel between ranks: pickled, through rank 0."""
+"""The exchange of Python values between ranks: pickled, through rank 0."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from engine import hooks
 T = TypeVar("T")
 
 FRAME = 512
-"""Bytes of a value that travel at once; the rest of a longer one follows."""
+"""Bytes of the first message of a value; a second message has the rest of a longer value."""
 
 
 class ObjectExchange:
-    """Collectives of Python values. Rank 0 receives the first FRAME bytes of every rank at once,
-    and the rest of one rank at a time. `security` adds a signature.
+    """Collectives of Python values. Rank 0 receives the first FRAME bytes of all ranks together,
+    and the rest of one rank after another. plugins/security adds a signature.
 
     seal_bytes  bytes of the signature
     """
@@ -31,37 +31,40 @@ class ObjectExchange:
     seal_bytes = 0
 
     def to_main(self, value: Any, group: Any) -> Iterator[Any]:
-        """(all ranks) Yield every rank's value on rank 0, by rank, and nothing on the other ranks.
-        Rank 0 must take them all."""
-        main, message = group.rank() == 0, self._packed(value)
-        frames = None
-        if main:
-            frames = [torch.empty(FRAME, dtype=torch.uint8) for _ in range(group.size())]
+        """(all ranks) Yield the values of all ranks on rank 0, in the order of the ranks; yield
+        nothing on the other ranks. Rank 0 must take all values."""
+        message = self._packed(value)
+        if group.rank() != 0:
+            dist.gather(message[:FRAME], None, group=group, group_dst=0)
+            if len(message) > FRAME:
+                dist.send(message[FRAME:], group=group, group_dst=0)
+            return
+        frames = list(torch.empty(group.size(), FRAME, dtype=torch.uint8))
         dist.gather(message[:FRAME], frames, group=group, group_dst=0)
-        if not main and len(message) > FRAME:
-            dist.send(message[FRAME:], group=group, group_dst=0)
-        for rank, frame in enumerate(frames or ()):
-            receive = partial(dist.recv, group=group, group_src=rank)
-            yield value if rank == 0 else self._unpacked(frame, receive)
+        yield value
+        for rank, frame in enumerate(frames[1:], 1):
+            yield self._unpacked(frame, partial(dist.recv, group=group, group_src=rank))
 
     def from_main(self, value: T, group: Any) -> T:
         """(all ranks) Return rank 0's value."""
-        main = group.rank() == 0
-        send = partial(dist.broadcast, group=group, group_src=0)
-        message = self._packed(value if main else None)
-        frame = message[:FRAME]
-        send(frame)
-        if main and len(message) > FRAME:
-            send(message[FRAME:])
-        return value if main else self._unpacked(frame, send)
+        broadcast = partial(dist.broadcast, group=group, group_src=0)
+        if group.rank() != 0:
+            frame = torch.empty(FRAME, dtype=torch.uint8)
+            broadcast(frame)
+            return self._unpacked(frame, broadcast)
+        message = self._packed(value)
+        broadcast(message[:FRAME])
+        if len(message) > FRAME:
+            broadcast(message[FRAME:])
+        return value
 
     def reduce_on_rank0(self, value: Any, choose: Callable[[Iterator[Any]], T], group: Any) -> T:
-        """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function
-        that raises nothing. Two messages for each rank; an all-gather of gloo's takes one for each
-        pair of ranks."""
-        everyone = self.to_main(value, group)
-        chosen = choose(everyone) if group.rank() == 0 else None
-        deque(everyone, maxlen=0)  # values that `choose` did not take
+        """(all ranks) Return the result of `choose`. Rank 0 calls `choose` with the values of all
+        ranks, in the order of the ranks; `choose` must not raise. Two messages for each rank; an
+        all-gather of gloo needs one for each pair of ranks."""
+        values = self.to_main(value, group)
+        chosen = choose(values) if group.rank() == 0 else None
+        deque(values, maxlen=0)  # the values that `choose` has not taken
         return self.from_main(cast(T, chosen), group)
 
     def seal(self, raw: bytes) -> bytes:
@@ -69,16 +72,22 @@ class ObjectExchange:
         return b""
 
     def check(self, seal: bytes, raw: bytes) -> None:
-        """Raise RuntimeError if the signature is not that of this message."""
+        """Raise RuntimeError if the signature and the message do not match."""
 
     def _packed(self, value: Any) -> Tensor:
-        """Return (FRAME or more,) uint8: the length in 8 bytes, the signature, the value."""
+        """Return a message, (FRAME or more,) uint8: the length in 8 bytes, the signature, the
+        value."""
         raw = pickle.dumps(value)
         length = 8 + self.seal_bytes + len(raw)
         message = length.to_bytes(8, "big") + self.seal(raw) + raw
         return torch.frombuffer(bytearray(message.ljust(FRAME, b"\0")), dtype=torch.uint8)
 
     def _unpacked(self, frame: Tensor, receive: Callable[[Tensor], Any]) -> Any:
+        """Return the value of a message.
+
+        frame    the first FRAME bytes
+        receive  fills a tensor with the rest of a longer message
+        """
         message = frame.numpy().tobytes()
         length = int.from_bytes(message[:8], "big")
         if length > FRAME:
@@ -93,5 +102,5 @@ class ObjectExchange:
 
 @functools.cache
 def exchange() -> ObjectExchange:
-    """Return the exchange of this process: that of a plugin, or the plain one."""
+    """Return the exchange of this process: of a plugin, or without signatures."""
     return hooks.exchanges.first() or ObjectExchange()

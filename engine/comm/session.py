@@ -1,4 +1,4 @@
-"""The session of the ranks: the stores in which they leave texts, and the ranks of this machine."""
+"""The session of the ranks: stores of texts, and the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class TextStore:
-    """A torch store of texts.
+    """A store of texts in a torch store.
 
-    known  the texts that this process has read, by name: they outlive the store's server
+    known  {name: text} of all texts that this process has read, also after the end of the server
     """
 
     def __init__(self, store: Any):
@@ -23,49 +23,56 @@ class TextStore:
         return self.store.check(names)
 
     def set(self, name: str, text: str) -> None:
+        """Put a text into the store."""
         self.store.set(name, self._encode(name, text.encode()))
 
     def get(self, name: str) -> bytes | None:
+        """Return a text. The call waits for the text, up to the timeout of the store."""
         return self._decode(name, self.store.get(name))
 
     def get_all(self, names: list[str]) -> list[bytes | None]:
-        """Return the texts, None where there is none: in two messages to the store if it has all
-        names."""
+        """Return the texts, None for an absent text. Two messages to the store if all texts are
+        present, else one more for each name."""
         present = names
         if not self.store.check(names):
             present = [name for name in names if self.store.check([name])]
-        found: dict[str, bytes] = {}
-        if present:
-            found = dict(zip(present, self.store.multi_get(present), strict=True))
-        return [self._decode(name, found[name]) if name in found else None for name in names]
+        if not present:
+            return [None] * len(names)
+        texts = {}
+        for name, data in zip(present, self.store.multi_get(present), strict=True):
+            texts[name] = self._decode(name, data)
+        return [texts.get(name) for name in names]
 
     def compare_set(self, name: str, expected: str, text: str) -> bytes | None:
-        """Replace `expected` by `text`; return the text that is in the store now."""
+        """Replace a text if the store has `expected`; return the text of the store after the call.
+        An empty `expected` stands for an absent text."""
         before = expected and self._encode(name, expected.encode())
         now = self.store.compare_set(name, before, self._encode(name, text.encode()))
         return self._decode(name, now)
 
     def _encode(self, name: str, text: bytes) -> bytes:
+        """Return the data to store for a text."""
         return text
 
     def _decode(self, name: str, data: bytes) -> bytes | None:
+        """Return the text of stored data, None for data to ignore."""
         self.known[name] = data
         return data
 
 
 @dataclass
 class Session:
-    """The state of this process's group.
+    """The state of the process group.
 
-    attempt_store  texts of this attempt of the launcher; None before the ranks have met
-    job_store      texts that all attempts share
+    attempt_store  a TextStore of this attempt of the launcher; None before the ranks have met
+    job_store      a TextStore of all attempts; None before the ranks have met
     local_ranks    the ranks of this machine; empty if unknown
-    network        the interface by which machines find each other, where it was chosen here
-    wrapped        a DDP exists, which must be gone before its group
+    network        the network interface between machines; empty without a choice by Lockstep
+    wrapped        a DDP exists, which must end before the group
     """
 
-    attempt_store: Any = None  # a TextStore
-    job_store: Any = None  # a TextStore
+    attempt_store: Any = None
+    job_store: Any = None
     local_ranks: list[int] = field(default_factory=list)
     network: str = ""
     wrapped: bool = False
@@ -75,20 +82,20 @@ session = Session()
 
 
 def remember(name: str, text: str) -> None:
-    """(rank 0) Keep a text for the next attempt, if the launcher makes one."""
+    """(rank 0) Keep a text for a next attempt of the launcher."""
     if session.job_store:
         session.job_store.set(name, text)
 
 
 def recall(name: str) -> str:
-    """(rank 0) Return the text that an earlier attempt has kept, or an empty one."""
+    """(rank 0) Return the text that an earlier attempt has kept, or an empty text."""
     store = session.job_store
-    text = store.get(name) if store and store.check([name]) else None
-    return text.decode() if text else ""
+    data = store.get(name) if store and store.check([name]) else None
+    return (data or b"").decode()
 
 
 def machine() -> str:
-    """Return a text that differs for machines, and for containers on one machine, of one name."""
+    """Return a text that identifies this machine or container, also among equal host names."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")

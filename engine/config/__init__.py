@@ -1,17 +1,9 @@
-"""The config: `schema.py` declares its keys, `parse.py` reads text into it."""
+"""The config: `schema.py` declares the keys, `parse.py` reads a command line into a config."""
 
 # ruff: noqa: F401, I001
-from engine.config.parse import (
-    EarlyExit,
-    Args,
-    changed,
-    defaults,
-    flatten,
-    parse,
-    resume_arguments,
-    schema_of,
-)
-from engine.config.parse import task_in, to_dict, to_yaml, usage
+from engine.config.parse import Args, EarlyExit, parse, task_in, usage
+from engine.config.read import resume_arguments
+from engine.config.tree import changed, defaults, flatten, schema_of, to_dict, to_yaml
 from engine.config.schema import (
     ALIASES,
     DDP,

@@ -66,7 +66,7 @@ def choice(default: str, classes: dict[str, type]) -> Any:
     return field(default_factory=classes[default], metadata={"classes": classes})
 
 
-@dataclass
+@dataclass(frozen=True)
 class Optim:
     name: Literal["adamw", "sgd", "muon", "adafactor"] = option(
         "adamw", "the optimizer; muon is torch's for matrices and AdamW for the rest"
@@ -98,7 +98,7 @@ class Optim:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Schedule:
     kind: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine", "what follows the warm-up; wsd: constant, then linear over the last decay_share"
@@ -124,7 +124,7 @@ class Schedule:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DDP:
     backend: Literal["auto", "nccl", "gloo"] = option(
         "auto",
@@ -195,7 +195,7 @@ class DDP:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Wandb:
     enable: bool = option(False, "log to Weights & Biases too (`pip install wandb`)")
     project: str = option("lockstep", "the project's name")
@@ -214,7 +214,7 @@ class Wandb:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class MLflow:
     enable: bool = option(False, "log to MLflow too (`pip install mlflow`)")
     uri: str = option(
@@ -229,7 +229,7 @@ class MLflow:
     name: str = option("", "the run's name; empty = the run folder's")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """The sections of every task. A task's `Settings` adds its own (`dataset`, `model`, ...)."""
 
@@ -619,18 +619,14 @@ MAPPINGS = ("optim.lr_scale", "rename_map")
 
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 FILES = ("config", "config_path")
-
-USAGE = """usage: {prog} [TASK] [--config FILE] [--flag VALUE ...] [key=value ...]
-
-TASK is one of {tasks}, or the path of a .py file with a class Task (now: {task}).
-
-{flags}
-
-  --config FILE        a YAML file with changes to the defaults; flags and key=value come after it
-  --print-config       print the resolved tree (every key there is) and stop
-  --dry-run            print the arithmetic of the run and stop
-  --debug              show the traceback of an error
-  --force [KEY,...]    resume a checkpoint although the config is another, or these keys of it are
-  --profile            print where a step's time goes; write a trace of some steps to the folder
-
-Every key of --print-config is also key=value or --key value, such as ddp.bucket_cap_mb=50."""
+BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+"""The spellings of a yes and of a no."""

@@ -54,7 +54,7 @@ ROW_GROUPS = 1 << 30
 """Bytes of decoded parquet that a process keeps."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """A section of a task's settings."""
 

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine import hooks, private
+from engine import hooks
 from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.shards import row_range, to_local
 from engine.comm.world import World
 from engine.errors import LockstepError
+from plugins.parallel import private
 from plugins.parallel.tree import Node, push_node, tree_sum
 from plugins.parallel.unit_calls import Collective, UnitCalls, reduces_event
 from plugins.parallel.virtual import VirtualWorkers

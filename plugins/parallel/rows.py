@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine import private
 from engine.comm.shards import to_local
 from engine.errors import amount
 from engine.plan import Plan, workers_of_rank
 from engine.run import Run
-from plugins.parallel import strategies
+from plugins.parallel import private, strategies
 from plugins.parallel.ddp_options import MIB
 from plugins.parallel.tree import subtree_roots
 

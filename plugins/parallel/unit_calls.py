@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine import private
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.phases import phase
+from plugins.parallel import private
 from plugins.parallel.call_order import TODO, CallOrder
 from plugins.parallel.virtual import ALL_GATHER
 

@@ -24,11 +24,12 @@ from engine.evaluation import check_count, collects, reported
 from engine.gathered import Gathered
 from engine.hooks import check
 from engine.phases import phase
-from engine.private import release_device_cache
 from engine.run import Run
 from plugins.preflight import adds_up, optimizers, resume_check
+from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.prepare_check import check_prepare
+from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import find_conflicts
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine import private
 from engine.errors import few
+from engine.private import DROPOUT
+from plugins.preflight import private
 
 
 def partition_dependent(model: nn.Module, accumulation: int) -> str:
@@ -21,7 +22,7 @@ def partition_dependent(model: nn.Module, accumulation: int) -> str:
     several = accumulation > 1
     for path, module in model.named_modules():
         dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
-        if isinstance(module, private.DROPOUT):
+        if isinstance(module, DROPOUT):
             dropout = module.p
         training = module.training
         is_sync = isinstance(module, nn.SyncBatchNorm)

@@ -21,12 +21,12 @@ from engine.config import EarlyExit
 from engine.errors import DIVERGED, STOPPED, LockstepError, amount
 from engine.meter import Skipped, StepResult
 from engine.phases import phase
-from engine.private import check_all_reduced as check_all_reduced
 from engine.run import Run
 from plugins.resilience import failure_report, nccl_trace, scratch, status, terminal
 from plugins.resilience.command import become_torchrun as become_torchrun
 from plugins.resilience.not_finite import not_finite
 from plugins.resilience.oom import prepare_advice as prepare_advice
+from plugins.resilience.private import check_all_reduced as check_all_reduced
 from plugins.resilience.signals import StopRequest as StopRequest
 from plugins.resilience.signals import cleanup
 from plugins.resilience.stragglers import Stragglers

@@ -107,7 +107,7 @@ def _leave_together() -> None:
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from engine import private
+    from plugins.resilience import private
 
     torchs = SimpleElasticAgent.run
 

@@ -205,7 +205,7 @@ def _section_of(name: str, base: type, modes: type) -> type:
         (
             "normalization_mapping",
             modes,
-            section(dataclasses.make_dataclass("Modes", own, bases=(modes,))),
+            section(dataclasses.make_dataclass("Modes", own, bases=(modes,), frozen=True)),
         )
     )
     defaults = {
@@ -216,7 +216,7 @@ def _section_of(name: str, base: type, modes: type) -> type:
     }
     space = {"defaults": defaults, "lerobot_fields": hints}
     return dataclasses.make_dataclass(
-        f"{name}Settings", made, bases=(LeRobotSettings, base), namespace=space
+        f"{name}Settings", made, bases=(LeRobotSettings, base), namespace=space, frozen=True
     )
 
 

@@ -25,7 +25,7 @@ Kind = Literal["act", "vla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class DatasetSettings:
     root: str | list[str] = option(
         "", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0), or [a,b] of several"
@@ -86,7 +86,7 @@ class DatasetSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Modes:
     VISUAL: Mode = option("MEAN_STD", "normalisation of pictures")
     STATE: Mode = option("MEAN_STD", "normalisation of observation.state")
@@ -94,12 +94,12 @@ class Modes:
     ACTION: Mode = option("MEAN_STD", "normalisation of action")
 
 
-@dataclass
+@dataclass(frozen=True)
 class VisualRange(Modes):
     VISUAL: Mode = option("MIN_MAX", "normalisation of pictures; MIN_MAX is from -1 to 1")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PolicySettings:
     """Settings of every policy."""
 
@@ -119,7 +119,7 @@ class PolicySettings:
     push_to_hub: bool = option(False, "only false: nothing is uploaded")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActSettings(PolicySettings):
     """LeRobot's names and defaults, but for the normalisation of ENV, which is IDENTITY there."""
 
@@ -178,7 +178,7 @@ class ActSettings(PolicySettings):
     normalization_mapping: Modes = section(Modes)
 
 
-@dataclass
+@dataclass(frozen=True)
 class VlaSettings(PolicySettings):
     defaults: ClassVar[dict[str, Any]] = {
         "batch_size": 64,
@@ -212,7 +212,7 @@ class VlaSettings(PolicySettings):
     normalization_mapping: Modes = section(VisualRange)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EnvSettings:
     type: Literal["auto", "none", "discs", "pusht"] = option(
         "auto",
@@ -235,7 +235,7 @@ class EnvSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalSettings:
     n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
     delay: int = option(
@@ -253,7 +253,7 @@ class EvalSettings:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Augment:
     enabled: bool = option(False, "change the training pictures at random")
     brightness: float = option(0.2, "largest change of brightness, as a share", low=0, high=1)

@@ -26,7 +26,7 @@ LEVELS = 100
 """Of a probability, in the counts of a binary evaluation."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossSettings:
     class_weights: Literal["inverse", "effective", "none"] = option(
         "inverse",

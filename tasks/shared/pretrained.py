@@ -23,7 +23,7 @@ from models.backbone import Backbone
 from tasks.shared.classification import Classification
 
 
-@dataclass
+@dataclass(frozen=True)
 class BackboneSettings:
     pretrained: str = option(
         "", "local file of a backbone's published weights; nothing is downloaded"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tasks
-from engine.config import schema_of
+from engine.config import changed, schema_of
 from engine.contract import LockstepError
 from formats.lab.clips import Clips, ClipsWriter
 from tools.lab import prepare_clips
@@ -17,10 +17,8 @@ from tools.lab import prepare_clips
 def make(name, **dataset):
     """A task of the default config, with another data set."""
     cls = tasks.load(name)
-    cfg = schema_of(cls)()
-    for key, value in dataset.items():
-        setattr(cfg.dataset, key, value)
-    return cls(cfg)
+    settings = {f"dataset.{key}": value for key, value in dataset.items()}
+    return cls(changed(schema_of(cls)(), settings))
 
 
 def refused(name, **dataset):

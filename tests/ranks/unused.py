@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from engine import private
+from plugins.parallel import private
 
 USES = {
     # (rank, pass): which of the layers are used; the gradients are added up after the second pass
