@@ -23,7 +23,15 @@ from engine.meter import Skipped, StepResult
 from engine.phases import phase
 from engine.private import check_all_reduced as check_all_reduced
 from engine.run import Run
-from plugins.resilience import failure_report, nccl_trace, scratch, status, terminal
+from plugins.resilience import (
+    failure_report,
+    nccl_trace,
+    oom,
+    scratch,
+    status,
+    task_errors,
+    terminal,
+)
 from plugins.resilience.command import become_torchrun as become_torchrun
 from plugins.resilience.oom import prepare_advice as prepare_advice
 from plugins.resilience.signals import StopRequest as StopRequest
@@ -147,3 +155,8 @@ hooks.loader_processes.add(scratch.end_with_parent)
 hooks.warnings.add(terminal.TerminalWatcher)
 hooks.stragglers.add(Stragglers)
 hooks.events.add(status.on_event)
+hooks.events.add(oom.on_event)
+hooks.translators.add(oom.translate)
+hooks.translators.add(failure_report.translate_connection)
+hooks.translators.add(task_errors.translate_unused)
+hooks.translators.add(task_errors.translate)
