@@ -79,6 +79,8 @@ device_copies = Hook()
 """first(run) -> copies of a state that leave the GPU while the training continues."""
 before_read = Hook()
 """each(file): raise ValueError if a checkpoint file holds more than tensors and plain values."""
+prepare_checks = Hook()
+"""each(train_loader, random_samples): check that the task's `prepare` depends on samples alone."""
 loader_folders = Hook()
 """each(): prepare a folder for the sockets of loader processes."""
 loader_processes = Hook()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -64,20 +65,26 @@ class Plan:
     def loss_scale(self) -> float:
         """Return the factor of a pass's loss: DDP alone divides the sum over the ranks by their
         number."""
-        return (1 if self.workers or self.sharded else self.processes) / self.global_batch
+        averaged_over = 1 if self.workers or self.sharded else self.processes
+        return averaged_over / self.global_batch
 
     def lr(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak,
-        then cosine, linear, or wsd's constant and then linear, down to `final_share` of it at the
-        horizon; or constant."""
+        then cosine, linear, or wsd's constant and then linear, down to `final_share` of the peak at
+        the horizon; or constant."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
-        kind, final = self.schedule.kind, self.schedule.final_share
+        kind = self.schedule.kind
         if kind == "constant":
             return self.peak_lr
-        begin = max(self.warmup_steps, self.decay_begin) if kind == "wsd" else self.warmup_steps
+        begin = self.warmup_steps
+        if kind == "wsd":
+            begin = max(begin, self.decay_begin)
         progress = min(1.0, max(0, step - begin) / max(1, self.horizon - begin))
-        factor = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
+        factor = 1 - progress
+        if kind == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * progress))
+        final = self.schedule.final_share
         return self.peak_lr * (final + (1 - final) * factor)
 
     @property
@@ -97,85 +104,98 @@ def workers_of_rank(workers: int, rank: int, processes: int, in_rounds: bool = F
     return range(workers * rank // processes, workers * (rank + 1) // processes)
 
 
+class Partition(NamedTuple):
+    """The partition of a global batch into equal parts: virtual workers, or devices.
+
+    micro_batch   samples of a part in a forward pass
+    passes        forward passes of a part in a step
+    global_batch  samples of a step
+    """
+
+    micro_batch: int
+    passes: int
+    global_batch: int
+
+
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
-    """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not
-    fit each other."""
+    """Return the plan of `cfg` for this many processes and samples. Raises LockstepError where the
+    sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
-    workers, copies = cfg.virtual_workers, max(1, len(devices))
-    batch, passes, global_batch = _cut(cfg, workers or world.size * copies)
-    accumulation = passes * -(-workers // world.size) if workers else passes
-    steps_per_epoch = (
-        num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
-    )
+    copies = max(1, len(devices))
+    workers = cfg.virtual_workers
+    partition = _partition(cfg, workers or world.size * copies)
+    global_batch = partition.global_batch
+    accumulation = partition.passes
+    if workers:
+        accumulation *= -(-workers // world.size)
+    steps_per_epoch = num_samples // global_batch
+    dropped = num_samples % global_batch
+    if not cfg.drop_last:
+        steps_per_epoch += dropped > 0
+        dropped = 0
     if not steps_per_epoch:
+        what = f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}"
+        todo = "use a smaller batch, or drop_last=false"
         raise LockstepError(
-            f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}",
-            "batch_size",
-            "use a smaller batch, or drop_last=false"
-            if num_samples
-            else "the training set is empty",
+            what, "batch_size", todo if num_samples else "the training set is empty"
         )
     hooks.settings.each(cfg, world, accumulation, devices)
     # one of them is given
     total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))
-    s = cfg.schedule
-    growth = global_batch / (s.base_batch_size or global_batch)  # linear: Goyal et al. 2017
+    schedule = cfg.schedule
+    growth = global_batch / (schedule.base_batch_size or global_batch)
+    # linear: Goyal et al. 2017
+    scale = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[schedule.lr_scaling]
+    # on a GPU the host waits for the device at a log point
+    usual_log_every = 50 if world.device.type == "cuda" else 10
     return Plan(
         num_samples=num_samples,
-        micro_batch=batch * copies,
+        micro_batch=partition.micro_batch * copies,
         processes=world.size,
         accumulation=accumulation,
         global_batch=global_batch,
         steps_per_epoch=steps_per_epoch,
-        dropped=num_samples % global_batch if cfg.drop_last else 0,
+        dropped=dropped,
         total_steps=total_steps,
-        warmup_steps=s.warmup_steps or round(s.warmup_epochs * steps_per_epoch),
-        horizon=s.horizon or total_steps,
-        peak_lr=cfg.optim.lr
-        * {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[s.lr_scaling],
-        schedule=s,
+        warmup_steps=schedule.warmup_steps or round(schedule.warmup_epochs * steps_per_epoch),
+        horizon=schedule.horizon or total_steps,
+        peak_lr=cfg.optim.lr * scale,
+        schedule=schedule,
         devices=devices,
         sharded=cfg.ddp.strategy != "ddp",
         workers=workers,
-        passes=passes,
-        # there the host waits for the device
-        log_every=cfg.log_every or (50 if world.device.type == "cuda" else 10),
+        passes=partition.passes,
+        log_every=cfg.log_every or usual_log_every,
     )
 
 
-def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
-    """Return (samples of a part in a forward pass, its forward passes in a step, global batch).
-    Parts are virtual workers, whose shares may differ by a sample, or devices, whose shares may
-    not."""
+def _partition(cfg: Config, parts: int) -> Partition:
+    """Return the partition of a global batch. The shares of virtual workers may differ by a sample,
+    those of devices may not."""
     passes = cfg.gradient_accumulation_steps
-    if not cfg.global_batch:
-        return cfg.batch_size, passes or 1, cfg.batch_size * (passes or 1) * parts
-    share, rest = divmod(cfg.global_batch, parts)
+    global_batch = cfg.global_batch
+    if not global_batch:
+        passes = passes or 1
+        return Partition(cfg.batch_size, passes, cfg.batch_size * passes * parts)
     if cfg.virtual_workers:
-        share = -(-cfg.global_batch // parts)
+        share = -(-global_batch // parts)
         passes = passes or -(-share // cfg.batch_size)
-        return -(-share // passes), passes, cfg.global_batch
+        return Partition(-(-share // passes), passes, global_batch)
+    share, rest = divmod(global_batch, parts)
     if rest:
-        near = sorted(
-            sorted(divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5]
-        )
-        raise LockstepError(
-            f"global_batch={cfg.global_batch} does not divide by {parts} processes",
-            "global_batch",
-            (
-                f"start {' or '.join(map(str, near))} of them, or use "
-                f"global_batch={max(1, share) * parts}"
-            ),
-        )
-    if passes and share % passes:
-        raise LockstepError(
-            f"global_batch={cfg.global_batch} on {parts} processes does not divide by "
-            f"gradient_accumulation_steps={passes}",
-            "gradient_accumulation_steps",
-            f"leave it out, or choose a divisor of {share}",
-        )
-    batch = share // passes if passes else divisors(share, cfg.batch_size)[-1]
-    return batch, share // batch, cfg.global_batch
+        by_distance = sorted(divisors(global_batch, 2 * parts), key=lambda n: abs(n - parts))
+        near = " or ".join(map(str, sorted(by_distance[:5])))
+        what = f"global_batch={global_batch} does not divide by {parts} processes"
+        todo = f"start {near} of them, or use global_batch={max(1, share) * parts}"
+        raise LockstepError(what, "global_batch", todo)
+    if not passes:
+        batch = divisors(share, cfg.batch_size)[-1]
+        return Partition(batch, share // batch, global_batch)
+    if share % passes:
+        key = "gradient_accumulation_steps"
+        what = f"global_batch={global_batch} on {parts} processes does not divide by {key}={passes}"
+        raise LockstepError(what, key, f"leave it out, or choose a divisor of {share}")
+    return Partition(share // passes, passes, global_batch)
 
 
 def divisors(number: int, most: int) -> list[int]:

@@ -25,6 +25,7 @@ from engine.contract import BatchInfo, LockstepError
 from engine.data import batches
 from engine.data.ahead import to_device
 from engine.data.samples import Fetcher, Request
+from plugins.resilience.not_finite import not_finite
 from plugins.resilience.task_errors import suggest_fix
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
 from tests.tasks.toy import Waves
@@ -330,7 +331,7 @@ def test_a_window_drawn_onto_a_gap_is_found_again():
         train, _ = loaders_of(Gaps(), epoch=epoch)
         for batch, micro in train.passes():
             had = [i for i, x in zip(micro.indices, batch["x"], strict=True) if x.isnan()]
-            assert train.not_finite(micro) == dict.fromkeys(had, "NaN in x")
+            assert not_finite(train, micro) == dict.fromkeys(had, "NaN in x")
             named.setdefault(epoch, set()).update(had)
     assert 0 < len(named[0]) < 61 and named[0] != named[1], "other windows each epoch"
 

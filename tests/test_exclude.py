@@ -17,6 +17,7 @@ from data_loader import create_data_loaders
 from engine import config, contract, plan
 from engine.comm.world import World
 from engine.contract import LockstepError, kept
+from plugins.preflight.prepare_check import check_prepare
 
 TERMS, CONTRAST = (str(ROOT / "tests" / "tasks" / name) for name in ("terms.py", "contrast.py"))
 
@@ -179,7 +180,7 @@ def test_trials_before_the_first_step_see_none_of_the_excluded():
     task = SimpleNamespace(prepare=lambda batch: (sees.extend(batch["x"].tolist()), batch)[1])
     loader, _ = create_data_loaders(cfg, world(), plan.make_plan(cfg, world(), 61), Drawn(), None, None)
     loader.prepare = task.prepare
-    loader.check_prepare("stop")
+    check_prepare(loader, "stop")
     example = loader.example(5, 1, least=6)
     assert example["x"].tolist() == order[21:25].tolist()
     assert example["lockstep"].position.tolist() == [21, 22, 23, 24] and not {*sees} & {*order[:20].tolist()}

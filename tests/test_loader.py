@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_leaves
 import data_loader
 from data_loader import (
     EvalSampler,
-    TrainLoader,
     TrainSampler,
     balanced_order,
     create_data_loaders,
     fingerprint,
 )
-from engine import config, contract, errors, plan
+from engine import config, contract, errors, hooks, plan
 from engine.comm.digests import same_bits
 from engine.comm.world import World
 from engine.contract import LockstepError
@@ -505,7 +504,7 @@ def test_held_data_are_indexed_where_they_lie(monkeypatch):
     """Within an epoch nothing goes from the host to the device, which has no memory here: it stands in for a GPU."""
     monkeypatch.setitem(data_loader.AT_ONCE, "meta", 3 * 2 * (11 * 4 + 8))
     monkeypatch.delattr(InMemoryDataset, "__getitems__")  # which takes a list
-    monkeypatch.setattr(TrainLoader, "check_prepare", lambda self, _: setattr(self, "together", True))
+    monkeypatch.setattr(hooks.prepare_checks, "functions", [lambda loader, _: setattr(loader, "together", True)])
     there = World(0, 0, 1, torch.device("meta"))
     cfg = config.Config(batch_size=2, cache="device", eval_batch_size=8)
     train, val = create_data_loaders(cfg, there, make_plan(61, 1, batch=2), Windows(), Windows(), Noisy())

@@ -352,7 +352,7 @@ def test_stretches_change_nothing(monkeypatch, sets):
     for more in ({}, {"exclude": ["sample:3", *(f"sample:{n}" for n in range(30, 60))]}):
         found = []
         for stretch in (1, 100, 1 << 20):
-            monkeypatch.setattr(data_loader, "STRETCH", stretch)
+            monkeypatch.setattr(data_loader, "CHUNK", stretch)
             found.append(steps_of(sets["tar"][0], 2, 3, 18, **more))
         assert found[0] == found[1] == found[2]
 

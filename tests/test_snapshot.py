@@ -165,7 +165,7 @@ def test_saves_pin_no_memory_and_wait_for_nothing(gpu):  # noqa: F811
     assert not [size for size in seen.pinned if size > 1 << 16 and size != snapshot.BUFFER]
     waits = [(step, what) for step, what in seen.waits if step in saves and "in the thread" not in what]
     assert [(step, what.partition(":")[0], what.partition(" ")[2]) for step, what in waits] == [
-        (step, "engine/metrics.py", "an event") for step in saves
+        (step, "engine/meter.py", "an event") for step in saves
     ]
     usual = seen.kernels[9]
     more = [Counter(seen.kernels[step]) - Counter(usual) for step in saves if step != 8]  # 7 ends an epoch
@@ -182,7 +182,7 @@ def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):  # noqa: F
     seen = gpu(*words, "steps=6", "save_every=2", "eval_every=20", "log_every=100")
     assert seen.pinned[snapshot.BUFFER] == 2 and not [what for _, what in seen.waits if "thread snapshot" in what]
     assert [what.split(":")[0] for step, what in seen.waits if step == 4] == [
-        "engine/metrics.py",
+        "engine/meter.py",
         "plugins/performance/snapshot.py",
     ]
 

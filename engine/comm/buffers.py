@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine import private
 from engine.comm import digests
-from engine.comm.world import World
+from engine.comm.world import Difference, World
 from engine.errors import LockstepError
 from engine.phases import phase
 
@@ -136,7 +136,7 @@ def check_buffers(world: World, buffers: Buffers) -> None:
         )
 
 
-def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, tuple[int, str, str]]:
+def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, Difference]:
     """(all ranks) Return the names of tensors that differ between ranks, each with the first such
     rank."""
     if world.size == 1 or not world.differs_across_ranks(digests.digest(tensors.values())):

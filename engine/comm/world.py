@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,22 @@ from engine.phases import phase
 T = TypeVar("T")
 
 
+class Difference(NamedTuple):
+    """A fact of the first rank that differs from rank 0, and rank 0's."""
+
+    rank: int
+    value: str
+    expected: str
+
+
 @dataclass(frozen=True)
 class World:
-    """This process among all. Every method but `main` is a collective: all ranks must call it."""
+    """This process among all. Every method but `main` is a collective: all ranks must call it.
+
+    rank        number of this process among all
+    local_rank  number of this process on its machine
+    size        number of processes
+    """
 
     rank: int
     local_rank: int
@@ -56,20 +69,17 @@ class World:
             return exchange().reduce_on_rank0(value, choose, dist.group.WORLD)
 
     def differs_across_ranks(self, value: Any) -> bool:
-        """(all ranks) Return whether the text of the value is another on some rank; its digest is
-        exchanged."""
-        return self.reduce_on_rank0(
-            hashlib.sha256(repr(value).encode()).digest(), lambda everyone: len({*everyone}) > 1
-        )
+        """(all ranks) Return whether the text of the value differs on some rank. The ranks exchange
+        its digest."""
+        digest = hashlib.sha256(repr(value).encode()).digest()
+        return self.reduce_on_rank0(digest, lambda everyone: len({*everyone}) > 1)
 
-    def first_difference(self, facts: dict[str, str]) -> dict[str, tuple[int, str, str]]:
-        """(all ranks) Return by name, those of the first rank first, the facts in which a rank
-        differs from rank 0: the first such rank, its value, and rank 0's."""
-        return (
-            self.reduce_on_rank0(facts, _first_difference)
-            if self.differs_across_ranks(facts)
-            else {}
-        )
+    def first_difference(self, facts: dict[str, str]) -> dict[str, Difference]:
+        """(all ranks) Return the facts in which a rank differs from rank 0, by name. Facts of lower
+        ranks come first."""
+        if not self.differs_across_ranks(facts):
+            return {}
+        return self.reduce_on_rank0(facts, _first_difference)
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others
@@ -89,15 +99,17 @@ class World:
     def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
         """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating
         point."""
-        for tensor in tensors if self.size > 1 else ():
+        if self.size == 1:
+            return
+        for tensor in tensors:
             if mean and tensor.is_floating_point():
                 self.sum(tensor)
                 tensor.div_(self.size)
             else:
-                whole = tensor.contiguous()
+                contiguous = tensor.contiguous()
                 with phase.during("broadcast", waits=True):
-                    dist.broadcast(whole, src=0)
-                tensor.copy_(whole)
+                    dist.broadcast(contiguous, src=0)
+                tensor.copy_(contiguous)
 
     def host_sync(self) -> AbstractContextManager[None]:
         """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a
@@ -105,23 +117,24 @@ class World:
         return phase.during("waiting for the device", waits=self.size > 1)
 
 
-def _first_difference(everyone: Iterator[dict[str, str]]) -> dict[str, tuple[int, str, str]]:
-    first, found = next(everyone), dict[str, tuple[int, str, str]]()
-    for rank, theirs in enumerate(everyone, 1):
-        for name in first | theirs:
-            if theirs.get(name) != first.get(name):
-                found.setdefault(
-                    name, (rank, theirs.get(name, "absent"), first.get(name, "absent"))
-                )
-    return found
+def _first_difference(facts_by_rank: Iterator[dict[str, str]]) -> dict[str, Difference]:
+    first = next(facts_by_rank)
+    differences: dict[str, Difference] = {}
+    for rank, facts in enumerate(facts_by_rank, 1):
+        for name in first | facts:
+            value = facts.get(name, "absent")
+            expected = first.get(name, "absent")
+            if value != expected:
+                differences.setdefault(name, Difference(rank, value, expected))
+    return differences
 
 
 @contextmanager
 def sync_errors(world: World) -> Iterator[None]:
     """(all ranks) Wrap a block without collectives: if ranks raise LockstepError, all raise the
-    first one's.
+    error of the lowest rank.
 
-    Other exceptions end the run at once, with their traceback; the watchdog tells the other ranks.
+    Other exceptions end the run at once, with a traceback; the watchdog informs the other ranks.
     """
     problem: tuple[str, int] | None = None
     try:

@@ -186,3 +186,11 @@ def check(batch: Batch, where: str) -> None:
         )
         todo = f"give a dict, a tuple, or a class with room for an attribute `{INFO_KEY}`"
         raise LockstepError(what, where, todo) from None
+
+
+def aligned_rows(rows: slice, values: Tensor) -> Tensor:
+    """Return some rows; copied if they are not aligned as a batch of their own, because kernels
+    depend on that."""
+    piece = values[rows]
+    offset = rows.start * values.stride(0) * values.element_size()
+    return piece if offset % 512 == 0 else piece.clone()

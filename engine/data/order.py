@@ -1,4 +1,4 @@
-"""An order of the samples that a dataset brings itself."""
+"""The order of an epoch: class-balanced, or the dataset's own."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ def checked_order(found: Any, samples: int) -> Any:
             what, "the task's `epoch_order`", f"it has to have the length {samples}"
         )
     return LazyOrder(found, samples)
+
+
+def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(N,) indices in which every class comes equally often (to within one) in random order.
+
+    A class is dealt like a deck of cards that is reshuffled when it is empty: no sample repeats
+    before all others of its class have come.
+    """
+    num_samples = len(labels)
+    classes = np.unique(labels)
+    # (N,) the class of each place
+    draws = rng.permutation(np.resize(rng.permutation(classes), num_samples))
+    order = np.empty(num_samples, dtype=np.int64)
+    for c in classes:
+        places, members = np.flatnonzero(draws == c), np.flatnonzero(labels == c)
+        decks = [rng.permutation(members) for _ in range(-(-len(places) // len(members)))]
+        order[places] = np.concatenate(decks)[: len(places)] if decks else []
+    return order

@@ -29,6 +29,7 @@ from engine.private import release_device_cache
 from engine.run import Run
 from plugins.preflight import adds_up, resume_check
 from plugins.preflight.partition import partition_dependent
+from plugins.preflight.prepare_check import check_prepare
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import check_together
 
@@ -191,6 +192,7 @@ def plan_rows(run: Run) -> dict[str, str]:
 
 
 hooks.initial_state.add(resume_check.initial_state)
+hooks.prepare_checks.add(check_prepare)
 hooks.returned.add(check_returned)
 hooks.plan_rows.add(plan_rows)
 hooks.settings.add(check_together)

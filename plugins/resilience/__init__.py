@@ -33,6 +33,7 @@ from plugins.resilience import (
     terminal,
 )
 from plugins.resilience.command import become_torchrun as become_torchrun
+from plugins.resilience.not_finite import not_finite
 from plugins.resilience.oom import prepare_advice as prepare_advice
 from plugins.resilience.signals import StopRequest as StopRequest
 from plugins.resilience.signals import cleanup
@@ -111,7 +112,7 @@ def _samples_behind(run: Run, outcome: StepResult) -> Skipped:
     # the training does not need it
     with contextlib.suppress(Exception), phase.during("data loading"):
         for micro in passes if looks else ():
-            faults |= run.loaders.train.not_finite(micro)
+            faults |= not_finite(run.loaders.train, micro)
     ranks = run.world.gather_on_main(
         ([index for micro in passes for index in micro.indices], faults)
     )
