@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +23,7 @@ from engine.launch import Environment, environment, explained, pick_backend, pic
 from engine.plan import data_parallel_devices
 from engine.precision import Autocast, choose
 from plugins.resilience import command, failure_report, scratch
-from plugins.security import listen
-from plugins.security.handshake import _of_this_attempt
+from plugins.security import handshake, listen
 
 SPY = """
 import torch
@@ -323,20 +322,21 @@ def test_who_cannot_join_is_named(monkeypatch, amiss):
     """By rank 0, which alone reads what all have sent."""
     secrets, backends, said, alike = JOINS[amiss]
     monkeypatch.setenv("MASTER_ADDR", "one"), monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr(session, "near", [])
-    store, patience = dist.HashStore(), timedelta(seconds=0.1 if amiss == "a rank" else 9)
+    monkeypatch.setattr(session, "local_ranks", [])
+    store = dist.HashStore()
+    cfg = SimpleNamespace(ddp=SimpleNamespace(init_timeout_s=0.1 if amiss == "a rank" else 9))
 
     def join(rank):
         env = Environment(rank, rank, 2, local_size=2, launched=True)
         try:
-            return _of_this_attempt(store, env, patience, backends[rank], secrets[rank].encode())[1]
+            return handshake._meet(store, env, cfg, backends[rank], secrets[rank].encode())
         except LockstepError as error:
             return error
 
     with ThreadPoolExecutor(len(secrets)) as ranks:
         found = [*ranks.map(join, range(len(secrets)))]
     if amiss == "nothing":
-        assert found[0] == found[1] and session.near == [0, 1]
+        assert found[0] == found[1] and session.local_ranks == [0, 1]
         return
     for error, words in zip(found, said, strict=True):
         assert str(error).startswith(words) and error.exit_code == 6
@@ -350,7 +350,7 @@ def test_objects_go_over_gloo_beside_another_backend_for_gpus(launch):
 
 def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
     """Nothing of it ends this process before the watchdog would; what the user has set stays."""
-    monkeypatch.setattr(session, "notes", None), monkeypatch.setattr(session, "lasting", None)
+    monkeypatch.setattr(session, "attempt_store", None), monkeypatch.setattr(session, "job_store", None)
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     cfg = config.parse([TOY, "ddp.timeout_s=1800"], tasks.load).cfg
     rendezvous(Environment(), cfg, "gloo")

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run torchrun's agent, and report two things that torchrun hides: the exit code of the run, and
-the death of a process.
+"""Run torchrun's agent, and report two facts hidden by torchrun: the exit code of the run, and the
+death of a process.
 
     python plugins/resilience/agent.py [options of torchrun] train.py [arguments]
 
-torchrun exits with 1 for every exit code of its processes, and prints a table of forty lines.
-train_multigpu.sh and `train.py --multi-gpu ddp` start this file in place of torchrun. The file runs
+torchrun exits with 1 for every exit code of the processes, and prints a table of forty lines.
+train_multigpu.sh and `train.py --multi-gpu ddp` start the file in place of torchrun. The file runs
 the same elastic agent.
 """
 
@@ -18,6 +18,11 @@ import sys
 import tempfile
 from typing import Any
 
+AGAIN = "start the same command again to resume from the last checkpoint"
+NO_FOLDER = (
+    "no folder for temporary files can be written (TMPDIR): mount one (docker run --tmpfs /tmp)"
+)
+
 if __name__ == "__main__":  # the file needs the package that contains the file
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 
@@ -25,7 +30,7 @@ if __name__ == "__main__":  # the file needs the package that contains the file
 def main(argv: list[str], alone: bool = False) -> int:
     """Start the processes, and return the exit code of the run.
 
-    alone  this file is the script of the process
+    alone  the file is the script of the process
     """
     # Torch reads the variable at its import. In this process the variable hides the stack of forty
     # lines that torch logs if no process listens on an address. The started processes show errors,
@@ -42,17 +47,13 @@ def main(argv: list[str], alone: bool = False) -> int:
         hooks.load()
         del sys.path[0]  # else every script could import the modules beside train.py
     os.environ["TORCH_CPP_LOG_LEVEL"] = level
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed"):  # the processes print their errors themselves
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     args = torchrun.parse_args(argv)
     one_machine = args.standalone or args.nnodes in ("1", "1:1")
     _set_options(args, one_machine)
     try:
         parent = scratch.temporary_folder()
     except OSError:
-        what = "no folder for temporary files can be written (TMPDIR)"
-        return _error(f"{what}: mount one (docker run --tmpfs /tmp)", 2)
+        return _error(NO_FOLDER, 2)
     with tempfile.TemporaryDirectory(
         prefix="lockstep_", dir=parent, ignore_cleanup_errors=True
     ) as folder:
@@ -61,15 +62,18 @@ def main(argv: list[str], alone: bool = False) -> int:
         try:
             return _run(args, one_machine, os.path.join(folder, scratch.EXIT_CODE))
         finally:  # else torch's handlers would raise an error in the clean-up below
-            signals = getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-            for name in signals.split(","):
+            names = getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+            for name in names.split(","):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _set_options(args: Any, one_machine: bool) -> None:
-    """Set the options of torchrun that the user cannot set, or leaves at a bad default."""
+    """Set options of torchrun: addresses, the time for a shutdown, the handling of SIGHUP."""
     from engine.launch import STATIC
 
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed"):  # the processes print their errors themselves
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     # The default of 30 s is too short for a large checkpoint on a slow disk.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     if one_machine:
@@ -88,7 +92,7 @@ def _set_options(args: Any, one_machine: bool) -> None:
 def _run(args: Any, one_machine: bool, path: str) -> int:
     """Run the agent, and return the exit code of the run.
 
-    path  the file in which the processes write the exit code
+    path  the file with the exit code of the processes
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -114,8 +118,8 @@ def _run(args: Any, one_machine: bool, path: str) -> int:
 
 
 def _leave_together() -> None:
-    """Patch torch's agent: an agent that a signal ends meets the other agents at their exit
-    barrier, too. The signal has stopped the other agents, which would wait at the barrier for five
+    """Patch torch's agent: after a signal an agent meets all agents at the exit barrier, too. The
+    signal has stopped all agents, and the barrier would wait for an absent agent for five
     minutes."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -141,7 +145,7 @@ def _error(text: str, code: int) -> int:
 
 
 def _reported(path: str) -> int | None:
-    """Return the exit code on which the processes agreed; None before a process has joined."""
+    """Return the common exit code of the processes; None before a process has joined."""
     try:
         with open(path, encoding="utf-8") as file:
             return int(file.read())
@@ -150,26 +154,24 @@ def _reported(path: str) -> int | None:
 
 
 def _failed(failures: dict[int, Any], reported: int | None) -> int:
-    """Print the processes that a signal ended, and return the exit code. All other processes print
-    their errors themselves."""
-    again = "start the same command again to resume from the last checkpoint"
+    """Print the processes ended by a signal, and return the exit code. The remaining processes
+    print their errors themselves."""
     for rank, failure in sorted(failures.items()):
         who = f"rank {rank} (process {failure.pid})"
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
             killed = f"{who} was killed by {signal.Signals(-failure.exitcode).name}"
             if reported is None:
-                _error(f"{killed} (torchrun): perhaps because memory ran out; {again}", 1)
+                _error(f"{killed} (torchrun): perhaps because memory ran out; {AGAIN}", 1)
             else:
                 print(f"note: {killed}", file=sys.stderr)
         elif reported is None and failure.exitcode > 0:
             _error(f"{who} ended with exit code {failure.exitcode} (torchrun): see above", 1)
-    codes = [failure.exitcode for failure in failures.values() if failure.exitcode]
-    first = codes[0] if codes else 1
+    first = next((failure.exitcode for failure in failures.values() if failure.exitcode), 1)
     return reported or (first if first > 0 else 128 - first)
 
 
 def _not_started(error: BaseException, args: object) -> int:
-    """Print the error of an agent that could not start the processes. Return the exit code."""
+    """Print the error of a failed start. Return the exit code."""
     from engine.errors import headline
 
     while error.__cause__ is not None:  # the outer error only refers to the inner error
@@ -179,10 +181,12 @@ def _not_started(error: BaseException, args: object) -> int:
         text = "not all nodes have come in time"
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         port = getattr(args, "master_port", "?")
-        todo = "give another, the same on every node"
-        return _error(f"port {port} is in use (MASTER_PORT={port}): {todo}", 2)
-    what = f"the processes could not be started: {text} (torchrun)"
-    return _error(f"{what}: check the address and the nodes", 6)
+        return _error(
+            f"port {port} is in use (MASTER_PORT={port}): give another, the same on every node", 2
+        )
+    return _error(
+        f"the processes could not be started: {text} (torchrun): check the address and the nodes", 6
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from plugins.resilience import agent
 
 def become_torchrun(cfg: Any, strict: bool) -> None:
     """Replace plain python by torchrun if the config asks for several processes; then the function
-    does not return. Else warn of a launcher that was perhaps forgotten.
+    does not return. Else warn of a perhaps forgotten launcher.
 
     strict  raise LockstepError in place of the warning, and for settings of train.py alone
     """
@@ -34,15 +34,19 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
     if cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and len(cfg.gpu_ids or range(gpus)) > 1):
         _start_torchrun(cfg, gpus)
     if cfg.multi_gpu == "none" and gpus > 1 and cfg.device != "cpu":
-        text = f"this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them"
-        print(f"note: {text}", file=sys.stderr)
+        print(
+            f"note: this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them",
+            file=sys.stderr,
+        )
     if cfg.multi_gpu == "dp" and not torch.cuda.is_available():
-        text = "--multi-gpu dp, but no GPU is visible: training in one process on the CPU"
-        print(f"warning: {text}", file=sys.stderr)
+        print(
+            "warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU",
+            file=sys.stderr,
+        )
 
 
 def _start_torchrun(cfg: Any, gpus: int) -> None:
-    """Replace this process by torchrun with a process per GPU, or one process on the CPU."""
+    """Replace the process by torchrun with a process per GPU, or one process on the CPU."""
     processes = gpus or 1
     if cfg.gpu_ids and gpus:
         processes = len(cfg.gpu_ids)

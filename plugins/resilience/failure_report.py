@@ -46,8 +46,8 @@ LIBRARIES = (
 def handle_fatal(error: BaseException, debug: bool) -> int:
     """Print the failure once for all ranks, and return the exit code.
 
-    With a launcher or with DDP the function ends the process. An interpreter that shuts down while
-    the threads of gloo are alive may hang or abort, and the exit code would be lost.
+    With a launcher or with DDP the function ends the process. The shutdown of an interpreter may
+    hang or abort while the threads of gloo are alive, and the exit code would be lost.
     """
     world = _world()
     keeps_process = world is None or not (launch.environment().launched or session.wrapped)
@@ -92,10 +92,10 @@ def _report_without_group(error: LockstepError) -> int:
 
 
 def _report(world: World, error: LockstepError, details: str, secondary: bool) -> Failure:
-    """Agree with the other ranks on the first cause, report the cause, and return the cause.
+    """Agree with all ranks on the first cause, report the cause, and return the cause.
 
-    details    the traceback; empty for an error that the code of Lockstep raised
-    secondary  this rank only lost its connection
+    details    the traceback; empty for a LockstepError
+    secondary  the rank only lost the connection
     """
     everywhere = error.everywhere or world.size == 1
     # A traceback's error line has the rank in its place.
@@ -127,7 +127,7 @@ def to_user_error(error: BaseException, world: World | None) -> LockstepError:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Return whether a rank raises this error because another rank has failed."""
+    """Return whether the error follows from another rank's failure."""
     if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error)

@@ -1,5 +1,5 @@
-"""The last operations of NCCL, written to files on request. The watchdog of this plugin replaces
-the watchdog of NCCL."""
+"""The last operations of NCCL, written to files on request. The watchdog of the plugin replaces the
+watchdog of NCCL."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def before_rendezvous(env: Any, cfg: Any, backend: str) -> None:
 
 
 def set_up_nccl(timeout_s: float) -> None:
-    """Set the variables by which NCCL leaves the end of this process to the watchdog. A variable of
-    the user is kept. The call must precede the start of NCCL.
+    """Leave the end of the process to the watchdog, by variables of NCCL. A variable of the user is
+    kept. The call must precede the start of NCCL.
 
     Torch's engine nccl2 (behind the name nccl from 2.15 on) has no heartbeat and makes no pipe
     (headers of 2.14.1).
@@ -51,12 +51,13 @@ def set_up_nccl(timeout_s: float) -> None:
 def trace_nccl(folder: Path) -> None:
     """Let torch write the last operations of NCCL to nccl_trace_rank<N> in `folder`, about a second
     from now. A call of torch's function in Python could wait for the GPU with the GIL locked: then
-    no thread of this process could run."""
+    no thread of the process could run."""
     os.environ.setdefault(TRACE, f"{folder}/nccl_trace_rank")
     if PIPE not in os.environ:
         return
     for path in glob.glob(f"{glob.escape(os.environ[PIPE])}*.pipe"):
-        with contextlib.suppress(OSError):  # a pipe without a reader, or a full pipe
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            with open(descriptor, "wb", buffering=0) as pipe:
-                pipe.write(b"1")
+        with (
+            contextlib.suppress(OSError),  # a pipe without a reader, or a full pipe
+            open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb", buffering=0) as pipe,
+        ):
+            pipe.write(b"1")

@@ -1,4 +1,4 @@
-"""Translate errors of exhausted memory, and propose a batch that needs less memory."""
+"""Translate errors of exhausted memory, and propose a smaller batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PassBatch(NamedTuple):
 
 @dataclass
 class Advice:
-    """The advice for a run whose memory runs out.
+    """The advice for a run out of memory.
 
     next_batch     of a pass of "training" and of "evaluation"; empty before the run is built
     strategy_hint  a sentence about a strategy that needs less memory; empty if there is none
@@ -65,15 +65,14 @@ def prepare_advice(run: Run) -> None:
 
 
 def next_training_batch(plan: Plan, cfg: Config) -> PassBatch:
-    """Return the batch of a training pass. The smaller batch is the largest one that divides the
-    share of this process in the global batch."""
+    """Return the batch of a training pass. The smaller batch is the largest divisor of the
+    process's share in the global batch."""
     # With virtual workers another batch gives other bits. A static graph excludes accumulation.
     if plan.workers or (cfg.ddp.static_graph and plan.processes > 1):
         return PassBatch(plan.micro_batch, {})
     copies = max(1, len(plan.devices))
     batch = plan.micro_batch // copies
-    share = plan.global_batch // (plan.processes * copies)
-    sizes = divisors(share, batch - 1)
+    sizes = divisors(plan.global_batch // (plan.processes * copies), batch - 1)
     if not sizes:
         return PassBatch(batch, {})
     smaller = {

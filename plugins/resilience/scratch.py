@@ -26,9 +26,9 @@ PREFIX = "lockstep_"
 
 
 def temporary_folder() -> str:
-    """Return the folder for temporary files in this process and its children. Shared memory is the
-    folder if no other folder can be written, as in `docker run --read-only`. Raises
-    FileNotFoundError if shared memory cannot be written either."""
+    """Return the folder for temporary files in the process and the child processes. Shared memory
+    is the folder of last resort, as in `docker run --read-only`. Raises FileNotFoundError if shared
+    memory cannot be written either."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -39,10 +39,10 @@ def temporary_folder() -> str:
 
 
 def own_scratch() -> str:
-    """Return the folder of this process. Under the launcher the folder lies in the agent's folder.
+    """Return the folder of the process. Under the launcher the folder lies in the agent's folder.
 
-    The first call must precede the first loader process. A loader process would make a folder of
-    its own for its sockets, and would leave the folder behind if killed. Raises LockstepError if no
+    The first call must precede the first loader process. Else each loader process would make a
+    folder for sockets, and would leave the folder behind if killed. Raises LockstepError if no
     folder can be written.
     """
     if not _own_folder():
@@ -60,8 +60,8 @@ def own_scratch() -> str:
 
 
 def remove_scratch(orphaned: bool) -> None:
-    """Remove the folder of this process. A second training in this process makes a new folder: in
-    the removed folder its loader processes would never deliver.
+    """Remove the folder of the process. A second training in the process makes a new folder: in the
+    removed folder the loader processes would never deliver.
 
     orphaned  remove the agent's folder, too: the agent was killed
     """
@@ -74,7 +74,7 @@ def remove_scratch(orphaned: bool) -> None:
 
 
 def _own_folder() -> str:
-    """Return the folder that `own_scratch` made, or an empty text."""
+    """Return the folder made by `own_scratch`, or an empty text."""
     folder = _multiprocessing_config().get("tempdir") or ""
     return folder if os.path.basename(folder).startswith(PREFIX) else ""
 
@@ -85,6 +85,6 @@ def _multiprocessing_config() -> dict[str, Any]:
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let the kernel send a signal to this process when the parent process ends (Linux only)."""
+    """Let the kernel send a signal to the process when the parent process ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

@@ -18,7 +18,7 @@ class StopRequest:
     """The request to stop before the end, from a signal or a time limit. The ranks vote on a stop
     in the all-reduce of every step.
 
-    reason       why this process must stop; empty if the process need not stop
+    reason       why the process must stop; empty if the process need not stop
     interrupted  time.monotonic() of the first Ctrl-C; 0 before
     """
 
@@ -42,10 +42,10 @@ class StopRequest:
 
         The handlers replace an ignored SIGINT: a shell ignores SIGINT for a command with `&`. The
         handlers stay to the end of the process: torchrun sends SIGTERM as soon as one rank has
-        ended, and the other ranks still write and report.
+        ended, and the remaining ranks still write and report.
 
         A SIGHUP that `nohup` ignores stays ignored, except under plain torchrun. Plain torchrun
-        sends SIGHUP to the processes nevertheless, and kills a process that does not end.
+        sends SIGHUP to the processes nevertheless, and kills every remaining process.
         """
         self.process = os.getpid()
         plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and scratch.SCRATCH not in os.environ
@@ -55,7 +55,7 @@ class StopRequest:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: request a stop, or end this process after a second Ctrl-C."""
+        """Handle a signal: request a stop, or end the process after a second Ctrl-C."""
         if os.getpid() != self.process:  # a loader process before it sets its own handlers
             return
         # A signal to all processes of a run reaches a rank twice: directly, and a moment later
@@ -81,8 +81,8 @@ _parent = os.getppid()
 
 
 def cleanup() -> None:
-    """Kill the loader processes of this process: they would end only after seconds, or hang.
-    Remove the temporary files of this process, and the files of an agent that was killed."""
+    """Kill the loader processes of the process: a loader process would end only after seconds, or
+    hang. Remove the temporary files of the process, and the files of a killed agent."""
     if threading.current_thread() is threading.main_thread():
         # Torch's handler would raise an error for each killed loader process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,5 +1,5 @@
 """The state and outcome of a run, for programs: status.json in the folder of the run, and the exit
-code that torchrun would hide."""
+code hidden by torchrun."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ last table, the table of failed processes."""
 
 
 class Status:
-    """The state of the run of this process. Every rank has a status. Rank 0 writes status.json.
+    """The state of the run. Every rank has a status. Rank 0 writes status.json.
 
     folder          the folder of the run; None before `begin`
     fields          the fields of status.json
-    resume_command  the command that resumes the run
-    checkpoints     (rank 0) the CheckpointWriter of the run, closed before this process ends
+    resume_command  the command to resume the run
+    checkpoints     (rank 0) the CheckpointWriter of the run, closed before the process ends
     writing         a lock around the writing of status.json: the checkpoint thread writes, too
-    ended           a lock for the thread that ends this process: the main thread or the watchdog
+    ended           a lock for the end of the process, by the main thread or the watchdog
     warned          whether a failed writing of status.json was reported
     """
 
@@ -50,15 +50,13 @@ class Status:
         self.resume_command = resume_command
 
     def adopt(self) -> None:
-        """(a rank that replaces the dead rank 0) Read the step and the checkpoint that rank 0 wrote
-        last."""
+        """(a replacement of the dead rank 0) Read the last step and checkpoint of rank 0."""
         if self.folder is None:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):
             written = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
-            for name in ("step", "checkpoint"):
-                if name in written:
-                    self.fields[name] = written[name]
+            names = [name for name in ("step", "checkpoint") if name in written]
+            self.fields |= {name: written[name] for name in names}
 
     def update(self, **fields: Any) -> None:
         """Change fields, and write status.json. A failure is a warning, once: the training matters
@@ -86,15 +84,15 @@ current = Status()
 
 
 def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
-    """Write the exit code for the launcher, if the launcher reads exit codes. Return the code with
-    which this process must exit.
+    """Write the exit code for the launcher, if the launcher reads exit codes. Return the exit code
+    of the process.
 
     torchrun restarts each process with another exit code than 0, and itself exits with 1 for all
     codes. If a restart would end the same way, or the run was asked to stop, all processes exit
     with 0.
 
-    everywhere  whether all processes end. A process that ends alone exits with its code, so that
-                torchrun ends the other processes.
+    everywhere  whether all processes end. A process with an end of its own exits with the code,
+                so that torchrun ends the remaining processes.
     """
     scratch = os.environ.get(SCRATCH)
     if not scratch:
@@ -109,7 +107,7 @@ def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
 
 
 def fill_in_error_file(text: str) -> None:
-    """Write the line that torchrun shows in its table of failures, in place of a link to a page of
+    """Write the line for torchrun's table of failures, in place of a link to a page of
     documentation. Schedulers that start torchrun read the same file. The form of the file is the
     form of torch's `ErrorHandler.record_exception`."""
     path = os.environ.get(ERROR_FILE)

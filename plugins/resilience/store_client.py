@@ -17,15 +17,12 @@ from plugins.resilience import oom, terminal
 
 Form = TypeVar("Form", bound="Heartbeat | Failure")
 
-LIMITS = {"details": 100_000}
-"""The most characters of a text field; 4000 of a field that has no entry."""
-
 
 @dataclass
 class Heartbeat:
     """The activity of a rank's main thread.
 
-    beats    number of heartbeats that the rank has sent
+    beats    number of heartbeats sent by the rank
     machine  see `session.machine`
     waits    whether the main thread waits for other ranks
     for_s    seconds since the begin of the phase
@@ -45,10 +42,10 @@ class Heartbeat:
 class Failure:
     """The first failure of the run. All ranks agree on the failure.
 
-    rank     the rank that failed
+    rank     the failed rank
     text     the error line
     details  a traceback; empty for an error of the user
-    again    settings with which all ranks restart; empty if the run ends
+    again    settings of a restart of all ranks; empty if the run ends
     """
 
     rank: int = 0
@@ -59,8 +56,8 @@ class Failure:
 
 
 def parse(form: type[Form], note: Any) -> Form | None:
-    """Return the JSON value of another process as a `form`, without control characters; None
-    unless the value has the fields of the form with values of the same types."""
+    """Return the JSON value of another process as a `form`, without control characters; None unless
+    the value has the fields of the form with values of the same types."""
     defaults = vars(form())
     if not isinstance(note, dict) or note.keys() != defaults.keys():
         return None
@@ -68,7 +65,7 @@ def parse(form: type[Form], note: Any) -> Form | None:
         if type(value) is not type(defaults[name]):
             return None
         if isinstance(value, str):
-            note[name] = terminal.plain(value, LIMITS.get(name, 4000))
+            note[name] = terminal.plain(value, 100_000 if name == "details" else 4000)
     return form(**note)
 
 
@@ -76,9 +73,9 @@ class StoreClient:
     """The store, as long as the server of the store is alive. After the end of the server `gone` is
     true, and all methods return an empty result.
 
-    patience_s   seconds without an answer after which the server counts as gone
-    local_ranks  the ranks of this machine; all ranks if the machines are unknown
-    neighbours   heartbeats of ranks of this machine: a rank keeps its process
+    patience_s   a server without an answer for so many seconds counts as gone
+    local_ranks  the ranks of the machine; all ranks if the machines are unknown
+    neighbours   heartbeats of ranks of the machine: a rank keeps the process
     """
 
     def __init__(self, world: World, patience_s: float, store: Any = None):
@@ -134,8 +131,8 @@ class StoreClient:
         return present is not None and present.decode() == text
 
     def get_if_present(self, key: str) -> Any:
-        """Return the value of `set_if_absent`, or None. A value that this process has read before
-        outlives the server of the store."""
+        """Return the value of `set_if_absent`, or None. A value read before outlives the server of
+        the store."""
         if self.has(key):
             self._call("get", key)
         note = _parsed(self.store and self.store.known.get(key))
@@ -154,7 +151,7 @@ class StoreClient:
 
     def first_cause(self) -> Failure | None:
         """Return the first failure of any rank, or None. Another process has written the failure:
-        the exit code is one of a failure, and `again` holds settings that this rank has computed,
+        the exit code is an exit code of failures, and `again` holds settings computed by this rank,
         too."""
         cause = parse(Failure, self.get_if_present("failure"))
         if cause is None:
@@ -168,7 +165,7 @@ class StoreClient:
 
     def report_first_failure(self, cause: Failure) -> tuple[Failure, bool]:
         """Return (the first failure of any rank, whether this rank reports the failure). Without a
-        store every rank reports its own failure."""
+        store every rank reports a failure."""
         if self.set_if_absent("failure", vars(cause)):
             return cause, True
         first = self.first_cause()
@@ -176,6 +173,6 @@ class StoreClient:
 
 
 def _parsed(text: Any) -> Any:
-    """Return the JSON value of a text; None for None, or for a text that is no JSON."""
+    """Return the JSON value of a text; None for None, or for a text without JSON."""
     with contextlib.suppress(TypeError, ValueError):
         return json.loads(text)

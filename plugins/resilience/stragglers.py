@@ -1,4 +1,4 @@
-"""Find a rank that is slower than all other ranks."""
+"""Find a rank slower than all other ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.phases import phase
 
 
 class GpuClock:
-    """A clock of the seconds that the GPU computes in forward and backward passes. Events on the
-    GPU are read at log points. The last pass of a step stands for all passes of the step."""
+    """A clock of the computing time of the GPU in forward and backward passes. Events on the GPU
+    are read at log points. The last pass of a step stands for all passes of the step."""
 
     def __init__(self) -> None:
         self.begin = torch.cuda.Event(enable_timing=True)
@@ -37,8 +37,7 @@ class GpuClock:
 
     def take(self) -> float:
         """Return the seconds since the last call; waits for the GPU."""
-        passes = self.passes
-        self.passes = 0
+        passes, self.passes = self.passes, 0
         if not self.synced:
             return 0.0
         self.end.synchronize()
@@ -46,10 +45,10 @@ class GpuClock:
 
 
 class Straggler(NamedTuple):
-    """A rank that all other ranks wait for.
+    """A rank that keeps all ranks waiting.
 
     ratio  the time of the rank over the median of the other ranks
-    phase  the phase in which the rank is slow
+    phase  the slow phase
     """
 
     rank: int
@@ -60,7 +59,7 @@ class Straggler(NamedTuple):
 class Stragglers:
     """The times of all ranks.
 
-    workers  virtual workers of this rank; ranks may have different numbers of workers
+    workers  virtual workers of the rank; ranks may have different numbers of workers
     times    (ranks, 2) seconds of data loading and of computing per worker, since the last result
              of `find`; on the host, where a sum need not wait for the queue of the device
     """
@@ -102,7 +101,7 @@ class Stragglers:
 
     def _new_times(self, seconds: dict[str, float]) -> torch.Tensor:
         """(all ranks) Return (ranks, 2) seconds of data loading and computing per worker, up to the
-        last gradient. After the last gradient a rank only waits for the other ranks."""
+        last gradient. After the last gradient a rank only waits for slower ranks."""
         computing_s = sum(
             seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward")
         )

@@ -6,45 +6,30 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.contract import INFO_KEY
 from engine.errors import USAGE, LockstepError, headline
 
-
-class Hint(NamedTuple):
-    """A fix for a mistake: mostly a look-up of the loader's metadata in the wrong place.
-
-    pattern  matches the class and the text of the error
-    todo     the fix; a template of the match
-    """
-
-    pattern: str
-    todo: str
-
-
-HINTS = (
-    Hint("KeyError: 'lockstep'", "of a batch that is no dict it is an attribute: batch.lockstep"),
-    Hint(
-        "KeyError: '(index|position|seed|mean_weight)'",
-        r"the loader's own numbers have one name: batch['lockstep'].\1",
+HINTS = {
+    "KeyError: 'lockstep'": "of a batch that is no dict it is an attribute: batch.lockstep",
+    "KeyError: '(index|position|seed|mean_weight)'": (
+        r"the loader's own numbers have one name: batch['lockstep'].\1"
     ),
-    Hint(
-        "AttributeError: 'dict' object has no attribute 'lockstep'",
-        "of a dict it is a key: batch['lockstep']",
+    "AttributeError: 'dict' object has no attribute 'lockstep'": (
+        "of a dict it is a key: batch['lockstep']"
     ),
-    Hint(
-        "TypeError: .*unexpected keyword argument 'lockstep'",
-        "leave that out: net(**contract.inputs(batch))",
+    "TypeError: .*unexpected keyword argument 'lockstep'": (
+        "leave that out: net(**contract.inputs(batch))"
     ),
-    Hint(
-        ".*device-side assert",
+    ".*device-side assert": (
         "mostly a label that is no output of the model, or an index beyond an embedding: "
-        "device=cpu names it",
+        "device=cpu names it"
     ),
-)
+}
+"""The pattern of an error, class and text -> the fix, a template of the match."""
 
 
 def translate(error: BaseException, place: str) -> LockstepError | None:
@@ -57,10 +42,9 @@ def translate(error: BaseException, place: str) -> LockstepError | None:
 def suggest_fix(error: BaseException) -> str:
     """Return the fix of the first matching hint, or an empty text."""
     text = f"{type(error).__name__}: {error}"
-    for hint in HINTS:
-        match = re.match(hint.pattern, text, re.DOTALL)
-        if match:
-            return match.expand(hint.todo)
+    for pattern, fix in HINTS.items():
+        if match := re.match(pattern, text, re.DOTALL):
+            return match.expand(fix)
     return ""
 
 
@@ -86,10 +70,8 @@ def _wrong_label(error: BaseException) -> str:
         index = _batches(scopes)[0][INFO_KEY].index
         labels = loss["target"].reshape(len(index), -1)
         sample = index[(labels == int(match[1])).any(1)][0]
-        return (
-            f"the label of sample {sample} is none of the model's {loss['input'].shape[1]} "
-            "outputs, numbered from 0"
-        )
+        outputs = f"the model's {loss['input'].shape[1]} outputs, numbered from 0"
+        return f"the label of sample {sample} is none of {outputs}"
     return ""
 
 
@@ -109,8 +91,8 @@ def _batches(scopes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def translate_unused(error: BaseException, place: str) -> LockstepError | None:
-    """Return the error of DDP's reducer about parameters without a gradient, with the names of
-    the parameters."""
+    """Return the error of DDP's reducer about parameters without a gradient, with the names of the
+    parameters."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None

@@ -47,7 +47,7 @@ def make_safe() -> None:
 
 
 class _Raw(io.FileIO):
-    """A descriptor whose failed writes are recorded in `lost_streams`."""
+    """A descriptor with a record of failed writes in `lost_streams`."""
 
     def __init__(self, number: int, stream: str):
         super().__init__(number, "w", closefd=False)
@@ -81,7 +81,7 @@ def _has_colours(number: int) -> bool:
 
 
 def _coloured(text: str) -> str:
-    """Return a text with colours for the marks at the begin of its lines."""
+    """Return a text with colours for the marks at the begin of lines."""
     return MARK.sub(lambda match: f"{match[1]}\x1b[{COLOURS[match[2]]}m{match[2]}\x1b[0m", text)
 
 
@@ -96,12 +96,12 @@ def write_stderr(text: str) -> None:
 
 
 def plain(text: str, most: int = 4000) -> str:
-    """Return a text of another process without control characters, which a terminal would obey."""
+    """Return a text of another process without control characters: a terminal would obey them."""
     return "".join(sign for sign in text[:most] if sign in "\n\t" or sign.isprintable())
 
 
 class TerminalWatcher:
-    """A warning that the terminal is gone, once. The training continues."""
+    """The warning of a lost terminal, once. The training continues."""
 
     of_the_run = True
 

@@ -1,5 +1,4 @@
-"""A thread that sends the heartbeat of this rank, checks the other ranks, and ends a process that
-is stuck.
+"""A thread per rank for heartbeats, checks of the other ranks, and the end of a stuck process.
 
 The main thread may hang in a collective, on a disk or in the user's code. The watchdog does not.
 Once a second the watchdog writes the activity of the main thread to the store. If a wait gets long,
@@ -37,6 +36,7 @@ NAMED = 8
 """Number of ranks that get a sentence each in a message."""
 
 AGAIN = "start the same command again on every machine to resume from the last checkpoint"
+ORPHANED = "torchrun is gone, and this run could not stop by itself"
 STORE_GONE = f"rank 0, or the torchrun beside it, is gone: see what its machine says; {AGAIN}"
 
 
@@ -45,7 +45,7 @@ class Diagnosis(NamedTuple):
 
     rank    the rank to blame
     text    a sentence about all ranks
-    silent  the last heartbeats of ranks that send no heartbeat any more
+    silent  the last heartbeats of ranks without a new heartbeat
     """
 
     rank: int
@@ -56,12 +56,12 @@ class Diagnosis(NamedTuple):
 class Watchdog:
     """The watchdog of a process; `with` starts and ends the thread.
 
-    timeout_s  seconds for which a rank may wait for the slowest rank; a short timeout shortens the
+    timeout_s  the longest wait for the slowest rank, in seconds; a short timeout shortens the
                intervals below, too
     beat_s     seconds between two heartbeats
     silent     the last heartbeats of silent ranks, once a wait has taken too long
-    checks     functions that return a failure, or None -> seconds for which the function may return
-               a failure without a break; in that time the main thread may report an error itself
+    checks     function -> seconds; the process ends if the function returns a failure for so many
+               seconds without a break. Before, the main thread may report an error.
     since      the function of a check -> time.monotonic() of the first failure without a break
     warned     the begin of the wait of the last warning
     dumped     the step of the last stacks
@@ -116,7 +116,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Send a heartbeat, and end this process if a check has failed for its grace."""
+        """Send a heartbeat, and end the process after a check has failed for long enough."""
         if self.world.size > 1:
             self._beat()
             self._share_stop()
@@ -140,7 +140,7 @@ class Watchdog:
         exit_process(self.world, cause)
 
     def _kill_silent(self) -> None:
-        """Kill the silent ranks of this machine. A frozen process ignores SIGTERM, and torchrun
+        """Kill the silent ranks of the machine. A frozen process ignores SIGTERM, and torchrun
         would wait half a minute for the process.
 
         A heartbeat in the store may come from an unauthenticated writer, with any pid. So only a
@@ -156,17 +156,15 @@ class Watchdog:
     # ---- what this rank sends ----
 
     def _activity(self) -> tuple[str, bool, float]:
-        """Return `phase.now`: the phase, whether the phase waits for other ranks, and its begin.
+        """Return `phase.now`: the phase, whether the phase waits for other ranks, and the begin.
 
         On a GPU any operation may wait. With about a thousand operations in the queue the host
         waits for the device, and the device may wait in a collective for another rank.
         """
         name, waits, since = self.phase.now
-        posted = self.phase.posted
-        if posted is None or waits or time.monotonic() - since < self.timeout_s / 2:
-            return name, waits, since
+        long = time.monotonic() - since >= self.timeout_s / 2
         with contextlib.suppress(RuntimeError):  # of CUDA: the main thread gets the error, too
-            if not posted.query():
+            if self.phase.posted and long and not waits and not self.phase.posted.query():
                 return "waiting for the device", True, since
         return name, waits, since
 
@@ -195,8 +193,8 @@ class Watchdog:
             nccl_trace.trace_nccl(status.current.folder)
 
     def _share_stop(self) -> None:
-        """Pass a stop that one rank was asked for to all ranks within a heartbeat. The ranks vote
-        in the loop on the last step."""
+        """Pass a stop request of one rank to all ranks within a heartbeat. The ranks vote in the
+        loop on the last step."""
         if self.stop.reason:
             self.client.set_if_absent("stop", f"{self.stop.reason} on rank {self.world.rank}")
             return
@@ -208,7 +206,7 @@ class Watchdog:
 
     @property
     def _orphaned(self) -> bool:
-        """Return whether torchrun, the parent of this process, has ended."""
+        """Return whether torchrun, the parent of the process, has ended."""
         return self.parent is not None and os.getppid() != self.parent
 
     def _torchrun_gone(self) -> Failure | None:
@@ -216,8 +214,7 @@ class Watchdog:
         if not self._orphaned:
             return None
         self.stop.request("torchrun is gone")
-        reason = "torchrun is gone, and this run could not stop by itself"
-        return Failure(self.world.rank, reason, DISTRIBUTED)
+        return Failure(self.world.rank, ORPHANED, DISTRIBUTED)
 
     def _store_gone(self) -> Failure | None:
         """Return the failure of the store's server. The store of torchrun ends with torchrun."""
@@ -225,7 +222,7 @@ class Watchdog:
         return Failure(0, STORE_GONE, DISTRIBUTED) if gone else None
 
     def _waits_too_long(self) -> Failure | None:
-        """Return the failure of the rank to blame, if this rank waits for almost `timeout_s`. The
+        """Return the failure of the rank to blame, if the rank waits for almost `timeout_s`. The
         diagnosis takes the rest of the time."""
         _, waits, since = self._activity()
         most_s = max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2)
@@ -234,11 +231,9 @@ class Watchdog:
             return None
         # All ranks wait too long at the same time, and a diagnosis reads the heartbeats of all
         # ranks. One rank makes the diagnosis; if that rank dies, the next turn is another rank's.
-        turn = int(over_s / (8 * self.beat_s))
-        if not self.client.set_if_absent(f"look{self.phase.step}.{turn}", True):
-            return None
-        diagnosis = self._diagnose(since)
-        if diagnosis is None:
+        turn = f"look{self.phase.step}.{int(over_s / (8 * self.beat_s))}"
+        diagnosis = self.client.set_if_absent(turn, True) and self._diagnose(since)
+        if not diagnosis:
             return None
         self.silent = diagnosis.silent
         where = f"step {self.phase.step}, ddp.timeout_s={self.timeout_s:g}"
@@ -248,8 +243,8 @@ class Watchdog:
         return Failure(diagnosis.rank, str(error), DISTRIBUTED)
 
     def _diagnose(self, since: float) -> Diagnosis | None:
-        """Return the diagnosis of a wait that began at `since`; None if the wait is over, or the
-        store is gone."""
+        """Return the diagnosis of a wait since `since`; None if the wait is over, or the store is
+        gone."""
         before = self.client.beats()
         for _ in range(3):  # a rank without a heartbeat in this time is silent
             time.sleep(self.beat_s)
@@ -261,8 +256,8 @@ class Watchdog:
     # ---- warnings ----
 
     def _warn_of_a_long_phase(self) -> None:
-        """Warn once of a wait that has taken half of the timeout, and write the stacks of the ranks
-        to a file in the run's folder. In a world of one any phase counts as a wait."""
+        """Warn once of a wait longer than half of the timeout, and write the stacks of the ranks to
+        a file in the run's folder. In a world of one any phase counts as a wait."""
         name, waits, since = self._activity()
         took_s = time.monotonic() - since
         step = self.phase.step
@@ -277,8 +272,7 @@ class Watchdog:
             if not self.client.set_if_absent(f"dump{step}", True):  # another rank warns
                 return
             self.client.put("dump", step)
-            diagnosis = self._diagnose(since)
-            if diagnosis is None:
+            if not (diagnosis := self._diagnose(since)):
                 return
             text = diagnosis.text
             for rank in {*range(min(self.world.size, STACKS)), diagnosis.rank}:
@@ -290,7 +284,7 @@ def _write_stacks(dumps: dict[int, Any]) -> str:
     """Write the stacks of ranks to stacks.txt in the folder of the run. Return the end of the
     warning, or an empty text.
 
-    dumps  rank -> stacks; None for a rank that has sent no stacks
+    dumps  rank -> stacks; None for a rank without stacks
     """
     with contextlib.suppress(OSError):
         if status.current.folder is not None:
@@ -310,7 +304,7 @@ def _write_stacks(dumps: dict[int, Any]) -> str:
 
 def diagnose(before: dict[int, Heartbeat], now: dict[int, Heartbeat], size: int) -> Diagnosis:
     """Return the diagnosis of two looks at the heartbeats, some heartbeats apart. The first silent
-    rank is to blame; else the rank that has computed for longest."""
+    rank is to blame; else the rank with the longest computation."""
     silent: list[int] = []
     busy: list[int] = []
     waiting: dict[str, list[int]] = {}
@@ -323,16 +317,15 @@ def diagnose(before: dict[int, Heartbeat], now: dict[int, Heartbeat], size: int)
         else:
             busy.append(rank)
     busy.sort(key=lambda rank: -now[rank].for_s)
-    last_beats = [now[rank] for rank in silent if rank in now]
     text = "; ".join(_sentences(silent, busy, waiting, now))
-    return Diagnosis([*silent, *busy, 0][0], text, last_beats)
+    return Diagnosis([*silent, *busy, 0][0], text, [now[rank] for rank in silent if rank in now])
 
 
 def _sentences(
     silent: list[int], busy: list[int], waiting: dict[str, list[int]], now: dict[int, Heartbeat]
 ) -> Iterator[str]:
-    """Yield the sentences of a diagnosis: about silent ranks, ranks that compute, and ranks that
-    wait in a phase."""
+    """Yield the sentences of a diagnosis: about silent ranks, computing ranks, and ranks waiting in
+    a phase."""
     for rank in silent[:NAMED]:
         beat = now.get(rank)
         last = beat and f"process {beat.pid} on {beat.host}, last in {beat.phase}"
@@ -349,7 +342,7 @@ def _sentences(
 
 
 def stacks() -> str:
-    """Return the stacks of all threads of this process but the calling one."""
+    """Return the stacks of all threads of the process but the calling thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
@@ -362,9 +355,9 @@ def stacks() -> str:
 
 
 def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, bool]:
-    """Return (the failure that ended the run, whether this rank reports the failure).
+    """Return (the first cause of the end, whether this rank reports the cause).
 
-    secondary  this rank only lost its connection, because another rank failed or was killed
+    secondary  the rank only lost the connection, because another rank failed or was killed
     """
     client = StoreClient(world, 20.0)
     if not secondary:
@@ -375,11 +368,9 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
     # A peer that fails reports the failure within 3 s, and the process of a killed peer is gone.
     # The rank that looks needs no more; another rank waits for the result of the look, too.
     for _ in range(30 if looks or client.gone else 60):
-        first = client.first_cause()
-        if first:
+        if first := client.first_cause():
             return first, False
-        dead = dead_peer(client)
-        if dead:
+        if dead := dead_peer(client):
             return client.report_first_failure(dead)
         time.sleep(0.1)
     if looks or client.gone:
@@ -388,7 +379,7 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
 
 
 def lost_peer(client: StoreClient, before: dict[int, Heartbeat]) -> Failure | None:
-    """Return the failure of a rank on another machine that has sent no heartbeat since `before`."""
+    """Return the failure of a rank on another machine without a heartbeat since `before`."""
     now = client.beats()
     if client.gone:
         return Failure(0, STORE_GONE, DISTRIBUTED)
@@ -401,20 +392,20 @@ def lost_peer(client: StoreClient, before: dict[int, Heartbeat]) -> Failure | No
         return None
     last = now[silent[0]]
     verb = "is" if len(silent) == 1 else "are"
-    what = f"{named_ranks(silent)} on {last.host} {verb} gone"
-    where = f"last seen in {last.phase} at step {last.step}"
-    error = LockstepError(what, where, f"see what that machine says; {AGAIN}")
-    return Failure(silent[0], str(error), DISTRIBUTED)
+    text = (
+        f"{named_ranks(silent)} on {last.host} {verb} gone (last seen in {last.phase} at step "
+        f"{last.step}): see what that machine says; {AGAIN}"
+    )
+    return Failure(silent[0], text, DISTRIBUTED)
 
 
 def dead_peer(client: StoreClient) -> Failure | None:
-    """Return the failure of a rank on this machine whose process is gone. The heartbeat of each
-    rank is read once: a rank keeps its process."""
+    """Return the failure of a rank on this machine without a process. The heartbeat of each rank is
+    read once: a rank keeps the process."""
     own = client.world.rank
     new = [rank for rank in client.local_ranks if rank not in client.neighbours and rank != own]
-    for rank, beat in client.beats(new).items():
-        if beat.machine == client.machine:
-            client.neighbours[rank] = beat
+    beats = client.beats(new)
+    client.neighbours |= {r: beat for r, beat in beats.items() if beat.machine == client.machine}
     for rank, beat in client.neighbours.items():
         if _alive(beat.pid):
             continue
@@ -456,13 +447,13 @@ def _alive(pid: int) -> bool:
 
 def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) -> None:
     """Write the exit code, the status and the traceback, and only then print: the terminal may be
-    gone, or this process may be killed.
+    gone, or the process may be killed.
 
-    Rank 0 writes the status. If rank 0 is dead, the rank that noticed the death writes the status.
-    Each rank gives torchrun the first cause, because any rank may come first in torchrun's table.
+    Rank 0 writes the status. If rank 0 is dead, the first rank to notice writes the status. Each
+    rank gives torchrun the first cause, because any rank may come first in torchrun's table.
 
-    claimed  this rank reports the failure
-    aloud    whether the rank that reports the failure prints the failure
+    claimed  the rank reports the failure
+    aloud    whether the reporting rank prints the failure
     """
     if not cause.again:
         status.set_exit_code(cause.exit_code)
@@ -477,10 +468,10 @@ def _write_status(world: World, cause: Failure) -> None:
     """Write the traceback to error.txt, and the failure to status.json."""
     if not world.main:
         status.current.adopt()
-    if cause.details and status.current.folder:
-        path = status.current.folder / "error.txt"
-        text = cause.details.encode(errors="replace")
+    text = cause.details.encode(errors="replace")
+    if text and status.current.folder:
         with contextlib.suppress(OSError):
+            path = status.current.folder / "error.txt"
             atomic.write_atomically(path, lambda file: file.write(text))
     status.current.update(state="failed", exit_code=cause.exit_code, reason=cause.text)
 
@@ -492,7 +483,7 @@ def print_error(text: str, mark: str = "error") -> None:
 
 
 def exit_process(world: World, cause: Failure) -> None:
-    """End this process at once, or restart the process with the settings of the failure."""
+    """End the process at once, or restart the process with the settings of the failure."""
     if status.current.checkpoints:
         status.current.checkpoints.close(60)  # seconds for the checkpoint that is being written
     cleanup()
@@ -507,8 +498,8 @@ def exit_process(world: World, cause: Failure) -> None:
 
 
 def _leave_store_of_rank0(world: World, restarts: bool) -> None:
-    """Wait, because the process of rank 0 serves the store. Rank 0 waits until the other ranks have
-    read the failure. Before a restart the other ranks wait for the end of the store: a restarted
+    """Wait, because the process of rank 0 serves the store. Rank 0 waits until all ranks have read
+    the failure. Before a restart all ranks but rank 0 wait for the end of the store: a restarted
     rank would join the old store."""
     if world.main:
         time.sleep(2.5 * BEAT_S)
