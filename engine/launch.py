@@ -297,6 +297,8 @@ def processes_sharing(memory: torch.device) -> int:
 def typed_command() -> str:
     """Return the command before the training's own arguments, as typed in a shell (a best
     guess)."""
+    if os.environ.get(COMMAND):
+        return os.environ[COMMAND]  # train_multigpu.sh, or the python that became torchrun
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
     torchrun = (
