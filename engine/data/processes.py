@@ -79,8 +79,8 @@ def starting_processes() -> Iterator[None]:
 
 
 def translate(error: BaseException, place: str) -> LockstepError | None:
-    """Return the error of a loader process that was killed or hangs. Torch's DataLoader raises it
-    in the main process, at any line: a signal handler reports a killed process."""
+    """Return the error of a loader process that was killed or hangs. Torch's DataLoader raises the
+    error in the main process at any line: a signal handler reports a killed process."""
     text = headline(error)
     if not text.startswith(("DataLoader worker", "DataLoader timed out")):
         return None

@@ -42,7 +42,7 @@ def set_up_nccl(timeout_s: float) -> None:
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(max(480, round(timeout_s) + 60)))
     # Before torch 2.11 parts of torch disagree on the size (pytorch#172843).
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    # After a restart the folder of the process that became this one is gone.
+    # After a restart by exec the variable names the removed folder of the old run.
     if not os.path.isdir(os.path.dirname(os.environ.get(PIPE, ""))):
         with contextlib.suppress(LockstepError):  # no folder can be written
             os.environ[PIPE] = f"{scratch.own_scratch()}/nccl_rank"

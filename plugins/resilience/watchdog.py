@@ -88,7 +88,7 @@ class Watchdog:
             self.checks |= {
                 # The next collective of the main thread raises an error.
                 self.client.first_cause: grace_s,
-                # A collective of gloo raises an error; one of NCCL may not.
+                # A collective of gloo raises an error. A collective of NCCL may raise no error.
                 lambda: dead_peer(self.client): grace_s,
                 self._store_gone: grace_s,
                 self._waits_too_long: 0.0,
