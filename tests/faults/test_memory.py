@@ -103,6 +103,4 @@ def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
     "error", [torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("... can't allocate memory: y")]
 )
 def test_what_running_out_looks_like(error):
-    assert oom.ran_out(error) and not oom.ran_out(
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    )
+    assert oom.ran_out(error) and not oom.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
