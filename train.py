@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Train a task with native torch.distributed, in one process or as one of many. Read it from top to
+"""Train a task with native torch.distributed, in one process or in many. Read this file from top to
 bottom.
 
     python train.py                                          real smartwatch data, one process
     python train.py video --epochs 5 --batch-size 16         another task, everyday flags
     torchrun --standalone --nproc_per_node=2 train.py har    two processes, the same steps
 
-The same global batch, however it is cut into processes and passes, takes the same step. Three rules
-keep that promise: a task returns sums, never means; sums are added up over passes and ranks, then
+The same global batch takes the same step with any partition into processes and passes. Three rules
+guarantee this: a task returns sums, never means; sums are added up over passes and ranks, then
 divided once; the order of the data is a function of (seed, epoch) alone. `train_ddp.py` is the same
 training with DDP as its subject.
+
+Calls of `resilience`, `parallel`, `performance`, `preflight` and `reporting` are guarantees of
+plugins/. Without these lines the training takes the same steps.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
-from engine import checkpoint, command, config, kernels, launch, optim, precision
+from engine import checkpoint, command, config, kernels, launch, optim, precision, resume
 from engine.comm.session import session
 from engine.comm.world import World, sync_errors
 from engine.errors import STOPPED, console, set_up
@@ -44,15 +47,15 @@ from engine.seeds import seed_everything
 
 
 def setup_distributed(cfg: Any, always: bool = False) -> World:
-    """Join the process group. torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; without them this is a
-    world of one."""
-    env = launch.environment()  # the three, checked; (0, 0, 1) for a plain `python train.py`
+    """Join the process group. torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; without a launcher the
+    world has one process."""
+    env = launch.environment()  # rank, local rank, size; (0, 0, 1) for a plain `python train.py`
     device = launch.pick_device(cfg, env)
     if device.type == "cuda":
         # before any other CUDA call, or every rank opens a context on GPU 0
         torch.cuda.set_device(device)
     performance.bind_cores(cfg, env, device)
-    # nccl for tensors on GPUs, gloo for the others
+    # nccl for tensors on GPUs, gloo for tensors on CPUs
     backend = launch.pick_backend(cfg, env, device, always)
     with launch.explained(env):
         dist.init_process_group(
@@ -60,7 +63,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
             store=launch.rendezvous(env, cfg, backend),
             rank=env.rank,
             world_size=env.size,
-            # a backstop: the watchdog notices first
+            # the last resort: the watchdog ends a hang earlier
             timeout=timedelta(seconds=cfg.ddp.timeout_s + 15),
             device_id=device if "nccl" in backend and env.size > 1 else None,
         )
@@ -70,11 +73,11 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
 def build(
     args: config.Args, world: World, stop: Any = None, strict: bool = False, split: str = ""
 ) -> Run:
-    """(all ranks) Prepare everything for the first step; write nothing. With `split`, prepare to
-    score that split."""
+    """(all ranks) Prepare the first step; write nothing. With `split`, prepare the evaluation of
+    that split."""
     kernels.set_backends(args.cfg)
     cfg, saved = checkpoint.locate(args.cfg, world)
-    with sync_errors(world):  # if one rank fails in here, all stop with its message
+    with sync_errors(world):  # if one rank fails in this block, all ranks stop with its message
         task = tasks.load(cfg.task)(cfg)
         task.resuming = saved.path is not None
         train_set, val_set = load_datasets(task, split, saved.metadata)
@@ -83,10 +86,9 @@ def build(
         # DistributedSamplers that never pad
         loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
-        saved = checkpoint.check_same_run(saved, args, task, plan, data, split)
-    # compiled or not, how many threads: the same on all ranks
-    plan = kernels.limit_threads(cfg, world, plan)
-    plan = performance.resolve(cfg, world, plan)
+        saved = resume.check_same_run(saved, args, task, plan, data, split)
+    plan = kernels.limit_threads(cfg, world, plan)  # the same number on all ranks
+    plan = performance.resolve(cfg, world, plan)  # compiled or not
     amp = precision.resolve(cfg, world, saved.precision, strict)  # bf16, fp16 or off
     console.info("Creating model...")
     with sync_errors(world):
@@ -96,14 +98,14 @@ def build(
         plan = kernels.set_memory_format(
             cfg, task, model, loaders.train, plan, amp, saved.memory_format
         )
-    # with ddp.strategy=fsdp: rows of each weight, else as it is
+    # with ddp.strategy=fsdp: each rank keeps some rows of each weight
     model = parallel.shard(model, cfg, world, task, amp.name)
     with sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
             optimizer=optim.make_optimizer(model, cfg.optim, task),
             ema=optim.make_ema(model, cfg.optim),
-            # bf16 needs none
+            # bf16 needs no loss scale
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),
             loaders=loaders, stop=stop or resilience.StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
@@ -124,8 +126,8 @@ def prepare(run: Run, strict: bool) -> None:
 
 
 def wrap_ddp(run: Run, always: bool) -> nn.Module:
-    """Return `net`, which the loss calls; `model` stays the bare module, for evaluation and
-    checkpoints."""
+    """Return `net`, the module that the loss calls. `model` stays the bare module, for evaluation
+    and checkpoints."""
     cfg, world, model = run.cfg.ddp, run.world, run.model
     if run.plan.devices:
         return DataParallel(precision.Autocast(model, run.precision), list(run.plan.devices))
@@ -141,7 +143,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             gradient_as_bucket_view=cfg.gradient_as_bucket_view,
             find_unused_parameters=cfg.find_unused_parameters,
             static_graph=cfg.static_graph,
-            # a broadcast per forward; buffers are averaged before they are used instead
+            # no broadcast per forward pass: buffers are averaged before an evaluation
             **NO_BUFFER_SYNC,
         )
     session.wrapped = True
@@ -150,19 +152,19 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
 
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
-    # perhaps compiled; with cuda_graph=true a step is one launch
+    # compiled on demand; with cuda_graph=true a step is one launch
     take_step = performance.recorded(run, train_step)
-    if run.progress.evaluation_due:  # it was stopped just before
+    if run.progress.evaluation_due:  # the run was stopped just before the evaluation
         evaluate(run)
     while not (run.finished or run.stopped):
-        # resumes within an epoch
+        # a resumed run begins within an epoch
         run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
         for passes in run.steps():
             due = take_step(run, passes)
-            if due.outcomes:  # a step was skipped, or a rank was asked to stop
-                resilience.check_outcomes(run, due.outcomes)  # ends a run that has diverged
+            if due.outcomes:  # a step was skipped
+                resilience.check_outcomes(run, due.outcomes)  # end a run that has diverged
             if due.log:
-                log_metrics(run)  # (all ranks) look for a straggler; (rank 0) write a line
+                log_metrics(run)  # (all ranks) find a straggler; (rank 0) write a line
             if due.check:
                 preflight.compare_weights(run)  # the same on every rank, and so are the buffers
             if run.progress.evaluation_due and not run.stopped:
@@ -176,22 +178,22 @@ def train(run: Run) -> None:
 
 
 def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
-    """(all ranks) One optimizer step on this rank's share of a global batch, in one pass or several
-    (accumulation).
+    """(all ranks) Take one optimizer step on this rank's share of a global batch, in one pass or
+    several (accumulation).
 
-    The loss of a step is total / weight, two sums over all samples of the global batch, whichever
-    rank held them. DDP averages gradients over ranks, so each pass is scaled by size /
-    global_batch: they arrive as those of total / global_batch, at the size of a mean, which fp16
-    needs. `divisor` makes them those of total / weight.
+    The loss of a step is total / weight, two sums over all samples of the global batch on all
+    ranks. DDP averages gradients over ranks, so each pass is scaled by size / global_batch: after
+    the all-reduce the gradients are d(total) / global_batch, which has the size of a mean, as fp16
+    needs. `divisor` turns them into d(total) / weight.
     """
     world, net, plan = run.world, run.net, run.plan
     in_ddp = isinstance(net, DistributedDataParallel)
     run.begin_step()  # no gradients, training mode
     totals: Any = 0
     for batch, micro in passes:
-        # Around the forward pass, too: there DDP decides whether the backward pass sums gradients.
+        # Also around the forward pass: there DDP decides whether the backward pass sums gradients.
         no_sync = net.no_sync() if in_ddp and not micro.closes_step else nullcontext()
-        # random numbers that depend on the samples, not on the rank
+        # random numbers depend on the samples, not on the rank
         with run.forward(micro), no_sync:
             with torch.autocast(
                 world.device.type, run.precision.dtype, enabled=run.precision.enabled
@@ -200,7 +202,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
             # (votes, total, weight, *sums), float64; zeros if empty
             totals += run.loss_vector(loss, micro)
             if micro.closes_step and world.size > 1:
-                # runs during the backward pass, as DDP's own do
+                # runs during the backward pass, as DDP's own all-reduces do
                 summed = dist.all_reduce(totals, async_op=True)
             scale = 0.0 if micro.empty else plan.loss_scale
             phase("backward", waits=micro.closes_step)
@@ -221,13 +223,13 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
 
 def evaluate(run: Run, save_due: bool = False) -> None:
     """(all ranks) Score every sample of the split once, and save. The bare module runs, so ranks
-    may have more or fewer batches, or none: nothing is padded, only sums are exchanged, and every
+    may have more or fewer batches, or none: nothing is padded, the ranks exchange sums, and every
     rank returns with the same metrics."""
-    # now: a failure or a stop in the evaluation must not lose the training so far
+    # before the evaluation: a failure or a stop in it must not lose the training so far
     state = checkpoint.capture(run)
     with resilience.keep(run, state):
         scored = evaluate_split(run, run.record.log.progress(run, run.loaders.val, "Validation"))
-        if scored is None:  # asked to stop
+        if scored is None:  # a stop was requested
             save(run, state)
             return
         run.record.metrics, sums = scored
@@ -250,8 +252,8 @@ def save(run: Run, state: dict[str, Any], best: bool = False) -> None:
 
 @resilience.guarded  # any exception: one line, the first cause on any rank, an exit code
 def main(argv: list[str], strict: bool = False) -> int:
-    """Resolve defaults < task < YAML < command line, and train. `strict` refuses where it would
-    adapt."""
+    """Resolve defaults < task < YAML < command line, and train. `strict` raises an error in the
+    cases to which train.py adapts."""
     args = command.read(argv, tasks)
     check_plugins(args.cfg, strict)  # a setting whose plugin is absent is an error
     resilience.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python

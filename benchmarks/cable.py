@@ -37,9 +37,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tools import scaling
-from tools.benchmark import Case, predicted
-from tools.probe import time_sum
+from tools.machine import scaling
+from tools.machine.benchmark import Case, predicted
+from tools.machine.probe import time_sum
 
 ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES, WIDTH, BLOCKS, BATCH = ("ddp", "fsdp", "hsdp"), 512, 4, 256

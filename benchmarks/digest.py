@@ -28,7 +28,7 @@ from engine.comm import digests
 from engine.comm.world import World
 from plugins.resilience import status
 from plugins.resilience.signals import StopRequest
-from tools.probe import endless
+from tools.machine.probe import endless
 from tools.running import guarded, in_world
 
 SHIPPED = [["har", "--mode", "flatten"], ["har"], ["video"], ["robot"]]

@@ -72,7 +72,7 @@ def about(on: str) -> Facts:
 def clips(folder: str, *sizes: str) -> str:
     """Make clips: trials, videos, frames, size, and how many times each trial is in the table, if
     not once."""
-    from formats.synthetic_clips import Recipe, ensure
+    from formats.lab.synthetic_clips import Recipe, ensure
 
     trials, videos, frames, size, times = (*map(int, sizes), 1)[:5]
     table = ensure(folder, Recipe(trials, videos, frames, size)) / "trials.csv"
@@ -89,7 +89,7 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
     copy class weights, and read the optimizer's counters."""
     from engine.gathered import Gathered
     from engine.phases import Phases
-    from tools.probe import endless
+    from tools.machine.probe import endless
 
     run = built(words, strict)
 
@@ -278,7 +278,7 @@ def captures(*words: str) -> tuple[float, ...]:
     and the second with room on the device, then the first and the second without; MB of a copy)."""
     from engine import checkpoint
     from plugins.performance import snapshot
-    from tools.probe import endless
+    from tools.machine.probe import endless
 
     run = built(words)
     on_gpu, taken, state = run.world.device.type == "cuda", endless(run), dict[str, Any]()
@@ -297,7 +297,7 @@ def captures(*words: str) -> tuple[float, ...]:
             # not the device: a thread's copies go on beside the training
             torch.cuda.current_stream().synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-        state = snapshot.on_host(state)
+        state = state.on_host() if hasattr(state, "on_host") else state
         next(taken)
     snapshot.room = room
     tensors = [*state["model"].values(), *(state["ema"] or {}).values()]
@@ -310,7 +310,7 @@ def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
     """Return what a training's steps take: samples/s, ms, MB, the share in which data are waited
     for; kernels and launches of a step; and samples/s of a `plain_loop` of the same network, where
     it can be taken."""
-    from tools.probe import endless, measure
+    from tools.machine.probe import endless, measure
 
     run = built(words, strict)
     found = measure(run, float(seconds))
@@ -356,7 +356,7 @@ def contestant(orders: str, warm_up_steps: str, *words: str, strict: bool = Fals
     """Take part in a contest: take steps until all is warm, print READY, then answer each order
     with a line TURN. An order is a line of the pipe `orders`, {"measure": a key of TURNS,
     "seconds": of its window}; its end ends this."""
-    from tools.probe import endless
+    from tools.machine.probe import endless
 
     run = built(words, strict)
     taken = endless(run)
@@ -381,7 +381,7 @@ def contestant_in_ddp(orders: str, warm_up_steps: str, *words: str) -> None:
 def training_turn(run: Any, taken: Iterator[Any], seconds: float) -> Facts:
     """Return samples/s and ms a step of a training, each the median of four blocks of a window, the
     slowest and the fastest block's samples/s, and the most MB that it has reserved."""
-    from tools.probe import BLOCKS, peak_memory_mb, timed
+    from tools.machine.probe import BLOCKS, peak_memory_mb, timed
 
     timed(run, taken, 4)  # the clocks of a device that has idled rise
     pace_s, _ = timed(run, taken, 4)

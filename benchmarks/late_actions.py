@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine import config
 from engine.config import changed
-from envs import discs
-from tasks._robot import steps_of
-from tools.evaluate import of_run
-from tools.predict import load_model
+from tasks.envs import discs
+from tasks.robots.settings import steps_of
 from tools.running import guarded, in_world
+from tools.use.evaluate import of_run
+from tools.use.predict import load_model
 
 PERCENT = 100 / 2.0  # of the table's side
 

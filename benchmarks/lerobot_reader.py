@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from formats.lerobot import Chunks, read
-from formats.lerobot_writer import Recorder
+from formats.robots.lerobot import Chunks, read
+from formats.robots.lerobot_writer import Recorder
 
 ROUNDS, BATCH, CHUNK = 15, 64, 50
 SETTINGS = {

@@ -164,7 +164,7 @@ class Lockstep(Kind):
     @staticmethod
     def write(data: Data) -> None:
         Kind.write(data)
-        import_module("tools.index_shards").main([str(data.folder / "tar"), "--processes", "1"])
+        import_module("tools.lab.index_shards").main([str(data.folder / "tar"), "--processes", "1"])
 
 
 class LockstepFewLanes(Lockstep):

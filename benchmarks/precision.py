@@ -32,7 +32,7 @@ import train
 from engine import config, precision
 from engine.comm.world import World
 from engine.contract import LockstepError
-from tools.probe import endless
+from tools.machine.probe import endless
 
 ROBOT = ["robot", "eval.n_episodes=0", "env.demonstrations=20"]
 NETWORKS = {

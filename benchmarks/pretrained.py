@@ -30,8 +30,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from formats import videos
-from formats.clips import ClipsWriter
+from formats.lab import videos
+from formats.lab.clips import ClipsWriter
 from tools.running import train_in
 
 CLASSES = (

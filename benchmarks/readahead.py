@@ -29,7 +29,7 @@ from data_loader import create_data_loaders
 from engine.comm.world import World
 from engine.config import Config
 from engine.plan import make_plan
-from formats.clips import FRAMES, Clips, ClipsWriter
+from formats.lab.clips import FRAMES, Clips, ClipsWriter
 
 BATCH, FRAME_SHAPE = 16, (17, 256, 256)
 

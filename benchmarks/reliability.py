@@ -38,13 +38,14 @@ import tasks
 import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
-from engine.files.checkpoints import Checkpoints, CheckpointWriter
+from engine.files.store import Checkpoints
+from engine.files.writer import CheckpointWriter
 from engine.meter import Meter, StepResult
 from engine.phases import Phases, phase
 from engine.report import log
 from engine.run import AfterStep, NullLog, Run
 from plugins.resilience.watchdog import BEAT_S, Watchdog
-from tools.probe import endless
+from tools.machine.probe import endless
 
 DEFAULTS = {"watch": (16, 30), "save": (7, 10)}
 """Rounds, and steps of one measurement in a round: for `watch` a few log points."""

@@ -8,7 +8,7 @@ python benchmarks/shuffle.py --visit 100000000
     an epoch of so many samples: memory, time, each once
 
 The har task's training windows are laid out in the worst way, sorted by class, and cut into shards,
-so that a shard has one class or two. A run takes them in the order that formats/shards.py gives for
+so that a shard has one class or two. A run takes them in the order that formats/shards/ gives for
 it, and nothing else is changed.
 """
 

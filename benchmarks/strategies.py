@@ -104,7 +104,7 @@ def trained(folder: Path, cuts: list[tuple[str, int]]) -> str:
     import torch
 
     from engine.comm import digests
-    from tools.evaluate import SAME_STATE, tensors_of
+    from tools.use.evaluate import SAME_STATE, tensors_of
 
     state = torch.load(folder / "last.pt", weights_only=True)
     return digests.of_tensors(tensors_of("", {name: state[name] for name in SAME_STATE}))[:16]

@@ -51,6 +51,7 @@ from plugins.resilience import failure_report, store_client
 from plugins.resilience.scratch import end_with_parent
 from plugins.resilience.signals import StopRequest
 from plugins.resilience.watchdog import BEAT_S, Watchdog
+from plugins.security import handshake
 
 OF_A_MACHINE = 8
 BEATS = 8
@@ -136,7 +137,7 @@ def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
         "MASTER_PORT": str(port),
     }
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
-    launch.machine = store_client.machine = lambda: f"machine {rank // OF_A_MACHINE}"
+    handshake.machine = store_client.machine = lambda: f"machine {rank // OF_A_MACHINE}"
     sent, cfg, stop = (
         count_messages(),
         config.Config(ddp=config.DDP(timeout_s=600, init_timeout_s=600)),

@@ -72,7 +72,7 @@ def measure(rounds: int, seconds: float, words: list[str]) -> None:
     import tasks
     import train
     from engine import config, launch
-    from tools.probe import endless
+    from tools.machine.probe import endless
 
     world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
     steps, chosen = endless(reliability.prepared(world, *words)), torch.get_num_threads()

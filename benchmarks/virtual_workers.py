@@ -28,7 +28,7 @@ from precision import NETWORKS
 import tasks
 import train
 from engine import config, launch
-from tools.probe import endless
+from tools.machine.probe import endless
 
 WORKERS = 8
 PASSES = {"flatten": 8, "conv": 8, "video": 4, "act": 2}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         view = Path(folder)
-        for package in ("engine", "plugins", "tasks", "formats", "envs", "models", "tools"):
+        for package in ("engine", "plugins", "tasks", "formats", "models", "tools"):
             shutil.copytree(
                 ROOT / package, view / package, ignore=shutil.ignore_patterns("__pycache__")
             )

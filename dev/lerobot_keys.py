@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The table of LeRobot's keys in docs/robots.md, made from tasks/_lerobot_keys.py.
+"""The table of LeRobot's keys in docs/robots.md, made from tasks/robots/lerobot_keys.py.
 
 python dev/lerobot_keys.py            write it into the page
 python dev/lerobot_keys.py --check    exit 1 if the page has another one
@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import tasks  # noqa: E402
 from engine import config  # noqa: E402
-from tasks import _lerobot_keys  # noqa: E402
+from tasks.robots import lerobot_keys as _lerobot_keys  # noqa: E402
 
 PAGE = ROOT / "docs" / "robots.md"
 BEGIN, END = "<!-- keys: python dev/lerobot_keys.py -->\n", "<!-- end -->\n"

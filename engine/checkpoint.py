@@ -1,5 +1,5 @@
-"""The state of a run: find it, compare it with a config, restore it, capture it; `files` keeps it
-on disk."""
+"""The state of a run: locate a checkpoint, capture and restore the state. `files` writes and reads
+the disk."""
 
 from __future__ import annotations
 
@@ -20,42 +20,25 @@ from engine.comm.buffers import check_buffers, sync_buffers
 from engine.comm.session import recall
 from engine.comm.shards import is_sharded, shard_like, to_full
 from engine.comm.world import World, on_rank0, sync_errors
-from engine.contract import Task
 from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.archive import CheckpointState
-from engine.files.checkpoints import find_checkpoint
+from engine.files.store import find_checkpoint
 from engine.optim import make, make_ema
 from engine.phases import phase
-from engine.plan import Plan
 from engine.private import scaler_with
 from engine.run import Progress, Run
 
 FORMAT = 3
 """Format 2 also held the random state of each rank; now every pass is seeded."""
 
-FREE_KEYS = (
-    "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps "
-    "device multi_gpu gpu_ids "
-    "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every "
-    "max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile "
-    "cuda_graph cache oom "
-    "save_minutes digest_every record optim.zero schedule.horizon random_samples init_from "
-    "check_resume check_sums "
-    "ddp. wandb. mlflow."
-).split()
-"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, with
-`Task.resumable_keys`. global_batch and schedule.horizon are compared by resolved value, the data by
-fingerprint."""
-
 
 def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
-    """(all ranks) Return the config with the run's folder, and the checkpoint to resume, empty
-    where there is none.
+    """(all ranks) Return the config with the run's folder, and the checkpoint to resume; an empty
+    state without a checkpoint.
 
-    A run that torchrun, or lack of memory, has restarted is resumed from the folder it had.
+    A run that torchrun, or lack of memory, has restarted is resumed from its own folder.
     """
     # A node that rejoins has restart count 0: ask all ranks.
     restarted = world.reduce_on_rank0(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", any)
@@ -86,7 +69,8 @@ def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
 
 
 def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
-    """Return the state in a checkpoint, with defaults for what an older version did not write."""
+    """Return the state in a checkpoint, with defaults for keys that an older version did not
+    write."""
     if state["format"] not in (2, FORMAT):
         what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
         todo = (
@@ -145,7 +129,7 @@ def capture(run: Run) -> dict[str, Any]:
     }
 
     def finish(state: dict[str, Any]) -> None:
-        """Add what is read of the copies."""
+        """Add the entries that are computed from the copies."""
         state["digest"] = digests.as_text(sums) if sums is not None else ""
         state["scaler"] = scaler.state_dict()
         for name in frozen & model.keys() if ema else ():
@@ -187,14 +171,14 @@ def _copy_of(value: Tensor) -> Tensor:
 
 
 def _no_copy(value: Tensor) -> None:
-    """Of a rank other than 0: it only takes part in gathering the rows."""
+    """Copy nothing: a rank other than 0 takes part in gathering the rows."""
 
 
 def _weights(
     state: dict[str, Any], left_out: Container[str], to_host: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Any]:
     """Return a copy in which tied weights are one tensor, as in the model, so that the file holds
-    it once."""
+    the tensor once."""
     state = {name: value for name, value in state.items() if name not in left_out}
     once = {_identity(value): value for value in state.values()}
     copies = {key: _copy(value, to_host) for key, value in once.items()}
@@ -208,8 +192,8 @@ def _identity(value: Any) -> Any:
 
 
 def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
-    """Copy to the host of rank 0. Rows that other ranks hold come to each of them, one tensor at a
-    time."""
+    """Copy a value to the host of rank 0. All ranks gather the rows of a sharded tensor, one tensor
+    at a time."""
     if isinstance(value, torch.Tensor):
         return to_host(to_full(value.detach()))
     if isinstance(value, dict):
@@ -219,108 +203,9 @@ def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
     return value
 
 
-def check_same_run(
-    saved: CheckpointState,
-    args: config.Args,
-    task: Task,
-    plan: Plan,
-    fingerprint: str,
-    split: str = "",
-) -> CheckpointState:
-    """Refuse to resume under a config that would make it a different run, and name the differences.
-    If a split is only scored, compare its data and warn. Return `saved` with the changes that
-    --force allows."""
-    if saved.path is None:
-        return saved
-    if split == "test":
-        check_test(saved, fingerprint)
-    if split:
-        if split in ("val", "any") and fingerprint != saved.data:
-            console.warning(
-                f"the data, or their split, are not those of the checkpoint ({saved.data} -> "
-                f"{fingerprint}): "
-                "the scored data may overlap the training data\n"
-            )
-        return saved
-    differences = _differences(saved, args.cfg, task, plan, fingerprint)
-    named = args.force if isinstance(args.force, tuple) else ()
-    refused = {key: text for key, text in differences.items() if key not in named}
-    if refused and args.force is True:
-        console.warning(
-            f"--force: this is not the run of {saved.path}: {'; '.join(refused.values())}"
-        )
-    elif refused:
-        hint = (
-            f" (global_batch={saved.global_batch} keeps it)"
-            if saved.global_batch != plan.global_batch
-            else ""
-        )
-        raise LockstepError(
-            f"this is not the run of the checkpoint: {'; '.join(refused.values())}",
-            str(saved.path),
-            (
-                f"change these back{hint}, start a new run with another save_dir, or insist with "
-                "--force "
-            )
-            + ",".join([*named, *refused]),
-        )
-    return saved._replace(changes=differences)
-
-
-def check_test(saved: CheckpointState, fingerprint: str) -> None:
-    """Raise LockstepError unless these are the data that the checkpoint's training has set
-    aside."""
-    if saved.test.get("fingerprint") != fingerprint:
-        what = (
-            "these are not the data that its training set aside"
-            if saved.test
-            else "its training set none aside"
-        )
-        todo = (
-            "give the data and the split of its config"
-            if saved.test
-            else "train anew with a test set"
-        )
-        raise LockstepError(f"no test of this checkpoint: {what}", str(saved.path), todo)
-
-
-def _differences(
-    saved: CheckpointState, cfg: Any, task: Task, plan: Plan, fingerprint: str
-) -> dict[str, str]:
-    """Return the differences between this run and the saved one: key -> text."""
-    now = config.flatten(config.to_dict(cfg))
-    # a key that did not exist then had its default
-    then = config.defaults(cfg) | config.flatten(saved.config)
-    if now["task"] != then["task"]:  # nothing else would be comparable
-        return {"task": f"task: {then['task']} -> {now['task']}"}
-    free = {*FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
-    sections = tuple(key for key in free if key.endswith("."))
-    found = {
-        key: [f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"]
-        for key in sorted(now.keys() | then.keys())
-        if now.get(key) != then.get(key) and key not in free and not key.startswith(sections)
-    }
-    # else it follows from epochs and steps
-    moved = now["schedule.horizon"] != then.get("schedule.horizon")
-    for key, name, old, new in (
-        (
-            "schedule.horizon",
-            "schedule.horizon",
-            saved.horizon,
-            plan.horizon if moved else saved.horizon,
-        ),
-        ("global_batch", "global batch", saved.global_batch, plan.global_batch),
-        ("data", "training samples", saved.num_samples, plan.num_samples),
-        ("data", "data", saved.data, fingerprint),
-    ):
-        if old != new:
-            found.setdefault(key, []).append(f"{name}: {old} -> {new}")
-    return {key: "; ".join(texts) for key, texts in found.items()}
-
-
 def restore(run: Run, saved: CheckpointState) -> None:
-    """(all ranks) Load a checkpoint into the run; without one, the weights of `init_from`, if it is
-    given."""
+    """(all ranks) Load a checkpoint into the run; without a checkpoint, the weights of
+    `init_from`."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
         run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
@@ -354,8 +239,8 @@ def restore(run: Run, saved: CheckpointState) -> None:
 
 
 def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:
-    """Load the weights that an evaluation uses, their average if the run keeps one, into a bare
-    model."""
+    """Load the weights of an evaluation into a bare model: the average of weights, if the run has
+    one."""
     if saved.left_out and (source := saved.config["init_from"]):
         weights.load_matching(model, weights.read(Path(source)), source)
     average = dict(saved.ema or saved.model)
@@ -364,7 +249,8 @@ def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:
 
 
 def _load_model(model: nn.Module, saved: CheckpointState, held: dict[str, Any]) -> None:
-    """Load a checkpoint's weights; those left out of it must be in the model already, unchanged."""
+    """Load a checkpoint's weights. Weights that the checkpoint leaves out must be in the model,
+    unchanged."""
     own = {name: value for name, value in model.state_dict().items() if name in saved.left_out}
     now = digests.each(own.items())
     if changed := next(

@@ -1,8 +1,7 @@
 """The contract between a task and the engine. Everything else may change.
 
-A task is one file in `tasks/` with a class `Task`. It need not know that there is more than one
-process: it returns *sums*, and the engine adds them up over micro-batches and ranks before anything
-is divided.
+A task is one file in `tasks/` with a class `Task`. A task needs no knowledge of processes: the task
+returns *sums*, and the engine adds the sums up over micro-batches and ranks before any division.
 """
 
 from __future__ import annotations
@@ -45,14 +44,12 @@ class BatchInfo:
     """The loader's metadata of a batch, on its device; read only.
 
     index        (B,) int64: the samples' indices in the dataset
-    position     (B,) int64: their positions in the epoch's global order; in an evaluation the same
-                 as `index`
+    position     (B,) int64: the samples' positions in the epoch's global order; in an evaluation
+                 equal to `index`
     seed         (B,) int64: the seed of each sample's random numbers, see `uniform`: a function of
-                 (seed, epoch,
-                 position), in an evaluation of the index alone
-    mean_weight  (B,) float64, in training if the dataset has `weights`: their mean over the global
-    batch, the same
-                 number for each sample; else None
+                 (seed, epoch, position), in an evaluation of the index alone
+    mean_weight  (B,) float64, in training if the dataset has `weights`: the mean weight over the
+                 global batch, one number repeated for each sample; else None
     """
 
     index: Tensor
@@ -68,35 +65,33 @@ def inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 PerSample = Mapping[str, Tensor | Sequence[Any]]
 """Values by name, one for each sample: a tensor (B, ...), or a list of B tensors of any length,
-texts or others."""
+texts or objects."""
 
 
 @dataclass
 class Settings:
-    """A task's own sections of the config; subclass it with fields such as `dataset`, `model`,
-    `loss`, `augment`."""
+    """A task's own sections of the config. Subclass `Settings` with fields such as `dataset`,
+    `model`, `loss`, `augment`."""
 
 
 class Task:
-    """The base of every task. Override `datasets`, `model`, `loss`, with validation data `score`
-    and `report`, and `monitor`.
+    """The base of every task. Override `datasets`, `model` and `loss`; with validation data also
+    `score`, `report` and `monitor`.
 
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with
               `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15,
               "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
-    compat_aliases  other suites' spellings of any key, accepted but not listed in --help;
-                    {"their=0": "key=value"}
-                    if one value has a different meaning here
+    compat_aliases  spellings of keys in foreign suites, accepted but not listed in --help;
+                    {"their=0": "key=value"} if one value has a different meaning here
     resumable_keys  own keys, or a section's name with a dot, that may change when a run is resumed
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     collect_limit_mb  the limit on what `collect` returns for all samples together
-    split_keys  {what no split cuts, such as "subjects": own keys of the names to validate and to
-                test on}, for
-                tools/study.py; a sample's name is in the dataset's attribute of that name, or else
-                in its `sources`
+    split_keys  for tools/study.py: {a unit that no split divides, such as "subjects": own keys of
+                the names to validate and to test on}; a sample's name is in the dataset's attribute
+                of that name, or else in `sources`
     """
 
     Settings: ClassVar[type] = Settings
@@ -114,51 +109,59 @@ class Task:
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
-        """Return other suites' keys that are accepted and ignored: {key: (the only valid value or
-        None, why)}."""
+        """Return keys of foreign suites that are accepted and ignored: {key: (the only valid value
+        or None, reason)}."""
         return {}
 
     @classmethod
     def implied(cls, given: dict[str, str]) -> dict[str, tuple[str, str]]:
-        """Return settings that the given ones imply, such as the sizes of the weights that one of
-        them names: {key: (value as text, where it is from)}. What is given goes before them;
+        """Return settings that the given settings imply, such as the sizes of the weights that a
+        setting names: {key: (value as text, source)}. Given settings go before implied settings;
         `config` is the last file given."""
         return {}
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
-        """Return more `defaults`, of keys that are not given, which depend on keys that are, such
-        as a chosen model."""
+        """Return more `defaults` for keys that are not given. The values may depend on given keys,
+        such as a chosen model."""
         return {}
 
     def datasets(self) -> tuple[Any, Any]:
-        """Return (train, val); called once, before `model`. If val is None, nothing is evaluated,
+        """Return (train, val); called once, before `model`. If val is None, no evaluation is made,
         and the last checkpoint is the result.
 
-        A dataset has `__len__`, and `__getitem__(i)`, which returns a sample, or
-        `__getitems__(indices)`, which returns a batch (fast: one gather) or a list of samples. To
-        draw at random it takes seeds: `__getitem__(i, seed)`, `__getitems__(indices, seeds)`. It
-        may have `collate(samples)`, `labels`, `weights`, `sources` (whom each sample is from, such
-        as a person, a video, an episode: the names that `exclude` takes), `epoch_order(seed,
-        epoch)` ((N,) indices to take in place of a shuffle; or an object with `__len__` that gives
-        a slice of them when it is asked, `order[a:b]`, as formats/shards.py does), `digest` (a text
-        that tells the samples apart from others: only the first one is fetched to compare data) and
-        `prefetch(indices)`: see "Define samples and batches" in docs/your-own-data.md.
+        A dataset has `__len__` and one of these methods: `__getitem__(i)`, which returns a sample,
+        or `__getitems__(indices)`, which returns a batch (fast: one gather) or a list of samples. A
+        dataset that draws at random takes seeds: `__getitem__(i, seed)`,
+        `__getitems__(indices, seeds)`. Optional members:
+
+        collate(samples)          makes a batch
+        labels, weights           (N,) class and weight of each sample
+        sources                   (N,) person, video or episode of each sample: the names that
+                                  `exclude` takes
+        epoch_order(seed, epoch)  (N,) indices in place of a shuffle; or an object with `__len__`
+                                  that returns a slice on demand, `order[a:b]`, as formats/shards
+                                  does
+        digest                    a text that identifies the samples: only the first sample is
+                                  fetched to compare data
+        prefetch(indices)         announces the next batch
+
+        See "Define samples and batches" in docs/your-own-data.md.
         """
         raise NotImplementedError
 
     def test_dataset(self) -> Any:
-        """Return, after `datasets`, the samples to test on, or None: a third set, of other
-        `sources` than the two, which only `tools/evaluate.py --split test` scores. Nothing in a
-        training may depend on it."""
+        """Return, after `datasets`, the samples to test on, or None: a third set with `sources` of
+        its own, which only `tools/evaluate.py --split test` scores. Nothing in a training may
+        depend on the test set."""
         return None
 
     set_aside: dict[str, Any] = {}
-    """Set by the engine: what a checkpoint holds of the test set."""
+    """Set by the engine: the description of the test set in a checkpoint."""
 
     def kept(self, dataset: Any) -> np.ndarray:
-        """Return (N,) bool, the samples to train on that the key `exclude` leaves: compute from
-        these alone what the model takes from its training data, such as a mean or class weights."""
+        """Return (N,) bool: the samples to train on that the key `exclude` leaves. Compute a mean
+        or class weights of the training data from these samples alone."""
         return kept(dataset, self.cfg.exclude)
 
     def model(self) -> nn.Module:
@@ -166,83 +169,89 @@ class Task:
         raise NotImplementedError
 
     resuming: bool = False
-    """Set before `model` is called: whether a checkpoint's weights will replace those of the model
-    that are `saved`."""
+    """Set before `model` is called: whether a checkpoint's weights will replace the `saved` weights
+    of the model."""
     started_from: str = ""
-    """Set by `model`: the source of its weights, unless they are random."""
+    """Set by `model`: the source of the weights, unless the weights are random."""
 
     def prepare(self, batch: Batch) -> Batch:
         """Return the training batch for `loss`, augmented on its device, such as `batch | {"x":
-        ...}`. Change each sample independently, at random only by its seed in
-        `batch["lockstep"].seed`: from cached data (`cache`) several passes are prepared in one
-        call, with one row per sample in each tensor."""
+        ...}`. Change each sample independently, at random only by the sample's seed in
+        `batch["lockstep"].seed`. With cached data (`cache`) one call prepares several passes, with
+        one row per sample in each tensor."""
         return batch
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Return the training loss. Call `net`, which may be DDP, exactly once. To compare each
-        sample with all others of the global batch, see `gather_batch`."""
+        sample with all samples of the global batch, see `gather_batch`.
+
+        Before the first step the pre-flight calls `loss` on a copy of the task with perturbed
+        weights: a breakpoint here stops in the pre-flight first. `check_sums=false` leaves it out.
+        """
         return join(self.losses(net, batch))
 
     def losses(self, net: nn.Module, batch: Batch) -> dict[str, Loss]:
-        """Override this instead of `loss` to return several terms by name, each with its own weight
-        (boxes, masked pixels). The loss is the sum of `factor * total / weight`, each divided over
-        the global batch. This costs a wait in each step, or with several passes a second forward
-        pass: see docs/your-own-data.md."""
+        """Override `losses` instead of `loss` to return several terms by name, each with a weight
+        of its own (boxes, masked pixels). The loss is the sum of `factor * total / weight`, each
+        divided over the global batch. The cost is a wait in each step, or with several passes a
+        second forward pass: see docs/your-own-data.md."""
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return what this batch adds to the totals of an evaluation, with `count`, the number of
-        samples. Floats are kept batch by batch until all ranks are through, so return totals, not a
-        number for each sample."""
+        """Return the totals of a batch for an evaluation, with `count`, the number of samples.
+        Floats are kept batch by batch until all ranks have finished, so return totals, not a number
+        for each sample."""
         raise NotImplementedError
 
     def collect(self, model: nn.Module, batch: Batch) -> PerSample:
         """Return values of each sample of an evaluation batch for metrics that are not sums, such
-        as AUC, mAP or recall@k. Called right after `score` of the same batch, which may have kept
-        its output in `self`. `report` reads those of all samples from `sums.collected`, in the
+        as AUC, mAP or recall@k. Called right after `score` of the same batch; `score` may keep its
+        output in `self`. `report` reads the values of all samples from `sums.collected`, in the
         order of the dataset: a tensor (N, ...) or a list of N, at most `collect_limit_mb`."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics from totals over the whole split, with `loss` and the one that
-        `monitor` names. With `collect`, only rank 0 calls it."""
+        """Return the metrics from totals over the whole split, with `loss` and the metric that
+        `monitor` names. With `collect`, only rank 0 calls `report`."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        """Return what tools/predict.py writes for each sample: predictions, and what identifies the
-        sample."""
+        """Return the columns that tools/predict.py writes for each sample: predictions, and an
+        identification of the sample."""
         raise LockstepError("this task predicts nothing", "task", "give it a method `predict`")
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Return an optimizer (several in a `ChainedOptimizer`), or None for that of `optim.name`.
-        Called after `optim.freeze` is applied; its groups hold all trained weights. The schedule
-        sets the rate of a group to that of the step times the group's own `lr` / `optim.lr`."""
+        """Return an optimizer (several in a `ChainedOptimizer`), or None for the optimizer of
+        `optim.name`. Called after `optim.freeze` is applied; the groups hold all trained weights.
+        The schedule sets the rate of a group to the step's rate times the group's `lr` /
+        `optim.lr`."""
         return None
 
     def fsdp_units(self, model: nn.Module) -> list[nn.Module] | None:
-        """With ddp.strategy=fsdp or hsdp: return the modules that are whole one at a time, each
-        called as a module in `model`'s forward pass, or None for the blocks in the model's own
+        """Return the units of ddp.strategy=fsdp or hsdp: modules that are gathered one at a time,
+        each called as a module in `model`'s forward pass. None stands for the blocks in the model's
         lists (nn.ModuleList, nn.Sequential)."""
         return None
 
     forward_methods: tuple[str, ...] = ()
-    """Names of methods of the model that are called from outside in place of its `forward`, and do
-    not call it; FSDP2 must know them."""
+    """Names of methods of the model that are called from outside in place of `forward`, for
+    FSDP2."""
 
     def saved(self, name: str) -> bool:
-        """Return whether checkpoints hold this entry of the model's state dict. The others must not
-        be trained, and `model` must return the same values when a run is resumed or its checkpoint
-        used: a digest is compared."""
+        """Return whether checkpoints hold this entry of the model's state dict. An entry that is
+        left out must not be trained, and `model` must return equal values when a run is resumed or
+        its checkpoint used: a digest is compared."""
         return True
 
     def metadata(self) -> dict[str, Any]:
-        """Return, after `datasets`, what the model needs in addition to weights and config, such as
-        class names, as numbers, texts, lists and dicts. Every checkpoint holds it."""
+        """Return, after `datasets`, the facts that the model needs in addition to weights and
+        config, such as class names, as numbers, texts, lists and dicts. Every checkpoint holds
+        the metadata."""
         return {}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
-        """Called instead of `datasets`, with the `metadata` of the checkpoint: `model` and
-        inference work after it."""
+        """Restore the `metadata` of a checkpoint. Called instead of `datasets`: `model` and
+        inference work afterwards."""
 
     def full_dataset(self) -> Any:
         """Return, after `load_metadata`, all samples of the configured data as one dataset to
@@ -254,28 +263,28 @@ class Task:
         )
 
     num_trials: int = 0
-    """Number of trials that an evaluation makes in addition to scoring the split."""
+    """Number of trials of an evaluation, in addition to scoring the split."""
     trials_every: int = 0
-    """Of a training's evaluations, the first after each so many optimizer steps makes them, and the
-    last; 0 = all."""
+    """Optimizer steps between evaluations with trials; the last evaluation always has trials. 0 =
+    every evaluation."""
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
-        """Run those of `range(num_trials)` that are in `which`, in simulation for example; return
-        totals for `report`. When `stopped()` is true, return at once: the evaluation will not
-        count."""
+        """Run the trials of `range(num_trials)` that are in `which`, in simulation for example;
+        return totals for `report`. When `stopped()` is true, return at once: the evaluation will
+        not count."""
         return Sums()
 
     def summary(self) -> str:
-        """Return what to print about the data before training (rank 0 prints it): counts, split,
+        """Return a text about the data, which rank 0 prints before training: counts, split,
         classes."""
         return ""
 
     def export_module(
         self, model: nn.Module
     ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """Return the module to export, of one input (raw values with the batch as their leading
-        axis) and a dict of tensors as output; and a function that turns a batch of `datasets` into
-        that input."""
+        """Return the module to export, with one input (raw values, the batch as leading axis) and a
+        dict of tensors as output; and a function that turns a batch of `datasets` into the
+        input."""
         raise LockstepError(
             "this task cannot be exported", "task", "give it a method `export_module`"
         )

@@ -21,7 +21,7 @@ from engine.seeds import seed_generators
 
 
 def log_metrics(run: Run) -> None:
-    """(all ranks) Look for a straggler, and log the metrics since the last log point."""
+    """(all ranks) Find a straggler, and log the metrics since the last log point."""
     seconds = phase.take()
     if run.meter.stragglers:
         run.record.log.straggler(run, run.meter.stragglers.find(seconds))
@@ -34,10 +34,10 @@ def log_metrics(run: Run) -> None:
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the metrics since the last log point, the same on every rank but for times, and clear
-    the meter.
+    """Return the metrics since the last log point, the same on every rank except for times, and
+    clear the meter.
 
-    seconds  since then, by phase
+    seconds  of each phase since the last log point
     """
     meter = run.meter
     elapsed = time.perf_counter() - meter.since
@@ -57,10 +57,10 @@ def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
 @torch.no_grad()
 def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
     """(all ranks) Score every sample of the split once; return (metrics, sums), or None if the run
-    is to stop before that is done.
+    stops before the end.
 
-    Batches are the same on any number of ranks, and so are the metrics, to the last bit where every
-    process computes alike.
+    Batches do not depend on the number of ranks. Neither do the metrics, to the last bit where
+    every process computes alike.
     """
     world, task = run.world, run.task
     scored, collected = Gathered("score"), Gathered("collect", task.collect_limit_mb)
@@ -71,7 +71,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
             if incomplete := run.reducer.any(bool(run.stop.reason)):
                 break
             phase("validation")
-            # by the batch
+            # by the number of the batch
             seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)
             empty = number >= len(run.loaders.val)
             with run.precision.autocast():
@@ -87,7 +87,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         phase("validation")
         num_trials = 0 if incomplete else _num_trials(run)
         tried = _trials(run, model, num_trials)
-        run.agree_to_stop(incomplete or num_trials > 0)  # then they may be only some of the trials
+        run.agree_to_stop(incomplete or num_trials > 0)  # a stop may have ended the trials early
         if run.stopped:
             return None
         sums = scored.summed(world)
@@ -103,8 +103,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
 
 
 def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield this rank's batches, and where every forward pass is a collective, samples to score in
-    place of those that other ranks have more; they do not count."""
+    """Yield this rank's batches. Where every forward pass is a collective, yield one more sample
+    for each batch that another rank has more; these samples do not count."""
     yield from batches
     if run.plan.sharded:
         sampler = run.loaders.val.sampler
@@ -113,26 +113,22 @@ def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _num_trials(run: Run) -> int:
-    """Return the number of trials of this evaluation, which is one of a training if an evaluation
-    is due."""
+    """Return the number of trials of this evaluation. An evaluation of a training, where
+    `evaluation_due` is set, may leave the trials out."""
     step, every = run.progress.step, run.task.trials_every
-    # the step of the evaluation before
-    before = step - (run.cfg.eval_every or run.plan.steps_per_epoch)
-    skip = (
-        every
-        and run.progress.evaluation_due
-        and not run.finished
-        and step // every == before // every
-    )
-    return 0 if skip else run.task.num_trials
+    in_training = run.progress.evaluation_due and not run.finished
+    if every and in_training:
+        previous = step - (run.cfg.eval_every or run.plan.steps_per_epoch)
+        if step // every == previous // every:
+            return 0
+    return run.task.num_trials
 
 
 def _trials(run: Run, model: nn.Module, num_trials: int) -> Gathered:
-    """Make this rank's share of the task's trials, or only some of them if the run is to stop."""
+    """Make this rank's share of the task's trials; after a stop request only some of the share."""
     tried, task = Gathered("trials"), run.task
-    for first in range(
-        run.world.rank * TRIALS_AT_ONCE, num_trials, run.world.size * TRIALS_AT_ONCE
-    ):
+    stride = run.world.size * TRIALS_AT_ONCE
+    for first in range(run.world.rank * TRIALS_AT_ONCE, num_trials, stride):
         which = range(first, min(first + TRIALS_AT_ONCE, num_trials))
         seed_generators(run.world.device, "trials", run.cfg.seed, first)
         with run.precision.autocast():
@@ -144,14 +140,14 @@ def _trials(run: Run, model: nn.Module, num_trials: int) -> Gathered:
 
 
 TRIALS_AT_ONCE = 10
-"""Trials of one call, the same on any number of ranks: the size of a batch changes rounding, which
-can flip a trial."""
+"""Trials of one call, on any number of ranks: the size of a batch changes rounding, and rounding
+can change the outcome of a trial."""
 
 
 @torch.no_grad()
 def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
-    """(rank 0) Return the task's pictures of an evaluation: none where a forward pass needs all
-    ranks."""
+    """(rank 0) Return the task's pictures of an evaluation; no pictures where a forward pass needs
+    all ranks."""
     if run.plan.sharded:
         return {}
     with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:
@@ -174,9 +170,7 @@ def collects(task: Task) -> bool:
 
 
 def reported(task: Task, sums: Sums) -> dict[str, float]:
-    """Return the task's metrics as Python floats: torch.load with weights_only=True refuses numbers
-    of NumPy."""
-    return {
-        name: float(value)
-        for name, value in check("report", task.report(sums), task.monitor).items()
-    }
+    """Return the task's metrics as Python floats: torch.load with weights_only=True refuses NumPy
+    scalars."""
+    metrics = check("report", task.report(sums), task.monitor)
+    return {name: float(value) for name, value in metrics.items()}

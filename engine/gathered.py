@@ -20,7 +20,7 @@ from engine.global_loss import Sums
 
 @dataclass(frozen=True)
 class Ragged:
-    """A tensor for each sample, of different lengths, concatenated."""
+    """Tensors of different lengths, one for each sample, concatenated."""
 
     whole: Tensor
     lengths: list[int]
@@ -41,17 +41,17 @@ list."""
 
 
 class Gathered:
-    """What a method of the task has returned for this rank's batches; its n-th part is number `rank
-    + n * size` of all.
+    """The results of a method of the task for this rank's batches. The n-th part of a rank is part
+    `rank + n * size` of the evaluation.
 
-    Sums of whole numbers are added as they arrive. Sums of floats depend on the order, so each
-    part's are kept until all ranks are through, and then added in the order of the parts, whichever
-    rank had them. Values of each sample stay on the host until all ranks are through. Then they go
-    to rank 0, one part of each rank at a time, which is the order of the dataset.
+    Sums of whole numbers are added when they arrive. Sums of floats depend on the order: each part
+    is kept until all ranks have finished, and then added in the order of the parts. Values of
+    samples stay on the host until all ranks have finished. Then rank 0 receives one part of each
+    rank at a time, in the order of the dataset.
 
     source    the method, for errors
-    limit_mb  of values on rank 0
-    forms     common to all parts
+    limit_mb  limit on the values on rank 0
+    forms     type and shape of the values, common to all parts
     bytes     of the values of `samples` on this rank
     """
 
@@ -62,14 +62,18 @@ class Gathered:
 
     def add(self, sums: Any) -> None:
         """Add the sums of a batch."""
-        # In 64 bits: mixed precision gives bf16, in which a sum soon grows no more.
-        wide = {
-            name: value.double() if value.is_floating_point() else value.long()
-            for name, value in sums.items()
-        }
-        floats = {name: value for name, value in wide.items() if value.is_floating_point()}
-        self._keep(floats, {name: (value.dtype, *value.shape) for name, value in wide.items()})
-        self.whole += Sums({name: value for name, value in wide.items() if name not in floats})
+        floats: dict[str, Tensor] = {}
+        integers = Sums()
+        forms = Forms()
+        for name, value in sums.items():
+            # in 64 bits: mixed precision returns bf16, in which a sum soon stops growing
+            if value.is_floating_point():
+                wide = floats[name] = value.double()
+            else:
+                wide = integers[name] = value.long()
+            forms[name] = (wide.dtype, *wide.shape)
+        self._keep(floats, forms)
+        self.whole += integers
 
     def collect(self, found: Any, samples: int) -> None:
         """Keep the values of a batch. Copies tensors to the host, which waits for them."""
@@ -103,14 +107,14 @@ class Gathered:
             world.sum(rows)  # exact: each number is added to zeros
             with world.host_sync():
                 ordered = rows.flatten(0, 1).cpu()
-            # One by one: a sum over an axis depends on its length, and there may be rows of
-            # nothing.
+            # One by one: the bits of a sum over an axis depend on the axis' length, and some rows
+            # may be empty.
             totals[name] = functools.reduce(torch.add, ordered, zeros).to(world.device)
         return totals
 
     def joined(self, world: World) -> dict[str, Any]:
-        """(all ranks) Return the values of all samples in their order: a tensor (N, ...) or a list
-        of N by name. On ranks other than 0 return nothing."""
+        """(all ranks) On rank 0 return the values of all samples by name, in the order of the
+        dataset: a tensor (N, ...) or a list of N. On the remaining ranks return an empty dict."""
         rounds, samples, size = self._agree(world)
         self.check_bytes(size, everywhere=True)
         done, values = 0, dict[str, Any]()
@@ -146,9 +150,9 @@ class Gathered:
         self.parts.append(part)
 
     def _agree(self, world: World) -> tuple[int, int, int]:
-        """(all ranks) Compare forms. A rank without parts takes those of rank 0, which has the
-        first part. Return the parts of rank 0, the most that a rank has, and the samples and bytes
-        of all ranks."""
+        """(all ranks) Compare forms. A rank without parts takes the forms of rank 0, which has the
+        first part. Return the number of parts of rank 0, which has most parts, and the samples and
+        bytes of all ranks."""
         everyone = world.gather((self.forms, len(self.parts), self.samples, self.bytes))
         forms, parts, samples, size = zip(*everyone, strict=True)
         self.forms = forms[0]

@@ -19,9 +19,8 @@ from engine.phases import phase
 class Sums(dict[str, Tensor]):
     """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape.
 
-    collected  what `Task.collect` has returned for all samples, in the order of the dataset, on the
-    host of rank 0;
-               then rank 0 alone calls `report`
+    collected  the values of `Task.collect` for all samples, in the order of the dataset, on the
+               host of rank 0; then rank 0 alone calls `report`
     """
 
     collected: Mapping[str, Any] = MappingProxyType({})
@@ -48,21 +47,21 @@ class Loss(NamedTuple):
 
 
 current_pass: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""The `Run` and `MicroBatch` of the current pass of a training; None outside of its steps. In
+"""The `Run` and `MicroBatch` of the current pass of a training; None outside of a step. In
 plugins/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces
 `gather_batch`."""
 
 
 def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensors (N, ...) of all samples of the global batch, in its order, and the row
-    numbers (B,) of this batch in it: for a loss that compares each sample with all others.
+    """Return the tensors (N, ...) of all samples of the global batch, in the batch's order, and the
+    row numbers (B,) of this rank's samples: for a loss that compares each sample with all samples.
     Gradients flow back to the rank of each row.
 
-    tensor  (B, ...) floats or whole numbers: one for each sample of the batch of `Task.loss`
+    tensor  (B, ...) floats or whole numbers: one row for each sample of the batch of `Task.loss`
 
-    Outside of a training step, as in `score`, return `tensor` itself and 0 to B - 1. This costs two
+    Outside of a training step, as in `score`, return `tensor` and 0 to B - 1. The cost is two
     all-reduces of (N, ...), one of them in the backward pass. Raises LockstepError if a step has
-    several forward passes, none of which has all samples.
+    several forward passes, because no pass has all samples.
     """
     if callable(current_pass):
         return current_pass(tensor)
@@ -99,7 +98,7 @@ def check_rows(tensor: Tensor, samples: int) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """A sum over the ranks, in which one rank gives a row and the others zeros: exact in any
+    """A sum over the ranks. One rank adds a row, the remaining ranks add zeros: exact in any
     order."""
 
     @staticmethod
@@ -121,9 +120,9 @@ class _Gather(torch.autograd.Function):
 
 
 def join(terms: Mapping[str, Any]) -> Loss:
-    """Return one loss, the sum of `factor * total / weight` over `terms`, each divided by its
-    weight in the global batch, or outside of a training step in this batch. A term without any
-    weight is zero."""
+    """Return one loss, the sum of `factor * total / weight` over `terms`. The weight is that of the
+    global batch, or outside of a training step of this batch. A term without any weight is
+    zero."""
     here = next(iter(terms.values())).total.device
     if not isinstance(current_pass, tuple):
         weights, samples, size = weights_of(terms, here), 1, 1
@@ -141,8 +140,8 @@ def join(terms: Mapping[str, Any]) -> Loss:
         share = term.total.to(kind) * torch.where(weight == 0, 0.0, samples / weight).to(kind)
         total = total + term.factor * share
         sums |= {name: share.detach()} | term.sums
-    # The engine adds up the totals of all passes and divides by all samples: the sum of the
-    # quotients.
+    # The engine adds up the totals of all passes and divides by the number of all samples: the
+    # result is the sum of the quotients.
     count = torch.full((), size, dtype=torch.int64, device=here)
     return Loss(total, count, Sums(sums, count=count))
 
@@ -158,7 +157,7 @@ def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
 
 
 def scalar_on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a scalar tensor on `device`. From the host by a fill, because a copy is a sync
+    """Return a scalar tensor on `device`. A number of the host is filled in: a copy is a sync
     point."""
     if number.device.type == "cpu" != device.type:
         return torch.full((), number.item(), dtype=number.dtype, device=device)
@@ -168,8 +167,8 @@ def scalar_on(device: torch.device, number: Tensor) -> Tensor:
 class Terms:
     """Add up the weights of the terms of a step, over its passes and the ranks.
 
-    names  of the terms, once all ranks have compared theirs
-    known  (terms,) the weights of the current step, if it has several passes
+    names  names of the terms, once all ranks have compared them
+    known  (terms,) the weights of the current step, if the step has several passes
     """
 
     def __init__(self, run: Any):
@@ -179,16 +178,20 @@ class Terms:
 
     def weights(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
         """(all ranks) Return the (terms,) weights of the whole global batch, float64."""
-        return self._over_all(self._of_pass(terms, micro)) if self.known is None else self.known
+        if self.known is not None:
+            return self.known
+        return self._over_all(self._of_pass(terms, micro))
 
     def weigh(self, passes: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
-        """(all ranks) Add up the weights of all passes of a step, then return the passes; their
-        batches are held until then. This costs one more forward pass each, with the same seeds and
-        buffers as the real pass; with a graph, because without one torch may change the memory
-        layout and so dropout's mask."""
-        run, held, rows = self.run, list[tuple[Any, Any]](), torch.zeros(())
+        """(all ranks) Add up the weights of all passes of a step, then return the passes. The
+        batches of the step stay in memory. The cost is one more forward pass for each pass, with
+        the same seeds and buffers; with a graph, because without a graph torch may change the
+        memory layout and so dropout's mask."""
+        run = self.run
         if run.plan.accumulation == 1:
             return passes
+        pairs = []
+        rows = torch.zeros(())
         run.begin_step()
         in_ddp = isinstance(run.net, DistributedDataParallel)
         for batch, micro in passes:
@@ -196,21 +199,25 @@ class Terms:
             if micro.opens_worker:
                 run.reducer.buffers.restore()
             run.seed_pass(micro)
-            with run.net.no_sync() if in_ddp else nullcontext(), run.precision.autocast():
-                rows = rows + self._of_pass(check("losses", run.task.losses(run.net, batch)), micro)
-            held.append((batch, micro))
+            no_sync = run.net.no_sync() if in_ddp else nullcontext()
+            with no_sync, run.precision.autocast():
+                terms = check("losses", run.task.losses(run.net, batch))
+                rows = rows + self._of_pass(terms, micro)
+            pairs.append((batch, micro))
         run.reducer.buffers.restore()
         self.known = self._over_all(rows)
-        return held
+        return pairs
 
     def _of_pass(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
-        """(terms,) the weights of a pass, zeros if it is empty; with virtual workers a row for each
-        worker."""
+        """(terms,) the weights of a pass, zeros for an empty pass; with virtual workers a row for
+        each worker."""
         run = self.run
         if self.names != [*terms]:
             self.names = same_names([*terms], self.names, run.world.gather, "terms")
         weights = weights_of(terms, run.world.device)
-        return run.reducer.worker_row(torch.zeros_like(weights) if micro.empty else weights, micro)
+        if micro.empty:
+            weights = torch.zeros_like(weights)
+        return run.reducer.worker_row(weights, micro)
 
     def _over_all(self, rows: Tensor) -> Tensor:
         self.run.world.sum(rows)
@@ -220,15 +227,15 @@ class Terms:
 def same_names(
     found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str
 ) -> list[str]:
-    """Return the names `found` of a loss's sums or terms. Raises LockstepError if they change.
+    """Return the names `found` of a loss's sums or terms. Raises LockstepError if the names change.
 
-    names   of the first loss of the run; None if this is the first, whose names are compared (all
-            ranks)
+    names   names of the first loss of the run; None for the first loss, whose names are compared
+            (all ranks)
     gather  returns every rank's value
     """
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
-        if other != first:  # in a different order they would be summed with the wrong partners
+        if other != first:  # in a different order wrong sums would be added up
             what = (
                 f"the {what} of the loss are {other or 'none'} once and {first or 'none'} "
                 "another time"

@@ -68,6 +68,8 @@ caches = Hook()
 """first(cfg, datasets, device) -> datasets that hold their samples in memory."""
 reducers = Hook()
 """first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
+initial_state = Hook()
+"""first(run) -> a copy of the run's state before a checkpoint is loaded, for later comparisons."""
 
 initial_state = Hook()
 """first(run) -> the state of a run before a checkpoint is loaded, to compare it with a resume."""

@@ -15,12 +15,12 @@ from engine.phases import phase
 
 
 class StepResult(NamedTuple):
-    """The outcome of a step.
+    """The numbers of a step, after they have arrived on the host.
 
-    losses   of this rank's passes: a data_loader.MicroBatch, its loss
-    votes    of all ranks, see `Run.votes`
+    losses   a data_loader.MicroBatch and its loss for each pass of this rank
+    votes    sum over all ranks, see `Run.votes`
     skipped  1.0 if the optimizer has left the weights alone, because the gradient was not finite
-    weight   of all samples of the step
+    weight   sum over all samples of the step
     """
 
     step: int
@@ -30,66 +30,95 @@ class StepResult(NamedTuple):
     weight: float
 
 
+class Pending(NamedTuple):
+    """The numbers of a step on their way to the host.
+
+    copied  the event after the copy from a GPU
+    """
+
+    numbers: Tensor
+    step: int
+    losses: list[tuple[Any, Tensor]]
+    copied: torch.cuda.Event | None
+
+
 class Meter:
-    """Add up the numbers of the steps since the last log point. From a GPU those of a step are read
-    one step late, so that neither host nor device waits."""
+    """Add up the numbers of the steps since the last log point. On a GPU the numbers of a step are
+    read one step late, so that neither host nor device waits.
+
+    stragglers     finds the rank that all ranks wait for; None without that plugin
+    names          names of the task's sums, once all ranks have compared them
+    losses         a MicroBatch and its loss for each pass of this rank in the current step
+    terms          a `Terms`, for a task with `losses`
+    pending        numbers of steps that are being copied to the host
+    grad_norm      of the last step
+    totals         the loss, its weight and the task's sums: of all ranks, without skipped steps
+    skipped        number of skipped steps
+    since          time of the last log point, time.perf_counter()
+    timed_samples  samples since that time
+    """
 
     def __init__(self, world: World, workers: int = 1):
-        # finds the rank that all others wait for
         self.stragglers: Any = hooks.stragglers.first(world, workers)
-        self.world, self.on_gpu = world, world.device.type == "cuda"
-        # of the task's sums, once all ranks have compared theirs
+        self.world = world
+        self.on_gpu = world.device.type == "cuda"
         self.names: list[str] | None = None
-        # of this rank's passes of the step: a MicroBatch, its loss
         self.losses: list[tuple[Any, Tensor]] = []
-        self.terms: Any = None  # a `run.Terms`, for a task with `losses`
+        self.terms: Any = None
         self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.pending: list[tuple[Tensor, int, Any, torch.cuda.Event | None]] = []
-        self.grad_norm = 0.0  # of the last step
+        self.pending: list[Pending] = []
+        self.grad_norm = 0.0
         self.clear()
 
     def clear(self) -> None:
-        # the loss, its weight, the task's sums: of all ranks, without skipped steps
         self.totals: dict[str, float] = {}
-        self.skipped = 0.0  # steps skipped
+        self.skipped = 0.0
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        self.since, self.timed_samples = time.perf_counter(), 0
+        self.since = time.perf_counter()
+        self.timed_samples = 0
 
     def add(self, numbers: Tensor, step: int, wait: bool) -> list[StepResult]:
-        """Queue this step's numbers; add those already on the host (all, if `wait`) and return
-        their outcomes, the same on every rank. The sums of a skipped step may be NaN, and don't
-        count.
+        """Queue the numbers of a step. Add the numbers that are on the host (all numbers, with
+        `wait`), and return their results, the same on every rank. The sums of a skipped step may be
+        NaN, and do not count.
 
         numbers  (votes, loss, weight, one of each name, skipped, gradient norm), float64
         """
-        event = None
+        copied = None
         if self.on_gpu:
-            numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-            event.record()
-            phase.posted = event
-        self.pending.append((numbers, step, self.losses, event))
+            numbers = numbers.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            phase.posted = copied
+        self.pending.append(Pending(numbers, step, self.losses, copied))
         names = ["loss", "weight", *(self.names or [])]
-        arrived, late = [], self.on_gpu and not wait
-        while len(self.pending) > late:
-            numbers, step, losses, event = self.pending.pop(0)
-            if event:
+        # The newest numbers are still on their way from the GPU: leave them for the next call,
+        # unless the caller needs the numbers of every step.
+        left = 1 if self.on_gpu and not wait else 0
+        results = []
+        while len(self.pending) > left:
+            row = self.pending.pop(0)
+            if row.copied:
                 with self.world.host_sync():
                     # of the step before: over already, unless the host is a whole step ahead
-                    event.synchronize()
-            votes, *sums, skipped, self.grad_norm = numbers.tolist()
+                    row.copied.synchronize()
+            votes, *sums, skipped, self.grad_norm = row.numbers.tolist()
             for name, value in zip(names, sums, strict=True):
-                self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
+                total = self.totals.get(name, 0.0)
+                self.totals[name] = total if skipped else total + value
             self.skipped += skipped
-            arrived.append(StepResult(step, losses, votes, skipped, sums[1]))
-            late = late and not votes  # a run that stops or saves here needs all of them now
-        return arrived
+            results.append(StepResult(row.step, row.losses, votes, skipped, sums[1]))
+            if votes:
+                left = 0  # a run that stops or saves needs the numbers of every step
+        return results
 
     def state(self) -> dict[str, Any]:
-        totals = {
-            name: torch.tensor(value, dtype=torch.float64) for name, value in self.totals.items()
-        }
+        """Return the totals, for a checkpoint."""
+        totals = {}
+        for name, value in self.totals.items():
+            totals[name] = torch.tensor(value, dtype=torch.float64)
         return {"totals": totals, "skipped": torch.tensor(self.skipped)}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -98,29 +127,34 @@ class Meter:
 
 
 def loading_s(seconds: dict[str, float]) -> float:
-    """Return how long a rank waited for its batches, of the seconds of its phases."""
+    """Return the seconds that a rank waited for its batches, of the seconds of its phases."""
     return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
 
 
 class Skipped(NamedTuple):
-    """A step that was not taken, because the gradient was not finite."""
+    """A step that was not taken, because the gradient was not finite.
+
+    samples  rank -> dataset indices of the rank's forward passes whose loss was not finite
+    found    dataset index -> place of the NaN or inf; None if the samples were not fetched again
+    why      a reason that needs no warning
+    """
 
     step: int
-    # rank -> dataset indices of its forward passes whose loss was not finite
     samples: dict[int, list[int]]
-    # dataset index -> what is not finite in it; None if they were not fetched again
     found: dict[int, str] | None
-    why: str = ""  # another reason, of which nobody is warned
+    why: str = ""
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
-    """Return the means of training totals: the loss over its weight, the others over `count`; empty
-    in, empty out."""
+    """Return the means of training totals: the loss over its weight, the task's sums over `count`.
+    Without totals return an empty dict."""
     if not totals:
         return {}
-    loss, weight, count = totals["loss"], totals["weight"], totals.get("count")
-    rest = {
-        name: value for name, value in totals.items() if name not in ("loss", "weight", "count")
-    }
-    shown = {name: value / count for name, value in rest.items()} if count else {}
-    return {"loss": loss / weight if weight else math.nan} | shown
+    weight = totals["weight"]
+    means_by_name = {"loss": totals["loss"] / weight if weight else math.nan}
+    count = totals.get("count")
+    if count:
+        for name, value in totals.items():
+            if name not in ("loss", "weight", "count"):
+                means_by_name[name] = value / count
+    return means_by_name

@@ -1,4 +1,4 @@
-"""Random numbers that are a pure function of (seed, epoch, position): the same for every cut of a
+"""Random numbers as a pure function of (seed, epoch, position): the same for every partition of a
 batch."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
 
 
 def data_seeds(seed: int, epoch: int, positions: Tensor) -> list[int]:
-    """Return the seeds that a dataset draws its samples from, in [0, 2**63), as NumPy wants them.
-    They differ from `sample_seeds`, or a crop and the noise in the loss would come from the same
-    numbers."""
+    """Return the seeds from which a dataset draws its samples, in [0, 2**63), the range of NumPy.
+    The seeds differ from `sample_seeds`: otherwise a crop and the noise in the loss would come from
+    the same numbers."""
     return (mix(sample_seeds(seed, epoch, positions)) & ((1 << 63) - 1)).tolist()
 
 
@@ -79,8 +79,7 @@ def preserve_rng_state(device: torch.device | None = None) -> Iterator[None]:
 
 
 def positions(device: torch.device) -> dict[str, bytes]:
-    """Return the states of this process's generators, by library: one that was drawn from has
-    changed."""
+    """Return the states of this process's generators, by library. A draw changes a state."""
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     torchs = b"".join(state.numpy().tobytes() for state in [torch.get_rng_state(), *on_gpu])
     return {

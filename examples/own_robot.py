@@ -21,8 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from formats.lerobot_writer import Recorder
-from tools.own_data import find_raw, run, start
+from formats.robots.lerobot_writer import Recorder
+from tools.lab.own_data import find_raw, run, start
 
 FPS, SIZE = 10, 32
 FEATURES = {

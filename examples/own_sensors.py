@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 from engine import config
-from tools.own_data import find_raw, run, start
+from tools.lab.own_data import find_raw, run, start
 
 TABLE = "recordings.csv"
 # three axes of one sensor side by side: the augmentation turns them together

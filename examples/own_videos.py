@@ -22,8 +22,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from formats.videos import SUFFIXES, import_av
-from tools.own_data import find_raw, run, start
+from formats.lab.videos import SUFFIXES, import_av
+from tools.lab.own_data import find_raw, run, start
 
 TABLE = "trials.csv"
 FPS, SIZE, LENGTH = 25, 64, 25  # frames per second, pixels, frames of a trial

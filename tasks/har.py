@@ -1,8 +1,8 @@
 """Human activity recognition: classify the exercise in a window of wearable sensor signals.
 
 The people in validation are never in training. The shipped data (data/watch) are 7 shoulder
-exercises of 10 people with a smartwatch; `formats/windows.py` reads UCI HAR, UEA .ts files and your
-own arrays as well.
+exercises of 10 people with a smartwatch; `formats/lab/windows.py` reads UCI HAR, UEA .ts files and
+your own arrays as well.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option, section
 from engine.contract import Batch
-from formats import windows
+from formats.lab import windows
 from models.backbone import Backbone
 from models.conv1d import Conv1d
 from models.harnet import RATE_HZ, STAGES, HarNet
 from models.layers import Standardise
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
-from tasks._classification import Deployed, LossSettings
-from tasks._pretrained import BackboneSettings, FromWeights
+from tasks.shared.classification import Deployed, LossSettings
+from tasks.shared.pretrained import BackboneSettings, FromWeights
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
 # width and depth where the config says 0
@@ -41,8 +41,8 @@ class DatasetSettings:
     root: str = option(
         "",
         (
-            "folder or file of sensor data (see formats/windows.py); empty: the shipped smartwatch "
-            "data"
+            "folder or file of sensor data (see formats/lab/windows.py); empty: the shipped "
+            "smartwatch data"
         ),
     )
     length: int = option(128, "steps of a window; data published as windows keep theirs", low=8)

@@ -1,9 +1,9 @@
 """Imitation learning: predict a robot's actions from pictures, state and command, given recorded
 demonstrations.
 
-The data are in LeRobot's format (formats/lerobot.py). Without a dataset, demonstrations of a
-simulation are recorded at the first start, coloured discs on a table (envs/discs.py) or PushT
-(envs/pusht.py), and every evaluation also makes trials of the policy in it.
+The data are in LeRobot's format (formats/robots/lerobot.py). Without a dataset, demonstrations of a
+simulation are recorded at the first start, coloured discs on a table (tasks/envs/discs.py) or PushT
+(tasks/envs/pusht.py), and every evaluation also makes trials of the policy in it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
-from formats import language, lerobot, lerobot_mix, pretrained
+from formats.robots import language, lerobot, lerobot_mix
+from formats.weights import pretrained
 from models import act, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
-from tasks import _held_out as held_out
-from tasks import _imagenet as imagenet
-from tasks import _lerobot, _lerobot_keys
-from tasks import _simulation as simulation
-from tasks import _trials as trials
-from tasks._robot import (
+from tasks.robots import held_out, imagenet, simulation, trials
+from tasks.robots import lerobot as _lerobot
+from tasks.robots import lerobot_keys as _lerobot_keys
+from tasks.robots.settings import (
     POLICIES,
     Augment,
     Settings,
@@ -49,7 +48,7 @@ UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
 
 class Task(contract.Task):
     """Batches hold features by name, and `action` (B, chunk, A) with `action_is_pad` (B, chunk):
-    formats/lerobot.py."""
+    formats/robots/lerobot.py."""
 
     Settings = Settings
     monitor = "action_l1"

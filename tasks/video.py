@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option, section
 from engine.contract import Batch, LockstepError, Sums
-from formats.clips import Clips, lasting, split_by_video
-from formats.synthetic_clips import Recipe, ensure
+from formats.lab.clips import Clips, lasting, split_by_video
+from formats.lab.synthetic_clips import Recipe, ensure
 from models.backbone import Backbone
 from models.cnn3d import CNN3d
 from models.resnet3d import ResNet3d
-from tasks._classification import LossSettings
-from tasks._pictures import caption, text_width
-from tasks._pretrained import BackboneSettings, FromWeights
+from tasks.shared.classification import LossSettings
+from tasks.shared.pictures import caption, text_width
+from tasks.shared.pretrained import BackboneSettings, FromWeights
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 

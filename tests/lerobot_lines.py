@@ -35,7 +35,7 @@ import yaml  # noqa: E402
 import tasks  # noqa: E402
 from engine import config  # noqa: E402
 from engine.errors import LockstepError  # noqa: E402
-from formats.lerobot_writer import Recorder  # noqa: E402
+from formats.robots.lerobot_writer import Recorder  # noqa: E402
 
 FILE = Path(__file__).parent / "data" / "lerobot_lines.yaml"
 PAGE = ROOT / "docs" / "robots.md"

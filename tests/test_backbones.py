@@ -15,12 +15,13 @@ import tasks
 from benchmarks import pretrained
 from engine import config
 from engine.contract import LockstepError, sample_seeds
-from formats import backbones
-from formats.clips import Clips
-from formats.features import Features
+from formats.lab.clips import Clips
+from formats.weights import backbones
+from formats.weights.features import Features
 from models.harnet import HarNet
 from models.resnet3d import KINDS, MEAN, STD, ResNet3d
-from tools import evaluate, predict, report
+from tools.paper import report
+from tools.use import evaluate, predict
 
 MANY = str(ROOT / "tests" / "ranks" / "many.py")
 CLIPS = "dataset.size=16 dataset.trials=33 dataset.videos=8 dataset.frames=5".split()

@@ -12,10 +12,10 @@ import pytest
 from conftest import launching, succeed
 
 from engine.contract import LockstepError
-from formats import behaviour, boris, boris_writer, bouts
-from formats.bouts import Smoothing
-from formats.mixup import Mixed
-from tools import bout_files, decide, decisions
+from formats.lab import behaviour, boris, boris_writer, bouts
+from formats.lab.bouts import Smoothing
+from formats.lab.mixup import Mixed
+from tools.use import bout_files, decide, decisions
 
 FPS = 20.0
 

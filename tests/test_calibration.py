@@ -11,8 +11,8 @@ from torch import nn
 from engine import contract
 from engine.contract import Sums
 from tasks import har
-from tasks._calibration import BINS, bins_of, draw_reliability, ece, fit_temperature
-from tasks._classification import Classification, LossSettings, average_precision
+from tasks.shared.calibration import BINS, bins_of, draw_reliability, ece, fit_temperature
+from tasks.shared.classification import Classification, LossSettings, average_precision
 
 
 def task_of(classes=4, **loss):

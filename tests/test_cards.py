@@ -21,7 +21,7 @@ import json, os
 import torch
 from engine import config, launch
 from tests.tasks import toy
-from tools import nvidia
+from tools.machine import nvidia
 class Task(toy.Task):
     pass
 def visible():

@@ -132,7 +132,7 @@ class Stream(torch.utils.data.IterableDataset):
     [
         (DataLoader(ROWS), "DataLoader" + NOT_BY_NUMBER + "the dataset in it"),
         ({"x": ONE}, "dict" + NOT_BY_NUMBER + "a list of its samples"),
-        (Stream(), "Stream" + NOT_BY_NUMBER + "one with __len__ and __getitem__; shards are read by formats/shards.py"),
+        (Stream(), "Stream" + NOT_BY_NUMBER + "one with __len__ and __getitem__; shards are read by formats/shards/"),
         (ChainDataset([]), "ChainDataset" + NOT_BY_NUMBER + "one with"),
         ((n for n in ()), "generator" + NOT_BY_NUMBER + "one with"),
         (3, "int" + NOT_BY_NUMBER + "a dataset with __len__ and __getitem__; a list of dicts will do"),

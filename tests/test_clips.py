@@ -28,11 +28,11 @@ from engine.config import schema_of
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.samples import Fetcher
 from formats import arrays
-from formats.clips import Clips, ClipsWriter, split_by_video
-from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
+from formats.lab.clips import Clips, ClipsWriter, split_by_video
+from formats.lab.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
 from models.cnn3d import CNN3d
 from plugins.performance.cached_data import InMemoryDataset
-from tasks._classification import draw_confusion, precision_recall_f1
+from tasks.shared.classification import draw_confusion, precision_recall_f1
 from tasks.video import Augment, augment, draw_clips, one_of_each, stretched
 
 TINY = Recipe(trials=40, videos=8, frames=5, size=16)

@@ -13,7 +13,8 @@ from conftest import ROOT, launching, succeed
 
 from engine.errors import LockstepError
 from plugins.reporting.step_record import ARRAYS, sketched
-from tools import compare, records, running
+from tools import running
+from tools.evidence import compare, records
 
 TASK = """
 from dataclasses import dataclass

@@ -202,7 +202,7 @@ def test_lines_of_python_in_a_yaml(tmp_path, before):
         ("lr_scaling=linear", "without schedule.base_batch_size"),
         ("hra", "no task 'hra'"),
         ("nowhere.py", "no task file 'nowhere.py'"),
-        *((f"task={name}", "no task") for name in ("../har", "x" * 5000 + ".py", "a\0.py", ".py", "_classification")),
+        *((f"task={name}", "no task") for name in ("../har", "x" * 5000 + ".py", "a\0.py", ".py", "shared", "envs")),
         ("task=", "no task ''"),
         ("--config=nowhere.yaml", "no config file 'nowhere.yaml'"),
         ("--config", r"--config without a file \(command line\): write"),

@@ -12,11 +12,11 @@ import pytest
 from test_lerobot import change_info, refused, write_video
 from test_robot import task_of
 
-from formats import encoders
-from formats.depth import Depth, depth_of
-from formats.frames import Frames
-from formats.lerobot import read
-from formats.lerobot_writer import Recorder
+from formats.robots import encoders
+from formats.robots.depth import Depth, depth_of
+from formats.robots.frames import Frames
+from formats.robots.lerobot import read
+from formats.robots.lerobot_writer import Recorder
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

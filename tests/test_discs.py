@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from envs import trials
-from envs.discs import (
+from tasks.envs import trials
+from tasks.envs.discs import (
     ACTION,
     CAMERA,
     COLOURS,
@@ -18,7 +18,7 @@ from envs.discs import (
     TOLERANCE,
     Discs,
 )
-from envs.trials import roll_out
+from tasks.envs.trials import roll_out
 
 MANY = np.arange(200)
 

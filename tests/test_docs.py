@@ -37,7 +37,7 @@ def test_links_and_files_that_a_page_names_are_there(page):
     text = page.read_text()
     links = re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", text)
     assert not [link for link in links if not (page.parent / link).exists()]
-    rooms = "configs|docs|dev|engine|envs|examples|formats|models|tasks|tests|tools"
+    rooms = "configs|docs|dev|engine|examples|formats|models|plugins|tasks|tests|tools"
     named = re.findall(rf"`((?:{rooms})/[\w/-]+\.(?:py|md|yaml))`", text)
     assert not [name for name in named if not (ROOT / name).exists() and "mine" not in name]
 

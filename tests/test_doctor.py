@@ -20,8 +20,9 @@ from engine import config, launch, threads
 from engine.comm.world import World
 from engine.contract import LockstepError
 from plugins.parallel import strategies
-from tools import doctor, machine, nvidia
-from tools.doctor import Speed
+from tools.machine import checks as machine
+from tools.machine import doctor, nvidia
+from tools.machine.doctor import Speed
 
 DOCTOR = "tools/doctor.py"
 GIVEN = ("MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_DISTRIBUTED_DEBUG")
@@ -344,9 +345,8 @@ def test_a_check_that_breaks_has_no_result(capsys):
 
 def test_a_check_that_breaks_is_no_success(launch):
     """As where the kernel's files are others: all else is well, and the tool does not say so of the whole."""
-    program = (
-        "import sys; from tools import doctor; doctor.busy = lambda share: 1 / 0; sys.exit(doctor.main(sys.argv[1:]))"
-    )
+    program = "import sys; from tools.machine import doctor; doctor.busy = lambda share: 1 / 0\n"
+    program += "sys.exit(doctor.main(sys.argv[1:]))"
     done = launch.python("-c", program, TOY)
     assert done.code == 7 and "could not be checked: ZeroDivisionError" in only(lines_of(done, "unknown")), done.err
     assert re.search(r"^0 failures, \d warnings?, 1 check not made$", done.out, re.M)

@@ -23,7 +23,8 @@ from engine.launch import Environment, environment, explained, pick_backend, pic
 from engine.plan import data_parallel_devices
 from engine.precision import Autocast, choose
 from plugins.resilience import command, failure_report, scratch
-from plugins.security import handshake, listen
+from plugins.security import listen
+from plugins.security.handshake import _meet
 
 SPY = """
 import torch
@@ -329,7 +330,7 @@ def test_who_cannot_join_is_named(monkeypatch, amiss):
     def join(rank):
         env = Environment(rank, rank, 2, local_size=2, launched=True)
         try:
-            return handshake._meet(store, env, cfg, backends[rank], secrets[rank].encode())
+            return _meet(store, env, cfg, backends[rank], secrets[rank].encode())
         except LockstepError as error:
             return error
 

@@ -15,9 +15,9 @@ from conftest import ROOT, launching, succeed
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
 from engine.gathered import Gathered
-from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
-from tools.evaluate import _matrix, of_run
+from tasks.shared.classification import Classification, LossSettings, class_weights, precision_recall_f1
+from tools.use.evaluate import _matrix, of_run
 
 SIZES = [1, 2, 7, 61, 196]
 
@@ -294,7 +294,10 @@ def test_rows_of_the_printed_confusion_are_the_truth():
 
 OPENED = """
 import sys
-from tools import evaluate, export, predict, save_pretrained
+from tools.use import evaluate
+from tools.use import export
+from tools.use import predict
+from tools.use import save_pretrained
 for tool, words in ((evaluate, []), (export, []), (predict, ["new.npz"]), (save_pretrained, [])):
     for trust in ([], ["--trust"]):
         assert tool.main([sys.argv[1], *words, *trust]) == 2

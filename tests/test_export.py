@@ -10,7 +10,7 @@ from conftest import launching, succeed
 
 import tasks
 from engine import config
-from tools import export
+from tools.use import export
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 SMALL = {
@@ -27,7 +27,7 @@ FILES = [*((name, "onnx") for name in SMALL), ("har", "pt2"), ("act", "pt2")]
 EVERYTHING = """
 import json, sys
 import train
-from tools import export
+from tools.use import export
 runs, files = map(json.loads, sys.argv[1:])
 codes = [train.main(words) for words in runs]
 codes += [export.main([run, "--format", kind]) for run, kind in files]
@@ -112,13 +112,13 @@ def test_the_file_says_what_the_model_says(exported, name, kind):
 def test_what_cannot_be_exported_is_said_in_words(launch, exported, tmp_path):
     run = exported / "har"
     blocked = "import sys; sys.modules['onnxruntime'] = None; sys.argv[0] = 'export.py'; "
-    script = blocked + "from tools import export; sys.exit(export.main(sys.argv[1:]))"
+    script = blocked + "from tools.use import export; sys.exit(export.main(sys.argv[1:]))"
     out = tmp_path / "model.onnx"
     done = launch.python("-c", script, str(run), "--format=onnx", "--out", str(out))
     assert done.code == 2 and "pip install onnx onnxscript onnxruntime" in done.err and len(done.errors) == 1
     # A file whose answers are off by more than rounding is none.
     worse = (
-        "import sys; from tools import export; pt2 = export.pt2\n"
+        "import sys; from tools.use import export; pt2 = export.pt2\n"
         "def off(*words):\n"
         "    made = pt2(*words)\n"
         "    return export.Exported(made.data, lambda x: {name: y + 1e-3 for name, y in made.run(x).items()})\n"

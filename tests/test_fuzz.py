@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 import tasks
 from engine import config
 from engine.contract import LockstepError
-from formats import synthetic_clips, windows
 from formats.arrays import CONTROL
-from formats.clips import Clips, ClipsWriter
-from formats.videos import Cutting
-from tools import prepare_clips
+from formats.lab import synthetic_clips, windows
+from formats.lab.clips import Clips, ClipsWriter
+from formats.lab.videos import Cutting
+from tools.lab import prepare_clips
 
 # LOCKSTEP_FUZZ=20000 python -m pytest tests/test_fuzz.py: the long run by hand, with other examples each time.
 LONG = int(os.environ.get("LOCKSTEP_FUZZ", "0"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-ROOMS = ("", "engine/", "plugins/", "tasks/", "formats/", "envs/", "models/", "tools/", "dev/")
+ROOMS = ("", "engine/", "plugins/", "tasks/", "formats/", "models/", "tools/", "dev/")
 SOURCES = sorted(path for room in ROOMS for path in ROOT.glob(f"{room}**/*.py" if room else "*.py"))
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in SOURCES}
 
@@ -40,7 +40,7 @@ def test_few_files_know_the_ranks():
                          and isinstance(node.value, ast.Name) and node.value.id == "dist")  # fmt: skip
     comm = {f"engine/comm/{name}.py" for name in ("world", "exchange")}
     comm |= {f"plugins/{name}.py" for name in ("parallel/virtual", "parallel/fsdp", "performance/shm_backend")}
-    assert calling == comm | {"train.py", "engine/launch.py", "tools/probe.py"}
+    assert calling == comm | {"train.py", "engine/launch.py", "tools/machine/probe.py"}
 
 
 def test_nothing_unsafe_is_called():
@@ -55,7 +55,7 @@ def test_nothing_unsafe_is_called():
 
 def test_only_the_core_packages_are_imported_at_the_top():
     known = {"torch", "numpy", "yaml", "tensorboard", "tqdm", *sys.stdlib_module_names}
-    known |= {"engine", "plugins", "tasks", "formats", "envs", "models", "data_loader", "train", "train_ddp", "tools"}
+    known |= {"engine", "plugins", "tasks", "formats", "models", "data_loader", "train", "train_ddp", "tools"}
     known |= {"measures"}  # the folder beside dev/house.py
     for name, tree in TREES.items():
         imports = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
@@ -70,7 +70,7 @@ def test_every_scenario_names_tests_that_exist():
 
 
 SCRIPTS = [p for folder in ("tools", "benchmarks", "dev") for p in sorted((ROOT / folder).glob("*.py"))]
-OWN = {path.stem for path in ROOT.glob("*.py")} | {"engine", "plugins", "formats", "models", "tasks", "tools", "envs"}
+OWN = {path.stem for path in ROOT.glob("*.py")} | {"engine", "plugins", "formats", "models", "tasks", "tools"}
 
 
 @pytest.mark.parametrize("path", [p for p in SCRIPTS if "__main__" in p.read_text()], ids=lambda path: path.name)
@@ -83,6 +83,23 @@ def test_a_script_finds_the_project_before_it_imports_it(path):
         own += [node.lineno for name in names if name.partition(".")[0] in OWN]
         found = found or (node.lineno if "sys.path.insert" in ast.unparse(node) else None)
     assert not own or (found and found < min(own))
+
+
+COMMANDS = [p for p in SCRIPTS if p.parent.name == "tools" and "__main__" in p.read_text()]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_a_command_of_tools_holds_no_code(path):
+    """It imports its `main` from a package of tools/, so that nothing is defined twice, in `__main__` and by name."""
+    kinds = {type(node) for node in TREES[str(path.relative_to(ROOT))].body}
+    assert kinds <= {ast.Expr, ast.Import, ast.ImportFrom, ast.If}
+
+
+@pytest.mark.parametrize("room", ["formats", "tasks", "tools"])
+def test_no_folder_is_crowded(room):
+    """At most 15 modules, besides the commands of tools/ and `__init__.py`."""
+    for folder in [ROOT / room, *(path for path in (ROOT / room).iterdir() if (path / "__init__.py").exists())]:
+        assert len({*folder.glob("[a-z]*.py")}.difference(COMMANDS)) <= 15, folder
 
 
 def test_no_held_measurement_is_over_its_bar():

@@ -17,10 +17,11 @@ from test_prepare_clips import NUM_FRAMES, encode, left
 from wheels import unpacked
 
 from engine.contract import LockstepError
-from formats import behaviour, tracks, windows
-from formats.clips import Clips
-from formats.videos import Cutting
-from tools import predict, prepare_clips, prepare_tracks
+from formats.lab import behaviour, tracks, windows
+from formats.lab.clips import Clips
+from formats.lab.videos import Cutting
+from tools.lab import prepare_clips, prepare_tracks
+from tools.use import predict
 
 FPS = 20
 STATES = (("groom", 0.3, 0.8), ("rear", 1.0, 1.55), ("groom", 1.55, 1.7))  # seconds of a video of 40 frames

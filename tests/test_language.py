@@ -14,7 +14,7 @@ from test_robot import record, task_of
 
 from engine.contract import sample_seeds
 from engine.data.samples import Fetcher
-from formats.lerobot import read
+from formats.robots.lerobot import read
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -25,11 +25,11 @@ import torch
 from conftest import ROOT
 
 from engine.contract import LockstepError
-from formats import frames as frames_module
-from formats import lerobot, recording
-from formats.frames import Frames
-from formats.lerobot import Chunks, aggregate, find, read, split
-from formats.lerobot_writer import Recorder
+from formats.robots import frames as frames_module
+from formats.robots import lerobot, recording
+from formats.robots.frames import Frames
+from formats.robots.lerobot import Chunks, aggregate, find, read, split
+from formats.robots.lerobot_writer import Recorder
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

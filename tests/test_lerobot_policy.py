@@ -15,8 +15,8 @@ from test_robot import parse, record, task_of
 
 from engine.contract import BatchInfo, LockstepError, mix, sample_seeds, uniform
 from models.lerobot_policy import Drawn, _seeds, beta_quantiles
-from tasks import _lerobot
-from tasks._simulation import GENERATED
+from tasks.robots import lerobot as _lerobot
+from tasks.robots.simulation import GENERATED
 
 STUB = ROOT / "tests/lerobot_stub"
 SHARED = ["env.type=none", "device=cpu", "dataset.cameras=none"]

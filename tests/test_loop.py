@@ -33,7 +33,7 @@ from plugins.parallel.virtual import WorkerReducer
 from plugins.reporting import plan_text
 from plugins.resilience import status
 from plugins.resilience.stragglers import Straggler, Stragglers
-from tasks._classification import Classification, LossSettings
+from tasks.shared.classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 
@@ -234,7 +234,7 @@ def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, s
 def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, steps):
     """A step takes a second by the test's own clock, an evaluation a hundred."""
     now, told = [0.0], []
-    for module in ("metrics", "evaluation"):
+    for module in ("meter", "evaluation"):
         monkeypatch.setattr(f"engine.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def passes(seconds):

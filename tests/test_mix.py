@@ -27,9 +27,9 @@ from data_loader import TrainSampler, create_data_loaders
 from engine import config, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
-from formats import lerobot, lerobot_mix
-from formats.frames import Frames
-from formats.lerobot_writer import Recorder
+from formats.robots import lerobot, lerobot_mix
+from formats.robots.frames import Frames
+from formats.robots.lerobot_writer import Recorder
 
 CAM, WRIST, STATE = "observation.images.top", "observation.images.wrist", "observation.state"
 NUMBERS = {"action": 3, "observation.state": 3}

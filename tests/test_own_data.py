@@ -10,9 +10,9 @@ from conftest import ROOT
 import tasks
 from engine import config
 from engine.contract import LockstepError
-from formats import windows
-from formats.rates import resampled
-from tools import prepare_windows
+from formats.lab import windows
+from formats.lab.rates import resampled
+from tools.lab import prepare_windows
 
 HEADER = "time_s,acc_x,acc_y,acc_z"
 

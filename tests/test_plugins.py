@@ -192,3 +192,11 @@ def test_a_setting_of_an_absent_plugin_is_refused(tmp_path):
 
 def test_all_plugins_are_on():
     assert hooks.load() == list(hooks.ORDER)
+
+
+def test_the_image_carries_all_plugins():
+    """The Dockerfile copies the whole context, and .dockerignore leaves no folder of plugins/ out."""
+    assert "COPY . .\n" in (ROOT / "Dockerfile").read_text()
+    left_out = (ROOT / ".dockerignore").read_text().split()
+    assert not [pattern for pattern in left_out if pattern.strip("/*").startswith("plugins")]
+    assert all((ROOT / "plugins" / name / "__init__.py").is_file() for name in hooks.ORDER)

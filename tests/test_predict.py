@@ -18,11 +18,12 @@ from test_clips import pack
 from test_robot import TINY_ACT, record
 
 from engine.contract import LockstepError
-from formats.clips import split_by_video
-from formats.videos import Cutting, side_of, slide
+from formats.lab.clips import split_by_video
+from formats.lab.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
-from tools import predict, prepare_clips
+from tools.lab import prepare_clips
+from tools.use import predict
 
 FPS = 20
 

@@ -19,9 +19,9 @@ from wheels import unpacked
 import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
-from formats.clips import Clips, split_by_video
-from formats.videos import Cutting, slide
-from tools import prepare_clips
+from formats.lab.clips import Clips, split_by_video
+from formats.lab.videos import Cutting, slide
+from tools.lab import prepare_clips
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_FRAMES = 40

@@ -11,9 +11,9 @@ import pytest
 from conftest import succeed
 from wheels import unpacked
 
-from formats import windows
-from formats.rates import rate_of, resampled
-from tools import prepare_windows
+from formats.lab import windows
+from formats.lab.rates import rate_of, resampled
+from tools.lab import prepare_windows
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from test_act import DIMS, ENV, STATE, TINY, build
 
 from engine.contract import LockstepError
-from formats import pretrained
+from formats.weights import pretrained
 from models.layers import Normalizer
 
 safetensors = pytest.importorskip("safetensors.torch")

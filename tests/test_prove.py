@@ -17,8 +17,9 @@ from torch import nn
 
 from engine.contract import BatchInfo
 from engine.errors import LockstepError
-from tools import prove, running, trial, witness
-from tools.prove import Trial
+from tools import running
+from tools.evidence import prove, trial, witness
+from tools.evidence.prove import Trial
 
 PROVE = "tools/prove.py"
 

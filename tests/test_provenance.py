@@ -12,7 +12,7 @@ from runs import progress
 
 import tasks
 from engine import config
-from tools.provenance import holds, merkle, use_hash
+from tools.evidence.provenance import holds, merkle, use_hash
 
 TOOL = "tools/provenance.py"
 
@@ -187,7 +187,7 @@ def test_partners_in_mixtures_were_seen_too(launch, tmp_path):
     """In a dataset with sources that are left out, which are partners of nobody."""
     text = NOTES.replace("return Data(61, 0), Data", "train = Data(61, 0)\n        "
                          "return Mixed(train, 0.5, self.kept(train)), Data")  # fmt: skip
-    text = text.replace("from engine import", "from formats.mixup import Mixed\nfrom engine import")
+    text = text.replace("from engine import", "from formats.lab.mixup import Mixed\nfrom engine import")
     text = text.replace(
         "        return super().loss",
         """            own = Data(61, 0).x

@@ -18,7 +18,8 @@ from test_clips import pack
 from test_robot import TINY_ACT, record
 
 from engine.contract import LockstepError
-from tools import model_card, publish, published
+from tools.paper import model_card, publish
+from tools.use import published
 
 TOOL = "tools/publish.py"
 ODD = ["walk|run", 'it\'s a "jump": ---', "<b>*bold*</b> `x` [a](http://b)", "ümlaut: {x} # $1$ \\"]
@@ -497,7 +498,7 @@ def test_of_clips_and_of_a_robot(launch, places, tmp_path):
 
 SAVE = """
 import os, sys
-from tools import save_pretrained
+from tools.use import save_pretrained
 folder, out, data = sys.argv[1:]
 os.chdir(os.path.dirname(data))  # the config names the data by the last part of their path
 sys.exit(save_pretrained.main([folder, out]))

@@ -10,9 +10,9 @@ from test_robot import task_of
 
 pytest.importorskip("gym_pusht", reason="needs the extra [pusht]: pip install gym-pusht==0.1.8")
 
-from envs import trials
-from envs.pusht import CAMERA, GOAL, KEYPOINTS, STATE, Box, PushT, glide, outline
-from tasks._trials import _shrunk
+from tasks.envs import trials
+from tasks.envs.pusht import CAMERA, GOAL, KEYPOINTS, STATE, Box, PushT, glide, outline
+from tasks.robots.trials import _shrunk
 
 SEEDS = np.arange(3)
 
@@ -105,9 +105,9 @@ def test_record_train_try(launch, tmp_path):
 
 def test_pictures_reach_the_policy_in_trials_as_in_training(monkeypatch, tmp_path):
     """Shrunk by the same filter as the recorded ones, to one level of 255."""
-    monkeypatch.setattr("tasks._simulation.GENERATED", tmp_path)
-    monkeypatch.setattr("envs.pusht.PushT.expert", lambda self: np.full((len(self.tables), 2), 256.0))
-    monkeypatch.setattr("envs.pusht.PushT.step", lambda self, actions: self.success.fill(True))
+    monkeypatch.setattr("tasks.robots.simulation.GENERATED", tmp_path)
+    monkeypatch.setattr("tasks.envs.pusht.PushT.expert", lambda self: np.full((len(self.tables), 2), 256.0))
+    monkeypatch.setattr("tasks.envs.pusht.PushT.step", lambda self, actions: self.success.fill(True))
     task, train, _ = task_of("robot", "env.type=pusht", "env.demonstrations=4", "dataset.eval_split=0")
     batch = train.__getitems__([0])
     fresh = torch.from_numpy(PushT(np.arange(1)).observe()[CAMERA])

@@ -10,9 +10,9 @@ from test_robot import DISCS, own_recordings, seeded, task_of  # noqa: F401  (a 
 from test_vla import policy, some_draws, some_inputs
 
 from engine.contract import LockstepError, sample_seeds, uniform
-from envs.discs import HORIZON, Discs
-from envs.trials import roll_out
 from models.vla import VLA, VLASettings
+from tasks.envs.discs import HORIZON, Discs
+from tasks.envs.trials import roll_out
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_one_of_two_ways_is_kept_to():
 def test_a_late_rollout_executes_what_a_robot_would(monkeypatch, steps, delay):
     """Against a robot with a queue: a look is answered `delay` steps later, what the answer has for these is lost."""
     told, given = [], []
-    monkeypatch.setattr("envs.discs.Discs.step", lambda self, actions: told.append(actions.copy()))
+    monkeypatch.setattr("tasks.envs.discs.Discs.step", lambda self, actions: told.append(actions.copy()))
 
     def chunk(look):
         return np.random.default_rng(look).uniform(-1, 1, (2, 7, 2))

@@ -17,8 +17,9 @@ from conftest import ROOT, TOY, succeed
 from runs import records
 
 from engine import errors
-from tools import evaluate, running
-from tools import replay as tool
+from tools import running
+from tools.evidence import replay as tool
+from tools.use import evaluate
 
 RUN = {"steps": 24, "log_every": 4, "save_every": 12, "eval_every": 12, "virtual_workers": 4, "global_batch": 8}
 RUN |= {"digest_every": 1, "keep_checkpoints": 9, "device": "cpu", "model.dropout": 0.2, "amp": "off"}

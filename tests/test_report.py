@@ -24,7 +24,7 @@ from test_robot import TINY_ACT, record
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from tools import report_figures as figures
+from tools.paper import report_figures as figures
 
 SHOWN = str(ROOT / "tests" / "tasks" / "shown.py")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
@@ -425,7 +425,7 @@ def test_what_cannot_be_a_report_is_said_before_anything_is_written(launch, runs
 
 
 def test_without_its_packages_it_names_the_command(monkeypatch, runs, capfd):
-    from tools import report
+    from tools.paper import report
 
     monkeypatch.setattr(report, "find_spec", lambda name: None if name == "matplotlib" else name)
     assert report.main([str(runs[2])]) == 2

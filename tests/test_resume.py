@@ -13,7 +13,7 @@ import torch
 from conftest import FAULTY, ROOT, TOY, killed_and_resumed, launching, succeed
 
 import tasks
-from engine import checkpoint, config, errors, plan
+from engine import config, errors, plan, resume
 from engine.comm.world import World
 from engine.files.archive import CheckpointState
 
@@ -500,7 +500,7 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
     saved = CheckpointState(Path("run/last.pt"), keys, horizon=before.horizon, data="same")
     saved = saved._replace(global_batch=before.global_batch, num_samples=before.num_samples)
     errors.set_up(main=True)
-    found = checkpoint.check_same_run(saved, new, tasks.load(TOY)(new.cfg), after, "same")
+    found = resume.check_same_run(saved, new, tasks.load(TOY)(new.cfg), after, "same")
     assert [*found.changes.values()] == ([difference] if difference else [])
     said = capsys.readouterr().out.splitlines()
     assert [text.partition("run/last.pt: ")[2] for text in said] == ([difference] if difference else [])
@@ -599,9 +599,9 @@ def test_a_run_of_before_the_page_is_resumed(launch, tmp_path):
 
 
 IMPATIENT = """
-from engine.files import checkpoints
+from engine.files import writer
 from tests.tasks import toy
-checkpoints.LOST_S, checkpoints.SHARE = {lost}, 1e-9
+writer.LOST_S, writer.SHARE = {lost}, 1e-9
 class Task(toy.Task):
     pass
 """
@@ -628,9 +628,9 @@ def test_the_ends_of_epochs_are_saved_by_time_unless_save_every_says_more(
 KILLED_ONCE_SAVED = """
 import json, os, signal, time
 from pathlib import Path
-from engine.files import checkpoints
+from engine.files import writer
 from tests.tasks import toy
-checkpoints.SHARE = 1e9
+writer.SHARE = 1e9
 class Task(toy.Task):
     calls = 0
     def loss(self, net, batch):

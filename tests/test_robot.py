@@ -22,13 +22,13 @@ import tasks
 from engine import config
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.batches import map_tensors
-from envs import discs
-from formats import lerobot
-from formats.frames import Frames
-from formats.lerobot_writer import Recorder
+from formats.robots import lerobot
+from formats.robots.frames import Frames
+from formats.robots.lerobot_writer import Recorder
 from models.policy import Policy
-from tasks import _simulation as simulation
 from tasks import robot
+from tasks.envs import discs
+from tasks.robots import simulation
 
 TINY_ACT = (
     "policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 policy.n_encoder_layers=1 "
@@ -327,7 +327,7 @@ def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_
 
 @pytest.fixture
 def own_recordings(monkeypatch, tmp_path):
-    monkeypatch.setattr("tasks._simulation.GENERATED", tmp_path)
+    monkeypatch.setattr("tasks.robots.simulation.GENERATED", tmp_path)
 
 
 def test_trials_draw_by_trial_and_look(own_recordings):
@@ -718,7 +718,7 @@ def test_chunks_are_blended_in_trials(monkeypatch, own_recordings):
     model = task.model()
     calls, told = iter(range(1, 100)), []
     monkeypatch.setattr(model, "act", lambda batch, draws: torch.full((3, 6, 2), float(next(calls))))
-    monkeypatch.setattr("envs.discs.Discs.step", lambda self, actions: told.append(actions.copy()))
+    monkeypatch.setattr("tasks.envs.discs.Discs.step", lambda self, actions: told.append(actions.copy()))
     assert task.trials(model, range(3), lambda: False)["trials"] == 3 and len(told) == discs.HORIZON
     expected = (1 + 2 * np.exp(-0.5)) / (1 + np.exp(-0.5))  # the older prediction counts more
     assert np.allclose(told[0], 1) and np.allclose(told[1], expected)

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, TOY, succeed, wait_until
 from runs import records, status
 
-from tools import runs as tool
+from tools.paper import runs as tool
 
 OLD = ROOT / "tests" / "data" / "run_of_3205ab3"
 

@@ -16,7 +16,7 @@ from test_the_idea import SMALL, SMALL_ACT, TERMS
 import tasks
 from engine import config
 from engine.contract import sample_seeds, uniform
-from tools.evaluate import SAME_STATE
+from tools.use.evaluate import SAME_STATE
 
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
 NORMS = str(ROOT / "tests" / "tasks" / "norms.py")

@@ -29,11 +29,13 @@ from engine import config, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.order import LazyOrder
-from formats import shard_cache, shard_files, shards
-from formats.lerobot_writer import Recorder
+from formats import shards
+from formats.robots.lerobot_writer import Recorder
 from formats.shards import Options, Order, Shards
+from formats.shards import cache as shard_cache
+from formats.shards import files as shard_files
 from plugins import preflight
-from tools import index_shards
+from tools.lab import index_shards
 
 
 @pytest.fixture(autouse=True)

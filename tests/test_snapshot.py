@@ -13,7 +13,8 @@ from test_fake_gpu import FAKE, HAR, gpu  # noqa: F401
 
 from engine.errors import LockstepError
 from engine.files import archive
-from engine.files.checkpoints import Checkpoints, CheckpointWriter
+from engine.files.store import Checkpoints
+from engine.files.writer import CheckpointWriter
 from plugins.performance import snapshot
 
 TASK = """
@@ -53,7 +54,7 @@ sys.path.insert(0, sys.argv[1])
 import gpu_parts
 from engine import checkpoint
 from engine.files import snapshot
-from tools.probe import endless
+from tools.machine.probe import endless
 from torch.multiprocessing.reductions import StorageWeakRef
 
 snapshot.BUFFER, snapshot.LARGE, snapshot.PART = 4096, 1024, 512
@@ -116,7 +117,7 @@ with buffers:  # the copy on the GPU is read after two more steps
 found = {}
 for way, state in states.items():
     file = io.BytesIO()
-    state = snapshot.on_host(state) | {"config": 0, "environment": 0}
+    state = state.on_host() | {"config": 0, "environment": 0}
     torch.save(state, file)
     found[way] = hashlib.sha256(file.getvalue()).hexdigest()
 gc.collect()
@@ -229,7 +230,7 @@ def test_reading_a_tensor_waits_for_it_and_finishes_once():
         state["model"]
     state, arrival = on_its_way(1, finished.append)
     arrival.set_result(None)
-    assert [*state["model"]] == ["weight"] and snapshot.on_host(state)["format"] == 3
+    assert [*state["model"]] == ["weight"] and state.on_host()["format"] == 3
     assert finished == [state]
 
 

@@ -24,11 +24,12 @@ from test_test_split import write_clips
 
 import tasks
 from engine import config
-from formats.folds import folds, part_to_validate
-from tools import report, running
-from tools import study as tool
-from tools.study_numbers import of_confusion, of_study, paired, t_probability, t_quantile
-from tools.study_tables import escaped, latex, lines, load, summary
+from formats.lab.folds import folds, part_to_validate
+from tools import running
+from tools.paper import report
+from tools.paper import study as tool
+from tools.paper.study_numbers import of_confusion, of_study, paired, t_probability, t_quantile
+from tools.paper.study_tables import escaped, latex, lines, load, summary
 
 PEOPLE = str(ROOT / "tests" / "tasks" / "people.py")
 

@@ -12,7 +12,7 @@ from runs import records, same_bits, weights
 
 import tasks
 from engine import config
-from formats.clips import ClipsWriter
+from formats.lab.clips import ClipsWriter
 from tasks.har import SHIPPED
 
 HAR = "har device=cpu dataset.stride=512 model.mode=flatten model.width=8 steps=8 eval_every=4".split()

@@ -10,7 +10,11 @@ from conftest import ROOT, TOY
 import tasks
 from engine import config, launch
 from engine.errors import LockstepError
-from tools import cards, doctor, machine, prove, running, study, tune
+from tools import running
+from tools.evidence import prove
+from tools.machine import cards, doctor, tune
+from tools.machine import checks as machine
+from tools.paper import study
 
 PEOPLE = str(ROOT / "tests" / "tasks" / "people.py")
 
@@ -156,7 +160,7 @@ def test_the_doctors_processes_share_the_gpus(gpus, monkeypatch, visible, words,
     monkeypatch.setattr(doctor, "guarded", lambda *given: 0)
     doctor.main(["--launch", "3", "--json", *words])
     ((*_, script, as_json), given) = commands[0][:6], commands[0][6:]
-    assert as_json == "--json" and script == doctor.__file__ and given == [*words, *more]
+    assert as_json == "--json" and script == str(ROOT / "tools" / "doctor.py") and given == [*words, *more]
 
 
 @pytest.mark.parametrize(("backend", "level"), [("gloo", "warning"), ("auto", "failure")])

@@ -14,8 +14,8 @@ from engine import config
 from engine.config.schema import DDP
 from engine.contract import LockstepError
 from plugins.parallel import rows
-from tools import benchmark, probe, scaling, tune
-from tools.scaling import Link, Passes, Place, Ring, Step, Unit
+from tools.machine import benchmark, probe, scaling, tune
+from tools.machine.scaling import Link, Passes, Place, Ring, Step, Unit
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "fault.step=1"]
 

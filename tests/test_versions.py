@@ -8,7 +8,8 @@ import torch
 
 from engine.comm.world import World
 from engine.files import run_folder
-from tools import compare, machine, replay
+from tools.evidence import compare, replay
+from tools.machine import checks as machine
 
 VERSIONS = ["2.11.0+cu130", "2.14.1+cu130", "2.15.0a0+git123", "2.13.0.post1", "2.14.0.dev20261101+cpu", "2.7.0"]
 

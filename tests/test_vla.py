@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT
 
 from engine.contract import sample_seeds, uniform
-from envs import discs, trials
 from models.vla import PRESETS, VLA, VLASettings, fit, grid_positions, hash_words
+from tasks.envs import discs, trials
 
 TOP = "observation.images.top"
 SMALL = VLASettings(preset="test", chunk_size=5, patch_size=8)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine import meter as meters
 from engine.comm.session import machine
 from engine.comm.world import World
 from engine.meter import Meter
-from engine.phases import Phases, phase
+from engine.phases import Phases
 from plugins.resilience import nccl_trace, scratch, watchdog
 from plugins.resilience.signals import StopRequest
 from plugins.resilience.store_client import Failure, Heartbeat
@@ -225,8 +226,8 @@ def test_a_host_that_is_stuck_because_its_device_is_waits_for_the_others(ranks, 
 def test_the_step_of_a_gpu_tells_the_watch_when_it_is_over(monkeypatch):
     event = SimpleNamespace(record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(phase, "posted", None)
+    monkeypatch.setattr(meters.phase, "posted", None)
     meter = Meter(World(0, 0, 1, torch.device("cpu")))
     meter.on_gpu = True
     meter.add(torch.zeros(4), 1, wait=False)
-    assert phase.posted is event
+    assert meters.phase.posted is event

@@ -11,11 +11,10 @@ from runs import records
 from test_robot import DISCS, TINY_ACT, change_json, own_recordings, record, task_of  # noqa: F401  (a fixture)
 
 from engine.report.log import _shown, of_trials
-from envs.discs import LINGER, Discs
-from envs.trials import roll_out
-from tasks import _held_out as held_out
-from tasks import _pictures as drawing
-from tasks import _trials as trials
+from tasks.envs.discs import LINGER, Discs
+from tasks.envs.trials import roll_out
+from tasks.robots import held_out, trials
+from tasks.shared import pictures as drawing
 
 
 def film(value, frames, number=0, success=False):

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 import tasks
 from engine import config, contract
 from engine.contract import LockstepError
-from formats import windows
+from formats.lab import windows
 from models.conv1d import Conv1d
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
 from tasks.har import SHIPPED, resample, rotate
-from tools import prepare_watch
+from tools.lab import prepare_watch
 
 AXES = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 

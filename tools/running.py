@@ -73,6 +73,11 @@ def alone(what: str, where: str) -> None:
 # ----------------------------------------------------------------------------
 
 
+def script_of(name: str) -> str:
+    """Return the path of the command `tools/<name>.py`."""
+    return str(Path(__file__).resolve().with_name(f"{name}.py"))
+
+
 def python(processes: int) -> list[str]:
     """Return the command before a script and its arguments, which starts it in so many
     processes."""

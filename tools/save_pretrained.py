@@ -1,63 +1,12 @@
 #!/usr/bin/env python3
-"""Write a trained policy as a `pretrained_model` folder for `policy.pretrained_path` and, except
-for a vla, LeRobot.
-
-python tools/save_pretrained.py RUN          to RUN/pretrained_model, from the best checkpoint
-python tools/save_pretrained.py RUN FOLDER
-
-RUN is the folder of a run of the robot task, or one of its checkpoints. --trust runs a task file
-that lies in RUN's own folder.
-"""
-
-from __future__ import annotations
+"""Run the command in `tools/use/save_pretrained.py`: the usage and the code are there."""
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import train
-from engine import config
-from engine.comm.world import World, sync_errors
-from engine.errors import LockstepError
-from plugins.reporting import plan_text
-from tools.evaluate import of_run
-from tools.running import guarded, in_world
-
-
-def main(argv: list[str]) -> int:
-    trust, argv = "--trust" in argv, [word for word in argv if word != "--trust"]
-    if not 1 <= len(argv) <= 2 or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    run = Path(argv[0])
-    folder = (
-        Path(argv[1]) if argv[1:] else (run if run.is_dir() else run.parent) / "pretrained_model"
-    )
-
-    def work(args: config.Args, world: World) -> int:
-        found = train.build(args, world, split="val")
-        plan_text.print_plan(found, steps=False)
-        task: Any = found.task
-        if not hasattr(task, "save_pretrained"):
-            raise LockstepError(
-                f"task {args.cfg.task} has no policy to save", argv[0], "give a robot's run"
-            )
-        with sync_errors(world):
-            if world.main:
-                with found.evaluated() as model:
-                    task.save_pretrained(model, folder)
-                print(f"Saved {folder}")
-        return 0
-
-    return guarded(
-        argv[:1],
-        lambda args: in_world(args.cfg, lambda world, _: work(args, world)),
-        partial(of_run, trust),
-    )
-
+from tools.use.save_pretrained import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

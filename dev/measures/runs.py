@@ -21,7 +21,7 @@ PACKAGES = ("torch", "numpy", "yaml", "tensorboard", "tqdm")
 
 SCRIPTS = Path(__file__).resolve().parent
 
-COPIED = ("engine", "tasks", "formats", "models", "envs", "configs")
+COPIED = ("engine", "tasks", "formats", "models", "configs")
 """The folders of a copy in which a training runs without plugins. The folder `data` is linked."""
 
 Value = TypeVar("Value")

@@ -1,4 +1,4 @@
-"""How passes become a step where each process is its own worker."""
+"""The reduction of the passes of a step where each process is one worker."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from engine.comm.world import World
 
 
 class LocalReducer:
-    """Gradients and sums stay as a pass leaves them: DDP and one all-reduce add up those of the
-    ranks. Virtual workers (`virtual.WorkerReducer`) override these methods.
+    """Gradients and sums stay as a pass leaves them: DDP adds up the gradients of the ranks, and
+    one all-reduce adds up the sums. plugins/parallel overrides these methods for virtual workers
+    and shards.
 
-    mode   ddp.buffers
-    block  numbers of the workers of this process
-    check  in the coming step, compare the buffers that all virtual workers must leave the same
+    mode            ddp.buffers
+    block           numbers of the workers of this process
+    check           in the coming step, compare the buffers of all virtual workers
+    hook            DDP's communication hook
+    follows_passes  begin_pass, end_forward, end_pass and worker_row are called in each pass
     """
 
-    hook: Any = None  # DDP's communication hook
-    # whether begin_pass, end_forward, end_pass and worker_row are called in each pass
+    hook: Any = None
     follows_passes = False
 
     def __init__(self, world: World, model: nn.Module, mode: str):
-        self.world, self.model, self.mode = world, model, mode
-        self.block, self.check = range(world.rank, world.rank + 1), True
+        self.world = world
+        self.model = model
+        self.mode = mode
+        self.block = range(world.rank, world.rank + 1)
+        self.check = True
 
     @functools.cached_property
     def buffers(self) -> Buffers:
-        # of the wrapped model: SyncBatchNorm has replaced others by then
+        # made late: SyncBatchNorm has replaced BatchNorm in the wrapped model
         return Buffers(self.model)
 
     def begin_step(self) -> None:
@@ -59,19 +64,21 @@ class LocalReducer:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
     def sum_over_shards(self, tensor: Tensor) -> None:
-        """Add up, in place, over the ranks that hold other rows of the weights: here none does."""
+        """Add up, in place, over the ranks that hold rows of one weight. Here each rank holds all
+        rows."""
 
     def digest(self) -> str:
-        """Return a digest of all weights; where ranks hold other rows, all must call it."""
+        """(all ranks, with shards) Return a digest of all weights."""
         return digests.as_text(self.sum_of_bits())
 
     def sum_of_bits(self) -> Tensor:
-        """Return what `digest` shows as a text, on the device, without a wait; all ranks as
-        there."""
+        """(all ranks, with shards) Return the number of `digest`, on the device, without a
+        wait."""
         return digests.sum_of_bits(self.model.parameters())
 
     def any(self, here: bool) -> bool:
-        """Return whether this rank, or where a forward pass is a collective any rank, says so."""
+        """Return `here`; where a forward pass is a collective, whether `here` is true on any
+        rank."""
         return here
 
     def end_step(self, skipped: Tensor) -> None:
@@ -80,6 +87,5 @@ class LocalReducer:
         if self.buffers.places:
             self.buffers.put_back(skipped)
         if self.mode != "same":
-            self.world.broadcast_or_mean(
-                self.buffers(of_norms=False).values(), mean=self.mode == "mean"
-            )
+            buffers = self.buffers(of_norms=False).values()
+            self.world.broadcast_or_mean(buffers, mean=self.mode == "mean")

@@ -25,12 +25,12 @@ def step(
     divisor: Tensor,
     grad_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """Take one optimizer step on summed gradients; divided by `divisor` they are those of the mean.
-    No host sync if the optimizer's kernel can skip a step (AdamW and SGD as shipped, torch's fused
-    Adam and AdamW), else one.
+    """Take one optimizer step on summed gradients, divided by `divisor`. No host sync if the
+    optimizer's kernel can skip a step (AdamW and SGD as shipped, torch's fused Adam and AdamW),
+    else one.
 
-    Returns (grad_norm before clipping, 1.0 if it is not finite and the step was skipped), both
-    scalars on the device. All ranks hold the same reduced gradients, so they all skip or none does.
+    Return (grad_norm before clipping, 1.0 if the norm is not finite and the step was skipped), two
+    scalars on the device. All ranks hold the same reduced gradients, so all ranks skip or none.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -48,7 +48,7 @@ def step(
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
     in_kernel: bool = getattr(optimizer, "skips_in_kernel", False)
-    # A fused kernel divides by grad_scale, in float32, in the pass that it makes anyway, and leaves
+    # A fused kernel divides by grad_scale, in float32, in its one pass over the memory, and leaves
     # weights and state alone if found_inf is 1: GradScaler uses both.
     divides = in_kernel and divisor.dtype == torch.float32
     if not divides:
@@ -58,7 +58,7 @@ def step(
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         taken = True
     else:
-        # on GPUs a sync point: for all ranks' gradients
+        # on GPUs a sync point: the host waits for the gradients of all ranks
         with phase.during("waiting for the device", waits=True):
             taken = not skipped
     if taken:

@@ -13,7 +13,7 @@ from engine import hooks
 from engine.comm.shards import shard_like, to_full
 from engine.errors import LockstepError, console, headline
 from engine.optim.fused import SGD, AdamW
-from engine.optim.make import clone_optimizer, parameters_of
+from engine.optim.make import parameters_of
 from engine.run import Run
 from plugins.parallel import fsdp
 
@@ -141,7 +141,7 @@ def _check_optimizer(run: Run) -> None:
     wholes = {p: nn.Parameter(to_full(p.detach()).clone()) for p in chosen}
     try:
         twins: list[Any] = [
-            clone_optimizer(fresh, run.model, instead) for instead in (rows, wholes)
+            run.record.fresh.clone_optimizer(run.model, instead) for instead in (rows, wholes)
         ]
         for step in range(STEPS):
             for n, p in enumerate(chosen):

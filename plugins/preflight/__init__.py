@@ -23,11 +23,10 @@ from engine.errors import console
 from engine.evaluation import check_count, collects, reported
 from engine.gathered import Gathered
 from engine.hooks import check
-from engine.optim import make
 from engine.phases import phase
 from engine.private import release_device_cache
 from engine.run import Run
-from plugins.preflight import adds_up, resume_check
+from plugins.preflight import adds_up, optimizers, resume_check
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.prepare_check import check_prepare
 from plugins.preflight.returned import check_returned
@@ -60,7 +59,7 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
-    state_bytes = make.state_bytes(run.optimizer)
+    state_bytes = optimizers.state_bytes(run.optimizer)
     moments = world.reduce_on_rank0(
         state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes)
     )
@@ -191,7 +190,7 @@ def plan_rows(run: Run) -> dict[str, str]:
     return {"the cut matters": f"{parts}: other processes or another batch_size, other numbers"}
 
 
-hooks.initial_state.add(resume_check.initial_state)
+hooks.initial_state.add(optimizers.initial_state)
 hooks.prepare_checks.add(check_prepare)
 hooks.returned.add(check_returned)
 hooks.plan_rows.add(plan_rows)

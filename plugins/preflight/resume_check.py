@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from engine.comm import digests
 from engine.comm.shards import is_sharded, to_local
 from engine.comm.world import sync_errors
-from engine.contract import LockstepError, Task
+from engine.contract import LockstepError
 from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
-from engine.optim.make import clone_optimizer, load_state, parts
+from engine.optim.make import load_state
 from engine.run import Run
+from plugins.preflight.optimizers import parts, tensor_specs
 
 RENEWED = {
     "state",
@@ -36,42 +37,13 @@ RENEWED = {
 """Attributes of an optimizer that a checkpoint holds, or that each step makes anew."""
 
 
-class InitialState(NamedTuple):
-    """The state of a new process before it loads a checkpoint.
-
-    optimizer  a copy with the same parameters; None where it cannot be copied
-    specs      type and shape of each tensor of the model that a checkpoint holds, by name
-    """
-
-    optimizer: torch.optim.Optimizer | None
-    specs: dict[str, str]
-
-
-def initial_state(run: Run) -> InitialState | None:
-    """Return the state that `check` compares with after the first step."""
-    if not run.cfg.check_resume:
-        return None
-    optimizer = clone_optimizer(run.optimizer, run.model)
-    return InitialState(optimizer, tensor_specs(run.task, run.model))
-
-
-def tensor_specs(task: Task, model: nn.Module) -> dict[str, str]:
-    """Return the type and the shape of each tensor of the model that a checkpoint holds, by
-    name."""
-    specs = {}
-    for name, value in model.state_dict().items():
-        if task.saved(name) and isinstance(value, Tensor):
-            specs[name] = f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
-    return specs
-
-
 def check(run: Run) -> None:
     """(all ranks) Raise LockstepError where a checkpoint would not bring back what runs, once a
     step has been taken."""
     if run.record.fresh is None:
         return
     with sync_errors(run.world):
-        _check_model(run, run.record.fresh.specs)
+        _check_model(run, run.record.fresh.forms)
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
         if run.record.fresh.optimizer is not None:

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engine.contract import LOGGED, Loss, Task, per_sample
 from engine.errors import LockstepError, amount
+from plugins.preflight.optimizers import check_optimizer
+from plugins.preflight.values import check_rows, check_sample, check_trained, check_weights
 
 
 def check(method: str, found: Any, *about: Any) -> Any:
@@ -227,7 +229,7 @@ NO_SAMPLES: tuple[tuple[Any, str], ...] = (
     ),
     (
         (IterableDataset, Iterator),
-        "give one with __len__ and __getitem__; shards are read by formats/shards.py",
+        "give one with __len__ and __getitem__; shards are read by formats/shards/",
     ),
     (Mapping, "give a list of its samples, or torch.utils.data.StackDataset(**columns)"),
 )
@@ -286,6 +288,11 @@ WHOLE: dict[str, Callable[..., None]] = {
     "datasets": check_datasets,
     "test_dataset": check_test_set,
     "split": check_scored,
+    "optimizer": check_optimizer,
+    "parameters": check_trained,
+    "init_from": check_weights,
+    "sample": check_sample,
+    "batch": check_rows,
 }
 """Methods with a function of their own in place of RULES."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.errors import CHECKPOINT, DIVERGED, STOPPED, USAGE
 from engine.files import atomic
+from plugins.resilience import full_disk
 from plugins.resilience.scratch import EXIT_CODE, SCRATCH
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -72,7 +73,7 @@ class Status:
             with self.writing:
                 self.fields |= fields
                 contents = self.fields | {"resume_command": self.resume_command} | process
-                atomic.write_json(self.folder / "status.json", contents, where_full=True)
+                full_disk.write_json(self.folder / "status.json", contents)
             self.warned = False
         except OSError as error:
             if not self.warned:

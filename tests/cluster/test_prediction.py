@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, succeed
 from hosts import CABLE, two_hosts
 
-from tools import benchmark, scaling
+from tools.machine import benchmark, scaling
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ MBIT = 100
 
 FEWER_SUMS = """
 import functools, sys
-from tools import probe
+from tools.machine import probe
 probe.time_sum = functools.partial(probe.time_sum, rounds=3)
 sys.exit(probe.main(sys.argv[1:]))
 """

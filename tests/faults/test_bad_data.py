@@ -10,8 +10,8 @@ import pytest
 import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
-from formats.clips import Clips, ClipsWriter
-from tools import prepare_clips
+from formats.lab.clips import Clips, ClipsWriter
+from tools.lab import prepare_clips
 
 
 def make(name, **dataset):

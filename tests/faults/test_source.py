@@ -14,7 +14,7 @@ SOURCES = sorted(
     )
 )
 ALLOWED = {
-    ("tools/prepare_watch.py", "load(allow_pickle=True)"),  # from a wheel whose checksum is verified before
+    ("tools/lab/prepare_watch.py", "load(allow_pickle=True)"),  # from a wheel whose checksum is verified before
     ("benchmarks/loaders.py", "pickle.loads()"),  # the states of loaders that it has just written itself
     ("engine/comm/exchange.py", "pickle.loads()"),  # what ranks send each other; plugins/security checks it before
 }
@@ -61,7 +61,7 @@ def test_there_are_sources():
         "train.py",
         "engine/config/parse.py",
         "formats/arrays.py",
-        "tools/prepare_watch.py",
+        "tools/lab/prepare_watch.py",
         "dev/layers.py",
     } <= names
 

@@ -1,4 +1,4 @@
-"""Of draccus, what tasks/_lerobot.py uses: values to plain ones, and back by their type."""
+"""Of draccus, what tasks/robots/lerobot.py uses: values to plain ones, and back by their type."""
 
 import dataclasses
 import enum

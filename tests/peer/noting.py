@@ -44,7 +44,7 @@ def environment(home: Path) -> dict[str, str]:
 
 def demonstrations(root: Path, camera: bool = True) -> Path:
     """A dataset of 167 samples: random walks, with key points in pixels as `observation.environment_state`."""
-    from formats.lerobot_writer import Recorder
+    from formats.robots.lerobot_writer import Recorder
 
     rng = np.random.default_rng(0)
     shapes = {name: shape for name, shape in SHAPES.items() if camera or KINDS[name] != "VISUAL"}

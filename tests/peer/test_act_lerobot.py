@@ -16,7 +16,7 @@ import torch
 import torchvision_shim
 from test_act import ACTION, CASES, DIMS, ENV, PADDED, SIZES, STATE, TINY, TOP, a_batch, build, fill, golden, some_draws
 
-from formats import pretrained
+from formats.weights import pretrained
 from models.act import ACT, ACTConfig, TemporalEnsemble
 from models.layers import Normalizer, normal_quantiles
 

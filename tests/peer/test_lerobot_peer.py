@@ -19,10 +19,10 @@ import test_language as language
 import test_lerobot as ours
 import torchvision_shim
 
-from formats.frames import Frames
-from formats.language import texts_of
-from formats.lerobot import Chunks, read
-from formats.lerobot_writer import Recorder
+from formats.robots.frames import Frames
+from formats.robots.language import texts_of
+from formats.robots.lerobot import Chunks, read
+from formats.robots.lerobot_writer import Recorder
 
 pq = pytest.importorskip("pyarrow.parquet")
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torchvision_shim
 from test_mix import CAM, SETS, record
 
-from formats import lerobot, lerobot_mix
+from formats.robots import lerobot, lerobot_mix
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from tiny_policies import TINY, words_of  # noqa: E402
 
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform  # noqa: E402
 from engine.seeds import seed_everything  # noqa: E402
-from formats.frames import Frames  # noqa: E402
-from formats.lerobot import read  # noqa: E402
+from formats.robots.frames import Frames  # noqa: E402
+from formats.robots.lerobot import read  # noqa: E402
 from models.lerobot_policy import Drawn, _seeds  # noqa: E402
 
 SHARED = "env.type=none device=cpu dataset.cache=none amp=off".split()

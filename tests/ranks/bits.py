@@ -28,7 +28,7 @@ if "flat" in sys.argv[2:]:
             left, right = nodes[-2:]
             nodes[-2:] = [tree.Node(left.begin, right.end, tree._add(left.sums, right.sums, in_place))]
 
-    tree.push_node = virtual.push = push
+    tree.push_node = virtual.push_node = push
 if "rank" in sys.argv[2:]:
     seed = run.seed_generators
     run.seed_generators = lambda device, *key: seed(device, *key, dist.get_rank())

@@ -18,7 +18,7 @@ from engine.contract import Sums
 from engine.evaluation import evaluate_split
 from engine.run import Run
 from plugins.resilience.signals import StopRequest
-from tasks._classification import Classification, LossSettings
+from tasks.shared.classification import Classification, LossSettings
 
 NUM_CLASSES = 7
 

@@ -9,7 +9,7 @@ from torch import nn
 from engine import contract
 from engine.config import option, section
 from engine.contract import LockstepError
-from tasks._classification import Classification, LossSettings
+from tasks.shared.classification import Classification, LossSettings
 
 PEOPLE = ["ann", "bob & co", "c,d", "dee_1", "eva", "fay", "gus", "hal", "ida"]
 

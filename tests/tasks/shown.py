@@ -8,7 +8,7 @@ from torch import nn
 
 from engine import contract
 from engine.config import option, section
-from tasks._classification import Classification, LossSettings
+from tasks.shared.classification import Classification, LossSettings
 
 NAMES = [
     "<script>document.title='broken'</script>",

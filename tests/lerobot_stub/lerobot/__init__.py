@@ -1,1 +1,1 @@
-"""As much of LeRobot's package as tasks/_lerobot.py uses, with two small policies, for a machine without it."""
+"""As much of LeRobot's package as tasks/robots/lerobot.py uses, with two small policies, for a machine without it."""

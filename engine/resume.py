@@ -1,0 +1,112 @@
+"""Compare a run with the checkpoint that it resumes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import config
+from engine.contract import Task
+from engine.errors import LockstepError, console
+from engine.files.archive import CheckpointState
+from engine.plan import Plan
+
+FREE_KEYS = (
+    "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps "
+    "device multi_gpu gpu_ids "
+    "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every "
+    "max_time_s "
+    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile "
+    "cuda_graph cache oom "
+    "save_minutes digest_every record optim.zero schedule.horizon random_samples init_from "
+    "check_resume check_sums "
+    "ddp. wandb. mlflow."
+).split()
+"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, in addition to
+`Task.resumable_keys`. global_batch and schedule.horizon are compared by resolved value, the data by
+fingerprint."""
+
+
+def check_same_run(
+    saved: CheckpointState,
+    args: config.Args,
+    task: Task,
+    plan: Plan,
+    fingerprint: str,
+    split: str = "",
+) -> CheckpointState:
+    """Raise LockstepError, with the differences, under a config that would make a different run. If
+    a split is scored, compare its data and warn. Return `saved` with the changes that --force
+    allows."""
+    if saved.path is None:
+        return saved
+    if split == "test":
+        check_test(saved, fingerprint)
+    if split in ("val", "any") and fingerprint != saved.data:
+        console.warning(
+            f"the data, or their split, are not those of the checkpoint ({saved.data} -> "
+            f"{fingerprint}): the scored data may overlap the training data\n"
+        )
+    if split:
+        return saved
+    differences = _differences(saved, args.cfg, task, plan, fingerprint)
+    named = args.force if isinstance(args.force, tuple) else ()
+    refused = {key: text for key, text in differences.items() if key not in named}
+    if refused and args.force is True:
+        console.warning(
+            f"--force: this is not the run of {saved.path}: {'; '.join(refused.values())}"
+        )
+    elif refused:
+        hint = ""
+        if saved.global_batch != plan.global_batch:
+            hint = f" (global_batch={saved.global_batch} keeps it)"
+        what = f"this is not the run of the checkpoint: {'; '.join(refused.values())}"
+        todo = f"change these back{hint}, start a new run with another save_dir, or insist with "
+        todo += f"--force {','.join([*named, *refused])}"
+        raise LockstepError(what, str(saved.path), todo)
+    return saved._replace(changes=differences)
+
+
+def check_test(saved: CheckpointState, fingerprint: str) -> None:
+    """Raise LockstepError unless the data are the data that the checkpoint's training has set
+    aside."""
+    if saved.test.get("fingerprint") != fingerprint:
+        what = "its training set none aside"
+        todo = "train anew with a test set"
+        if saved.test:
+            what = "these are not the data that its training set aside"
+            todo = "give the data and the split of its config"
+        raise LockstepError(f"no test of this checkpoint: {what}", str(saved.path), todo)
+
+
+def _differences(
+    saved: CheckpointState, cfg: Any, task: Task, plan: Plan, fingerprint: str
+) -> dict[str, str]:
+    """Return the differences between this run and the saved one: key -> text."""
+    now = config.flatten(config.to_dict(cfg))
+    # a key that did not exist then had its default
+    then = config.defaults(cfg) | config.flatten(saved.config)
+    if now["task"] != then["task"]:  # nothing else would be comparable
+        return {"task": f"task: {then['task']} -> {now['task']}"}
+    free = {*FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
+    sections = tuple(key for key in free if key.endswith("."))
+    found = {
+        key: [f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"]
+        for key in sorted(now.keys() | then.keys())
+        if now.get(key) != then.get(key) and key not in free and not key.startswith(sections)
+    }
+    # else it follows from epochs and steps
+    moved = now["schedule.horizon"] != then.get("schedule.horizon")
+    for key, name, old, new in (
+        (
+            "schedule.horizon",
+            "schedule.horizon",
+            saved.horizon,
+            plan.horizon if moved else saved.horizon,
+        ),
+        ("global_batch", "global batch", saved.global_batch, plan.global_batch),
+        ("data", "training samples", saved.num_samples, plan.num_samples),
+        ("data", "data", saved.data, fingerprint),
+    ):
+        if old != new:
+            found.setdefault(key, []).append(f"{name}: {old} -> {new}")
+    return {key: "; ".join(texts) for key, texts in found.items()}

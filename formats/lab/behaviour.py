@@ -1,0 +1,330 @@
+"""What people saw in videos: one form for the events of BORIS and the frames of DeepEthogram and
+SimBA.
+
+BORIS          tabular and aggregated events, see `formats/lab/boris.py`
+DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour of 1, 0, or -1 for not
+               labelled
+SimBA          targets_inserted/VIDEO.csv: a row per frame, the pose, features, and at the end the
+               behaviours, 0 or 1
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from engine.contract import LockstepError
+from formats.arrays import csv_rows, text_lines
+from formats.lab import boris
+from formats.lab.boris import Event
+from formats.lab.videos import SUFFIXES
+
+BACKGROUND = "background"
+SUFFIX = "_labels.csv"  # of DeepEthogram's files
+TARGETS = "targets_inserted"  # SimBA's folder
+KINDS = (".csv", ".tsv", ".xlsx")
+EXPORT = {".ods", ".xls", ".boris", ".gz", ".pkl"}  # kinds that BORIS writes, and that are not read
+READ = (
+    f"events that BORIS exported, DeepEthogram's VIDEO{SUFFIX}, SimBA's "
+    "targets_inserted/VIDEO.csv, or a folder of them"
+)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What people saw in one video.
+
+    video       the name of its file, perhaps without the ending
+    path        the file that says so
+    behaviours  B names
+    events      of a file of events: frames outside of each are in no behaviour
+    frames      (N, B) int8 of a file of frames: 1, 0, or -1 where nobody looked; None for events
+    lines       (N,) the line of each of these frames, 0 for one without
+    length_s, fps  of the video, as far as a file of events says; else 0
+    """
+
+    video: str
+    path: Path
+    behaviours: list[str]
+    events: list[Event] = field(default_factory=list)
+    frames: np.ndarray | None = None
+    lines: np.ndarray | None = None
+    length_s: float = 0.0
+    fps: float = 0.0
+
+    @property
+    def stem(self) -> str:
+        """Its name without folder and ending, by which files of one video find each other."""
+        return stem_of(self.video)
+
+    @property
+    def subjects(self) -> list[str]:
+        return sorted({event.subject for event in self.events})
+
+    def of(self, subjects: Sequence[str]) -> Labels:
+        """Return the events of these subjects alone; all if none are named. Raises LockstepError
+        for several that are not named, and for a name that the file lacks."""
+        there = self.subjects
+        if (
+            subjects
+            and (missing := [name for name in subjects if name not in there])
+            and self.frames is None
+        ):
+            todo = f"it has {', '.join(map(repr, there)) or 'no events'}"
+            raise LockstepError(f"no events of the subject {missing[0]!r}", str(self.path), todo)
+        if not subjects and len(there) > 1:
+            what = (
+                f"events of {len(there)} subjects in {self.video}: "
+                f"{', '.join(name or '(none)' for name in there)}"
+            )
+            todo = (
+                f"choose whose to learn: --subjects {there[-1]}; several, with commas, count as one"
+            )
+            raise LockstepError(what, str(self.path), todo)
+        return replace(
+            self, events=[e for e in self.events if not subjects or e.subject in subjects]
+        )
+
+    def per_frame(self, count: int, fps: float) -> np.ndarray:
+        """Return (count, B) int8: 1 where a behaviour was seen, 0 where not, -1 where nobody
+        looked.
+
+        A state lasts from frame round(start * fps) to the one before round(stop * fps); points have
+        no duration. Raises LockstepError for more labelled frames than `count`.
+        """
+        if self.frames is not None:
+            if len(self.frames) > count:
+                what = f"labels of {len(self.frames)} frames, {self.video} has {count}"
+                raise LockstepError(what, str(self.path), "give the labels of that very video")
+            rest = np.full((count - len(self.frames), len(self.behaviours)), -1, dtype=np.int8)
+            return np.concatenate([self.frames, rest])
+        found = np.zeros((count, len(self.behaviours)), dtype=np.int8)
+        for event in self.events:
+            first, stop = round(event.start_s * fps), round(event.stop_s * fps)
+            found[first:stop, self.behaviours.index(event.behaviour)] = 1
+        return found
+
+    def names(
+        self, count: int, fps: float, priority: Sequence[str] = (), background: str = BACKGROUND
+    ) -> np.ndarray:
+        """Return (count,) str, the one behaviour of each frame: `background` where there is none,
+        empty where nobody looked. Of several at once the first of `priority` counts. Raises
+        LockstepError if none of them is in it."""
+        seen = self.per_frame(count, fps)
+        order = [self.behaviours.index(name) for name in priority if name in self.behaviours]
+        at_once = (seen == 1).sum(1) > 1
+        at_once &= ~(seen[:, order] == 1).any(1)
+        if at_once.any():
+            frame = int(at_once.argmax())
+            both = [name for name, on in zip(self.behaviours, seen[frame] == 1, strict=True) if on]
+            line = f":{self.lines[frame]}" if self.lines is not None else ""
+            what = f"{' and '.join(both)} at once in frame {frame} of {self.video}"
+            what += f" ({at_once.sum()} such frames)"
+            todo = f"a frame has one label here: --priority {','.join(both)} takes the first"
+            raise LockstepError(what, f"{self.path}{line}", todo)
+        names = np.array(["", background, *self.behaviours])
+        chosen = np.where((seen == -1).any(1), 0, 1)
+        for b in [*(b for b in range(len(self.behaviours)) if b not in order), *reversed(order)]:
+            chosen[seen[:, b] == 1] = 2 + b
+        return names[chosen]
+
+    def overlapping(
+        self, count: int, fps: float, classes: Sequence[str], background: str = BACKGROUND
+    ) -> np.ndarray:
+        """Return (count, C) int8 of the behaviours `classes`, any number of which are on: 1, 0, or
+        -1 where nobody looked. `background` is on where no other one is; an event that is in no
+        file of events did not happen."""
+        seen = self.per_frame(count, fps)
+        found = np.full((count, len(classes)), 0 if self.frames is None else -1, dtype=np.int8)
+        for c, name in enumerate(classes):
+            if name in self.behaviours:
+                found[:, c] = seen[:, self.behaviours.index(name)]
+        if background in classes:
+            others = [c for c, name in enumerate(classes) if name != background]
+            on, looked = (found[:, others] == 1).any(1), (found[:, others] >= 0).all(1)
+            found[:, list(classes).index(background)] = np.where(on, 0, np.where(looked, 1, -1))
+        return found
+
+
+def first_of(
+    overlapping: np.ndarray, classes: Sequence[str], background: str = BACKGROUND
+) -> np.ndarray:
+    """(N, C) of 1, 0 and -1 -> (N,) str, one label of each for the split and the counts: the first
+    that is on, else `background`, and empty where nobody looked at any."""
+    names = np.array([*classes, background, ""])
+    on, unseen = (overlapping == 1).any(1), (overlapping < 0).all(1)
+    return names[np.where(on, (overlapping == 1).argmax(1), len(classes) + unseen)]
+
+
+def stem_of(name: str) -> str:
+    """C:\\mice\\a.b.mp4 -> a.b"""
+    last = re.split(r"[\\/]", name)[-1]
+    stem, ending = os.path.splitext(last)
+    return stem if ending.lower() in SUFFIXES else last
+
+
+def read(path: Path, behaviours: Sequence[str] = (), offset: str = "") -> list[Labels]:
+    """Return the labels of each video in a file, or in all files of a folder and those below it.
+
+    behaviours  the columns of SimBA's files that are behaviours; without them those that its
+                project names
+    offset      of BORIS' times, where they have one: `subtract` or `ignore`
+    Raises LockstepError with the file, and the line if there is one.
+    """
+    if not path.is_dir():
+        return _read_file(path, behaviours, offset)
+    files = sorted(
+        each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file()
+    )
+    # beside other tables
+    own = [each for each in files if each.name.endswith(SUFFIX) or each.parent.name == TARGETS]
+    found = [one for each in own or files for one in _read_file(each, behaviours, offset)]
+    if not found:
+        raise LockstepError("no labels", str(path), f"give {READ}")
+    stems: dict[str, Labels] = {}
+    for one in found:
+        if (twin := stems.setdefault(one.stem, one)) is not one:
+            raise LockstepError(
+                f"{one.path.name} and {twin.path.name} are both of {one.stem}",
+                str(path),
+                "keep one",
+            )
+    return found
+
+
+def is_labels(path: Path) -> bool:
+    """Return whether `read` is for this path; else it is a table of trials."""
+    if path.is_dir() or path.suffix in {".xlsx", *EXPORT} or path.name.endswith(SUFFIX):
+        return True
+    lines = text_lines(path)
+    return boris.layout_of(lines) is not None or _is_simba(csv_rows(path, lines[:1])[0])
+
+
+def _read_file(path: Path, behaviours: Sequence[str], offset: str) -> list[Labels]:
+    if path.name.endswith(SUFFIX):
+        return [_deepethogram(path)]
+    if path.suffix in EXPORT:
+        todo = "in BORIS export events, tabular or aggregated, as CSV, TSV or .xlsx"
+        raise LockstepError(f"files of kind {path.suffix!r} are not read", str(path), todo)
+    if path.suffix.lower() != ".xlsx":
+        lines = text_lines(path)
+        header = csv_rows(path, lines[:1])[0] if boris.layout_of(lines) is None else []
+        if _is_simba(header):
+            return [_simba(path, lines, header, behaviours)]
+        if header and BACKGROUND in header:
+            return [_deepethogram(path)]
+        if boris.layout_of(lines) is None:
+            raise LockstepError("no file of labels", str(path), f"give {READ}")
+    found = []
+    for one in boris.read(path, offset):
+        names = sorted({event.behaviour for event in one.events})
+        found.append(Labels(one.video, path, names, one.events, length_s=one.length_s, fps=one.fps))
+    return found
+
+
+# ---- a row per frame
+# -------------------------------------------------------------------------------------------------
+
+
+def _deepethogram(path: Path) -> Labels:
+    header, rows = csv_rows(path, text_lines(path))
+    names = [name for name in header if name and name not in ("Unnamed: 0", BACKGROUND)]
+    if BACKGROUND not in header or not names:
+        what = f"the header has {', '.join(header) or 'nothing'}"
+        raise LockstepError(
+            what, f"{path}:1", f"DeepEthogram's has an index, {BACKGROUND} and the behaviours"
+        )
+    frames, lines = _frames(path, header, [*rows], names, header[0] in (BACKGROUND, *names))
+    return Labels(path.name.removesuffix(SUFFIX), path, names, frames=frames, lines=lines)
+
+
+def _is_simba(header: list[str]) -> bool:
+    return any(
+        name.endswith("_x") and {f"{name[:-1]}y", f"{name[:-1]}p"} <= {*header} for name in header
+    )
+
+
+def _simba(path: Path, lines: list[str], header: list[str], behaviours: Sequence[str]) -> Labels:
+    named = [*behaviours] or _of_project(path)
+    rows = [*csv_rows(path, lines)[1]]
+    if not named:  # the columns at the end that hold nothing but 0 and 1
+        for c in range(len(header) - 1, 0, -1):
+            if header[c].endswith(("_x", "_y", "_p")) or not {
+                row[c].strip() for _, row in rows
+            } <= {
+                "0",
+                "1",
+                "0.0",
+                "1.0",
+            }:
+                break
+            named.insert(0, header[c])
+    if missing := [name for name in named if name not in header]:
+        todo = "label the video in SimBA first, or name its columns by --behaviours"
+        raise LockstepError(f"no column {missing[0]}", f"{path}:1", todo)
+    if not named:
+        raise LockstepError(
+            "no column of behaviours at the end", f"{path}:1", "name them: --behaviours A,B"
+        )
+    frames, of = _frames(path, header, rows, named, header[0].endswith("_x"))
+    return Labels(path.stem, path, named, frames=frames, lines=of)
+
+
+def _of_project(path: Path) -> list[str]:
+    """Return the behaviours that SimBA's project_config.ini names; none without it."""
+    config = configparser.ConfigParser(interpolation=None, strict=False)
+    for folder in [*path.absolute().parents][:4]:
+        try:
+            if config.read(folder / "project_config.ini", encoding="utf-8"):
+                return [
+                    value
+                    for key, value in config["SML settings"].items()
+                    if re.fullmatch(r"target_name_\d+", key)
+                ]
+        except (configparser.Error, KeyError, UnicodeDecodeError):
+            todo = "repair it, or name the behaviours by --behaviours"
+            raise LockstepError("no project_config.ini of SimBA", str(folder), todo) from None
+    return []
+
+
+def _frames(
+    path: Path,
+    header: list[str],
+    rows: list[tuple[int, list[str]]],
+    names: list[str],
+    counted: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (N, B) int8 of the columns `names` and (N,) their lines. The first column is the
+    frame, and a frame that is left out was not looked at, unless the rows are `counted` because it
+    is another one."""
+    places, found = [header.index(name) for name in names], dict[int, tuple[int, list[int]]]()
+    for n, (line, row) in enumerate(rows):
+        where = f"{path}:{line}"
+        try:
+            values = [int(float(row[c])) if float(row[c]) in (-1, 0, 1) else 2 for c in places]
+            frame = n if counted else int(float(row[0]))
+        except (ValueError, IndexError, OverflowError):
+            values, frame = [2], 0
+        if 2 in values:
+            what = f"{names[values.index(2)]} is no 0, 1 or -1, or the first cell no frame"
+            raise LockstepError(
+                what, where, "give 1 where it was seen, 0 where not, -1 where nobody looked"
+            )
+        if frame in found or not 0 <= frame < 10**8:
+            raise LockstepError(
+                f"frame {frame} stands twice, or is none", where, "give each frame one row"
+            )
+        found[frame] = line, values
+    if not found:
+        raise LockstepError("no frames", str(path), "give a row for each frame")
+    frames = np.full((max(found) + 1, len(names)), -1, dtype=np.int8)
+    lines = np.zeros(len(frames), dtype=np.int64)
+    for frame, (line, values) in found.items():
+        frames[frame], lines[frame] = values, line
+    return frames, lines

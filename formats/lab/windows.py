@@ -1,0 +1,921 @@
+"""Sensor recordings cut into windows: four layouts on disk, one dataset that gathers from the
+recordings.
+
+    UCI HAR folder   {train,test}/Inertial Signals/*.txt, y_*.txt, subject_*.txt,
+                     activity_labels.txt
+    .ts              NAME_TRAIN.ts and NAME_TEST.ts of the UEA archive, or one .ts file
+    arrays           X.npy (N, T, C), y.npy (N,), subject.npy, with optional _train/_test suffixes;
+                     or one .npz of these
+    recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,) or step_label
+                     (sum of lengths,), and
+                     subject (R,) if known
+
+A step_label is text or a number, and "" or -1 where nobody has labelled; a window has the label of
+its centre, step length // 2, and is left out if that has none. A last channel of the name `valid`
+is no measurement: 1 where the others were measured, 0 where they are padding.
+
+The first and the third hold windows already, and so does a .ts file of equal lengths: each is taken
+whole. The others hold recordings of any length, cut into windows of `length` steps that start every
+`stride` steps. The split is by person, not by window, because windows of one person are near copies
+of each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contract import Batch, LockstepError
+from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
+from formats.lab.bouts import columns_of, one_hot
+
+LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
+FIELDS = (
+    "give signal, lengths, label or step_label and, where known, subject: "
+    "docs/your-own-data.md lists the fields"
+)
+VALID = "valid"
+FILL = "fill in missing values first, or leave that part out"
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """R labelled recordings, concatenated in one array, and how to cut them.
+
+    signal    (sum of lengths, C) float32, stored channel by channel: a window is then C runs of T
+    steps, four times as
+              fast to gather
+    lengths   (R,) int64, steps of each recording; none is shorter than `length`
+    labels    (R,) int64, index into `classes`; all 0 where each step has a label of its own
+    groups    (R,) int64, index into `subjects`, or the recording's own number if they are unknown
+    val       (R,) bool, the split that the data come with, or None
+    subjects  names; empty if unknown
+    length, stride  of a window, in steps
+    rate_hz   steps per second, or None
+    step_labels  (sum of lengths,) int32, index into `classes` or -1; or None
+    axes      3 if each three channels may be the axes of one sensor, which an augmentation turns;
+              0: they are not
+    names     of the recordings, such as those of their videos; empty if unknown
+    multi     (sum of lengths, C) int8, where labels may overlap: 1, 0, or -1 where nobody looked;
+              or None
+    """
+
+    signal: np.ndarray
+    lengths: np.ndarray
+    labels: np.ndarray
+    groups: np.ndarray
+    val: np.ndarray | None
+    classes: list[str]
+    subjects: list[str]
+    length: int
+    stride: int
+    where: str
+    channels: list[str] = field(default_factory=list)
+    rate_hz: float | None = None
+    step_labels: np.ndarray | None = None
+    axes: int = 3
+    names: list[str] = field(default_factory=list)
+    multi: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the last channel says which steps were measured."""
+        return self.channels[-1:] == [VALID]
+
+    def windows(self) -> np.ndarray:
+        """Return (R,) int64, the windows of each recording, with or without a label; leftover steps
+        at its end are not used."""
+        return (self.lengths - self.length) // self.stride + 1
+
+
+class Windows:
+    """The labelled windows of some recordings as a dataset: `{"x": (B, C, T) float32, "y": (B,)
+    int64}`.
+
+    labels  (N,) int64, one per window;   starts  (N,) int64, row of `signal` where each begins
+    recording  (N,) int64, the recording of each;   step  (N,) int64, the step of that recording
+                                                          where it begins
+    sources  (N,) str, the subject of each, or the recording's number where subjects are unknown
+    """
+
+    def __init__(self, recordings: Recordings, chosen: np.ndarray):
+        """chosen  (R,) bool: the recordings to take. Windows are views: the signal is shared, never
+        copied."""
+        counts = np.where(chosen, recordings.windows(), 0)
+        owner = np.repeat(np.arange(len(recordings)), counts)  # (N,) recording of each window
+        # its number within the recording
+        nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        step = nth * recordings.stride
+        starts = (np.cumsum(recordings.lengths) - recordings.lengths)[owner] + step
+        labels = recordings.labels[owner]
+        if recordings.step_labels is not None:
+            labels = recordings.step_labels[starts + recordings.length // 2].astype(np.int64)
+            owner, step, starts, labels = (
+                each[labels >= 0] for each in (owner, step, starts, labels)
+            )
+        centre = starts + recordings.length // 2
+        self.multi = None if recordings.multi is None else recordings.multi[centre]
+        self._classes = len(recordings.classes)
+        self.recording, self.step, self.labels, self.starts = (
+            owner,
+            step,
+            labels,
+            torch.from_numpy(starts),
+        )
+        names = recordings.subjects or [str(n) for n in range(len(recordings))]
+        self.sources = np.array(names)[recordings.groups[owner]]
+        self.length, self.masked = recordings.length, recordings.masked
+        self.signal = torch.from_numpy(recordings.signal)
+        self._y = torch.from_numpy(self.labels)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether a window may have several labels."""
+        return self.multi is not None
+
+    @property
+    def targets(self) -> np.ndarray:
+        """(N,) labels, or after `one_hot` (N, C) int8"""
+        return self._y.numpy()
+
+    def one_hot(self) -> None:
+        """Let `y` be (B, C) int8: 1, 0, or -1 where nobody looked."""
+        found = one_hot(self.labels, self._classes) if self.multi is None else self.multi
+        self._y = torch.from_numpy(np.ascontiguousarray(found))
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        # a third of what torch takes for a list
+        chosen = torch.from_numpy(np.asarray(indices, np.int64))
+        every = self.signal.unfold(0, self.length, 1)  # (steps - T + 1, C, T), a view
+        return {"x": every.index_select(0, self.starts[chosen]), "y": self._y[chosen]}
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def statistics(self, kept: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Return (C,) mean and (C,) standard deviation over the measured steps that windows cover,
+        each counted once; of the windows that are `kept`, (N,) bool, or of all. A channel `valid`
+        has mean 0 and deviation 1."""
+        covered = torch.zeros(len(self.signal) + 1, dtype=torch.int64)
+        starts = self.starts if kept is None else self.starts[torch.from_numpy(kept)]
+        covered.index_add_(0, starts, torch.ones_like(starts))
+        covered.index_add_(0, starts + self.length, -torch.ones_like(starts))
+        seen = covered.cumsum(0)[:-1] > 0
+        rows = (seen & (self.signal[:, -1] > 0) if self.masked else seen).nonzero().squeeze(1)
+        # One channel at a time: less memory.
+        spread = [
+            torch.std_mean(channel.index_select(0, rows).double(), correction=0)
+            for channel in self.signal.T
+        ]
+        std, mean = (torch.stack(values) for values in zip(*spread, strict=True))
+        if self.masked:
+            mean[-1], std[-1] = 0, 1
+        # A dead sensor has no spread: it is shifted to zero, not scaled.
+        return mean.float(), torch.where(std > 1e-6 * mean.abs().clamp(min=1e-6), std, 1.0).float()
+
+
+# --------------------------------------------------------------------------------------------------
+# reading
+
+
+def read(
+    root: str | Path, length: int = 128, stride: int = 64, labelled: bool = True
+) -> Recordings:
+    """Recognise the layout under `root` (a folder or a file, see above) and read it.
+
+    length, stride  in steps; they cut recordings only: data published as windows are taken whole
+    labelled        False: labels may be missing, and are all 0 in any case; not for UCI HAR, which
+                    has them
+    Raises LockstepError with the file, and the line if there is one.
+    """
+    if length < 1 or stride < 1:
+        raise LockstepError(
+            f"length {length} and stride {stride} must be at least 1", "dataset", "raise them"
+        )
+    try:
+        return _recognise(Path(os.path.expanduser(root)), length, stride, labelled)
+    except OSError as error:  # no permission, a name that is too long
+        what = f"cannot read: {error.strerror or error}"
+        raise LockstepError(
+            what, str(error.filename or root), "give a path that you may read"
+        ) from None
+
+
+def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
+    """Return the recordings with labels that index `classes`, a model's. Raises LockstepError for a
+    class it lacks."""
+    names, where, steps = recordings.classes, recordings.where, recordings.step_labels
+    if steps is None:
+        return replace(
+            recordings, labels=renumber(recordings.labels, names, classes, where), classes=classes
+        )
+    present = np.flatnonzero(np.bincount(steps + 1, minlength=len(names) + 1)[1:])
+    table = np.full(len(names) + 1, -1, np.int32)  # the last is that of -1
+    table[present] = renumber(present, names, classes, where)
+    multi = (
+        recordings.multi
+        if recordings.multi is None
+        else columns_of(recordings.multi, names, classes)
+    )
+    return replace(recordings, step_labels=table[steps], classes=classes, multi=multi)
+
+
+def check_alike(
+    new: Recordings, length: int, channels: int, names: list[str], rate_hz: float | None
+) -> None:
+    """Raise LockstepError unless `new` matches a model's training data in the fields of Recordings
+    that both know."""
+    found = new.signal.shape[1]
+    if found != channels or (names and new.channels and names != new.channels):
+        here, there = (
+            f"{found} channels {' '.join(new.channels)}",
+            f"{channels} channels {' '.join(names)}",
+        )
+        what = f"{here.strip()}, the model was trained on {there.strip()}"
+    elif new.length != length:
+        what = f"windows of {new.length} steps, the model was trained on {length}"
+    elif new.rate_hz and rate_hz and abs(new.rate_hz - rate_hz) > 0.01 * rate_hz:
+        what = f"recorded at {new.rate_hz:g} Hz, the model was trained at {rate_hz:g} Hz"
+    else:
+        return
+    raise LockstepError(
+        what, new.where, "give the same sensors in the same order, resampled to that rate"
+    )
+
+
+def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordings:
+    if root.is_file():
+        return _read_file(root, length, stride, labelled)
+    if not root.is_dir():
+        raise LockstepError("no such file or folder", str(root), f"give {LAYOUTS}")
+    for folder in (root, root / "UCI HAR Dataset"):
+        if (folder / "train" / "Inertial Signals").is_dir():
+            return _read_uci(folder)
+    if ts := sorted(root.glob("*.ts")):
+        one = _one(root, [path for path in ts if not path.stem.endswith("_TEST")], ".ts")
+        return _read_ts(one, length, stride, labelled)
+    if (root / "X.npy").is_file() or (root / "X_train.npy").is_file():
+        return _read_npy(root, labelled)
+    if archives := sorted(root.glob("*.npz")):
+        return _read_file(_one(root, archives, ".npz"), length, stride, labelled)
+    raise LockstepError("no sensor data found", str(root), f"give {LAYOUTS}")
+
+
+def _one(root: Path, paths: list[Path], kind: str) -> Path:
+    if len(paths) != 1:
+        names = ", ".join(path.name for path in paths) or "only _TEST"
+        raise LockstepError(
+            f"{len(paths)} data sets of kind {kind}: {names}", str(root), "name one file"
+        )
+    return paths[0]
+
+
+def _read_file(path: Path, length: int, stride: int, labelled: bool) -> Recordings:
+    if path.suffix == ".ts":
+        return _read_ts(path, length, stride, labelled)
+    if path.suffix != ".npz":
+        raise LockstepError(
+            f"cannot read files of kind {path.suffix!r}", str(path), f"give {LAYOUTS}"
+        )
+    arrays = load_npz(path) if labelled else _without_labels(load_npz(path))
+    if "signal" in arrays:
+        return _from_recordings(arrays, path, length, stride)
+    if "X" in arrays:
+        return _from_windows([arrays], path, None)
+    found = ", ".join(arrays) or "nothing"
+    raise LockstepError(f"holds neither 'signal' nor 'X' but {found}", str(path), FIELDS)
+
+
+def _without_labels(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    kept = {
+        name: value
+        for name, value in arrays.items()
+        if name not in ("classes", "val", "step_label", "labels")
+    }
+    for of, name in (("X", "y"), ("lengths", "label")):
+        if of in kept:
+            kept[name] = np.zeros(kept[of].shape[:1], dtype=np.int64)
+    return kept
+
+
+def _read_uci(root: Path) -> Recordings:
+    names = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
+    labels_path = root / "activity_labels.txt"
+    pairs = [line.split(None, 1) for line in text_lines(labels_path) if line.strip()]
+    if [pair[0] for pair in pairs] != [str(n) for n in range(1, len(pairs) + 1)] or any(
+        len(p) != 2 for p in pairs
+    ):
+        what = "expected one '1 NAME' per line, numbered from 1"
+        raise LockstepError(what, str(labels_path), "take the file as it is published")
+    classes = [name.strip() for _, name in pairs]
+    parts = []
+    for part in ("train", "test"):
+        folder = root / part / "Inertial Signals"
+        axes = [_table(folder / f"{name}_{part}.txt") for name in names]
+        for name, axis in zip(names, axes, strict=True):
+            if axis.shape != axes[0].shape:
+                what = "{} windows of {} steps, but {} has {} of {}".format(
+                    *axis.shape, names[0], *axes[0].shape
+                )
+                raise LockstepError(
+                    what, str(folder / f"{name}_{part}.txt"), "take the files as they are published"
+                )
+        y_path = root / part / f"y_{part}.txt"
+        y = _column(y_path)
+        for line in np.flatnonzero((y < 1) | (y > len(classes))):
+            what = f"label {y[line]} is not in activity_labels.txt"
+            raise LockstepError(what, f"{y_path}:{line + 1}", f"labels go from 1 to {len(classes)}")
+        subject = _column(root / part / f"subject_{part}.txt")
+        shared = {
+            "classes": np.array(classes),
+            "channels": np.array(names),
+            "rate_hz": np.array(50.0),
+        }
+        parts.append({"X": np.stack(axes, 2), "y": y - 1, "subject": subject, **shared})
+    return _from_windows(parts, root, ["train", "test"])
+
+
+def _read_npy(root: Path, labelled: bool) -> Recordings:
+    suffixes = [""] if (root / "X.npy").is_file() else ["_train", "_test"]
+    parts = []
+    for suffix in suffixes:
+        names = ["y"] * labelled + ["subject"] * (root / f"subject{suffix}.npy").is_file()
+        part = {name: load_npy(root / f"{name}{suffix}.npy") for name in names}
+        part |= {"X": np.asarray(map_npy(root / f"X{suffix}.npy"))}  # copied later
+        parts.append(part if labelled else _without_labels(part))
+    return _from_windows(
+        parts, root, [suffix.strip("_") for suffix in suffixes] if len(parts) > 1 else None
+    )
+
+
+def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings:
+    """One .ts file, or a _TRAIN.ts with its _TEST.ts, whose recordings become the predefined
+    validation split."""
+    paths = [path]
+    if path.stem.endswith("_TRAIN") or path.stem.endswith("_TEST"):
+        name = path.stem.rsplit("_", 1)[0]
+        paths = [path.with_name(f"{name}_{part}.ts") for part in ("TRAIN", "TEST")]
+    parts = [parse_ts(p, labelled) for p in paths]
+    train, *others = parts
+    for _, _, classes, _ in others:
+        if classes != train[2]:
+            what = f"classes {' '.join(classes)} differ from those of {paths[0].name}"
+            raise LockstepError(what, str(paths[1]), "give both files the same @classLabel")
+    series = [one for part in parts for one in part[0]]
+    if len({one.shape[1] for one in series}) > 1:
+        what = "train and test have different numbers of channels"
+        raise LockstepError(what, str(path), "give both the same channels")
+    lengths = np.array([len(one) for one in series], dtype=np.int64)
+    if len({*lengths.tolist()}) == 1:
+        length = stride = int(lengths[0])  # windows already
+    arrays = {
+        "label": np.array([label for part in parts for label in part[1]]),
+        "classes": np.array(train[2]),
+    }
+    if others:
+        arrays["val"] = np.arange(len(series)) >= len(train[0])
+    return _recordings(series, lengths, arrays, length, stride, str(path))
+
+
+TsPart = tuple[list[np.ndarray], list[int], list[str], list[int]]
+
+
+def parse_ts(path: Path, labelled: bool, missing: bool = False) -> TsPart:
+    """Return (recordings, each (T, C) float32; labels; classes; lines). A line is one:
+    channel:channel:…:label.
+
+    missing  whether values may be missing, `?` or NaN: they become NaN
+    """
+    header: dict[str, list[str]] = {}
+    series: list[np.ndarray] = []
+    labels: list[int] = []
+    classes: list[str] = []
+    lines: list[int] = []
+    for number, line in enumerate(text_lines(path), 1):
+        line, where = line.strip(), f"{path}:{number}"
+        if not line or line.startswith(("#", "%")):
+            continue
+        if line.startswith("@"):
+            key, *values = line[1:].split() or [""]
+            header[key.lower()] = values
+            if key.lower() == "data":
+                has_labels = labelled or _flag(header, "classlabel") != "false"
+                classes = _ts_classes(header, where) if has_labels else [""]
+            continue
+        if "data" not in header:
+            raise LockstepError("a recording before @data", where, "write a line @data above it")
+        *channels, label = line.split(":") if has_labels else [*line.split(":"), ""]
+        if label.strip() not in classes:
+            what = f"label {label.strip()!r} is not in @classLabel"
+            raise LockstepError(what, where, f"choose one of {' '.join(classes)}, or add it there")
+        series.append(_ts_series(channels, header, where, missing))
+        if series[-1].shape[1] != series[0].shape[1]:
+            what = f"{len(channels)} channels, the first recording has {series[0].shape[1]}"
+            raise LockstepError(what, where, "give each recording the same channels")
+        labels.append(classes.index(label.strip()))
+        lines.append(number)
+    if not series:
+        raise LockstepError("no recordings after @data", str(path), "write one a line")
+    return series, labels, classes, lines
+
+
+def _flag(header: dict[str, list[str]], key: str) -> str:
+    """Return `true` or `false`, the first word of a header's line, or nothing without one."""
+    return (header.get(key) or [""])[0].lower()
+
+
+def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
+    if _flag(header, "timestamps") == "true":
+        raise LockstepError("@timeStamps true is not supported", where, "resample to an even rate")
+    if _flag(header, "targetlabel") == "true":
+        what = "its labels are numbers to predict (@targetLabel), and har tells classes apart"
+        raise LockstepError(
+            what, where, "write a task that learns numbers: examples/own_task.py is one"
+        )
+    if _flag(header, "classlabel") != "true" or not (classes := header["classlabel"][1:]):
+        raise LockstepError(
+            "no '@classLabel true NAME NAME ...' in the header", where, "add that line"
+        )
+    return classes
+
+
+def _ts_series(
+    channels: list[str], header: dict[str, list[str]], where: str, missing: bool
+) -> np.ndarray:
+    """The channels of one line -> (T, C) float32, checked against the header's @dimensions and
+    @seriesLength."""
+
+    def compare(count: int, unit: str, key: str) -> None:
+        stated = header.get(key.lower(), [str(count)])
+        if stated != [str(count)]:
+            what = f"{count} {unit}, @{key} is {' '.join(stated)}"
+            raise LockstepError(what, where, "fix the header or the line")
+
+    compare(len(channels), "channels", "dimensions")
+    if not channels:
+        raise LockstepError("no ':' between values and label", where, "write channel:channel:label")
+    rows = [
+        (channel.replace("?", "nan") if missing else channel).split(",") for channel in channels
+    ]
+    sizes = sorted({len(row) for row in rows})
+    if len(sizes) != 1:
+        what = f"channels of different lengths ({sizes[0]} and {sizes[-1]})"
+        raise LockstepError(what, where, "give all channels the same steps")
+    if _flag(header, "equallength") != "false":
+        compare(sizes[0], "steps", "seriesLength")
+    try:
+        # a value too large for float32 becomes infinite and is rejected below
+        with np.errstate(over="ignore"):
+            values = np.array(rows, dtype=np.float32).T
+    except ValueError as error:
+        raise LockstepError(f"not a number: {error}", where, FILL) from None
+    if not (np.isfinite(values) | (missing & np.isnan(values))).all():
+        raise LockstepError("a value is NaN or infinite", where, FILL)
+    return np.ascontiguousarray(values)
+
+
+# ---------------------------------------------------------------------------------------- arrays to
+# recordings
+
+
+def _from_windows(
+    parts: list[dict[str, np.ndarray]], path: Path, names: list[str] | None
+) -> Recordings:
+    """Join training and validation, or one part: X (N, T, C), y (N,), and what `_recordings`
+    reads."""
+    train, where = parts[0], str(path)
+    for number, part in enumerate(parts):
+        here = f"{path}, {names[number]}" if names else where
+        if "y" not in part:
+            raise LockstepError("X has no labels y", here, "add y (windows,)")
+        _check_numbers(part, "X", "windows, steps, channels", here)
+        _check_sizes(part, ("y", "subject", "val"), "X", "window", here)
+        # Checked before the parts are joined, because messages number windows within their file.
+        count, steps, width = part["X"].shape
+        _check_finite(part["X"].reshape(-1, width), np.full(count, steps), "window", here)
+        if part["X"].shape[1:] != train["X"].shape[1:] or part.keys() != train.keys():
+            what = "train and test differ in window length, channels or files"
+            raise LockstepError(what, where, "give both the same")
+    read = [name for name in ("y", "subject", "val") if name in train]
+    arrays = train | {name: np.concatenate([part[name] for part in parts]) for name in read}
+    arrays["label"] = arrays["y"]
+    if names:
+        arrays["val"] = np.arange(len(arrays["y"])) >= len(train["y"])
+    steps, width = train["X"].shape[1:]
+    lengths = np.full(len(arrays["y"]), steps, dtype=np.int64)
+    return _recordings(
+        [part["X"].reshape(-1, width) for part in parts], lengths, arrays, steps, steps, where
+    )
+
+
+def _from_recordings(
+    arrays: dict[str, np.ndarray], path: Path, length: int, stride: int
+) -> Recordings:
+    where = str(path)
+    for name in ("signal", "lengths", *(["label"] if "step_label" not in arrays else [])):
+        if name not in arrays:
+            raise LockstepError(f"no array {name!r}", where, FIELDS)
+    signal, lengths = arrays["signal"], arrays["lengths"]
+    _check_numbers(arrays, "signal", "steps, channels", where)
+    if (
+        lengths.ndim != 1
+        or lengths.dtype.kind not in "iu"
+        or ((lengths < 1) | (lengths > len(signal))).any()
+    ):
+        what = (
+            f"lengths are {lengths.dtype} of shape {lengths.shape}, or not all from 1 to the "
+            f"{len(signal)} of signal"
+        )
+        raise LockstepError(what, where, "give the steps of each recording, as whole numbers")
+    if lengths.sum() != len(signal):
+        what = f"lengths add up to {lengths.sum()} steps, signal has {len(signal)}"
+        raise LockstepError(what, where, "give the steps of each recording, in the order of signal")
+    _check_sizes(arrays, ("label", "subject", "val"), "lengths", "recording", where)
+    _check_sizes(arrays, ("step_label",), "signal", "step", where)
+    _check_finite(signal, lengths, "recording", where)
+    return _recordings([signal], lengths.astype(np.int64), arrays, length, stride, where)
+
+
+def _recordings(
+    signal: list[np.ndarray],
+    lengths: np.ndarray,
+    arrays: dict[str, np.ndarray],
+    length: int,
+    stride: int,
+    where: str,
+) -> Recordings:
+    """Read what all layouts share from `arrays`: label or step_label, and perhaps subject, val,
+    classes, channels and rate_hz."""
+    by_step = "step_label" in arrays
+    labels, classes = _classes(arrays["step_label" if by_step else "label"], arrays, where, by_step)
+    steps, labels = (
+        (labels.astype(np.int32), np.zeros(len(lengths), np.int64)) if by_step else (None, labels)
+    )
+    groups, subjects = _groups(arrays.get("subject"), len(lengths), where)
+    val, channels, rate_hz = (
+        _given_split(arrays, where),
+        _strings(arrays, "channels", where),
+        _rate(arrays, where),
+    )
+    short = np.flatnonzero(lengths < length)
+    if len(short):
+        least = int(lengths.min())
+        what = f"recording {short[0]} has {lengths[short[0]]} steps, a window {length}"
+        cut = f"dataset.length={least} dataset.stride={max(1, least // 2)} cuts each into windows"
+        raise LockstepError(
+            what, where, f"{cut}; or leave such recordings out, or pad all to one length"
+        )
+    if channels and len(channels) != signal[0].shape[1]:
+        what = f"{len(channels)} channel names for {signal[0].shape[1]} channels"
+        raise LockstepError(what, where, "name each channel once, or none")
+    if twice := [name for c, name in enumerate(classes) if name in classes[:c]]:
+        raise LockstepError(f"class {twice[0]!r} stands twice", where, "name each class once")
+    whole = _by_channel(signal)
+    if channels[-1:] == [VALID] and not ((whole[:, -1] == 0) | (whole[:, -1] == 1)).all():
+        raise LockstepError(
+            "the channel 'valid' holds more than 0 and 1", where, "give it another name"
+        )
+    names = _strings(arrays, "recording", where)
+    if names and len(names) != len(lengths):
+        what = f"{len(names)} names of recordings for {len(lengths)} recordings"
+        raise LockstepError(what, where, "name each recording once, or none")
+    multi = arrays.get("labels")
+    if multi is not None and (
+        multi.shape != (len(whole), len(classes)) or not np.isin(multi, (-1, 0, 1)).all()
+    ):
+        what = f"labels are {multi.dtype} of shape {multi.shape}, or hold more than -1, 0 and 1"
+        raise LockstepError(what, where, f"give ({len(whole)} steps, {len(classes)} classes)")
+    multi = None if multi is None else multi.astype(np.int8)
+    about: tuple[Any, ...] = (length, stride, where, channels, rate_hz, steps)
+    about += (3 if np.all(arrays.get("axes", 3) == 3) else 0, names, multi)
+    return Recordings(whole, lengths, labels, groups, val, classes, subjects, *about)
+
+
+def _check_numbers(arrays: dict[str, np.ndarray], name: str, axes: str, where: str) -> None:
+    array = arrays[name]
+    if array.ndim != axes.count(",") + 1 or not array.size or array.dtype.kind not in "fiu":
+        what = f"{name} is {array.dtype} of shape {array.shape}, expected numbers ({axes})"
+        raise LockstepError(what, where, "save it in this form")
+
+
+def _check_sizes(
+    arrays: dict[str, np.ndarray], names: Sequence[str], of: str, unit: str, where: str
+) -> None:
+    """Raise LockstepError unless each array that is there has one value for each `unit`."""
+    for name in names:
+        if name in arrays and arrays[name].shape != arrays[of].shape[:1]:
+            what = f"{name} has shape {arrays[name].shape}, {of} has {arrays[of].shape}"
+            raise LockstepError(what, where, f"give one {name} per {unit}")
+
+
+def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str) -> None:
+    """Raise LockstepError unless signal (sum of lengths, C) is finite; `unit` names the thing that
+    has a length."""
+    with np.errstate(over="ignore"):  # a value too large becomes infinite and is rejected
+        signal = np.ascontiguousarray(signal, dtype=np.float32)
+    # float32 values cannot overflow it: one pass, no copy
+    if np.isfinite(signal.sum(dtype=np.float64)):
+        return
+    bad = np.flatnonzero(~np.isfinite(signal).all(1))
+    if len(bad):
+        ends = np.cumsum(lengths)
+        owner = int(np.searchsorted(ends, bad[0], side="right"))
+        step = bad[0] - ends[owner] + lengths[owner]
+        what = (
+            f"NaN or infinite value in {len(bad)} steps, the first in {unit} {owner}, step {step}"
+        )
+        raise LockstepError(f"{what} (counted from 0)", where, FILL)
+
+
+def _by_channel(parts: list[np.ndarray]) -> np.ndarray:
+    """Return the steps (S, C) of all parts in one array (sum of S, C) float32, stored channel by
+    channel."""
+    joined, filled = np.empty((sum(map(len, parts)), parts[0].shape[1]), np.float32, order="F"), 0
+    for part in parts:
+        for first in range(0, len(part), 8192):  # in pieces that fit into the cache
+            piece = part[first : first + 8192]
+            joined[filled : filled + len(piece)] = piece
+            filled += len(piece)
+    return joined
+
+
+def _classes(
+    y: np.ndarray, arrays: dict[str, np.ndarray], where: str, by_step: bool = False
+) -> tuple[np.ndarray, list[str]]:
+    """Stored labels -> indices into `classes`. With names, y counts from 0 into them; else each
+    value is a class.
+
+    by_step  "" and -1 are no label, and become -1
+    """
+    if y.dtype.kind not in "iuU":
+        todo = "save them as whole numbers or text: labels.astype(int) or labels.astype(str)"
+        raise LockstepError(f"labels are {y.dtype}, expected integers or strings", where, todo)
+    if y.dtype.kind != "U" and y.min() < -by_step:
+        what = (
+            f"label {y.min()} is negative, the first at {int(np.argmax(y < -by_step))} "
+            "(counted from 0)"
+        )
+        none = "give -1 to" if by_step else "leave out"
+        raise LockstepError(what, where, f"number the classes from 0, and {none} what has no label")
+    if "classes" not in arrays:
+        values, labels = np.unique(y, return_inverse=True)
+        # of a class: this comes before
+        first = int(by_step and values[0] == ("" if y.dtype.kind == "U" else -1))
+        classes = [str(value) for value in values[first:]]
+        labels = labels.astype(np.int64) - first
+    else:
+        classes = _strings(arrays, "classes", where)
+        if y.dtype.kind == "U" or y.max() >= len(classes):
+            known = {str(n) for n in range(-by_step, len(classes))}
+            found = sorted(
+                {str(value) for value in np.unique(y)} - known
+                or {str(value) for value in np.unique(y)}
+            )[0]
+            what = f"label {found} is not one of the {len(classes)} classes (counted from 0)"
+            raise LockstepError(
+                what, where, "number the labels by their place in classes, or leave classes out"
+            )
+        labels = y.astype(np.int64, copy=False)
+    if by_step and not (labels >= 0).any():
+        raise LockstepError(
+            "not one step has a label", where, "give step_label, or label for each recording"
+        )
+    return labels, classes
+
+
+def _groups(subject: np.ndarray | None, count: int, where: str) -> tuple[np.ndarray, list[str]]:
+    if subject is None:
+        return np.arange(count), []
+    if subject.dtype.kind not in "iuU":
+        todo = "save them as whole numbers or text: subject.astype(int) or subject.astype(str)"
+        raise LockstepError(
+            f"subjects are {subject.dtype}, expected integers or strings", where, todo
+        )
+    values, groups = np.unique(subject, return_inverse=True)
+    return groups.astype(np.int64), [str(value) for value in values]
+
+
+def _given_split(arrays: dict[str, np.ndarray], where: str) -> np.ndarray | None:
+    if "val" not in arrays:
+        return None
+    if not np.isin(arrays["val"], (0, 1)).all():
+        raise LockstepError(
+            "val holds more than yes and no", where, "give True for what to validate on"
+        )
+    return arrays["val"].astype(bool)
+
+
+def _strings(arrays: dict[str, np.ndarray], name: str, where: str) -> list[str]:
+    if name not in arrays:
+        return []
+    if arrays[name].ndim != 1:
+        what = f"{name} has shape {arrays[name].shape}"
+        raise LockstepError(
+            what, where, f"give a list of names, such as numpy.array(['a', 'b']), or no {name}"
+        )
+    return [str(one) for one in arrays[name]]
+
+
+def _rate(arrays: dict[str, np.ndarray], where: str) -> float | None:
+    if "rate_hz" not in arrays:
+        return None
+    rate = arrays["rate_hz"]
+    if rate.size != 1 or rate.dtype.kind not in "iuf" or not 0 < rate.item() < np.inf:
+        raise LockstepError(
+            "rate_hz is not one number above 0", where, "give the steps per second, or none"
+        )
+    return float(rate.item())
+
+
+# --------------------------------------------------------------------------------------------------
+# files
+
+
+def _table(path: Path) -> np.ndarray:
+    """Numbers in columns -> (lines, columns) float32."""
+    lines = text_lines(path)
+    if not any(line.strip() for line in lines):
+        raise LockstepError("the file is empty", str(path), "fetch it again")
+    try:
+        values = np.loadtxt(lines, dtype=np.float32, ndmin=2, comments=None)
+    except ValueError:
+        raise _bad_line(path, lines) from None
+    if not np.isfinite(values).all():
+        raise _bad_line(path, lines)
+    return values
+
+
+def _bad_line(path: Path, lines: list[str]) -> LockstepError:
+    """Return an error that names the bad line of a table; numpy's own message counts rows
+    differently."""
+    width = next(len(line.split()) for line in lines if line.split())
+    for number, line in enumerate(lines, 1):
+        where, words = f"{path}:{number}", line.split()
+        if words and len(words) != width:
+            what = f"{len(words)} numbers, the first line has {width}"
+            return LockstepError(what, where, "give each line as many")
+        for word in words:
+            try:
+                with np.errstate(over="ignore"):
+                    finite = np.isfinite(np.float32(word))
+            except ValueError:
+                return LockstepError(f"not a number: {word[:40]!r}", where, "write numbers only")
+            if not finite:
+                return LockstepError("a value is NaN or infinite", where, FILL)
+    return LockstepError("not a table of numbers", str(path), "write numbers only")
+
+
+def _column(path: Path) -> np.ndarray:
+    """One whole number per line -> (lines,) int64."""
+    values = _table(path)
+    if values.shape[1] != 1 or (values != values.round()).any() or (abs(values) > 2**24).any():
+        raise LockstepError(
+            "expected one whole number per line", str(path), "take it as it is published"
+        )
+    return values[:, 0].astype(np.int64)
+
+
+# --------------------------------------------------------------------------------------------------
+# splitting
+
+
+def split(
+    recordings: Recordings,
+    val_subjects: Sequence[str] = (),
+    val_share: float = 0.2,
+    seed: int = 0,
+    given: bool = True,
+    test: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return (R,) bool, the recordings to validate on. No group is ever on both sides.
+
+    They are those of `val_subjects` if any; else the split of the data if there is one and `given`;
+    else a random `val_share` of the subjects drawn from `seed` or, if subjects are unknown, of the
+    recordings of each class. test  (R,) bool, the recordings of a third set, if there is one: what
+    is left is split
+    """
+    left = np.ones(len(recordings), dtype=bool) if test is None else ~test
+    if val_subjects:
+        val = _named(recordings, val_subjects, "val_subjects")
+    elif given and recordings.val is not None:
+        val = recordings.val & left
+    else:
+        val = _drawn(recordings, left, val_share, seed)
+    _check_split(
+        recordings, {"train": ~val & left, "validation" if test is not None else "test": val}, test
+    )
+    return val
+
+
+def choose_test(
+    recordings: Recordings, test_subjects: Sequence[str], test_share: float, seed: int, split: str
+) -> np.ndarray | None:
+    """Return (R,) bool, the recordings to test on, None for no test set: those of `test_subjects`;
+    else with split="given-test" the second part of the data's own split; else a random
+    `test_share`, drawn as in `split` from other random numbers, and with split="given" not from
+    what the data give to validate on."""
+    if test_subjects:
+        return _named(recordings, test_subjects, "test_subjects")
+    if split == "given-test":
+        if recordings.val is None:
+            todo = "give dataset.test_subjects, or dataset.test_share"
+            raise LockstepError(
+                "the data come with no test set of their own", recordings.where, todo
+            )
+        return recordings.val
+    left = np.ones(len(recordings), dtype=bool)
+    if split == "given" and recordings.val is not None:
+        left = ~recordings.val
+    return _drawn(recordings, left, test_share, seed + OTHER_SEED) if test_share else None
+
+
+OTHER_SEED = 1 << 32
+"""Added to the seed of a split for the choice of a test set: a seed of a config is smaller."""
+
+
+def _named(recordings: Recordings, names: Sequence[str], key: str) -> np.ndarray:
+    if not recordings.subjects:
+        what = f"{key} given, but the data name no subjects"
+        raise LockstepError(
+            what, recordings.where, f"use dataset.{key.replace('subjects', 'share')}"
+        )
+    if unknown := [name for name in names if name not in recordings.subjects]:
+        todo = f"dataset.{key} may name {', '.join(recordings.subjects)}"
+        raise LockstepError(f"no subject {', '.join(unknown)}", recordings.where, todo)
+    return np.isin(recordings.groups, [recordings.subjects.index(name) for name in names])
+
+
+def _drawn(recordings: Recordings, left: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Return (R,) bool: a random share of the subjects that are `left`, (R,) bool, or if these are
+    unknown of the recordings of each class."""
+    if recordings.subjects:
+        return np.isin(
+            recordings.groups,
+            _draw(np.array(sorted({*recordings.groups[left].tolist()})), share, seed),
+        )
+    per_class = [
+        np.flatnonzero(left & (recordings.labels == c)) for c in range(len(recordings.classes))
+    ]
+    chosen = [
+        _draw(members, share, seed + c) for c, members in enumerate(per_class) if len(members)
+    ]
+    return np.isin(np.arange(len(recordings)), np.concatenate(chosen))
+
+
+def _draw(members: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Return a random share of some groups: at least one, but never all (a lone one stays for
+    training)."""
+    count = min(max(1, round(share * len(members))), len(members) - 1)
+    return np.random.default_rng(seed).permutation(members)[:count]
+
+
+def _check_split(
+    recordings: Recordings, sides: dict[str, np.ndarray], test: np.ndarray | None
+) -> None:
+    """Raise LockstepError unless every group is on one side, and no side is empty."""
+    sides = sides if test is None else {**sides, "test": test}
+    for (one, first), (other, second) in itertools.combinations(sides.items(), 2):
+        # Python's sets: the first use of NumPy's loads its masked arrays, a tenth of all import
+        # time.
+        if both := sorted(
+            {*recordings.groups[first].tolist()} & {*recordings.groups[second].tolist()}
+        ):
+            names = ", ".join(
+                recordings.subjects[g] if recordings.subjects else str(g) for g in both[:5]
+            )
+            todo = (
+                "set dataset.split to random"
+                if test is None
+                else "name each subject for one of them"
+            )
+            raise LockstepError(
+                f"subject {names} is in both {one} and {other}", recordings.where, todo
+            )
+    counts = [int(chosen.sum()) for chosen in sides.values()]
+    if not all(counts):
+        what = f"{counts[0]} recordings to train on and {counts[1]} to validate on"
+        todo = "change dataset.val_subjects or dataset.val_share"
+        if test is not None:
+            what, todo = (
+                (
+                    f"{what[: what.index(' and ')]}, {counts[1]} to validate and {counts[2]} to "
+                    "test "
+                    "on"
+                ),
+                f"{todo}, or those of the test",
+            )
+        raise LockstepError(what, recordings.where, todo)

@@ -1,0 +1,150 @@
+"""What is told of a robot's demonstrations beside their tasks: LeRobot 0.6's column
+`language_persistent`.
+
+Each frame of an episode has the same list of rows {role, content, style, timestamp, camera,
+tool_calls}. Rows of the style task_aug are the task in other words; one of the style subtask holds
+from its timestamp until the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contract import Batch, LockstepError, mix, sample_seeds, uniform
+from formats.robots.lerobot import Demonstrations, value_at
+from formats.robots.lerobot_mix import Joined
+
+COLUMN = "language_persistent"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What may be said at each frame.
+
+    texts    those of the tasks, by task_index, and after them the others
+    choices  numbers of texts; the frame in row r of `demos.columns` has choices[begin[r] : begin[r]
+             + count[r]]
+    """
+
+    texts: list[str]
+    choices: Tensor
+    begin: Tensor
+    count: Tensor
+
+    def draw(self, rows: Tensor, seeds: Tensor) -> Tensor:
+        """(B,) rows and seeds of samples -> (B,) the number of a text for each, all choices equally
+        likely."""
+        count = self.count[rows]
+        return self.choices[
+            self.begin[rows] + (uniform(seeds, 1)[:, 0] * count).long().clamp(max=count - 1)
+        ]
+
+
+class WithTexts:
+    """Samples whose batches have `text_index`, drawn from the samples' seeds; in all else those of
+    `chunks`."""
+
+    def __init__(self, chunks: Any, said: Texts):
+        self.chunks, self.said = chunks, said
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "chunks":  # not there yet while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.chunks, name)
+
+    def __getitems__(self, indices: Sequence[int], seeds: Tensor | None = None) -> Batch:
+        if seeds is None:  # those that an evaluation gives
+            seeds = mix(sample_seeds(0, 0, torch.as_tensor(indices))) & ((1 << 63) - 1)
+        batch: Batch = self.chunks.__getitems__(indices)
+        return batch | {
+            "text_index": self.said.draw(self.chunks.rows[torch.as_tensor(indices)], seeds)
+        }
+
+    def __getitem__(self, index: int, seed: int) -> dict[str, Tensor]:
+        return {
+            name: values[0]
+            for name, values in self.__getitems__([index], torch.tensor([seed])).items()
+        }
+
+
+def with_texts(both: tuple[Any, Any], said: Texts) -> tuple[Any, Any]:
+    """Return the samples of the training and the validation, with texts of their own where some are
+    said."""
+    return (WithTexts(both[0], said), WithTexts(both[1], said)) if len(said.choices) else both
+
+
+def texts_of(demos: Demonstrations, style: str) -> Texts:
+    """Return what is said with the rows of a style, "task_aug" or "subtask"; a frame without any
+    keeps its task. Of the style "task" nothing is said beside the tasks.
+
+    Raises LockstepError if no row of the read episodes has the style, or two subtasks begin at
+    once.
+    """
+    if style == "task":
+        return Texts(demos.tasks, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
+    every = [_rows(demos, e) for e in range(len(demos.episodes))]
+    styles = Counter(row.get("style") or "none" for rows in every for row in rows)
+    if not styles[style]:
+        known = ", ".join(f"{name} ({n})" for name, n in sorted(styles.items()))
+        what = (
+            f"no row of {COLUMN} has the style {style}"
+            if styles
+            else f"there are no texts in {COLUMN}"
+        )
+        todo = (
+            f"there are {known}" if styles else "give task, or annotate them with lerobot-annotate"
+        )
+        raise LockstepError(what, f"dataset.command={style}, {demos.root}", todo)
+    every = [[row for row in rows if row.get("style") == style] for rows in every]
+    told = dict.fromkeys(row["content"] for rows in every for row in rows)
+    texts = [*demos.tasks, *(text for text in told if text not in demos.tasks)]
+    number = {text: at for at, text in reversed([*enumerate(texts)])}
+    choices = list(range(len(texts)))
+    begin, count = demos.columns["task_index"].copy(), np.ones_like(demos.columns["task_index"])
+    for e, rows in enumerate(every):
+        said, frames = (
+            [number[row["content"]] for row in rows],
+            slice(int(demos.start[e]), int(demos.end[e])),
+        )
+        if said and style == "task_aug":
+            begin[frames], count[frames] = len(choices), len(said)
+            choices += said
+        elif said:
+            # as precise as those of the frames
+            starts = np.array([row["timestamp"] for row in rows], np.float32)
+            order = np.argsort(starts)
+            if (np.diff(starts[order]) == 0).any():
+                what = (
+                    f"{demos.name_of(int(demos.start[e]))}: two rows of the style {style} "
+                    "begin at the same time"
+                )
+                raise LockstepError(
+                    what, f"{demos.root}: {COLUMN}", "leave one, or exclude the episode"
+                )
+            at = np.searchsorted(starts[order], demos.columns["timestamp"][frames], "right") - 1
+            begin[frames] = np.where(at >= 0, np.array(said)[order][at], begin[frames])
+    return Texts(texts, *map(torch.as_tensor, (choices, begin, count)))
+
+
+def _rows(demos: Demonstrations, e: int) -> list[dict[str, Any]]:
+    """Return the rows of the e-th episode that have a text, from its first frame."""
+    if isinstance(demos, Joined):
+        k = int(np.searchsorted(demos.first, e, "right")) - 1
+        return _rows(demos.parts[k], e - int(demos.first[k]))
+    place = demos.places[COLUMN][e] if COLUMN in demos.places else None
+    rows = value_at(place) if place else None
+    return [
+        row
+        for row in rows or ()
+        if row and isinstance(row.get("content"), str) and row["content"].strip()
+    ]

@@ -1,0 +1,878 @@
+"""Robot demonstrations as LeRobot stores them, versions 2.0, 2.1 and 3.0, read without conversion
+or lerobot.
+
+    meta/info.json                 fps, features {name: dtype, shape, names}, where the other files
+                                   are
+    meta/episodes*, meta/tasks*    one row per episode, one per task; .jsonl before version 3,
+                                   .parquet since
+    data/**.parquet                a row per frame: observation.*, action*, timestamp, frame_index,
+                                   episode_index, ...
+    videos/**.mp4                  the pictures of features of dtype "video"; those of dtype "image"
+                                   are PNG in data/
+
+The numbers of all chosen episodes are held in memory, as arrays in the order of episode_index, then
+frame: a batch is one gather per feature. Pictures come from `formats.robots.frames`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contract import Batch, LockstepError
+from formats.arrays import is_file_name, stays_below
+from formats.robots.depth import Depth, depth_of
+from formats.weights import hub
+
+VERSIONS = ("v2.0", "v2.1", "v3.0")
+VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
+BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+TEXTS = ("string", "language")
+"""Types of columns that are not read."""
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+FILES = {
+    "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+}
+OLD_FILES = {  # before version 3
+    "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+}
+UNFINISHED = "the recording did not finish, or files are missing: record or copy it again"
+
+T = TypeVar("T")
+Stats = dict[str, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of info.json.
+
+    shape  of one frame; pictures are (C, H, W), whatever the order on disk
+    names  of its numbers, flat; may be empty
+    kind   VISUAL, STATE, ENV, ACTION, or None: not for a policy
+    depth  of a depth camera: how its distances are coded
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    names: list[str]
+    kind: str | None
+    is_picture: bool
+    depth: Depth | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a
+    table's `column`."""
+
+    path: Path
+    start_s: float = 0.0
+    first_row: int = 0
+    column: str = ""
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """E episodes of N frames together.
+
+    columns   {name: (N, ...)} float32 or int64; the five of BOOKKEEPING are (N,), all others (N,
+              *shape)
+    episodes  (E,) int64, episode_index of each, ascending
+    start, end  (E,) int64, its rows in `columns`
+    stats     {feature: {mean, std, min, max, q01 ... q99}} float64: (D,) or the feature's shape,
+              pictures (C, 1, 1).
+              From stats.json, of the whole dataset; without it, of the chosen episodes: aggregated
+              from the episodes' own, and measured from the columns where those lack any. Pictures
+              may have none.
+    tasks     texts by task_index
+    lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen
+              included
+    places    {camera: Place of each of the E episodes, None where the dataset names no file}; of
+              texts, too
+    """
+
+    root: Path
+    version: str
+    fps: float
+    features: dict[str, Feature]
+    tasks: list[str]
+    columns: dict[str, np.ndarray]
+    episodes: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    stats: Stats
+    lengths: dict[int, int]
+    places: dict[str, list[Place | None]]
+    tolerance_s: float
+
+    @property
+    def cameras(self) -> list[str]:
+        return [name for name, feature in self.features.items() if feature.is_picture]
+
+    def name_of(self, row: int) -> str:
+        """Return 'episode 3 frame 17' or the like for a row of `columns`: errors begin with it."""
+        e = int(np.searchsorted(self.end, row, "right"))
+        return f"episode {self.episodes[e]} frame {row - self.start[e]}"
+
+
+def need(module: str, where: str = "dataset") -> Any:
+    """Import an optional package where it is used. Raises LockstepError with the command that
+    installs it."""
+    package = module.split(".")[0].replace("PIL", "pillow")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        what = f"robot data need the package {package}, which cannot be imported: {error}"
+        raise LockstepError(what, where, f"pip install {package}") from None
+
+
+# ---- where a dataset is
+# ---------------------------------------------------------------------------------------------
+
+
+def find(root: str, repo_id: str, revision: str = "", download: bool = False) -> Path:
+    """Find a dataset's folder: dataset.root, root/repo_id, then LeRobot's and the hub's caches on
+    this machine.
+
+    With `download` a `repo_id` that is in none of them is fetched first. Raises LockstepError with
+    every place that was tried.
+    """
+    tried = (
+        [Path(root).expanduser() / inside for inside in dict.fromkeys(["", repo_id])]
+        if root
+        else []
+    )
+    if repo_id:
+        homes = (os.environ.get("HF_LEROBOT_HOME"), hub.home() / "lerobot")
+        tried += [Path(home).expanduser() / repo_id for home in homes if home]
+        cached = hub.repository("datasets", repo_id)
+        # first; then, unless a revision is asked for, the newest
+        wanted = hub.commit(cached, revision)
+        found = [cached / "snapshots" / wanted] if revision else [*cached.glob("snapshots/*")]
+        found = [folder for folder in found if folder.is_dir()]
+        tried += sorted(found, key=lambda it: (it.name == wanted, it.stat().st_mtime), reverse=True)
+        tried += [] if found else [cached / "snapshots" / (wanted if revision else "*")]
+    for place in tried:
+        if (place / "meta" / "info.json").is_file():
+            return place
+    if download and repo_id:
+        hub.download("datasets", repo_id, revision)
+        return find(root, repo_id, revision)
+    raise LockstepError(
+        "no dataset: "
+        + (f"no meta/info.json in {', '.join(map(str, tried))}" if tried else "no place is named"),
+        f"dataset.root={root or '(empty)'}, dataset.repo_id={repo_id or '(empty)'}",
+        "copy the dataset to one of these places, or give dataset.root=FOLDER"
+        + (", or --download, which fetches it from the hub" if repo_id else ""),
+    )
+
+
+# ---- reading
+# --------------------------------------------------------------------------------------------------
+
+
+class _Episode(NamedTuple):
+    """A row of the episodes' table."""
+
+    length: int
+    data: Path
+    videos: dict[str, Place]
+
+
+def read(
+    root: str | Path,
+    episodes: Sequence[int] = (),
+    exclude: Sequence[int] = (),
+    tolerance_s: float = 1e-4,
+) -> Demonstrations:
+    """Read the numbers of a dataset.
+
+    episodes, exclude  episode_index of those to take (empty: all) and of those to leave out
+    tolerance_s  how far a timestamp may be from frame_index / fps, in seconds Raises LockstepError
+    with file, episode and frame where the dataset is incomplete or contradicts itself.
+    """
+    root = Path(root)
+    info_path = root / "meta" / "info.json"
+    info = _read_info(info_path)
+    is_old, features = info["codebase_version"] != "v3.0", _features(info, info_path)
+    table = _episodes(root, info, features, is_old)
+    _check_counts(info, table, info_path)
+    chosen = {e: table[e] for e in _choose(sorted(table), episodes, exclude, info_path)}
+    columns, first_rows = _read_columns(features, chosen)
+    lengths = np.array([episode.length for episode in chosen.values()], dtype=np.int64)
+    end = np.cumsum(lengths)
+    places: dict[str, list[Place | None]] = {}
+    for name, feature in features.items():
+        if feature.dtype in ("image", "language"):
+            places[name] = [
+                Place(episode.data, first_row=first_rows[e], column=name)
+                for e, episode in chosen.items()
+            ]
+        elif feature.is_picture:
+            places[name] = [episode.videos.get(name) for episode in chosen.values()]
+    demos = Demonstrations(
+        root=root,
+        version=info["codebase_version"],
+        fps=info["fps"],
+        features=features,
+        tasks=_read_tasks(root / "meta" / ("tasks.jsonl" if is_old else "tasks.parquet")),
+        columns=columns,
+        episodes=np.array(list(chosen), dtype=np.int64),
+        start=end - lengths,
+        end=end,
+        stats={},
+        lengths={e: table[e].length for e in sorted(table)},
+        places=places,
+        tolerance_s=tolerance_s,
+    )
+    _check_rows(demos)
+    demos.stats.update(_stats(demos, _stored_stats(root, list(chosen))))
+    return demos
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    info = _json(
+        _text(path, "this is no LeRobot dataset, or only a part of one: give its root folder"), path
+    )
+    if (version := info.get("codebase_version")) not in VERSIONS:
+        todo = f"{', '.join(VERSIONS)} are read; convert it with the LeRobot that wrote it"
+        raise LockstepError(f"codebase_version {version!r} is not known", str(path), todo)
+    fps = info.get("fps")
+    if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not fps > 0:
+        raise LockstepError(f"fps {fps!r} is no rate", str(path), "give the frames per second")
+    return info
+
+
+def _features(info: Mapping[str, Any], path: Path) -> dict[str, Feature]:
+    found = info.get("features")
+    if not isinstance(found, dict) or not found:
+        raise LockstepError("no features", str(path), UNFINISHED)
+    if missing := [name for name in BOOKKEEPING if name not in found]:
+        raise LockstepError(f"no feature {', '.join(missing)}", str(path), UNFINISHED)
+    return {
+        name: _feature(name, raw if isinstance(raw, dict) else {}, path)
+        for name, raw in found.items()
+    }
+
+
+def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
+    dtype, shape = raw.get("dtype", ""), raw.get("shape", "")
+    is_right = (
+        isinstance(dtype, str)
+        and isinstance(shape, list)
+        and all(type(n) is int and n > 0 for n in shape)
+    )
+    is_picture = dtype in ("image", "video")
+    if not is_right or (is_picture and len(shape) != 3):
+        what = f"feature {name} has dtype {dtype!r} and shape {shape!r}"
+        raise LockstepError(
+            what, str(path), "give a dtype and a shape of whole numbers, pictures three"
+        )
+    if is_picture and not is_file_name(name):  # the name becomes part of paths
+        what = f"{name[:120]!r} cannot be a camera's name"
+        raise LockstepError(
+            what, str(path), "rename the feature: a name without /, of at most 200 bytes"
+        )
+    names, size = _flat_names(raw.get("names")), tuple(shape) or (1,)
+    kind, depth = VISUAL if is_picture else _kind(name), None
+    if is_picture:
+        try:
+            depth = depth_of(raw)
+        except (TypeError, ValueError) as error:
+            raise LockstepError(
+                f"{name} is a depth camera with {error}", str(path), "fix its info"
+            ) from None
+        channels_last = size[2] in (1, 3, 4) and size[0] not in (1, 3, 4)
+        if len(names) == 3:
+            channels_last = names[2] in ("channel", "channels")
+        if channels_last:
+            size = (size[2], size[0], size[1])
+    if depth and size[0] != 1:
+        what = f"{name} is a depth camera of {size[0]} channels"
+        raise LockstepError(what, str(path), "give it one, or drop is_depth_map from its info")
+    return Feature(dtype, size, names, kind, is_picture, depth)
+
+
+def _kind(name: str) -> str | None:
+    """Return what a policy takes numbers of this name for."""
+    if name == "observation.environment_state":
+        return ENV
+    return (
+        STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
+    )
+
+
+def _flat_names(names: Any) -> list[str]:
+    """Flatten names: lists, lists of lists and {"motors": [...]} are all in use."""
+    if isinstance(names, dict):
+        names = [value for value in names.values() if isinstance(value, list)] or list(names)
+    if isinstance(names, list):
+        return [flat for name in names for flat in _flat_names(name)]
+    return [] if names is None else [str(names)]
+
+
+def _episodes(
+    root: Path, info: Mapping[str, Any], features: Mapping[str, Feature], is_old: bool
+) -> dict[int, _Episode]:
+    """Read the table of episodes; before version 3 each had a file of its own, whose name follows
+    from its number."""
+    meta = root / "meta"
+    tables = [meta / "episodes.jsonl"] if is_old else sorted(meta.glob("episodes/*/*.parquet"))
+    if not tables:
+        raise LockstepError("no table of episodes", str(meta / "episodes"), UNFINISHED)
+    path = meta / "info.json"
+    data, video = (
+        info.get(key) or usual for key, usual in (OLD_FILES if is_old else FILES).items()
+    )
+    per_chunk = info.get("chunks_size") or 1000
+    videos = [name for name, feature in features.items() if feature.dtype == "video"]
+    table = {}
+    for where, row in (pair for part in tables for pair in _rows(part)):
+        e, length = _whole(row, "episode_index", where), _whole(row, "length", where)
+        own = {"episode_chunk": e // per_chunk, "episode_index": e}
+        places = {}
+        for name in videos:
+            inside = f"videos/{name}"
+            if is_old or row.get(f"{inside}/file_index") is not None:
+                file = _fill(
+                    video, path, video_key=name, **(own if is_old else _numbers(row, inside, where))
+                )
+                places[name] = Place(root / file, float(row.get(f"{inside}/from_timestamp") or 0.0))
+        file = _fill(data, path, **(own if is_old else _numbers(row, "data", where)))
+        table[e] = _Episode(length, root / file, places)
+    return table
+
+
+def _numbers(row: Mapping[str, Any], prefix: str, where: str) -> dict[str, int]:
+    return {name: _whole(row, f"{prefix}/{name}", where) for name in ("chunk_index", "file_index")}
+
+
+def _check_counts(info: Mapping[str, Any], table: Mapping[int, _Episode], path: Path) -> None:
+    counts = {
+        "total_episodes": len(table),
+        "total_frames": sum(episode.length for episode in table.values()),
+    }
+    for name, count in counts.items():
+        if info.get(name, count) != count:
+            what = f"{name} is {info[name]}, but the table of episodes has {count}"
+            raise LockstepError(what, str(path), UNFINISHED)
+    if not table:
+        raise LockstepError("no episodes", str(path), UNFINISHED)
+    if empty := [e for e, episode in table.items() if episode.length < 1]:
+        raise LockstepError(f"episode {empty[0]} has no frames", str(path), UNFINISHED)
+
+
+def _choose(
+    known: list[int], episodes: Sequence[int], exclude: Sequence[int], path: Path
+) -> list[int]:
+    for name, asked in (("episodes", episodes), ("exclude_episodes", exclude)):
+        if unknown := sorted(set(asked) - set(known)):
+            what = (
+                f"dataset.{name} asks for episode {', '.join(map(str, unknown[:8]))}, which "
+                "is not there"
+            )
+            todo = f"there are {len(known)} episodes from {known[0]} to {known[-1]}"
+            raise LockstepError(what, str(path), todo)
+    chosen = sorted(set(episodes or known) - set(exclude))
+    if not chosen:
+        raise LockstepError("every episode is excluded", str(path), "leave some in")
+    return chosen
+
+
+def _read_columns(
+    features: Mapping[str, Feature], chosen: Mapping[int, _Episode]
+) -> tuple[dict[str, np.ndarray], dict[int, int]]:
+    """Return the chosen episodes' columns, concatenated, and {episode: its first row in its
+    file}."""
+    wanted = {
+        name: features[name] for name in ("episode_index", "frame_index")
+    }  # first: errors of the others name them
+    wanted |= {n: f for n, f in features.items() if not f.is_picture and f.dtype not in TEXTS}
+    members: dict[Path, list[int]] = {}
+    for e, episode in chosen.items():
+        members.setdefault(episode.data, []).append(e)
+    parts: dict[int, dict[str, np.ndarray]] = {}
+    first_rows: dict[int, int] = {}
+    for path, inside in members.items():
+        columns = _read_file(path, wanted, f"episode {inside[0]}: ")
+        owner = columns["episode_index"]
+        indices, firsts, counts = np.unique(owner, return_index=True, return_counts=True)
+        runs = dict(
+            zip(indices.tolist(), zip(firsts.tolist(), counts.tolist(), strict=True), strict=True)
+        )
+        for e in inside:
+            begin, count = runs.get(e, (0, 0))
+            if (owner[begin : begin + count] != e).any():
+                what = f"episode {e} lies in several pieces, the first at row {begin}"
+                raise LockstepError(
+                    what, str(path), "write the frames of an episode one after the other"
+                )
+            if count != chosen[e].length:
+                what = f"episode {e} has {count} rows, its table has {chosen[e].length}"
+                raise LockstepError(what, str(path), UNFINISHED)
+            parts[e] = {name: column[begin : begin + count] for name, column in columns.items()}
+            first_rows[e] = begin
+    return {name: np.concatenate([parts[e][name] for e in chosen]) for name in wanted}, first_rows
+
+
+def _read_file(path: Path, wanted: Mapping[str, Feature], prefix: str) -> dict[str, np.ndarray]:
+    table = _table(path, list(wanted), prefix)
+    if missing := [name for name in wanted if name not in table.column_names]:
+        raise LockstepError(
+            f"no column {', '.join(missing)}, which info.json lists", str(path), UNFINISHED
+        )
+    columns: dict[str, np.ndarray] = {}
+
+    def name_of(row: int) -> str:
+        if len(columns) < 2:
+            return f"row {row}"
+        return f"episode {columns['episode_index'][row]} frame {columns['frame_index'][row]}"
+
+    for name, feature in wanted.items():
+        columns[name] = _to_numpy(table.column(name), name, feature, name_of, path)
+    return columns
+
+
+def _to_numpy(
+    column: Any, name: str, feature: Feature, name_of: Callable[[int], str], path: Path
+) -> np.ndarray:
+    """An arrow column of numbers, or of lists of one length -> (N, *shape), or (N,) if it is of
+    BOOKKEEPING."""
+    pa, compute = need("pyarrow"), need("pyarrow.compute")
+    array = column.combine_chunks()
+    count, per_row, todo = len(array), 1, "fix or exclude the episode"
+    while True:
+        array = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
+        if array.null_count:
+            row = int(np.asarray(array.is_null()).argmax()) // per_row
+            raise LockstepError(f"{name_of(row)}: {name} has no value", str(path), todo)
+        if not isinstance(array, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
+            break
+        widths = np.asarray(compute.list_value_length(array))
+        if (odd := widths != widths[:1]).any():
+            at = int(odd.argmax())
+            what = f"{name_of(at // per_row)}: {name} has {widths[at]} numbers, {widths[0]} before"
+            raise LockstepError(what, str(path), todo)
+        array, per_row = array.flatten(), per_row * int(widths[0] if count else 0)
+    is_float = pa.types.is_floating(array.type)
+    if not (is_float or pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)):
+        raise LockstepError(
+            f"{name} is of type {array.type}, not numbers", str(path), "leave it out"
+        )
+    if count and per_row != math.prod(feature.shape):
+        what = f"{name} has {per_row} numbers per frame, info.json has {feature.shape}"
+        raise LockstepError(what, str(path), "fix info.json or write the dataset again")
+    flat = array.to_numpy(zero_copy_only=False).astype(np.float32 if is_float else np.int64)
+    return flat if name in BOOKKEEPING else flat.reshape(count, *feature.shape)
+
+
+def _check_rows(demos: Demonstrations) -> None:
+    columns = demos.columns
+    # (N,)
+    frame = np.arange(len(columns["index"])) - np.repeat(demos.start, demos.end - demos.start)
+
+    def refuse(wrong: np.ndarray, what: str, todo: str) -> None:
+        if wrong.any():
+            raise LockstepError(
+                f"{demos.name_of(int(wrong.argmax()))}: {what}", str(demos.root), todo
+            )
+
+    for name, column in columns.items():
+        if column.dtype == np.float32:
+            wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
+            refuse(
+                wrong,
+                f"{name} is not finite (NaN or infinity)",
+                "fix it, or use dataset.exclude_episodes",
+            )
+    what = "frame_index does not count 0, 1, 2 ... from there"
+    refuse(columns["frame_index"] != frame, what, "fix it, or exclude the episode")
+    # After half an hour the float32 that timestamps are stored in is coarser than the usual
+    # tolerance.
+    allowed = demos.tolerance_s + np.spacing(columns["timestamp"].astype(np.float32))
+    wrong = np.abs(columns["timestamp"].astype(np.float64) - frame / demos.fps) > allowed
+    what = (
+        f"its timestamp is off frame_index / fps ({demos.fps:g}) by more than "
+        f"{demos.tolerance_s:g} s"
+    )
+    refuse(wrong, what, "fix it, exclude the episode, or raise dataset.tolerance_s")
+    task, count = columns["task_index"], len(demos.tasks)
+    what = f"its task_index is none of the {count} tasks"
+    refuse((task < 0) | (task >= count), what, "fix meta/tasks or the column")
+
+
+def _read_tasks(path: Path) -> list[str]:
+    """Return the texts by task_index. The name of their column varies: it is the one that is not
+    task_index."""
+    texts: dict[int, str] = {}
+    for where, row in _rows(path):
+        words = [
+            value for name, value in row.items() if name != "task_index" and isinstance(value, str)
+        ]
+        if not words:
+            raise LockstepError("a task without its text", where, UNFINISHED)
+        texts[_whole(row, "task_index", where)] = words[0]
+    return [texts.get(index, "") for index in range(max(texts, default=-1) + 1)]
+
+
+def renamed(demos: Demonstrations, names: Mapping[str, str]) -> Demonstrations:
+    """Return the demonstrations with other names of observations, {old: new}."""
+
+    def new(of: Mapping[str, T]) -> dict[str, T]:
+        return {names.get(name, name): value for name, value in of.items()}
+
+    features = {
+        name: feature
+        if feature.is_picture or name not in names.values()
+        else replace(feature, kind=_kind(name))
+        for name, feature in new(demos.features).items()
+    }
+    stats, places = new(demos.stats), new(demos.places)
+    return replace(demos, features=features, columns=new(demos.columns), stats=stats, places=places)
+
+
+# ---- statistics
+# --------------------------------------------------------------------------------------------------
+
+
+def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Combine one feature's {mean, std, min, max, count} of several episodes into those of all
+    together.
+
+    The mean weights each episode by its count; the variance is that within episodes plus that of
+    their means: sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
+    """
+    count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
+    mean, std, low, high = (
+        np.stack([part[name] for part in parts]) for name in ("mean", "std", "min", "max")
+    )
+    share = (count / count.sum()).reshape(-1, *[1] * (mean.ndim - 1))
+    middle = (share * mean).sum(0)
+    spread = np.sqrt((share * (std**2 + (mean - middle) ** 2)).sum(0))
+    return {
+        "mean": middle,
+        "std": spread,
+        "min": low.min(0),
+        "max": high.max(0),
+        "count": np.array([count.sum()]),
+    }
+
+
+def measure(column: np.ndarray) -> dict[str, np.ndarray]:
+    """(N, ...) numbers -> {mean, std, min, max, q01 ... q99}, each float64 (...), and count
+    (1,)."""
+    wide = column.astype(np.float64)
+    stats = {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}
+    stats["count"] = np.array([len(wide)])
+    return stats | dict(
+        zip(QUANTILES, np.quantile(wide, list(QUANTILES.values()), axis=0), strict=True)
+    )
+
+
+def _stored_stats(root: Path, chosen: Sequence[int]) -> Stats:
+    """Return the statistics that the dataset holds, without episodes' quantiles, which cannot be
+    combined."""
+    whole, each = root / "meta" / "stats.json", root / "meta" / "episodes_stats.jsonl"
+    if whole.is_file():
+        return {name: _arrays(stats) for name, stats in _json(_text(whole), whole).items()}
+    if not each.is_file():
+        return {}
+    parts: dict[str, list[dict[str, np.ndarray]]] = {}
+    wanted = set(chosen)
+    for where, row in _rows(each):
+        if _whole(row, "episode_index", where) in wanted:
+            for name, stats in row.get("stats", {}).items():
+                parts.setdefault(name, []).append(_arrays(stats))
+    basic = {"mean", "std", "min", "max", "count"}
+    # A feature that some episode lacks is measured instead: statistics of a part would be wrong.
+    return {
+        name: aggregate(part)
+        for name, part in parts.items()
+        if len(part) == len(wanted) and all(basic <= set(stats) for stats in part)
+    }
+
+
+def _arrays(stats: Any) -> dict[str, np.ndarray]:
+    try:
+        return {name: np.array(value, dtype=np.float64) for name, value in stats.items()}
+    except (AttributeError, TypeError, ValueError):
+        return {}
+
+
+def _stats(demos: Demonstrations, stored: Stats) -> Stats:
+    """Return the `stored` statistics where they fit the feature's shape, else measured ones."""
+    names = ("mean", "std", "min", "max", *QUANTILES)
+    stats: Stats = {}
+    for name, feature in demos.features.items():
+        shape = (feature.shape[0], 1, 1) if feature.is_picture else feature.shape
+        scale = feature.depth.factor if feature.depth else 1  # of depths in millimetres
+        fits = {
+            key: scale * value.reshape(shape)
+            for key, value in stored.get(name, {}).items()
+            if key in names and value.size == math.prod(shape) and np.isfinite(value).all()
+        }
+        if name in demos.columns and name not in BOOKKEEPING and len(fits) < len(names):
+            measured = measure(demos.columns[name])
+            fits = {key: measured[key].reshape(shape) for key in names} | fits
+        if fits:
+            stats[name] = fits
+    return stats
+
+
+def measured_again(demos: Demonstrations, rows: np.ndarray) -> Demonstrations:
+    """Return the demonstrations with statistics of these rows of `columns` alone, (N,) bool;
+    pictures have none."""
+    some = replace(demos, columns={name: column[rows] for name, column in demos.columns.items()})
+    return replace(demos, stats=_stats(some, {}))
+
+
+# ---- batches
+# --------------------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """Windows over time around each frame of some episodes.
+
+    episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
+    deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49],
+              "observation.state": [-1, 0]}
+    pictures  `formats.robots.frames.Frames` with the cameras' pictures; None: batches have none
+    skipped   frames at the end of each episode that are no samples
+    labels    (len,) int64: each sample's task_index
+    sources   (len,) str: each sample's episode_index
+    weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas`
+              has no "action")
+    """
+
+    def __init__(
+        self,
+        demos: Demonstrations,
+        episodes: Iterable[int],
+        deltas: Mapping[str, Sequence[int]],
+        pictures: Any = None,
+        skipped: int = 0,
+    ):
+        chosen = np.array(list(episodes), dtype=np.int64)
+        if unknown := sorted(set(chosen.tolist()) - set(demos.episodes.tolist())):
+            raise LockstepError(
+                f"episode {unknown[0]} was not read", str(demos.root), "read it first"
+            )
+        for name in deltas:
+            kind = demos.features[name].kind if name in demos.features else None
+            if kind is None or not len(deltas[name]) or (kind == VISUAL and pictures is None):
+                known = [
+                    n
+                    for n, f in demos.features.items()
+                    if f.kind and (pictures or not f.is_picture)
+                ]
+                what = (
+                    f"no frames of {name} can be given"
+                    if name in demos.features
+                    else f"no feature {name}"
+                )
+                raise LockstepError(what, str(demos.root), f"there are {', '.join(known)}")
+        e = np.searchsorted(demos.episodes, chosen)
+        first, end = demos.start[e], demos.end[e]
+        counts = np.maximum(end - first - skipped, 0)
+        rows = [np.arange(a, a + count) for a, count in zip(first, counts, strict=True)]
+        # (len,) of `demos.columns`
+        self.rows = torch.from_numpy(np.concatenate([np.arange(0), *rows]))
+        self.first = torch.from_numpy(np.repeat(first, counts))  # (len,) its episode's first row
+        self.last = torch.from_numpy(np.repeat(end - 1, counts))
+        self.deltas = {
+            name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()
+        }
+        self.pictures = pictures
+        self.cameras = demos.cameras if pictures else []
+        numbers = [
+            name
+            for name, feature in demos.features.items()
+            if feature.kind and name in demos.columns
+        ]
+        self.columns = {name: torch.from_numpy(demos.columns[name]) for name in numbers}
+        told = {
+            name: demos.columns[name] for name in ("task_index", "episode_index", "frame_index")
+        }
+        self.told = {
+            name: torch.from_numpy(array)
+            for name, array in (told | {"row": demos.columns["index"]}).items()
+        }
+        inside = torch.zeros(len(self.rows), dtype=torch.float64)
+        for step in self.deltas.get("action", torch.zeros(1, dtype=torch.int64)):
+            at = self.rows + step
+            inside += (at >= self.first) & (at <= self.last)
+        self.weights = inside.numpy()
+        self.labels = demos.columns["task_index"][self.rows.numpy()]
+        self.sources = demos.columns["episode_index"][self.rows.numpy()].astype(str)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """B indices -> for each feature of a policy
+
+            <name>         (B, T, ...) where `deltas` has T steps for it, else (B, ...); pictures
+                           uint8 (..., C, H, W)
+            <name>_is_pad  (B, T) bool, with `deltas` only: beyond the episode, whose first or last
+                           frame is repeated
+
+        and `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own `index`), (B,)
+        int64.
+        """
+        chosen = torch.as_tensor(indices)
+        rows = self.rows[chosen]
+        batch: Batch = {key: column[rows] for key, column in self.told.items()}
+        windows = {}
+        for name in self.deltas:
+            windows[name], batch[f"{name}_is_pad"] = self._window(name, chosen)
+        for name, column in self.columns.items():
+            at = windows.get(name, rows)
+            batch[name] = column.index_select(0, at.view(-1)).view(*at.shape, *column.shape[1:])
+        for name in self.cameras:
+            at = windows.get(name, rows)
+            pixels = torch.from_numpy(self.pictures.get(name, at.view(-1).numpy()))
+            batch[name] = pixels.view(*at.shape, *pixels.shape[1:])
+        return batch
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to read the pictures of these samples from the disk; returns at once."""
+        chosen = torch.as_tensor(indices)
+        for name in self.cameras:
+            at = self._window(name, chosen)[0] if name in self.deltas else self.rows[chosen]
+            self.pictures.prefetch(name, at.view(-1).numpy())
+
+    def _window(self, name: str, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (B, T) rows of a feature around the samples `chosen`, and which of them would
+        be outside."""
+        at = self.rows[chosen, None] + self.deltas[name]
+        inside = at.clamp(self.first[chosen, None], self.last[chosen, None])
+        return inside, inside != at
+
+
+def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (train, val) episodes, both ascending; whole ones, because frames of an episode are
+    near copies.
+
+    At least one each if there are two or more and `val_share` is above 0. The same arguments give
+    the same split.
+    """
+    episodes = np.asarray(episodes, dtype=np.int64)
+    if not 0.0 <= val_share < 1.0:
+        raise LockstepError(
+            f"val_share {val_share} is not a share", "dataset", "give one from 0 to below 1"
+        )
+    count = 0
+    if val_share and len(episodes) > 1:
+        count = min(max(round(len(episodes) * val_share), 1), len(episodes) - 1)
+    order = np.random.default_rng(seed).permutation(len(episodes))
+    return np.sort(episodes[order[count:]]), np.sort(episodes[order[:count]])
+
+
+# ---- files
+# --------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path, todo: str = UNFINISHED) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LockstepError(f"cannot read {path.name}: {error.strerror}", str(path), todo) from None
+    except UnicodeDecodeError:
+        raise LockstepError("no text in UTF-8", str(path), UNFINISHED) from None
+
+
+def _json(text: str, where: str | Path) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise LockstepError("no JSON, or cut short", str(where), UNFINISHED) from None
+    if not isinstance(found, dict):
+        raise LockstepError("a JSON object is expected", str(where), UNFINISHED)
+    return found
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (its place for messages, a row) of a .jsonl or .parquet file."""
+    if path.suffix == ".parquet":
+        for number, row in enumerate(_table(path).to_pylist()):
+            yield f"{path}:{number}", row
+    else:
+        for number, text in enumerate(_text(path).splitlines(), 1):
+            if text.strip():
+                yield f"{path}:{number}", _json(text, f"{path}:{number}")
+
+
+def _whole(row: Mapping[str, Any], name: str, where: str) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise LockstepError(f"{name} is {value!r}, no whole number", where, UNFINISHED)
+    return value
+
+
+_FIELD = re.compile(r"\{(\w+)(?::\d{0,2}d?)?\}")
+"""A template's field: a name and at most a width of two digits. Python's format() takes any width,
+and attributes."""
+
+
+def _fill(template: Any, path: Path, **names: Any) -> str:
+    try:
+        rest = _FIELD.sub("", template)
+        if {*"{}"} & {*rest} or not stays_below(found := template.format(**names)):
+            raise ValueError
+        return str(found)
+    except (TypeError, KeyError, ValueError):
+        known = ", ".join(f"{{{name}}}" for name in names)
+        what = f"info.json names its files by {repr(template)[:120]}"
+        raise LockstepError(what, str(path), f"use {known} in it, and stay in the folder") from None
+
+
+def value_at(place: Place) -> Any:
+    """Return what a table's column holds at the first row of an episode."""
+    pa, pq = need("pyarrow"), need("pyarrow.parquet")
+    try:
+        file, row = pq.ParquetFile(place.path), place.first_row
+        for group in range(file.num_row_groups):
+            if row < (count := file.metadata.row_group(group).num_rows):
+                return (
+                    file.read_row_group(group, columns=[place.column])
+                    .column(place.column)[row]
+                    .as_py()
+                )
+            row -= count
+    except (OSError, pa.ArrowException, KeyError) as error:
+        what = f"no {place.column} can be read: {str(error).splitlines()[0]}"
+        raise LockstepError(what, str(place.path), UNFINISHED) from None
+    return None
+
+
+def _table(path: Path, columns: Sequence[str] = (), prefix: str = "") -> Any:
+    """Read columns of a parquet file; without any given, all but episodes' statistics, which are
+    most of the bytes."""
+    pa, pq = need("pyarrow"), need("pyarrow.parquet")
+    try:
+        file = pq.ParquetFile(path)
+        names = columns or [
+            name for name in file.schema_arrow.names if not name.startswith("stats/")
+        ]
+        return file.read(columns=names, use_threads=False)
+    except FileNotFoundError:
+        raise LockstepError(f"{prefix}no file {path.name}", str(path), UNFINISHED) from None
+    except (OSError, pa.ArrowException) as error:
+        what = f"{prefix}no parquet file, or cut short: {str(error).splitlines()[0]}"
+        raise LockstepError(what, str(path), UNFINISHED) from None

@@ -1,0 +1,186 @@
+"""Run one training of tools/prove.py: train.main, with a part of the run exchanged.
+
+python tools/trial.py '{"notes": "notes.json"}' [arguments of a training]    one process; as many as
+torchrun starts
+
+The first word is the JSON of an `Order`. What is exchanged is named there; all else is train.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import train
+from engine import contract, global_loss, private
+from engine.comm.buffers import Buffers
+from engine.data.batches import attach_info, batch_info, map_tensors
+from engine.files.atomic import write_json
+from engine.files.store import MANIFEST
+from engine.run import Run
+from engine.seeds import positions
+from plugins.preflight.partition import partition_dependent
+from tools.evidence.witness import Witness
+
+LAST_BIT = 2.0**-23
+
+
+class Order(NamedTuple):
+    """What is exchanged in a training.
+
+    notes     a file for what the run is like, see `_notes`
+    double    compute in float64: weights, batches, and the tensors that the task keeps
+    dropout   whether layers drop out; without it they drop nothing
+    nudged    change each weight by one unit in the last place, up or down, before the first step
+    evaluate  whether the run scores its validation data
+    seconds   stop after so long, counted from the first step; 0: never
+    last      stop after this step, as if the run ended there; 0: at its end
+    kill_at   the last rank kills itself (SIGKILL) once so many steps are taken and a checkpoint is
+              on the disk; 0: not
+    watch     note what the task's code does that may depend on the process, see witness.py
+    """
+
+    notes: str
+    double: bool = False
+    dropout: bool = True
+    nudged: bool = False
+    evaluate: bool = True
+    seconds: float = 0.0
+    last: int = 0
+    kill_at: int = 0
+    watch: bool = False
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0 if argv else 2
+    order, plain_check, plain_build = Order(**json.loads(argv[0])), train.check, train.build
+    sys.argv[1:] = argv[1:]  # the command that resumes is made of it
+    witness = Witness(order.notes) if order.watch else None
+    if order.double:
+        torch.set_default_dtype(torch.float64)
+
+    def checked(method: str, value: Any, *about: Any) -> Any:
+        if method == "model":
+            model, task = plain_check(method, value), about[0]
+            prepare(model, task, order)
+            return model
+        return plain_check(method, value, *about)
+
+    def build(*given: Any, **named: Any) -> Run:
+        run: Run = plain_build(*given, **named)
+        if not order.evaluate:
+            run.loaders = run.loaders._replace(val=None)
+        if order.last:
+            run.plan = replace(run.plan, total_steps=order.last)
+        if order.seconds:
+            timer = threading.Timer(order.seconds, run.stop.request, ["its time is over"])
+            timer.daemon = True
+            timer.start()
+        if order.kill_at and run.world.rank == run.world.size - 1:
+            _kill_at(run, order.kill_at)
+        if run.world.main:
+            _take_notes(run, Path(order.notes))
+        if witness:
+            witness.follow(run)
+        return run
+
+    train.check, train.build = checked, build
+    with witness or contextlib.nullcontext():
+        return train.main(argv[1:])
+
+
+def prepare(model: nn.Module, task: Any, order: Order) -> None:
+    """Change a new model and its task, in place, before anything else sees the weights."""
+    for module in model.modules() if not order.dropout else ():
+        if isinstance(module, private.DROPOUT):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):  # attention and recurrent layers
+            module.dropout = 0.0  # type: ignore[assignment]
+    if order.double:
+        model.double()
+        for name, value in vars(task).items():
+            if isinstance(value, Tensor | nn.Module):
+                setattr(
+                    task, name, value.double() if isinstance(value, nn.Module) else _double(value)
+                )
+        for name in ("loss", "losses", "score", "collect"):
+            setattr(task, name, _of_doubles(getattr(task, name)))
+    if order.nudged:
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                signs = torch.randint(2, p.shape, generator=draw) * 2 - 1
+                p.mul_(1 + LAST_BIT * signs.to(p))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _of_doubles(method: Any) -> Any:
+    """Return the task's method of (model, batch) for batches in float64."""
+
+    def of_doubles(model: nn.Module, batch: Any) -> Any:
+        return method(model, attach_info(map_tensors(batch, _double), batch_info(batch)))
+
+    return of_doubles
+
+
+def _kill_at(run: Run, step: int) -> None:
+    plain, manifest = run.begin_step, Path(run.cfg.save_dir) / MANIFEST
+
+    def begin_step() -> None:
+        if run.progress.step == step:
+            deadline = time.monotonic() + 60
+            # the checkpoint is written in a thread
+            while not manifest.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain()
+
+    run.begin_step = begin_step  # type: ignore[method-assign]
+
+
+def _take_notes(run: Run, path: Path) -> None:
+    """(rank 0) Write what the run is like; again after the first loss, with the generators that it
+    has drawn from."""
+    notes: dict[str, Any] = {
+        "device": str(run.world.device),
+        "precision": run.precision.name,
+        "samples": run.plan.num_samples,
+        "global_batch": run.plan.global_batch,
+        "accumulation": run.plan.accumulation,
+        "buffers": [*Buffers(run.model)()],
+        "depends_on_cut": partition_dependent(run.model, 2),
+        "scored": run.loaders.val is not None,
+        "draws": [],
+    }
+    write_json(path, notes)
+    method = "loss" if type(run.task).losses is contract.Task.losses else "losses"
+    plain = getattr(run.task, method)
+
+    def first(net: nn.Module, batch: Any) -> Any:
+        if not isinstance(global_loss.current_pass, tuple):  # the preflight's
+            return plain(net, batch)
+        before, loss = positions(run.world.device), plain(net, batch)
+        notes["draws"] = [
+            name for name, state in positions(run.world.device).items() if state != before[name]
+        ]
+        write_json(path, notes)
+        setattr(run.task, method, plain)
+        return loss
+
+    setattr(run.task, method, first)

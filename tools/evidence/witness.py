@@ -1,0 +1,195 @@
+"""Note what the code of a task does while it trains that may depend on the process, the time, or
+what was before: for the diagnosis of tools/prove.py. It slows a training down, and changes no
+number."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import random
+import re
+import site
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from engine import launch
+from engine.data.batches import PLAIN
+from engine.files.atomic import write_json
+from engine.run import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = tuple(
+    {sysconfig.get_paths()[name] for name in ("purelib", "platlib")} | {*site.getsitepackages()}
+)
+STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")} | {"<frozen"})
+OURS = tuple(
+    str(ROOT / name) for name in ("engine", "plugins", "tools", "train.py", "data_loader.py")
+)
+"""Where code lies that is not the task's."""
+
+FEW = 16
+"""Numbers of a tensor that are kept whole."""
+
+CLOCK = "the clock"
+CALLS: dict[Any, str] = {
+    time.time: CLOCK,
+    time.time_ns: CLOCK,
+    time.monotonic: CLOCK,
+    time.monotonic_ns: CLOCK,
+    time.perf_counter: CLOCK,
+    time.perf_counter_ns: CLOCK,
+    time.process_time: CLOCK,
+    os.getpid: "the number of its process",
+    os.urandom: "random bytes of the system",
+    threading.get_ident: "the number of its thread",
+    socket.gethostname: "the machine's name",
+    torch.seed: "a seed of the system's",
+}
+"""Functions whose result is another in each process or each time."""
+
+RANKS = {
+    getattr(dist, name).__code__: f"the rank or the number of processes (dist.{name})"
+    for name in ("get_rank", "get_world_size")
+}
+LAUNCH = re.compile(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)|MASTER_PORT)")
+ENVIRON = type(os.environ).__getitem__.__code__
+
+
+class Witness(TorchFunctionMode):
+    """Writes `<notes>.seen.<rank>`, a JSON.
+
+    calls  what the task's code was seen to do, a sentence -> how often
+    kept   what the task keeps after the last step, see `kept`
+    """
+
+    def __init__(self, notes: str):
+        super().__init__()
+        self.path, self.calls = Path(f"{notes}.seen.{launch.environment().rank}"), dict[str, int]()
+
+    def __enter__(self) -> Any:
+        sys.setprofile(self._call)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+        super().__exit__(*error)
+
+    def follow(self, run: Run) -> None:
+        """Write what was seen after each step, because the process may be killed."""
+        plain = run.end_step
+
+        def end_step(*given: Any) -> Any:
+            due = plain(*given)
+            sys.setprofile(None)
+            write_json(self.path, {"calls": self.calls, "kept": kept(run)})
+            sys.setprofile(self._call)
+            return due
+
+        run.end_step = end_step  # type: ignore
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = [
+            each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Generator)
+        ]
+        if draws and (place := _place(sys._getframe(1))):
+            self._note(
+                f"{place} draws from a generator of its own "
+                f"(torch.{getattr(func, '__name__', func)})"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _call(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "c_call":
+            owner = getattr(what, "__self__", None)
+            sentence = ""
+            if isinstance(owner, random.Random) and owner is not random._inst:
+                sentence = "draws from a generator of its own"
+            elif owner is datetime.datetime or owner is datetime.date:
+                sentence = f"reads {CLOCK}" if what.__name__ in ("now", "utcnow", "today") else ""
+            elif (told := CALLS.get(what) if getattr(what, "__hash__", None) else None) is not None:
+                sentence = f"reads {told}"
+            if sentence and (place := _place(frame, inner=True)):
+                self._note(f"{place} {sentence} ({getattr(what, '__qualname__', what)})")
+        elif event == "call":
+            sentence = f"reads {RANKS[frame.f_code]}" if frame.f_code in RANKS else ""
+            if frame.f_code is ENVIRON and LAUNCH.fullmatch(str(name := frame.f_locals.get("key"))):
+                sentence = f"reads the environment's {name}"
+            if sentence and frame.f_back and (place := _place(frame.f_back)):
+                self._note(f"{place} {sentence}")
+
+    def _note(self, sentence: str) -> None:
+        self.calls[sentence] = self.calls.get(sentence, 0) + 1
+
+
+def _place(frame: FrameType | None, inner: bool = False) -> str:
+    """Return `mine.py:31, in loss,` where the task's code asks, perhaps through the standard
+    library; empty where the engine or another library does, for itself.
+
+    inner  the frame itself must be the task's
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith((*LIBRARIES, *OURS)):
+            return ""
+        if not file.startswith(STANDARD):
+            return f"{os.path.relpath(file)}:{frame.f_lineno}, in {frame.f_code.co_name},"
+        frame = None if inner else frame.f_back
+    return ""
+
+
+def kept(run: Run) -> dict[str, Any]:
+    """Return what the model's modules, the task, its file and the dataset keep: numbers, the sizes
+    of containers, and of generators a digest of their state."""
+    data, file = run.loaders.train.dataset, sys.modules.get(type(run.task).__module__)
+    places = {"of the task": vars(run.task), "of the task's file": vars(file) if file else {}}
+    places["of the dataset"] = vars(data) if hasattr(data, "__dict__") else {}
+    for path, module in run.model.named_modules():
+        places[f"of the model's {path}" if path else "of the model"] = vars(module) | dict(
+            module.named_buffers("", False)
+        )
+    found: dict[str, Any] = {}
+    for where, values in places.items():
+        for name, value in values.items():
+            if type(value) in PLAIN and name != "training":
+                found[f"`{name}` {where}"] = value
+            elif (state := _state(value)) is not None:
+                found[f"the state of the generator `{name}` {where}"] = state
+            elif (
+                isinstance(value, dict)
+                and len(value) <= FEW
+                and {*map(type, value.values())} <= PLAIN
+            ):
+                found[f"`{name}` {where}"] = {str(key): each for key, each in value.items()}
+            elif isinstance(value, list | dict | set) and not name.startswith("_"):
+                found[f"the length of `{name}` {where}"] = len(value)
+            elif isinstance(value, Tensor) and value.numel() <= FEW:
+                found[f"`{name}` {where}"] = value.tolist()
+    return found
+
+
+def _state(value: Any) -> str | None:
+    """Return a digest of a generator's state; None for anything else."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state().numpy().tobytes()
+    elif isinstance(value, np.random.Generator):
+        state = repr(value.bit_generator.state).encode()
+    elif isinstance(value, np.random.RandomState):
+        state = repr(value.get_state()).encode()
+    elif isinstance(value, random.Random):
+        state = repr(value.getstate()).encode()
+    else:
+        return None
+    return hashlib.blake2b(state, digest_size=4).hexdigest()

@@ -1,0 +1,785 @@
+"""Predict data with a trained run: a table of labels with the probability of every class, or of
+what its task predicts.
+
+python tools/predict.py RUN recordings                videos: a row per frame, and an ethogram of
+                                                      each as a picture
+python tools/predict.py RUN data/mice                 a packed folder of clips: a row per trial
+python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels may be
+                                                      missing
+python tools/predict.py RUN data/pen --out a.npz      a robot's recordings: the actions that it
+                                                      would take at each frame
+python tools/predict.py RUN --split val               any task with a method `predict`: a row per
+                                                      sample
+
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints; without --split its own
+data are not needed. python tools/predict.py RUN recordings --annotations seen.csv --bouts bouts.csv
+--events events.tsv
+                                                      bouts, their scores, and events as BORIS
+                                                      exports them
+
+A CSV has six digits; an .npz has all, as arrays, and is held in memory until it is written. A video
+is cut into trials of the length of the training's, one every --stride frames, and a frame's
+probabilities are the mean over the trials that contain it. Decoding, cropping and scaling are those
+of tools/prepare_clips.py for the training. A video of any length is read once. With --per-frame,
+--bouts, --events or --boris recordings of sensors or tracks have a row per step: the probabilities
+of the windows whose centres are next to it. What tools/decide.py has chosen for this checkpoint is
+applied to frames. key=value changes the run's config (device=cpu).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import tasks
+from data_loader import EvalLoader, EvalSampler, fingerprint, test_set
+from engine import checkpoint, config, errors, kernels, precision, resume
+from engine.comm.world import World
+from engine.data.batches import batch_info
+from engine.errors import LockstepError, amount
+from engine.files import run_folder
+from engine.files.atomic import write_atomically
+from engine.gathered import packed
+from engine.hooks import check
+from engine.seeds import seed_everything
+from formats.arrays import load_npz, stays_below
+from formats.lab import behaviour, videos
+from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
+from formats.lab.clips import FRAMES, Clips
+from formats.lab.windows import Windows
+from plugins.resilience import status
+from tasks import har, video
+from tools.arguments import whole_number
+from tools.lab.prepare_clips import add_labels, read_annotations
+from tools.running import alone, guarded, in_world
+from tools.use import bout_files, decisions
+from tools.use.decisions import Decision
+from tools.use.evaluate import TRUST, aligned, of_run
+from tools.use.published import shown
+from tools.use.tables import Part, write_table
+
+NOT_TRAINED_ON = ("held out", "held out?", "test", "test?", "new")
+
+
+def main(argv: list[str]) -> int:
+    by_split = any(word.split("=")[0] == "--split" for word in argv)
+    asked, rest = parser(by_split).parse_known_args(argv)
+    return guarded(
+        [asked.run, *rest], lambda args: _predict(args, asked), partial(of_run, asked.trust)
+    )
+
+
+def parser(by_split: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="predict.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    if not by_split:  # an optional word would be taken to be absent wherever an option follows RUN
+        add("data", metavar="DATA", type=Path, help="a file or a folder; or --split in its place")
+    splits = ("val", "train", "test", "all")
+    add(
+        "--split",
+        choices=splits,
+        help="predict the run's own data; all: or others, by dataset.root",
+    )
+    out = "the table, .csv or .npz (default: predictions.csv, or a free number)"
+    add("--out", type=Path, default=_free(), help=out)
+    add(
+        "--stride",
+        type=whole_number(1),
+        default=0,
+        metavar="N",
+        help="frames or steps from one trial to the next",
+    )
+    add(
+        "--every",
+        type=whole_number(1),
+        default=0,
+        metavar="N",
+        help="take every Nth frame of a video, not as trained",
+    )
+    add(
+        "--crop",
+        type=whole_number(0),
+        nargs=4,
+        metavar=("X", "Y", "W", "H"),
+        help="keep this box, not as trained",
+    )
+    add(
+        "--per-frame",
+        action="store_true",
+        help="sensors and tracks: a row per step, and not per window",
+    )
+    add(
+        "--bouts",
+        type=Path,
+        metavar="CSV",
+        help="write the bouts, and print scores where --annotations or labels are",
+    )
+    add("--events", type=Path, metavar="FILE", help="write BORIS' aggregated events, .csv or .tsv")
+    add(
+        "--boris",
+        type=Path,
+        metavar="FOLDER",
+        help="write an .xlsx of each video, which BORIS imports",
+    )
+    add(
+        "--raw",
+        action="store_true",
+        help="the most probable label of each frame, whatever tools/decide.py has chosen",
+    )
+    add(
+        "--calibrated",
+        action="store_true",
+        help="apply the temperature that tools/decide.py has fitted",
+    )
+    seen = "what people saw, a table or labels as for tools/prepare_clips.py: in the ethograms"
+    add("--annotations", type=Path, metavar="FILE", help=seen)
+    add_labels(parser.add_argument_group("of the annotations").add_argument)
+    add("--json", action="store_true", help="one JSON object on stdout")
+    add("--trust", action="store_true", help=TRUST)
+    return parser
+
+
+def _free() -> Path:
+    """Return the name of a table that is not there yet, in this folder: predictions.csv,
+    predictions_2.csv, ..."""
+    names = (Path(f"predictions{f'_{n}' if n > 1 else ''}.csv") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def _predict(args: config.Args, asked: argparse.Namespace) -> int:
+    alone("predictions are made by one process", "predict.py")
+    of_samples = asked.split or not issubclass(tasks.load(args.cfg.task), (har.Task, video.Task))
+    endings = (".csv", ".npz") if of_samples else (".csv",)
+    if asked.out.suffix not in endings:
+        todo = f"give one that ends in {' or '.join(endings)}"
+        raise LockstepError(f"{asked.out} is not the name of a table", "--out", todo)
+    return (_predict_samples if of_samples else _predict_files)(args, asked)
+
+
+# ---- the model
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LoadedModel:
+    """A checkpoint's model, without the data that it was trained on."""
+
+    task: Any
+    model: torch.nn.Module  # on the device, in evaluation mode
+    precision: precision.Precision
+    checkpoint: Path
+    step: int
+    temperature: float | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.task.cfg.eval_batch_size or 2 * self.task.cfg.batch_size)
+
+    @torch.inference_mode()
+    def classify(self, x: Tensor) -> np.ndarray:
+        """(B, ...) -> probabilities (B, C) float32; with a temperature (B, 2 C), the calibrated
+        ones after them"""
+        with self.precision.autocast():
+            logits = self.model(x.to(self.device))
+        scales = [1.0] if self.temperature is None else [1.0, self.temperature]
+        return (
+            torch.cat([self.task.probabilities(logits.float() / scale) for scale in scales], 1)
+            .cpu()
+            .numpy()
+        )
+
+    def classify_all(self, dataset: Any) -> np.ndarray:
+        """Return (N, C) probabilities of a dataset's samples."""
+        numbers, size = range(len(dataset)), self.batch_size
+        batches = (dataset.__getitems__([*numbers[n : n + size]]) for n in numbers[::size])
+        return np.concatenate([self.classify(batch["x"]) for batch in batches])
+
+
+def load_model(args: config.Args, world: World, split: str = "") -> tuple[LoadedModel, Any]:
+    """(all ranks) Return the model of the checkpoint `resume`, and the samples of `split`: all,
+    train, val, test or none."""
+    kernels.set_backends(args.cfg)
+    cfg, saved = checkpoint.locate(args.cfg, world)
+    assert saved.path
+    task = tasks.load(cfg.task)(cfg)
+    task.resuming = True
+    dataset = None
+    if split in ("train", "val", "test"):
+        train_set, val_set = task.datasets()
+        dataset = val_set if split == "val" else train_set
+        if split == "test":
+            dataset = test_set(task, train_set, val_set, needed=True)
+            resume.check_test(
+                saved, fingerprint(train_set, dataset, random_samples=cfg.random_samples)
+            )
+    else:
+        known = saved.metadata
+        if known is None:  # written before checkpoints held it
+            task.datasets()
+            known = task.metadata()
+        task.load_metadata(known)
+        dataset = task.full_dataset() if split else None
+    if split and dataset is None:
+        raise LockstepError("the task has no validation data", "--split", "give train, or all")
+    if split:
+        check("datasets", (dataset, None))
+    seed_everything(cfg.seed)
+    model = check("model", task.model()).to(world.device)
+    checkpoint.load_evaluated(model, saved)
+    kernels.apply_memory_format(model, saved.memory_format)
+    amp = precision.resolve(cfg, world, saved.precision)
+    return LoadedModel(task, model.eval(), amp, saved.path, saved.progress["step"]), dataset
+
+
+def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
+    """Load a model without the lines that a training prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return in_world(args.cfg, lambda world, _: load_model(args, world, split))
+
+
+# ---- any task, by its method `predict`
+# ------------------------------------------------------------------------------
+
+
+def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
+    """Write what the task's `predict` returns of each sample of a dataset."""
+    of_files = (
+        "stride",
+        "every",
+        "crop",
+        "annotations",
+        "per_frame",
+        "bouts",
+        "events",
+        "boris",
+        "raw",
+        "calibrated",
+    )
+    if given := [name.replace("_", "-") for name in of_files if getattr(asked, name)]:
+        raise LockstepError("it is for new videos and recordings", f"--{given[0]}", "drop it")
+    split = asked.split
+    if not split:
+        if "dataset.root" not in config.flatten(config.to_dict(args.cfg)):
+            what, todo = (
+                f"task {args.cfg.task} takes no path of data",
+                "give --split, and its own keys for other data",
+            )
+            raise LockstepError(what, str(asked.data), todo)
+        split, args = (
+            "all",
+            args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(asked.data)})),
+        )
+    if split == "all":
+        args = args._replace(cfg=config.changed(args.cfg, {"exclude": []}))  # of the training data
+    loaded, dataset = load(args, split)
+    rows, columns = write_table(asked.out, _outputs(loaded, dataset))
+    if asked.json:
+        print(json.dumps({"predictions": str(asked.out), "rows": rows, "columns": columns}))
+    else:
+        print(f"{shown(loaded.checkpoint)}, step {loaded.step}: {amount(rows, 'row')}")
+        print(
+            f"Wrote {asked.out}: {', '.join(columns[:8])}"
+            + (f" and {len(columns) - 8} more" * (len(columns) > 8))
+        )
+    return status.set_exit_code(errors.DONE)
+
+
+def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
+    """Yield what the task predicts of each batch."""
+    world = World(0, 0, 1, loaded.device)
+    for batch in EvalLoader(dataset, EvalSampler(dataset, world, loaded.batch_size), world, None):
+        with torch.inference_mode(), loaded.precision.autocast():
+            output = loaded.task.predict(loaded.model, batch)
+        index = batch_info(batch).index
+        yield {"index": index.cpu(), **packed(check("predict", output, len(index)))}
+
+
+# ---- sensors, packed clips and videos
+# -------------------------------------------------------------------------------
+
+
+@dataclass
+class Prediction:
+    """The predictions for one file: a row for each of its frames, trials or windows.
+
+    cells          {column: N values} that identify the rows; with the `side` of each row's video,
+                   where it is known
+    probabilities  (N, C), of which labels are made
+    calibrated     (N, C), the ones to show instead, if that is asked for
+    fps            rows per second, 0 if unknown; for frames only, which have a picture
+    truth          (N, C) of 1, 0, and -1 where nothing is annotated; for annotated videos only
+    absent         (N,) bool, frames without an animal, which get no label
+    on             (N, C) of 1 for the labels of each frame; by default one, the most probable
+    """
+
+    name: str
+    cells: dict[str, list[Any]]
+    probabilities: np.ndarray
+    fps: float | None = None
+    truth: np.ndarray | None = None
+    absent: np.ndarray | None = None
+    on: np.ndarray | None = None
+    calibrated: np.ndarray | None = None
+
+    @property
+    def shown(self) -> np.ndarray:
+        return self.probabilities if self.calibrated is None else self.calibrated
+
+    @property
+    def side(self) -> str:
+        return str(next(iter(self.cells.get("side", [])), ""))
+
+    @property
+    def known(self) -> np.ndarray:
+        """(N, C) of 1 and 0: the labels"""
+        count = self.probabilities.shape[1]
+        return one_hot(self.probabilities.argmax(1), count) if self.on is None else self.on
+
+    def decided(self, classes: list[str], decision: Decision, exclusive: bool) -> Prediction:
+        """Return it with the labels of its frames, and the calibrated probabilities apart."""
+        if self.probabilities.shape[1] > len(classes):
+            halves = np.split(self.probabilities, 2, axis=1)
+            return replace(self, probabilities=halves[0], calibrated=halves[1]).decided(
+                classes, decision, exclusive
+            )
+        smoothing, thresholds = decision.smoothing or Smoothing(), None
+        if not exclusive:
+            thresholds = [(decision.thresholds or {}).get(name, 0.5) for name in classes]
+        if self.fps is None and exclusive:
+            return self
+        smoothing = Smoothing() if self.fps is None else smoothing.at(self.fps)
+        on = decide(self.probabilities, classes, behaviour.BACKGROUND, smoothing, thresholds)
+        if self.absent is not None:
+            on[self.absent] = 0
+        return replace(self, on=on)
+
+    def columns(self, classes: list[str]) -> Part:
+        rows, place = np.unique(self.known, axis=0, return_inverse=True)
+        named = ["+".join(classes[c] for c in np.flatnonzero(row)) for row in rows]
+        labels = [named[n] for n in place.ravel().tolist()]
+        shares = [[f"{share:.6f}" for share in column] for column in self.shown.T.tolist()]
+        return {
+            **self.cells,
+            "label": labels,
+            **{f"p_{c}": each for c, each in zip(classes, shares, strict=True)},
+        }
+
+    def summary(self, classes: list[str]) -> dict[str, Any]:
+        on, sides = self.known, Counter(self.cells.get("side", []))
+        counts = on.sum(0, dtype=np.int64).tolist()
+        about = {
+            "name": self.name,
+            "rows": len(on),
+            "labels": dict(zip(classes, counts, strict=True)),
+        }
+        if self.fps is None:
+            return about | ({"sides": dict(sides)} if sides else {})
+        if sides:
+            (about["side"],) = sides  # the frames of one video
+        if self.truth is not None and (seen := (self.truth >= 0).any(1)).any():
+            same = ((on == self.truth) | (self.truth < 0)).all(1)
+            about["as_annotated"] = round(float(same[seen].mean()), 6)
+        return about | {"fps": self.fps}
+
+
+Found = Iterator[Prediction | LockstepError]
+"""Predictions, and an error for each file that is left out."""
+
+
+def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
+    bout_files.check_paths(asked.bouts, asked.events, asked.boris, asked.out)
+    loaded, _ = load(args)
+    classes, of_sensors = loaded.task.classes, isinstance(loaded.task, har.Task)
+    is_packed = not of_sensors and (asked.data / FRAMES).is_file()
+    if asked.annotations and (of_sensors or is_packed):
+        todo = (
+            "label tracks by tools/prepare_tracks.py --labels" if of_sensors else "give the videos"
+        )
+        raise LockstepError("only videos have frames to annotate", "--annotations", todo)
+    by_frame = asked.per_frame or asked.bouts or asked.events or asked.boris
+    if by_frame and is_packed:
+        raise LockstepError(
+            "a packed folder has trials, and no frames in a row", str(asked.data), "give the videos"
+        )
+    decision = (
+        Decision() if asked.raw and not asked.calibrated else decisions.read(loaded.checkpoint)
+    )
+    if asked.calibrated and not decision.temperature:
+        raise LockstepError(
+            "no temperature was fitted", "--calibrated", f"tools/decide.py {asked.run} fits one"
+        )
+    if asked.calibrated:
+        loaded.temperature = decision.temperature
+    decision = Decision(decision.temperature) if asked.raw else decision
+    of = (
+        (of_steps if by_frame else of_windows)
+        if of_sensors
+        else of_clips
+        if is_packed
+        else of_videos
+    )
+    exclusive = loaded.task.exclusive
+    model = f"{'/'.join(loaded.checkpoint.parts[-2:])}, step {loaded.step}"
+    made = bout_files.Bouts(classes, exclusive, model, decision.smoothes)
+    found = _decided(of(loaded, asked), classes, decision, exclusive, made)
+    summary, left_out, pictures = _write(asked.out, classes, found)
+    lines = made.write(asked.bouts, asked.events, asked.boris)
+    framed = any("ethogram" in each for each in summary)
+    applied = (
+        decision.lines(asked.calibrated)
+        if framed
+        else Decision(decision.temperature).lines(asked.calibrated)
+    )
+    if asked.json:
+        where = {"predictions": str(asked.out), "ethograms": str(pictures) if pictures else None}
+        more: dict[str, Any] = {"bouts": made.report()} if made.scores else {}
+        more |= {"applied": applied} if applied else {}
+        print(json.dumps(where | {"found": summary, "left_out": [*map(str, left_out)]} | more))
+    else:
+        print(f"{shown(loaded.checkpoint)}, step {loaded.step}:")
+        print(_table(summary, classes))
+        print(
+            "\n".join([*(made.lines() if asked.bouts else []), *applied]),
+            end="\n" if asked.bouts or applied else "",
+        )
+        print(f"Wrote {asked.out}" + (f" and the ethograms in {pictures}/" if pictures else ""))
+        for line in lines:
+            print(line)
+    for error in left_out:
+        print(f"warning: left out: {error}", file=sys.stderr)
+    return status.set_exit_code(errors.DATA if left_out else errors.DONE)
+
+
+def _decided(
+    found: Found, classes: list[str], decision: Decision, exclusive: bool, made: bout_files.Bouts
+) -> Iterator[Prediction | LockstepError]:
+    """Yield what is found with the labels of its frames, whose bouts are kept in `made`."""
+    for each in found:
+        if isinstance(each, Prediction):
+            each = each.decided(classes, decision, exclusive)
+            if each.fps is not None:
+                counts = each.side in NOT_TRAINED_ON
+                made.add(each.name, each.side, each.fps, each.known, each.truth, counts)
+        yield each
+
+
+def _archives(data: Path) -> list[Path]:
+    """Return each .npz of a folder of several; else the data themselves."""
+    archives = sorted(data.glob("*.npz")) if data.is_dir() else []
+    return archives if len(archives) > 1 else [data]
+
+
+def of_steps(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
+    """Predict each step of the recordings of a data set, or of each .npz of a folder: between the
+    centres of two windows by a line, and beyond the first and the last one as there. With `only`
+    those of one side."""
+    task, classes = loaded.task, loaded.task.classes
+    stride = asked.stride or max(1, task.length // 8)
+    for path in _archives(asked.data):
+        labelled = path.suffix == ".npz" and {"step_label", "signal"} <= load_npz(path).keys()
+        found = task.new(path, stride, labelled=labelled)
+        known = {
+            name: side for side, subjects in task.about["subjects"].items() for name in subjects
+        }
+        sides = [
+            known.get(found.subjects[g], "new") if found.subjects and known else ""
+            for g in found.groups
+        ]
+        chosen = np.array([only in ("", side) for side in sides])
+        if not chosen.any():
+            continue
+        windows = Windows(replace(found, step_labels=None), chosen)
+        probabilities, centres = loaded.classify_all(windows), windows.step + found.length // 2
+        number = np.array(
+            [classes.index(name) if name in classes else -1 for name in [*found.classes, ""]]
+        )
+        names = [
+            name if found.names.count(name) == 1 and stays_below(name) else ""
+            for name in found.names
+        ]
+        ends = np.cumsum(found.lengths)
+        for r, (first, stop) in enumerate(
+            zip((ends - found.lengths).tolist(), ends.tolist(), strict=True)
+        ):
+            if not chosen[r]:
+                continue
+            count, mine = stop - first, windows.recording == r
+            at = np.arange(count)
+            values = np.stack(
+                [np.interp(at, centres[mine], each) for each in probabilities[mine].T], 1
+            )
+            name, fps = (names[r] if names else "") or f"{path.stem}_{r}", found.rate_hz or 0.0
+            times = np.round(at / fps, 6).tolist() if fps else [""] * count
+            cells = {
+                "file": [path.name] * count,
+                "recording": [name] * count,
+                "step": at.tolist(),
+                "time_s": times,
+            }
+            if found.subjects:
+                cells["subject"] = [found.subjects[found.groups[r]]] * count
+                cells |= {"side": [sides[r]] * count} if sides[r] else {}
+            truth = None
+            if labelled and found.step_labels is not None:
+                truth = one_hot(number[found.step_labels[first:stop]], len(classes))
+                truth = (
+                    truth
+                    if found.multi is None
+                    else columns_of(found.multi[first:stop], found.classes, classes)
+                )
+            absent = found.signal[first:stop, -1] == 0 if found.masked else None
+            yield Prediction(name, cells, values, fps, truth, absent)
+
+
+def of_windows(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
+    """Predict each window of a data set, or of each .npz of a folder."""
+    task = loaded.task
+    for path in _archives(asked.data):
+        found = task.new(path, asked.stride or task.cfg.dataset.stride, labelled=False)
+        windows = Windows(found, np.ones(len(found), dtype=bool))
+        cells = {"file": [path.name] * len(windows), "recording": windows.recording.tolist()}
+        cells["start"] = windows.step.tolist()
+        if found.rate_hz:
+            cells["time_s"] = np.round(windows.step / found.rate_hz, 6).tolist()
+        if found.subjects:
+            cells["subject"] = windows.sources.tolist()
+            known = {name: side for side, names in task.about["subjects"].items() for name in names}
+            cells |= (
+                {"side": [known.get(name, "new") for name in cells["subject"]]} if known else {}
+            )
+        yield Prediction(path.name, cells, loaded.classify_all(windows))
+
+
+def of_clips(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
+    """Predict each trial of a packed folder."""
+    about = loaded.task.about
+    clips = loaded.task.fitting(Clips(asked.data, about["shape"][0]))
+    cells = {"video": clips.videos.tolist(), "trial": clips.trials.tolist()}
+    if about["videos"]:
+        sides = {name: videos.side_of(name, about["videos"]) for name in {*cells["video"]}}
+        cells["side"] = [sides[name] for name in cells["video"]]
+    yield Prediction(asked.data.name, cells, loaded.classify_all(clips))
+
+
+def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
+    """Predict each frame of each video, with `only` of one side; yields an error for one that
+    cannot be read or is shorter than a trial."""
+    videos.import_av()
+    cutting, classes, about = cutting_of(loaded.task, asked), loaded.task.classes, loaded.task.about
+    stride = asked.stride or -(-cutting.span // 4)
+    folder = asked.data if asked.data.is_dir() else asked.data.parent
+    paths = [asked.data]
+    if asked.data.is_dir():
+        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in videos.SUFFIXES)
+    if not paths:
+        what, todo = (
+            "no videos",
+            f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself",
+        )
+        raise LockstepError(what, str(asked.data), todo)
+    names = [str(path.relative_to(folder)) for path in paths]
+    seen_in, truth_of = annotated(asked, cutting, loaded.task.exclusive)
+    if asked.annotations and not seen_in(names):
+        todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+        raise LockstepError("none of these videos is annotated", str(asked.annotations), todo)
+    for path, name in zip(paths, names, strict=True):
+        side = videos.side_of(os.path.abspath(path), about["videos"])  # whatever folder DATA is
+        if only not in ("", side):
+            continue
+        try:
+            with videos.opened(path) as (decoded, fps):
+                pictures = (
+                    videos.gray_square(frame, cutting.crop, cutting.size, path) for frame in decoded
+                )
+                shown = tqdm(pictures, name, unit="frame", disable=None)
+                probabilities = videos.slide(
+                    shown, cutting, stride, loaded.classify, loaded.batch_size, fps
+                )
+            if not len(probabilities):
+                what = f"it has fewer frames than a trial, which has {cutting.span}"
+                raise videos.BrokenVideo(what, where=str(path), todo="leave it out")
+        except videos.BrokenVideo as error:
+            yield error
+            continue
+        rates, count = about["cutting"].get("fps", []), len(probabilities)
+        if (
+            fps
+            and rates
+            and not cutting.fps
+            and not any(abs(fps - rate) < 0.02 * rate for rate in rates)
+        ):
+            known = " and ".join(f"{rate:g}" for rate in rates)
+            print(
+                f"warning: {name} has {fps:g} frames/s, the run learned from videos of {known}",
+                file=sys.stderr,
+            )
+        times = np.round(np.arange(count) / fps, 6).tolist() if fps else [""] * count
+        cells = {"video": [name] * count, "frame": [*range(count)], "time_s": times}
+        if side:
+            cells["side"] = [side] * count
+        yield Prediction(name, cells, probabilities, fps, truth_of(name, fps, count, classes))
+
+
+Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
+"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 where nothing is annotated; None
+without any."""
+
+
+def annotated(
+    asked: argparse.Namespace, cutting: videos.Cutting, exclusive: bool = True
+) -> tuple[Callable[[list[str]], list[str]], Truth]:
+    """Return a function that keeps those videos that people have annotated, and one for what they
+    saw."""
+    if not asked.annotations:
+        return lambda names: [], lambda *_: None
+    if not behaviour.is_labels(asked.annotations):
+        plan, _ = read_annotations(asked.annotations, cutting, [])
+
+        def of_trials(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+            found = plan.class_of_frames(video, fps, count, classes)
+            return None if found is None else one_hot(found, len(classes))
+
+        return lambda names: [name for name in names if name in plan.trials], of_trials
+    found = behaviour.read(asked.annotations, asked.behaviours, asked.offset)
+    labels = {one.stem: one.of(asked.subjects) for one in found}
+
+    def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+        if (one := labels.get(behaviour.stem_of(video))) is None:
+            return None
+        if not exclusive:
+            return one.overlapping(count, fps, classes)
+        number = {name: c for c, name in enumerate(classes)}
+        numbers = [number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()]
+        return one_hot(np.array(numbers), len(classes))
+
+    return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
+
+
+def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
+    """Return the training's cutting, changed by the command line. Raises LockstepError if it does
+    not fit."""
+    length, height, width = task.about["shape"]
+    trained = task.about["cutting"]
+    if height != width:
+        what = f"the model takes pictures of {height} x {width}, and videos become squares"
+        raise LockstepError(
+            what, asked.run, "pack the videos as its clips were, and give that folder"
+        )
+    if not trained:
+        words = (
+            "note: the run does not know how its clips were cut out of videos: every frame "
+            "is taken, whole"
+        )
+        print(words + " (--every and --crop change that)", file=sys.stderr)
+    crop = asked.crop or trained.get("crop")
+    every, rate = (
+        asked.every or trained.get("stride", 1),
+        trained["fps"][0] if trained.get("resampled") else 0.0,
+    )
+    cutting = videos.Cutting(length, every, tuple(crop) if crop else None, height, rate)
+    if asked.stride > cutting.span:
+        what = f"--stride {asked.stride} leaves out frames: a trial has {cutting.span}"
+        raise LockstepError(what, "--stride", f"give {cutting.span} or less")
+    return cutting
+
+
+# ---- output
+# --------------------------------------------------------------------------------------------------
+
+
+def _write(
+    out: Path, classes: list[str], found: Found
+) -> tuple[list[dict[str, Any]], list[LockstepError], Path | None]:
+    """Write the table, and a picture of each video into a new folder next to it, so that nothing is
+    overwritten.
+
+    Returns a summary of each file, an error for each that is left out, and the folder of the
+    pictures if there are any.
+    """
+    summary: list[dict[str, Any]] = []
+    left_out: list[LockstepError] = []
+    folder: Path | None = None
+
+    def parts() -> Iterator[Part]:
+        nonlocal folder
+        for each in found:
+            if isinstance(each, LockstepError):
+                left_out.append(each)
+                continue
+            yield each.columns(classes)
+            summary.append(each.summary(classes))
+            if each.fps is not None:
+                stem = f"{out.stem}_ethograms_{time.strftime('%Y%m%d-%H%M%S')}"
+                folder = folder or run_folder.new_folder(out.parent, stem)
+                summary[-1]["ethogram"] = str(_draw(each, classes, folder))
+        if not summary:
+            raise LockstepError(
+                f"not one video could be read: {left_out[0]}", exit_code=errors.DATA
+            )
+
+    write_table(out, parts())
+    return summary, left_out, folder
+
+
+def _draw(found: Prediction, classes: list[str], folder: Path) -> Path:
+    from PIL import Image  # comes with tensorboard
+
+    path = folder / f"{found.name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    truth, labels = (
+        # Of several labels the first one is drawn.
+        None if each is None else np.where((each == 1).any(1), (each == 1).argmax(1), -1)
+        for each in (found.truth, found.on)
+    )
+    picture = video.draw_ethogram(
+        found.shown, classes, found.fps or 0.0, found.name, truth, labels=labels
+    )
+    write_atomically(path, lambda file: Image.fromarray(picture).save(file, "PNG"))
+    return path
+
+
+def _table(summary: list[dict[str, Any]], classes: list[str]) -> str:
+    """A row for each file, and the mean agreement of the videos that were not trained on."""
+    rows = [["", "rows", *classes, "as annotated", "side"]]
+    for about in summary:
+        shares = [f"{100 * about['labels'][name] / about['rows']:.1f}%" for name in classes]
+        same = f"{100 * about['as_annotated']:.1f}%" if "as_annotated" in about else ""
+        sides = ", ".join(f"{count} {side}" for side, count in about.get("sides", {}).items())
+        rows.append([about["name"], str(about["rows"]), *shares, same, about.get("side", sides)])
+    new = [
+        one["as_annotated"]
+        for one in summary
+        if "as_annotated" in one and one.get("side") in NOT_TRAINED_ON
+    ]
+    if new:
+        mean = f"mean of {amount(len(new), 'video')} not trained on"
+        rows.append([mean, *[""] * (1 + len(classes)), f"{100 * sum(new) / len(new):.1f}%", ""])
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return "\n".join(aligned([[*row] for row in zip(*columns, strict=True)]))
