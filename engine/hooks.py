@@ -115,6 +115,10 @@ stragglers = Hook()
 events = Hook()
 """each(name, facts): what happened to the run, for status files."""
 
+# ---- when a run fails
+translators = Hook()
+"""first(error, place) -> the LockstepError for an exception that the function knows, or None."""
+
 
 def check(method: str, value: Any, *about: Any) -> Any:
     """Return a value that a method of the task has returned. Raises LockstepError if a plugin finds

@@ -284,6 +284,8 @@ def processes_sharing(memory: torch.device) -> int:
 def typed_command() -> str:
     """Return the command before the arguments of the training, as typed in a shell; under torchrun
     a command of equal effect."""
+    if os.environ.get(COMMAND):
+        return os.environ[COMMAND]  # train_multigpu.sh, or the python that became torchrun
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
     torchrun = ["torchrun"]

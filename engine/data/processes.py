@@ -20,7 +20,7 @@ from engine import hooks
 from engine.config import Config
 from engine.contract import Batch
 from engine.data.batches import map_tensors
-from engine.errors import DATA, LockstepError
+from engine.errors import DATA, LockstepError, headline
 
 
 def in_processes(fetcher: Any, batches: Any, cfg: Config) -> DataLoader[Any]:
@@ -81,6 +81,23 @@ def starting_processes() -> Iterator[None]:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def translate(error: BaseException, place: str) -> LockstepError | None:
+    """Return the error of a loader process that was killed or hangs. Torch's DataLoader raises the
+    error in the main process at any line: a signal handler reports a killed process."""
+    text = headline(error)
+    if not text.startswith(("DataLoader worker", "DataLoader timed out")):
+        return None
+    reason = str(error.__cause__ or text).strip(" .")
+    todo = (
+        "one that was killed was likely out of memory: fewer num_workers, or smaller batches; one "
+        "that timed out has hung, or needs a longer loader_timeout_s"
+    )
+    return LockstepError(f"a loader process failed: {reason}", place, todo, exit_code=DATA)
+
+
+hooks.translators.add(translate)
 
 
 def _begin_process(parent: int, worker: int) -> None:
