@@ -1,20 +1,24 @@
-"""Find where two runs part: from what differs around them to the first module whose output has
-other bits.
+"""Find the first difference between two runs: from config and machine to the first module whose
+output has other bits.
 
-python tools/compare.py RUN RUN                       config, code, data, machine, log, weights;
-                                                      then one step of both
-python tools/compare.py RUN RUN --step 40             another step than the first that differs
-python tools/compare.py one.pt other.pt               two checkpoints: tensors, numbers, a single
-                                                      bit
+python tools/compare.py RUN RUN                       compare config, code, data, machine, log and
+                                                      weights; then one step of both runs
+python tools/compare.py RUN RUN --step 40             compare step 40 instead of the first
+                                                      different step
+python tools/compare.py one.pt other.pt               compare two checkpoints: tensors, numbers, a
+                                                      single bit
 python tools/compare.py one/record_step_1.npz other/record_step_1.npz
-    what a step has computed on two machines
+                                                      compare the tensors of a step on two machines
 
-A and B are folders of runs, checkpoints, or records, which a training with record=N writes. The
-step is taken again, by both runs, from the last checkpoint before it or from the seed, with this
-checkout, on this machine and on as many processes as the run had, in a temporary folder; each ends
-with an evaluation. Where the runs are of other code or other machines, give each record=N there,
-and compare the two small files. Exit code 0: the same bits; 1: they differ; 7: not known, because
-one lacks lines of its log, a checkpoint, digests of its weights, or the last steps of the other.
+A and B are folders of runs, checkpoints, or records. A training with record=N writes a record.
+
+Both runs take the step again: from the last checkpoint before the step or from the seed, with this
+checkout, on this machine, on the recorded number of processes, in a temporary folder. A repeated
+run ends with an evaluation. If the runs have different code or machines, repeat each run with
+record=N there and compare the two small files.
+
+Exit code 0: the same bits. 1: the runs differ. 7: not known, because a run lacks lines of the log,
+a checkpoint, digests of the weights, or the last steps of the other run.
 """
 
 from __future__ import annotations
@@ -58,12 +62,11 @@ NO_NUMBERS = (
     "allocator record random_samples resume init_from wandb. mlflow. ddp.timeout_s "
     "ddp.init_timeout_s ddp.bind_cores"
 ).split()
-"""Keys and sections (`wandb.`) that change no step. What `resume` and `init_from` name is compared
-by itself."""
+"""Keys and sections (`wandb.`) that change no step. `start` compares the files of `resume` and
+`init_from`."""
 
 NO_BITS = ("processes", "cache", "optim.zero", "ddp.")
-"""The same of what takes the same bits where both runs have virtual workers, as docs/same-bits.md
-says."""
+"""Keys and sections that change no bit if both runs have virtual workers, see docs/same-bits.md."""
 
 RESOLVED = {
     "device": "device",
@@ -73,25 +76,24 @@ RESOLVED = {
     "threads": "threads",
     "deterministic": "deterministic kernels",
 }
-"""Keys that may be `auto`, and the environment's entry with what was chosen."""
+"""Keys that may be `auto`, and the entry of the environment with the chosen value."""
 
 TIMES = ("event", "step", "time_s", "samples_per_s", "data_wait_share")
 OF_THE_STEP = ("digest", "grad_norm", "lr", "samples", "epoch")
-"""Entries of the log that are of no account; and those of the last step alone, the others since the
-last log point."""
+"""Entries of the last step alone. The other entries are means since the last log point. TIMES are
+never compared."""
 
 ONLY_ROUNDING = (
     "batch_size gradient_accumulation_steps virtual_workers processes multi_gpu gpu_ids device "
     "threads deterministic "
     "compile cuda_graph memory_format cache amp optim.zero ddp."
 ).split()
-"""Keys that may change the bits of a step, and by rounding alone: how it is cut, and on what it is
-computed."""
+"""Keys that change the bits of a step by rounding alone: the partition and the device."""
 
 SAME, DIFFER, UNKNOWN = "same", "differ", "not known"
 
 FEW = 3
-"""Numbers of a tensor that are named one by one."""
+"""A tensor with at most so many different numbers is listed number by number."""
 
 
 def main(argv: list[str]) -> int:
@@ -141,23 +143,24 @@ def _main(asked: argparse.Namespace) -> int:
     )
 
 
-# ---- what there is of a run
+# ---- read a run
 # -----------------------------------------------------------------------------------------
 
 
 class Side(NamedTuple):
-    """What is known of A or of B; empty where it is not.
+    """The known facts of A or of B; a field without a value is unknown.
 
-    folder       of the run
+    folder       the run's folder
     config       dotted key -> value
-    environment  what decides the last bits but for config, code and data
+    environment  what decides the last bits, beside config, code and data
     code         digest of the source files
     commit       of git
-    log          step -> the log's line of the training
-    scores       step -> that of an evaluation
+    log          step -> line of the training
+    scores       step -> line of an evaluation
     checkpoints  step -> file
-    gone         names of checkpoints that the run's manifest or status has, and its folder has not
-    came_to      the last step that the run has taken, as status.json says
+    gone         names of checkpoints in the manifest or in status.json, without a file in the
+                 folder
+    came_to      the last step of the run, from status.json
     """
 
     name: str
@@ -189,7 +192,7 @@ class Side(NamedTuple):
 
     @property
     def lacking(self) -> list[int]:
-        """Steps of which a whole log has a line of the training, and this one has none."""
+        """The steps without a line of the training, though a complete log has a line."""
         if not self.is_run:
             return []
         on_gpu = bool(
@@ -209,7 +212,7 @@ class Side(NamedTuple):
 
 
 def opened(name: str, path: Path) -> Side:
-    """Read a run's folder, a checkpoint, or a record. Raises LockstepError if it is none."""
+    """Read a run's folder, a checkpoint, or a record. Raises LockstepError for any other path."""
     if path.is_dir():
         return _of_folder(name, path)
     if not path.exists():
@@ -293,8 +296,8 @@ def _of_folder(name: str, folder: Path) -> Side:
 
 
 def _ended(folder: Path) -> tuple[int, list[str]]:
-    """Return the last step and the name of the last checkpoint, in a list, as status.json has them;
-    (0, []) without."""
+    """Return the last step, and the name of the last checkpoint in a list, from status.json; (0,
+    []) without the file."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         known = json.loads((folder / "status.json").read_text())
         return int(known["step"]), [Path(known["checkpoint"]).name] if known["checkpoint"] else []
@@ -303,7 +306,7 @@ def _ended(folder: Path) -> tuple[int, list[str]]:
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
     texts = path.read_text(errors="replace").split("\n") if path.is_file() else []
-    # what stands after the last newline is no whole line
+    # text after the last newline is an incomplete line
     for number, text in enumerate(texts[:-1], 1):
         try:
             yield dict(json.loads(text))
@@ -362,7 +365,7 @@ def compared(a: Side, b: Side, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def missing(a: Side, b: Side, found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
-    """Return what A or B lacks for a verdict on all steps; empty where nothing is missing."""
+    """Return the parts of A or B that are needed for a verdict on all steps and are absent."""
     texts = list[str]()
     for side in (a, b):
         if side.lacking:
@@ -391,12 +394,14 @@ def missing(a: Side, b: Side, found: dict[str, Any], asked: argparse.Namespace) 
 
 
 def _evaluations_missing(a: Side, b: Side) -> list[str]:
-    """Return whose log lacks evaluations that the other's has, where both were to evaluate at the
-    same steps."""
+    """Return the log points of evaluation that a log lacks and the other log has.
+
+    The result is empty if the runs evaluate at different steps.
+    """
     if a.config.get("eval_every") != b.config.get("eval_every") or not (a.is_run and b.is_run):
         return []
     texts, both = list[str](), min(a.last, b.last)
-    for side, other in ((a, b), (b, a)):  # at its end a run is evaluated in any case
+    for side, other in ((a, b), (b, a)):  # every run evaluates at its end
         of_both = (step for step in other.scores if step < both or step == a.last == b.last)
         steps = sorted(step for step in of_both if step not in side.scores)
         if steps and side.config.get("resume") in ("auto", "never", None):
@@ -408,7 +413,7 @@ def _evaluations_missing(a: Side, b: Side) -> list[str]:
 
 
 def _proven(a: Side, b: Side, found: dict[str, Any]) -> int:
-    """Return the last step at which both have bits of the weights: digests in the logs, or
+    """Return the last step with bits of the weights on both sides: digests in the logs, or
     checkpoints."""
     with_digest = [step for step in a.log.keys() & b.log.keys() if _has_digests(a, b, step)]
     return max([*with_digest, found["tensors"].get("step", 0)], default=0)
@@ -423,7 +428,8 @@ Differences = dict[str, tuple[Any, Any, bool]]
 
 
 def around(a: Side, b: Side) -> dict[str, Differences | None]:
-    """Return what differs around the numbers, by section; None where it isn't known of both."""
+    """Return the differences beside the numbers, by section; None for a section that is not known
+    of both."""
     found: dict[str, Differences | None] = {"start": start(a, b)}
     virtual = 0 < a.config.get("virtual_workers", 0) == b.config.get("virtual_workers", 0)
     free = (*NO_NUMBERS, *(NO_BITS if virtual else ()))
@@ -472,8 +478,7 @@ def _is_in(key: str, free: tuple[str, ...]) -> bool:
 
 
 def start(a: Side, b: Side) -> Differences | None:
-    """Compare the weights that two runs began with, where these are in files that the configs
-    name."""
+    """Compare the weights at the beginning of two runs, if the configs name files."""
     found: Differences = {}
     for key in ("resume", "init_from"):
         files = [Path(str(each.config.get(key) or "")) for each in (a, b)]
@@ -495,9 +500,12 @@ class Number(NamedTuple):
 
 
 def numbers(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Compare two logs. Return the log points that both have, how many of them have digests of the
-    weights; the first that differs (0: none), what differs there, each with its relative
-    difference; and the last that is surely equal: with the same digest, if there are any."""
+    """Compare two logs.
+
+    Return the number of common log points, how many have a digest of the weights, the first
+    different log point (0: none) with the relative differences, and the last log point that is
+    certainly equal: of equal digests, if there are any.
+    """
     common, found = sorted(a.keys() & b.keys()), list[Number]()
     digests = [each for each in common if a[each].get("digest") and b[each].get("digest")]
     first = next((each for each in common if (found := _differing(a, b, each))), 0)
@@ -512,8 +520,8 @@ def numbers(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> dict[
 
 
 def growth(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> list[list[Any]]:
-    """Return [step, largest relative difference of a logged number, its name] of the log points
-    that both have."""
+    """Return [step, largest relative difference of a logged number, its name] for each common log
+    point."""
     found = []
     for each in sorted(a.keys() & b.keys()):
         size = {
@@ -528,8 +536,8 @@ def growth(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> list[l
 
 
 def _differing(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], at: int) -> list[Number]:
-    """Return the numbers of a log point that differ. Means since the last one count only if both
-    have that, too."""
+    """Return the different numbers of a log point. Means over several steps count only if both logs
+    have the same log point before."""
     one, other = a[at], b[at]
     before = [max((each for each in log if each < at), default=-1) for log in (a, b)]
     names = [name for name in one if name in other and name not in TIMES]
@@ -546,7 +554,7 @@ def _text(value: Any) -> str:
 
 
 def _relative(x: Any, y: Any) -> float:
-    """Return the difference over the larger of both; 1 where that is no number."""
+    """Return the difference divided by the larger number; 1 without two finite numbers."""
     if not all(isinstance(each, int | float) and math.isfinite(each) for each in (x, y)):
         return 1.0
     return abs(x - y) / max(abs(x), abs(y))
@@ -559,7 +567,7 @@ PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress")
 
 
 def tensors(a: Side, b: Side) -> dict[str, Any]:
-    """Compare the last checkpoints that both have of the same step."""
+    """Compare the last common checkpoint."""
     steps = a.checkpoints.keys() & b.checkpoints.keys()
     if not steps:
         both = a.checkpoints and b.checkpoints
@@ -569,7 +577,7 @@ def tensors(a: Side, b: Side) -> dict[str, Any]:
 
 
 def _parts(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return how two checkpoints differ: a line for each part of them."""
+    """Return the differences of two checkpoints: a line for each part."""
     texts, total, different = [], 0, []
     for part in PARTS:
         mine, theirs = (dict(tree_leaves(state.get(part))) for state in (one, other))
@@ -589,10 +597,10 @@ def _parts(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 class Leaf(NamedTuple):
-    """How a tensor differs, or a number.
+    """The difference of a tensor or a number.
 
-    relative  norm of the difference over that of A
-    flips     index -> what has become of it, where only a few differ
+    relative  norm of the difference divided by the norm of A
+    flips     index -> both values, if only a few numbers differ
     """
 
     numbers: int
@@ -602,7 +610,7 @@ class Leaf(NamedTuple):
 
     @property
     def size(self) -> str:
-        """How large it is, or what the two are instead."""
+        """The size of the difference, or both values."""
         if () in self.flips:
             return self.flips[()]
         return (
@@ -615,7 +623,7 @@ def _few(name: str, found: Leaf) -> list[str]:
 
 
 def _leaf(x: Any, y: Any) -> Leaf | None:
-    """Compare two leaves of a checkpoint, in bits."""
+    """Compare two leaves of a checkpoint, in bits; None if equal."""
     if (
         not isinstance(x, Tensor)
         or not isinstance(y, Tensor)
@@ -657,7 +665,7 @@ def _leaf(x: Any, y: Any) -> Leaf | None:
 
 
 def step(a: Side, b: Side, logged: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """Compare what one step has computed, by the records that are there or by taking it again."""
+    """Compare the computation of one step: from existing records, or from repeated steps."""
     of_file = [each.record.about["step"] for each in (a, b) if each.record]
     both = set.intersection(*({_step_of(path) for path in _records(each)} for each in (a, b)))
     wanted = asked.step or (of_file[0] if of_file else logged["first"])
@@ -669,7 +677,7 @@ def step(a: Side, b: Side, logged: dict[str, Any], asked: argparse.Namespace) ->
     try:
         return _again(a, b, logged, wanted, exactly=bool(asked.step or of_file), trust=asked.trust)
     except LockstepError as error:
-        if error.exit_code > 128:  # a signal has ended this tool
+        if error.exit_code > 128:  # a signal ended this tool
             raise
         return {"impossible": str(error)}
 
@@ -687,8 +695,8 @@ def _recorded(side: Side, at: int) -> records.Record:
 
 
 def _settings(a: Side, b: Side) -> str:
-    """Return words on the settings that differ, and that change more than how sums are rounded; or
-    an empty text."""
+    """Return a text about different settings that change more than the rounding of sums; may be
+    empty."""
     differences = around(a, b)["config"] or {}
     matter = {key: both for key, (*both, matters) in differences.items() if matters}
     named = {key: both for key, both in matter.items() if not _is_in(key, tuple(ONLY_ROUNDING))}
@@ -702,9 +710,9 @@ def _settings(a: Side, b: Side) -> str:
 def _verdict(
     a: records.Record, b: records.Record, logged: dict[str, Any], settings: str
 ) -> dict[str, Any]:
-    """Return what two records of a step say, as a sentence.
+    """Return the difference of two records of a step, with a sentence.
 
-    settings  words on settings that differ, see `_settings`
+    settings  a text about different settings, see `_settings`
     """
     found, number = records.compare(a, b), a.about["step"]
     first = found.differences[0] if found.differences else None
@@ -740,7 +748,8 @@ def _verdict(
 
 
 def _why(found: records.Found) -> str:
-    """Return what a module does that depends on the cut, if one does and the cuts differ."""
+    """Return how a module depends on the partition; empty without such a module or with equal
+    partitions."""
     module = found.beyond.module if found.beyond and not found.same_cut else ""
     sees = {
         "Dropout": "draws for the samples of its pass",
@@ -760,8 +769,8 @@ def _why(found: records.Found) -> str:
 def _again(
     a: Side, b: Side, logged: dict[str, Any], wanted: int, exactly: bool, trust: bool
 ) -> dict[str, Any]:
-    """Take the steps again up to the one wanted, or up to the first that differs, and compare what
-    it has computed."""
+    """Repeat the steps up to `wanted`, or up to the first different step, and compare the
+    records."""
     notes = list[str]()
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
         place = Path(scratch)
@@ -804,8 +813,7 @@ def _again(
 
 
 def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: bool) -> Side:
-    """Return A, or B, taken again up to step `to`, as a run of its own; a record is A itself, or
-    B."""
+    """Return A or B, repeated up to step `to` in a new run; a record is returned unchanged."""
     if side.record or (
         before + 1 == to == record and (side.folder / f"record_step_{record}.npz").is_file()
     ):
@@ -884,15 +892,15 @@ NO_MORE = {
     "wandb": {"enable": False},
     "mlflow": {"enable": False},
 }
-"""Settings of a step that is taken again: none of them can change it, but for those that hide a
-model's modules."""
+"""Settings of a repeated step. No setting changes the step, except those that hide a model's
+modules."""
 
 AS_CHOSEN = {"threads": "threads", "amp": "precision", "memory_format": "memory_format"}
-"""Keys whose `auto` is what the run has chosen, and its name in the environment."""
+"""Keys with `auto` are set to the run's own choice: key -> name in the environment."""
 
 
 def _elsewhere(side: Side, again: Side) -> str:
-    """Return what differs between a run and the same run taken again."""
+    """Return the differences between a run and the repetition of the run."""
     found = [
         f"{key}: {x} then, {y} now"
         for key, (x, y, _) in (around(side, again)["environment"] or {}).items()
@@ -917,7 +925,7 @@ def _not_replayed(a: Side, b: Side) -> str:
 
 
 def sentence(found: dict[str, Any]) -> str:
-    """Return the verdict in one sentence."""
+    """Return the verdict as one sentence."""
     logged, of_step = found["numbers"], found["step"]
     if found["verdict"] != DIFFER:
         equal = [amount(logged["points"], "log point")] if logged["points"] else []
@@ -955,7 +963,8 @@ def sentence(found: dict[str, Any]) -> str:
 
 
 def lines(a: Side, b: Side, found: dict[str, Any]) -> list[str]:
-    """Return the differences as text: the verdict, what differs around the numbers, the numbers."""
+    """Return the differences as lines: the verdict, the differences beside the numbers, the
+    numbers."""
     told: list[tuple[str, str]] = [("A", str(a.path)), ("B", str(b.path)), ("", found["sentence"])]
     told += [("why", text)] if (text := found["step"].get("why")) else []
     for section, differences in found["differs"].items():
@@ -1001,7 +1010,7 @@ MEANINGS = {
     ),
     "samples of a step": " (another training: give both the same global_batch)",
 }
-"""What a difference means that is no key of a config."""
+"""Meaning of a difference that is no key of a config."""
 
 
 def _about_log(found: dict[str, Any]) -> list[str]:
@@ -1028,7 +1037,7 @@ def _about_log(found: dict[str, Any]) -> list[str]:
 
 
 def _table(growth: list[list[Any]]) -> list[str]:
-    """Return the growth in about eight rows."""
+    """Return the growth of the difference in about eight rows."""
     if not any(size for _, size, _ in growth):
         return []
     begin = next(n for n, (_, size, _) in enumerate(growth) if size)
@@ -1059,7 +1068,7 @@ def _check_picture(path: Path) -> None:
 
 
 def draw(path: Path, growth: list[list[Any]]) -> None:
-    """Draw the relative difference over steps, on a log scale; equal log points stand at the
+    """Draw the relative difference over steps, on a log scale. Equal log points are drawn at the
     bottom."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

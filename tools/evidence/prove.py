@@ -1,43 +1,42 @@
-"""Try on your own task what Lockstep promises: the same global batch, however it is cut, takes the
+"""Prove the main guarantee on your own task: with the same global batch, any partition takes the
 same step.
 
 python tools/prove.py mine.py                           a task of your own; or har, video, robot,
                                                         with key=value ...
-python tools/prove.py checkpoints/har_20260101-120000   the config of a run, from its first step
+python tools/prove.py checkpoints/har_20260101-120000   the config of a run, from the first step
 python tools/prove.py --processes 1,2 --seconds 60 har
 
-Real trainings of some steps are started and compared: - with virtual workers (the config's number,
-or one that it chooses) on one process twice, on two, on three, and on
-  four of which one is killed (SIGKILL) and which are resumed on two. Each step's digest and logged
-  numbers, and the whole final state, must have the same bits. Two starts have different hash seeds,
-  as two days have.
-- without, on one process in one pass and in more, on two and on three: the logged numbers and the
-weights must be the
-  same up to rounding. What rounding explains is measured: in float64 the same differences must be a
-  billion times smaller (below 1e-9). Where a task cannot compute in float64, or only in part, they
-  must be at most 100 times as large as those that follow from changing each weight by one unit in
-  the last place. Dropout is off here, because its masks depend on the cut without virtual workers;
-  a run that draws random numbers otherwise, or has BatchNorm, is left out.
+The command starts real trainings of a few steps and compares them.
+- With virtual workers (the config's number, or a chosen number): on one process twice, on two, on
+  three, and on four processes. The last run is killed (SIGKILL) and resumed on two. Digests and
+  logged numbers of each step, and the final state, must have the same bits. Two starts have
+  different hash seeds, as on two days.
+- Without virtual workers: on one process in one pass and in more passes, on two and on three.
+  Logged numbers and weights must be the same up to rounding. The limit of rounding is measured: in
+  float64 the differences must be a billion times smaller (below 1e-9). If a task cannot compute in
+  float64, or only in part, the differences must be at most 100 times as large as after a change of
+  each weight by one unit in the last place. Dropout is off here, because the masks depend on the
+  partition. Runs with other random numbers, and runs with BatchNorm, are left out.
 
-Where something differs, both runs are repeated with a record of the first different step, which
+After a difference, both runs are repeated with a record of the first different step. The record
 names the module.
 
 Options, before the arguments of a training:
-  --steps N       steps of each run (20), fewer where one takes long
-  --seconds S     about the time for all of it (120): what does not fit is left out and named.
-                  Preparing data once, and
-                  the two runs that explain a difference, come in addition
-  --processes P   the numbers of processes; the last of them is killed (1,2,3,4)
+  --steps N       steps of each run (20); fewer if a step takes long
+  --seconds S     approximate time of all runs (120). Runs beyond the time are left out and named.
+                  The first preparation of data, and the two runs that explain a difference, are not
+                  counted
+  --processes P   the numbers of processes; a run on the last number is killed (1,2,3,4)
   --keep FOLDER   keep the runs in this new folder
   --trust         run a task file that lies in RUN's own folder
   --json          print one JSON object
 
-A proof is of the machine that it ran on. Where GPUs are visible the runs compute on them; where
-they are fewer than processes, several share one by gloo. `device=cpu` proves it on the CPU.
+A proof covers the machine that it ran on. The runs compute on visible GPUs. If there are fewer GPUs
+than processes, several processes share a GPU by gloo. `device=cpu` proves the guarantee on the CPU.
 
-Exit code 0: the promise holds, as far as it was checked; 1: it does not; 7: not known, because no
-run on another cut has ended and agreed, or a run was ended from outside; 2: wrong usage; others as
-of a training.
+Exit code 0: the guarantee holds, as far as it was checked. 1: the guarantee does not hold. 7: not
+known, because no run on another partition ended and agreed, or a signal ended a run. 2: wrong
+usage. Other codes: as of a training.
 """
 
 from __future__ import annotations
@@ -76,22 +75,24 @@ from tools.running import guarded, last_step, python, script_of, started
 from tools.use.evaluate import SAME_STATE, TRUST, of_run, tensors_of
 
 FLOAT64, GROWTH = 1e-9, 100
-"""The largest relative difference in float64, and how many times as large as that of weights
-changed in the last place a difference in float32 may be, to be taken for rounding."""
+"""FLOAT64: the largest relative difference that rounding explains in float64.
+
+GROWTH: the largest ratio that rounding explains in float32. The divisor is the difference after a
+change of the weights in the last place.
+"""
 
 CLEAR = 1e-2
-"""A relative difference that a mistake makes at least: where rounding alone may explain more,
-nothing is said."""
+"""The smallest relative difference after a mistake. If rounding may explain a larger difference,
+there is no verdict."""
 
 AMPLIFIED = 1e-4
-"""The relative difference in float32 from which it is compared also with that of weights changed in
-the last place."""
+"""A relative difference in float32 above this value is also compared with changed weights."""
 
 CONTINUOUS = ("loss", "grad_norm")
-"""Logged numbers that rounding moves a little; a hit of an accuracy jumps."""
+"""Logged numbers that rounding changes a little; an accuracy jumps."""
 
 TIMES = {*LOGGED, "samples_per_s", "data_wait_share"}
-"""Names in a line of the log that are not compared: they are times, or where the line stands."""
+"""Names in a line of the log that are not compared: times, and the position of the line."""
 
 REFUSED = {
     r"a mean\?": "a mean",
@@ -118,7 +119,7 @@ REFUSED = {
     "the order of a set, or the rank",
     r"^the buffer ": "a buffer that each process changes in its own way, such as one that counts",
 }
-"""What a training finds itself: a pattern of its message -> the cause in a few words."""
+"""Mistakes that a training finds: pattern of the message -> short cause."""
 
 PARTS = {
     "batch": "the dataset",
@@ -127,11 +128,10 @@ PARTS = {
     "gradient": "the backward pass",
     "weight": "the optimizer",
 }
-"""The kind of the first tensor that differs in a step -> the part of the task that is the likely
-cause."""
+"""Kind of the first different tensor in a step -> the part of the task with the likely cause."""
 
 ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-"""Exit codes of a training that a signal has ended before it handled signals."""
+"""Exit codes of a training that a signal ended before the training handled signals."""
 
 HOLDS, BROKEN, UNKNOWN = "holds", "does not hold", "not known"
 
@@ -156,12 +156,12 @@ WHY = {
 class Trial:
     """One training, in `processes` processes.
 
-    kind     virtual, plain, double (plain in float64), or nudged (plain, each weight changed in the
-             last place)
+    kind     virtual, plain, double (plain in float64), or nudged (plain, with each weight changed
+             in the last place)
     passes   twice as many passes a step as needed
     killed   at this step, and resumed on `after` processes
-    seed     of the hashes of texts, by which sets are ordered
-    limit_s  it is stopped after so long; 0: never
+    seed     of the hashes of texts; the seed decides the order of a set
+    limit_s  the training stops after so many seconds; 0: never
     """
 
     kind: str
@@ -184,7 +184,7 @@ class Trial:
 
     @cached_property
     def lines(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """{(event, step): the line of the log}"""
+        """{(event, step): line of the log}; empty without a log"""
         with contextlib.suppress(OSError):
             found = [
                 json.loads(line)
@@ -209,8 +209,7 @@ class Trial:
 
     @property
     def ended_by(self) -> str:
-        """What has ended the training from outside, such as a signal; empty where it ended by
-        itself."""
+        """The external end of the training, such as a signal; empty after a normal end."""
         if self.code == errors.STOPPED and not self.limit_s:
             return "it was stopped by a signal"
         if self.code == -signal.SIGKILL or "was killed by SIGKILL" in self.text:
@@ -219,7 +218,7 @@ class Trial:
 
     @property
     def error(self) -> str:
-        """The training's error, or empty."""
+        """The error of the training, or empty."""
         if self.code in (errors.DONE, errors.STOPPED):
             return ""
         lines = [
@@ -236,18 +235,18 @@ class Trial:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last line about training."""
+        """The last line of the training in the log."""
         return [line for (event, _), line in self.lines.items() if event == "train"][-1]
 
 
 @dataclass
 class Finding:
-    """Why the promise does not hold.
+    """The reason why the guarantee does not hold.
 
     what   the difference, or the error of a training
     where  the first different tensor of the first different step
-    cause  what is likely
-    seen   what the task's code was seen to do
+    cause  the likely cause
+    seen   observed calls of the task's code
     """
 
     what: str
@@ -282,7 +281,7 @@ def main(argv: list[str]) -> int:
 
 
 def _training(trust: bool, words: list[str]) -> list[str]:
-    """Return a training's arguments: RUN at the beginning becomes its config."""
+    """Return a training's arguments. A leading RUN becomes the config of the run."""
     first = words[0] if words and words[0][:1] != "-" and "=" not in words[0] else ""
     is_run = (Path(first) / "config.yaml").is_file() or first.endswith(".pt") or os.sep in first
     return of_run(trust, words) if first and is_run and not first.endswith(".py") else words
@@ -317,8 +316,7 @@ def _numbers(text: str) -> list[int]:
 
 
 class Proof:
-    """The trainings of one proof, in the order in which they matter; what they show, and what was
-    left out."""
+    """The trainings of one proof in order of importance, the results, and the list of omissions."""
 
     def __init__(self, asked: argparse.Namespace, words: list[str], cfg: Any, folder: Path):
         if asked.steps < 2:
@@ -335,8 +333,8 @@ class Proof:
         self.trials: list[Trial] = []
         self.finding: Finding | None = None
         self.left_out: list[str] = []
-        self.agreed: list[Trial] = []  # with the first run, at each step
-        self.agreed_at_the_end: list[Trial] = []  # and in the final state
+        self.agreed: list[Trial] = []  # with equal bits at each step
+        self.agreed_at_the_end: list[Trial] = []  # and with an equal final state
         self.within_rounding: list[Trial] = []
         self.not_known: list[str] = []
         self.one_s, self.began = 0.0, time.monotonic()
@@ -346,7 +344,7 @@ class Proof:
         self.global_batch = max(1, self.wanted // multiple) * multiple
         self.workers = cfg.virtual_workers or max(self.counts) + 1
         self.cards = cards.visible(cfg)
-        # refuses what cannot be, before a run is started
+        # raises before a run is started if NCCL cannot run
         cards.sharing(self.cards, max(self.counts), cfg.ddp.backend)
         self.bar: Any = None
 
@@ -414,7 +412,7 @@ class Proof:
             if self.finding:
                 break
             alone = [each for each in group if self._is_again(first, each) and not each.ended_by]
-            if alone and first.code:  # it was stopped early: another run has the final state
+            if alone and first.code:  # stopped early: another run has the final state
                 first = alone[0]
                 self._look_at_the_end(first)
             self.one_s = min([self.one_s, *(each.took_s for each in alone)])
@@ -424,9 +422,11 @@ class Proof:
         self._note_limits(first)
 
     def _first(self) -> Trial | None:
-        """Take the steps on one process, as many as a twentieth of the time is enough for; raise
-        what is no matter of cuts, such as a file that is missing. Return None where the training
-        finds a mistake by itself."""
+        """Take the steps on one process within a twentieth of the time.
+
+        Return None if the training finds a mistake. Raises LockstepError for an error that does not
+        concern partitions, such as a missing file.
+        """
         for kind in ("virtual", "plain"):
             first = self._new(kind, 1)
             first.limit_s = self.asked.seconds / 20
@@ -463,7 +463,7 @@ class Proof:
         if first.notes["scored"] and not any(event == "eval" for event, _ in first.lines):
             self.evaluate = False
             self.left_out.append("the evaluation: it takes too long")
-        # Data may have been prepared once: the time counts from the first step of the first run.
+        # The first run may prepare data once: the time counts from the first step of that run.
         self.began = time.monotonic() - first.last["time_s"]
         self.one_s = first.took_s
         return first
@@ -477,15 +477,15 @@ class Proof:
         return each
 
     def _groups(self, first: Trial) -> Iterator[list[Trial]]:
-        """Yield the runs that are still of use, those together that have a core for each
-        process."""
+        """Yield the groups of runs that are still useful. The processes of a group have a core
+        each."""
         most, plain = self.counts[-1], [n for n in self.counts if n <= 3] or self.counts[:1]
         kill = min(self.steps // 2 + 1, self.steps - 1)
-        if kill % self._save_every == 0 and kill + 1 < self.steps:  # a step is repeated
+        if kill % self._save_every == 0 and kill + 1 < self.steps:  # so that a step is repeated
             kill += 1
         after = min(2, max(1, most - 1)) if first.kind == "virtual" else 1
-        # The one that is killed comes first: it is another cut, and a resume. The same run once
-        # more shows less.
+        # The killed run comes first: another partition, and a resume. A repetition of the first run
+        # shows less.
         plan: list[dict[str, Any]] = [
             {
                 "kind": first.kind,
@@ -526,13 +526,13 @@ class Proof:
             wanted = [each for each in group if self._is_of_use(each)]
             if wanted:
                 yield [self._new(**each) for each in wanted]
-            elif group[0].get("killed"):  # there is no time for it, but perhaps for another cut
+            elif group[0].get("killed"):  # no time for the kill, but perhaps for another partition
                 plan.sort(key=lambda each: each["kind"] != "virtual" or each["processes"] == 1)
         if self._needs_yardstick():
             yield [self._new("nudged", 1)]
 
     def _is_of_use(self, each: dict[str, Any]) -> bool:
-        """Return whether a run can show something, and there is time for it; else note why not."""
+        """Return whether a run is useful and fits into the time. Otherwise note the reason."""
         kind, name = each["kind"], str(Trial(**each, folder=Path()))
         if kind == "virtual" and each["processes"] > self.workers:
             self.left_out.append(f"{name}: virtual_workers={self.workers} is the most")
@@ -597,9 +597,9 @@ class Proof:
         )
 
     def _start(self, group: Sequence[Trial], record: int = 0) -> None:
-        """Run these trainings at the same time, and wait for their ends.
+        """Run trainings at the same time, and wait for all ends.
 
-        record  the step at which each ends, with a record of it, and watched
+        record  each training ends at this step, with a record and a witness; 0: no record
         """
         for leg in (0, 1):
             with contextlib.ExitStack() as stack:
@@ -660,10 +660,10 @@ class Proof:
             )
             self.bar.set_description_str(names)
 
-    # ---- what they show ----
+    # ---- results ----
 
     def _show(self, each: Trial, again: str = "") -> None:
-        """Print a run's row of the table of equal bits."""
+        """Print the row of a run in the table of equal bits."""
         how = (
             f"killed at step {each.killed}, resumed at {each.resumed_at}" if each.killed else "none"
         )
@@ -671,7 +671,8 @@ class Proof:
         self.say(ROW.format(name, how, f"{each.last['loss']:.6g}", each.last["digest"]))
 
     def _look(self, each: Trial, first: Trial) -> None:
-        """Set the finding, if a run shows one; else note whether it agrees with the first."""
+        """Compare a run with the first run. Set the finding after a difference; otherwise note the
+        agreement."""
         if self.finding:
             return
         how = {"virtual": "", "double": " in float64"}.get(each.kind, " without virtual workers")
@@ -704,8 +705,8 @@ class Proof:
             self.finding = self._explained(first, each, step, what)
 
     def _start_again(self, first: Trial, each: Trial) -> None:
-        """Before a run that shows something is explained, set the finding where the first is
-        another when it is started once more: then the cut is not the cause."""
+        """Repeat the first run before a difference is explained. Set the finding if the repetition
+        differs: then the partition is not the cause."""
         if self._is_again(first, each) or any(self._is_again(first, one) for one in self.agreed):
             return
         again = self._new(first.kind, first.processes)
@@ -713,8 +714,7 @@ class Proof:
         self._look(again, first)
 
     def _look_at_the_end(self, first: Trial) -> None:
-        """Compare those that have agreed up to its last step with a run that has the final
-        state."""
+        """Compare the runs that agreed so far with a run that has the final state."""
         for each in self.agreed:
             if self.finding or each is first:
                 continue
@@ -724,13 +724,12 @@ class Proof:
                 self.agreed_at_the_end.append(each)
 
     def _is_again(self, first: Trial, each: Trial) -> bool:
-        """Return whether it is the first run once more, on the same cut and without an
-        interruption."""
+        """Return whether a run repeats the first run: the same partition, no interruption."""
         return _same_cut(first, each) and not each.killed
 
     def _explained(self, one: Trial, other: Trial, step: int, what: str) -> Finding:
-        """Repeat two runs with a record of the step at which they part, and name the first tensor
-        that differs."""
+        """Repeat two runs with a record of the first different step, and name the first different
+        tensor."""
         again = _same_cut(one, other) and not other.killed
         resumed = bool(other.killed and step > other.resumed_at)
         how = (
@@ -792,7 +791,7 @@ class Proof:
         if first is found.differences[0] and found.before:
             finding.where += "; everything before is equal in bits"
         if not finding.cause.startswith("the order of a set"):
-            # it may change them
+            # the optimizer may change gradients
             kind = "weight" if how == "resumed" and first.kind == "gradient" else first.kind
             finding.cause = f"{PARTS[kind]} {WHY[how]}"
         return finding
@@ -800,7 +799,7 @@ class Proof:
     # ---- without virtual workers ----
 
     def _of(self, kind: str) -> list[Trial]:
-        """Return the runs of a kind that have come to their end."""
+        """Return the complete runs of a kind."""
         runs = [each for each in self.trials if each.kind == kind and each.lines]
         return [
             each
@@ -809,8 +808,8 @@ class Proof:
         ]
 
     def _why_no_plain(self) -> str:
-        """Why equal numbers are not promised without virtual workers, known once one such run is
-        there."""
+        """Return why numbers without virtual workers may differ; empty if they must not, or before
+        such a run."""
         notes = next(
             (each.notes for each in self.trials if each.kind in ("plain", "double") and each.notes),
             {},
@@ -830,13 +829,13 @@ class Proof:
         )
 
     def _gaps(self, kind: str) -> list[tuple[Trial, float, float]]:
-        """[(run, the largest relative difference of a logged number to one process, that of a
-        weight)]"""
+        """Return [(run, the largest relative difference of a logged number to one process, of a
+        weight)]."""
         one, *others = self._of(kind) or [self.trials[0]]
         return [(each, *_gap(one, each)) for each in others if not _same_cut(one, each)]
 
     def _in_float64(self) -> bool:
-        """Return whether the differences in float64 are those of its rounding."""
+        """Return whether rounding explains the differences in float64."""
         gaps = self._gaps("double")
         return bool(gaps) and max(max(gap) for _, *gap in gaps) <= FLOAT64
 
@@ -866,8 +865,8 @@ class Proof:
             )
 
     def _judge_plain(self) -> None:
-        """Set the finding where a difference without virtual workers is more than rounding; else
-        note the other cuts that were within it."""
+        """Set the finding if a difference without virtual workers exceeds rounding. Otherwise note
+        the partitions within rounding."""
         self.within_rounding = []
         if why := self._why_no_plain():
             self.left_out.append(f"other cuts without virtual workers: {why}")
@@ -886,7 +885,7 @@ class Proof:
             moved = _gap(one, nudged, CONTINUOUS)
             limits = [GROWTH * max(trial.LAST_BIT, each) for each in moved]
             gaps = [(each, *_gap(one, each, CONTINUOUS)) for each, *_ in plain]
-            if limits[0] > CLEAR:  # it amplifies rounding so much that float32 shows nothing
+            if limits[0] > CLEAR:  # rounding is amplified so much that float32 shows nothing
                 gaps = []
                 if not self._in_float64():
                     what = f"weights changed in the last place move the numbers by {moved[0]:.0e}"
@@ -947,8 +946,7 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """Whether the promise holds. It is about other cuts: without one that was tried, nothing is
-        known."""
+        """Whether the guarantee holds. Without a run on another partition nothing is known."""
         if self.finding:
             return BROKEN
         others = [
@@ -974,7 +972,7 @@ class Proof:
         return [*lines, "Not checked:", *(f"  - {text}" for text in self.left_out)]
 
     def _same_bits(self) -> list[str]:
-        """Return a line on the runs that have agreed in all bits."""
+        """Return a line about the runs with equal bits."""
         if not self.agreed:
             return []
         lines = self.trials[0].lines or self.agreed[0].lines
@@ -989,7 +987,7 @@ class Proof:
         return [f"  the same bits in {amount(total, 'run')}: {', '.join(where)}"]
 
     def _rounding(self) -> list[str]:
-        """Return a line on what was found without virtual workers."""
+        """Return a line about the runs without virtual workers."""
         plain, double = self._gaps("plain"), self._gaps("double")
         names = {str(each) for each in self.within_rounding}
         plain, double = ([gap for gap in gaps if str(gap[0]) in names] for gaps in (plain, double))
@@ -1066,8 +1064,8 @@ def _numbers_of(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
-    """Return (the first step at which two runs have other bits, what differs), step 0 if only the
-    final state does; or None."""
+    """Return (the first different step, the difference) of two runs; step 0 for a different final
+    state; None if equal."""
     for key in sorted(
         one.lines.keys() & other.lines.keys(), key=lambda key: (key[1], key[0] == "eval")
     ):
@@ -1078,7 +1076,7 @@ def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
             return key[
                 1
             ], f"at step {key[1]}: {name} {_shown(mine[name])} and {_shown(theirs.get(name))}"
-    # it was stopped early, as the first may be: it ends at another step
+    # a run that stopped early ends at another step
     if one.code != errors.DONE:
         return None
     mine, theirs = (
@@ -1094,7 +1092,7 @@ def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
 
 
 def _lacking(one: Trial, other: Trial) -> str:
-    """Return what the log of a run lacks of the lines of another, empty where it has them all."""
+    """Return which lines of a log are missing in the log of another run; empty if none."""
     steps = sorted(step for _, step in one.lines.keys() - other.lines.keys())
     return (
         f"its log lacks {amount(len(steps), 'line')}, the first of step {steps[0]}" if steps else ""
@@ -1106,7 +1104,7 @@ def _shown(value: Any) -> str:
 
 
 def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, float]:
-    """Return the largest relative difference of the logged numbers, and of the weights, each by its
+    """Return the largest relative difference of the logged numbers, and of the weights, each by the
     norm."""
     largest, apart = dict[str, float](), dict[str, float]()
     for key, line in one.lines.items():
@@ -1123,8 +1121,8 @@ def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, fl
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Return the norm of the difference over the norm of `b`, which counts as a thousandth an
-    element at least."""
+    """Return the norm of the difference divided by the norm of `b`, of at least a thousandth an
+    element."""
     if not isinstance(a, Tensor) or a.shape != b.shape:
         return 0.0 if not isinstance(a, Tensor) else math.inf
     a, b = a.double(), b.double()
@@ -1132,7 +1130,7 @@ def _distance(a: Any, b: Any) -> float:
 
 
 def _first_step(one: Trial, other: Trial, limit: float) -> int:
-    """Return the first step with a number that differs by more; 0 if only the weights do."""
+    """Return the first step with a difference above the limit; 0 if only the weights differ."""
     for (event, step), line in sorted(one.lines.items(), key=lambda item: item[0][1]):
         theirs = other.lines.get((event, step), {})
         for name, value in _numbers_of(line).items() if event == "train" else ():
@@ -1144,7 +1142,7 @@ def _first_step(one: Trial, other: Trial, limit: float) -> int:
 
 
 def _same_cut(one: Trial, other: Trial) -> bool:
-    """Return whether two runs must have the same bits without virtual workers, too."""
+    """Return whether two runs must have the same bits also without virtual workers."""
     return (one.kind, one.processes, one.passes) == (other.kind, other.processes, other.passes)
 
 
@@ -1153,8 +1151,8 @@ def _cause_of(error: str) -> str:
 
 
 def _seen(pair: Sequence[Trial]) -> list[str]:
-    """Return what the task has kept that differs between the runs, and what its code was seen to do
-    in either."""
+    """Return different values that the task kept, and observed calls of the task's code in either
+    run."""
     sentences, kept = dict[str, None](), list[dict[str, Any]]()
     for each in pair:
         for path in sorted(each.folder.parent.glob(f"{each.folder.name}.json.seen.*")):
