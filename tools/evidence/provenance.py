@@ -1,34 +1,34 @@
-"""Say what a checkpoint has seen: which samples, of whom, how often, when first and last, and which
-never.
+"""Print the training samples of a checkpoint: which samples, from which sources, how often, when
+first and last, and which samples never.
 
-python tools/provenance.py RUN                     counts by source and class, and one number that
-                                                   stands for all uses
+python tools/provenance.py RUN                     counts by source and class, and the root: one
+                                                   hash of all uses
 python tools/provenance.py RUN --list seen.csv     every use: step, epoch, position, sample, source,
                                                    class, times so far
-python tools/provenance.py RUN --proof 17          one line by which anybody can check that sample
-                                                   17 is among them
+python tools/provenance.py RUN --proof 17          one line that proves to anybody the use of sample
+                                                   17
 python tools/provenance.py RUN --no-contents       counts alone: no sample is read, so there is no
                                                    root
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; dataset.root=... after
-it says where the data lie now. The order of the samples is a function of (seed, epoch), so progress
-and config tell all of them. Steps count from 1, epochs, positions and samples from 0, as in
-metrics.jsonl; a position is a sample's place in the order of the whole epoch. What the weights of
-init_from have seen is not counted.
+RUN is the folder of a run (the best checkpoint is read) or a checkpoint. A following
+dataset.root=... is the present place of the data. The order of the samples is a function of (seed,
+epoch), so progress and config determine all uses. Steps count from 1; epochs, positions and samples
+count from 0, as in metrics.jsonl. A position is a sample's place in the order of the whole epoch.
+Uses by the weights of init_from are not counted.
 
-The root is that of RFC 6962's Merkle tree over the uses, in the order of (epoch, position): the
-same on any number of processes. Hashes are SHA-256, n8 is 8 bytes, unsigned, big-endian:
+The root is the root of RFC 6962's Merkle tree over the uses, in the order of (epoch, position). The
+root does not depend on the number of processes. Hashes are SHA-256. n8 is an unsigned integer of 8
+bytes, big-endian.
 
     use      00 | sample (32 bytes) | n8 epoch | n8 position
     node     01 | left | right; the left half of n uses has the largest power of two below n
-    sample   for each tensor or value in it, by the order of their names: n8 length, name, n8
-             length, content
-    content  of a tensor its shape and type as text, such as "(1, 6, 128) torch.float32", and its
-             elements' bytes; of
-             texts and numbers in a list Python's repr
+    sample   for each tensor or value, by the order of names: n8 length, name, n8 length,
+             content
+    content  of a tensor: shape and type as text, such as "(1, 6, 128) torch.float32", and the
+             bytes of the elements; of texts and numbers in a list: Python's repr
 
-A sample is what the dataset gives as a batch of one, before `prepare`; where it draws at random,
-with the seed that an evaluation gives that sample.
+A sample is the dataset's batch of one, before `prepare`. A sample with random numbers is drawn with
+the seed of an evaluation.
 """
 
 from __future__ import annotations
@@ -70,14 +70,16 @@ ONE_PASS = {
     "multi_gpu": "none",
     "compile": "off",
 }
-"""Settings of one process, which takes a step in one pass: the order does not depend on them."""
+"""Settings of one process and one pass a step. The order of the samples does not depend on these
+settings."""
 
 OF_THE_ORDER = ("seed", "sampler", "drop_last", "exclude")
 CHANGED = (*OF_THE_ORDER, "global batch", "data", "training samples", "dataset.")
-"""Beginnings of changes by --force after which one order no longer tells what a run has seen."""
+"""Prefixes of changes by --force after which the order of one config does not determine the
+uses."""
 
 ROWS = 40
-"""Rows of a table that are printed; --json has all."""
+"""The largest number of printed rows of a table; --json has all rows."""
 
 
 def main(argv: list[str]) -> int:
@@ -120,23 +122,23 @@ def _tell(args: config.Args, asked: argparse.Namespace) -> int:
 def tell(
     args: config.Args, contents_too: bool, proof: int | None = None
 ) -> tuple[Seen, dict[str, Any]]:
-    """Return what the checkpoint `resume` has seen, and the counts; with the contents of the
-    samples also the root."""
+    """Return the uses of the checkpoint `resume`, and the counts; with `contents_too` also the
+    root."""
     seen = _read(args, contents_too)
     return seen, _counts(seen) | (_rooted(seen, proof) if contents_too else {})
 
 
-# ---- what was seen
+# ---- the used samples
 # --------------------------------------------------------------------------------------------------
 
 
 class Seen(NamedTuple):
-    """What a checkpoint has seen.
+    """The samples that a checkpoint has used.
 
-    sampler  the training's, in one process
-    sources  (N,) name of whom each sample is from; None if the dataset does not say
-    labels   (N,) name of the class of each, or None
-    skipped  steps that moved no weight
+    sampler  of the training, in one process
+    sources  (N,) name of the source of each sample; None if the dataset has no names
+    labels   (N,) name of the class of each sample, or None
+    skipped  steps that changed no weight
     """
 
     path: Path
@@ -148,8 +150,9 @@ class Seen(NamedTuple):
     init_from: str
 
     def epochs(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (epoch, steps, positions, samples) of each epoch, the three (n,) in the order of
-        positions. A sample's partner in a mixture comes after it, at the same position."""
+        """Yield (epoch, steps, positions, samples) of each epoch; the arrays are (n,), in the order
+        of positions. The partner of a sample in a mixture follows the sample at the same position.
+        """
         sampler, plan, last = self.sampler, self.sampler.plan, self.progress["epoch"]
         for epoch in range(last + 1):
             sampler.set_epoch(epoch)
@@ -174,8 +177,8 @@ class Seen(NamedTuple):
 
 
 def _read(args: config.Args, contents_too: bool) -> Seen:
-    """Load the checkpoint and its data. Raises LockstepError if the data are others, or the order
-    is not one."""
+    """Load the checkpoint and the data. Raises LockstepError for other data, or for a run with more
+    than one order."""
     path = Path(args.cfg.resume)
     saved = checkpoint.parse_state(archive.read(path), path)
     then = config.defaults(args.cfg) | config.flatten(saved.config)
@@ -212,8 +215,10 @@ def _not_one_order(path: Path, why: str) -> LockstepError:
 
 
 def _skipped_steps(path: Path, progress: dict[str, Any]) -> list[int]:
-    """Return the steps up to the checkpoint that moved no weight, by the log. Raises LockstepError
-    if --force has changed the order before it."""
+    """Return the steps up to the checkpoint that changed no weight, from the log.
+
+    Raises LockstepError if --force changed the order before the checkpoint.
+    """
     skipped, changes = list[int](), list[str]()
     log = path.parent / "metrics.jsonl"
     for line in log.read_text("utf-8", "replace").splitlines() if log.is_file() else ():
@@ -229,7 +234,7 @@ def _skipped_steps(path: Path, progress: dict[str, Any]) -> list[int]:
 
 
 def _counts(seen: Seen) -> dict[str, Any]:
-    """Return how often the samples were seen, of each source and class."""
+    """Return the number of uses of the samples, and of each source and class."""
     plan, samples = seen.sampler.plan, len(seen.sampler.excluded)
     times, first, last = (
         np.zeros(samples, np.int64),
@@ -281,7 +286,8 @@ def _counts(seen: Seen) -> dict[str, Any]:
 
 
 def _groups(names: np.ndarray) -> dict[str, np.ndarray]:
-    """(N,) str -> {name: the samples of that name}, numbers in their order, then texts."""
+    """Return {name: numbers of the samples}, for (N,) names: first numbers in numeric order, then
+    texts."""
     values, number = np.unique(names, return_inverse=True)
     members = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
     groups = dict(zip(values.tolist(), members, strict=True))
@@ -324,7 +330,7 @@ def _write(seen: Seen, path: Path) -> None:
 
 
 def sample_digest(parts: dict[str, bytes]) -> bytes:
-    """Return the SHA-256 of a sample, given the content of each of its parts by name."""
+    """Return the SHA-256 of a sample, from the content of each part by name."""
     digest = hashlib.sha256()
     for name in sorted(parts):
         for part in (name.encode(), parts[name]):
@@ -344,8 +350,8 @@ def node_hash(left: bytes, right: bytes) -> bytes:
 
 
 def merkle(leaves: Iterable[bytes], number: int = -1) -> tuple[bytes, list[bytes]]:
-    """Return the root of RFC 6962's tree over the leaves' hashes, and the audit path of leaf
-    `number`, from below. Keeps one node of each height."""
+    """Return the root of RFC 6962's tree over the hashes of the leaves, and the audit path of leaf
+    `number`, bottom-up. The memory holds one node of each height."""
     nodes: list[tuple[int, int, bytes]] = []  # (first leaf, number of leaves, hash)
     path: list[bytes] = []
 
@@ -365,8 +371,11 @@ def merkle(leaves: Iterable[bytes], number: int = -1) -> tuple[bytes, list[bytes
 
 
 def holds(proof: dict[str, Any]) -> bool:
-    """Return whether a proof leads from the sample's digest to the root, by the algorithm of RFC
-    9162, 2.1.3.2. Compare the root, and the digest of your own sample, too."""
+    """Return whether a proof leads from the sample's digest to the root.
+
+    The algorithm is RFC 9162, 2.1.3.2. The caller must also compare the root, and the digest of the
+    caller's own sample.
+    """
     node = use_hash(bytes.fromhex(proof["digest"]), proof["epoch"], proof["position"])
     at, last = proof["leaf"], proof["leaves"] - 1
     if not 0 <= at <= last:
@@ -385,7 +394,7 @@ def holds(proof: dict[str, Any]) -> bool:
 
 
 def _rooted(seen: Seen, sample: int | None) -> dict[str, Any]:
-    """Return the root, and the proof of a sample's first use. Reads each sample that was seen."""
+    """Return the root, and the proof of a sample's first use. Every used sample is read."""
     uses, first = 0, None
     used = np.zeros(len(seen.sampler.excluded), dtype=bool)
     for epoch, _, positions, which in seen.epochs():
@@ -437,7 +446,7 @@ def _bar(items: Iterable[Any], total: int, name: str) -> Iterable[Any]:
     )
 
 
-# ---- what is printed
+# ---- print
 # -------------------------------------------------------------------------------------------------
 
 

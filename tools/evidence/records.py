@@ -1,4 +1,4 @@
-"""Read two records of a step, which `record=N` writes, and name what differs first; see
+"""Read two records of a step, written by `record=N`, and name the first difference; see
 tools/compare.py."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from engine.files.archive import reason
 from plugins.reporting.step_record import ARRAYS, SIGNS
 
 ROUNDINGS, ROUNDINGS_IN_HALF = 16, 4
-"""Units in the last place, relative to the norm of a tensor, up to which a difference is taken for
-rounding; and in half precision, in which sums are added up in float32."""
+"""The largest difference that counts as rounding, in units in the last place of a tensor's norm.
+ROUNDINGS_IN_HALF is for half precision: sums of half precision are computed in float32."""
 
 JUMP = 10
-"""Times as large as all before it must be what is not taken for rounding that the network has
-amplified."""
+"""A difference that is more than so many times larger than all differences before is no amplified
+rounding."""
 
 KINDS = {
     "batch": "batch",
@@ -31,11 +31,11 @@ KINDS = {
     "gradient": "gradient",
     "weight": "weights after the step",
 }
-"""The kinds of entries in the order of a step, and their names in a sentence."""
+"""The kinds of entries in the order of a step, and the names of the kinds in a sentence."""
 
 
 class Record(NamedTuple):
-    """What a step has computed.
+    """The recorded computation of a step.
 
     about   the JSON of the file: step, processes, lr, config, environment, code, data, entries
     arrays  name -> (R, ...) rows of the entries, see plugins/reporting/step_record.py
@@ -47,8 +47,10 @@ class Record(NamedTuple):
 
 
 def read(path: Path) -> Record:
-    """Read a record, without running code hidden in it or taking much more memory than a record
-    needs."""
+    """Read a record. No code in the file is run, and the memory is limited.
+
+    Raises LockstepError for a damaged file, and for a file that unpacks to far more than a record.
+    """
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -71,7 +73,7 @@ def read(path: Path) -> Record:
 
 
 def _check(about: Any, arrays: dict[str, np.ndarray]) -> None:
-    """Raise unless the parts fit each other and have the types that are written."""
+    """Raise an exception unless the parts fit each other and have the written types."""
     rows = len(arrays["norms"])
     forms = {name: (rows, SIGNS) if name == "sketches" else (rows,) for name in ARRAYS}
     types = {"norms": "float64", "sketches": "float64"}
@@ -99,14 +101,13 @@ def _check(about: Any, arrays: dict[str, np.ndarray]) -> None:
 
 
 class Difference(NamedTuple):
-    """A tensor of the step that differs.
+    """A different tensor of the step.
 
-    relative  the norm of the difference divided by that of A, estimated; NaN where it has no
-              meaning
-    samples   numbers in the dataset of those that differ, empty where it has no row for each
-    of        samples that both have
-    why       what is different but for the numbers, such as its shape; or empty
-    rounding  whether rounding may explain it
+    relative  the estimated norm of the difference divided by the norm of A; NaN without a meaning
+    samples   dataset numbers of the different samples; empty without a row for each sample
+    of        common samples
+    why       a difference beside the numbers, such as the shape; or empty
+    rounding  whether rounding may explain the difference
     """
 
     kind: str
@@ -127,15 +128,14 @@ class Difference(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How two records of a step differ.
+    """The differences of two records of a step.
 
-    same_cut     both runs cut the step into the same passes, so that equal bits can be expected
-    differences  all of them, in the order of the step: batch, forward, loss, gradients from the
-                 last module to the
-                 first, weights
-    compared     tensors that both have
-    before       those before the first difference
-    unmatched    tensors that cannot be compared, because they have no row for each sample and the
+    same_cut     both runs divide the step into the same passes, so equal bits can be expected
+    differences  in the order of the step: batch, forward, loss, gradients from the last module to
+                 the first, weights
+    compared     common tensors
+    before       equal tensors before the first difference
+    unmatched    tensors that cannot be compared, because there is no row for each sample and the
                  passes differ
     """
 
@@ -147,15 +147,15 @@ class Found(NamedTuple):
 
     @property
     def beyond(self) -> Difference | None:
-        """The first difference that rounding does not explain."""
+        """The first difference beyond rounding."""
         return next((each for each in self.differences if not each.rounding), None)
 
     def sentence(self, settings: str = "") -> str | None:
-        """Name the first difference, or the first beyond rounding where the passes differ; None:
-        equal in bits.
+        """Name the first difference, or with different passes the first difference beyond rounding;
+        None: equal bits.
 
-        settings  words on settings that differ, whose effect is no rounding however small it is; or
-        empty
+        settings  a text about different settings, or empty. The effect of a setting is no rounding,
+                  however small
         """
         if not self.differences:
             return None
@@ -176,15 +176,19 @@ class Found(NamedTuple):
 
 
 def first_difference(a: Record, b: Record) -> str | None:
-    """Return a sentence on what differs first, None where all that both have is equal in bits.
-    Raises LockstepError if the records are of other steps."""
+    """Return a sentence about the first difference; None if all common tensors have equal bits.
+
+    Raises LockstepError if the records are of different steps.
+    """
     return compare(a, b).sentence()
 
 
 def compare(a: Record, b: Record) -> Found:
-    """Compare two records of the same step. Rows are matched by the position of their sample in the
-    epoch, other rows by their pass if both have it with the same samples. Raises LockstepError if
-    they are of other steps."""
+    """Compare two records of one step. Raises LockstepError for records of different steps.
+
+    Rows are matched by the position of the sample in the epoch. Rows of no sample are matched by
+    the pass, if both records have the pass with the same samples.
+    """
     if a.about["step"] != b.about["step"]:
         what = f"the records are of step {a.about['step']} and of step {b.about['step']}"
         raise LockstepError(what, f"{a.path}, {b.path}", "give two of the same step")
@@ -227,8 +231,8 @@ def compare(a: Record, b: Record) -> Found:
         rows, others = at[0][differs], to[0][differs]
         relative = _relative(a, b, rows, others)
         samples = tuple(a.arrays["indices"][rows].tolist()) if of else ()
-        # A gradient that is zero but for rounding, such as a bias's before a norm, has no digits in
-        # common.
+        # A gradient that is zero except for rounding, such as of a bias before a norm, has no
+        # common digits.
         seen = (
             relative
             if kind != "gradient"
@@ -249,7 +253,7 @@ def compare(a: Record, b: Record) -> Found:
 
 
 def _samples(samples: tuple[int, ...], of: int) -> str:
-    """`, samples 3 and 17`, or how many of how many."""
+    """Return `, samples 3 and 17`, or the number of samples."""
     if not samples:
         return ""
     if len(samples) == of > 1:
@@ -261,7 +265,7 @@ def _samples(samples: tuple[int, ...], of: int) -> str:
 
 
 def _passes(record: Record) -> dict[int, tuple[int, ...]]:
-    """First position of a pass -> the positions of its samples."""
+    """Return {first position of a pass: positions of the samples}."""
     found: dict[int, tuple[int, ...]] = {}
     for entry in record.about["entries"]:
         if entry["pass"]:
@@ -272,11 +276,11 @@ def _passes(record: Record) -> dict[int, tuple[int, ...]]:
 
 
 Rows = dict[tuple[str, str], dict[tuple[str, int], tuple[int, int]]]
-"""(kind, name) -> {("sample", position) or ("pass", first position): (row, number of its entry)}"""
+"""(kind, name) -> {("sample", position) or ("pass", first position): (row, number of the entry)}"""
 
 
 def _rows(record: Record, same: set[int]) -> Rows:
-    """Return where the rows of each tensor lie; `same` are passes that both records have."""
+    """Return the rows of each tensor. `same` has the passes of both records."""
     found: Rows = {}
     for number, entry in enumerate(record.about["entries"]):
         rows = found.setdefault((entry["kind"], entry["name"]), {})
@@ -290,13 +294,13 @@ def _rows(record: Record, same: set[int]) -> Rows:
 
 
 def _module(name: str) -> str:
-    """`layers.2 (call 2): 0` -> `layers.2`."""
+    """Return the module of an entry: `layers.2 (call 2): 0` -> `layers.2`."""
     return name.split(" (call ")[0].split(": ")[0]
 
 
 def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of all tensors in the order of a step; gradients in that of the backward
-    pass: those of the module that has ended last come first."""
+    """Yield (kind, name) of all tensors in the order of a step. Gradients are in the order of the
+    backward pass: the module that ended last comes first."""
     names = list(
         dict.fromkeys(
             (entry["kind"], entry["name"]) for each in (a, b) for entry in each.about["entries"]
@@ -315,8 +319,8 @@ def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
 
 
 def _ended(parameter: str, ended: dict[str, int]) -> int:
-    """Return when the forward pass of a parameter's module has ended, or of the next module around
-    it that was seen: a weight may be used without a call of its module."""
+    """Return the end of a parameter's module in the forward pass, or of the next enclosing module
+    in the record: a weight may be used without a call of the module."""
     parts = parameter.split(".")[:-1]
     return next(
         (ended[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in ended),
@@ -325,8 +329,8 @@ def _ended(parameter: str, ended: dict[str, int]) -> int:
 
 
 def _rounding(record: Record) -> float:
-    """Return the relative difference that rounding explains in the coarsest numbers of the forward
-    pass."""
+    """Return the relative difference that rounding explains, for the coarsest numbers of the
+    forward pass."""
     names = {
         entry["dtype"].removeprefix("torch.")
         for entry in record.about["entries"]
@@ -352,8 +356,8 @@ def _norm(record: Record, rows: dict[Any, tuple[int, int]]) -> float:
 def _other_form(
     a: Record, b: Record, kind: str, at: np.ndarray, to: np.ndarray
 ) -> tuple[str, np.ndarray]:
-    """Return (why rows differ but for their numbers, or an empty text; which rows of (2, R) row and
-    entry differ)."""
+    """Return (a difference beside the numbers, or empty; which rows of the (2, R) rows and entries
+    differ)."""
     forms = [(_form(a, *mine), _form(b, *theirs)) for mine, theirs in zip(at.T, to.T, strict=True)]
     by_form = np.array([mine != theirs for mine, theirs in forms])
     if by_form.any():
@@ -392,8 +396,8 @@ def _form(record: Record, row: int, number: int) -> tuple[str, str]:
 
 
 def _relative(a: Record, b: Record, rows: np.ndarray, others: np.ndarray) -> float:
-    """Return the norm of the difference of these rows, estimated from their sketches, divided by
-    A's norm."""
+    """Return the norm of the difference of rows, estimated from the sketches, divided by A's
+    norm."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.square(a.arrays["sketches"][rows] - b.arrays["sketches"][others]).mean(1).sum()
         norm = (

@@ -1,4 +1,4 @@
-"""Take steps of a run again, on any number of processes, and compare them with its log and its
+"""Repeat steps of a run, on any number of processes, and compare the steps with log and
 checkpoints, bit by bit.
 
 python tools/replay.py RUN                                 every step, from checkpoint to checkpoint
@@ -7,19 +7,22 @@ python tools/replay.py RUN --step 400                      one step; --from 200 
 python tools/replay.py RUN --stretch 3/8                   the third of eight shares, on one of
                                                            eight machines
 
-RUN is the folder of a run, which is only read. A stretch starts from the checkpoint before it, or
-from the seed, in a folder of its own, with the config that the checkpoint at its end holds; other
-arguments change it (dataset.root=..., device=cpu). Compared are each line of the log (the digest of
-the weights, all numbers but times) and, at a checkpoint, all of its state. So a stretch ends with
-the state that the next one begins with, and all of them prove the whole run.
+RUN is the folder of a run. The folder is only read. A stretch starts from the checkpoint before the
+first step, or from the seed, in a new folder. A stretch uses the config in the checkpoint at the
+end of the stretch. Other arguments change the config (dataset.root=..., device=cpu). The command
+compares each line of the log (the digest of the weights, all numbers except times) and, at a
+checkpoint, all state. So a stretch ends with the state at the beginning of the next stretch, and
+all stretches together prove the run.
 
-Said first is what differs anyway: config, data, code, machine. With `virtual_workers` any number of
-processes takes the same steps; without it only the run's own does. Exit code 0: the same bits; 1:
-other numbers; 7: not known, because neither a digest of the weights nor a checkpoint of the last
-step could be compared. The verdict tells whether rounding explains other numbers, where machine,
-versions or code are others: they must be at most ten times as far off as the same steps are here
-with a learning rate that is larger by a rounding error (a part in 2^20, with TF32 or mixed
-precision in 2^8).
+The command first prints the known differences of config, data, code and machine. With
+`virtual_workers` any number of processes takes the same steps; without virtual workers only the
+run's own number.
+
+Exit code 0: the same bits. 1: other numbers. 7: not known, because neither a digest of the weights
+nor a checkpoint of the last step could be compared. If machine, versions or code differ, the
+verdict names whether rounding explains other numbers. Rounding explains a relative difference of at
+most ten times the yardstick. The yardstick repeats the same steps here with a learning rate that is
+larger by a rounding error (a part in 2^20; with TF32 or mixed precision a part in 2^8).
 """
 
 from __future__ import annotations
@@ -68,13 +71,14 @@ Log = dict[tuple[int, str], dict[str, Any]]
 
 TIMES = ("event", "time_s", "samples_per_s", "data_wait_share")
 OF_ITS_STEP = ("step", "epoch", "samples", "lr", "grad_norm", "digest")
-"""What a line says of its step alone; the rest is about all steps since the line before."""
+"""Entries of a line about one step alone. The other entries are about all steps since the line
+before."""
 
 SMOOTH = ("loss", "grad_norm", "lr")
-"""Numbers, beside the weights, by which the verdict is about rounding."""
+"""Numbers, beside the weights, that decide between rounding and other differences."""
 
 FARTHER = 10
-"""Times as far off as the yardstick that rounding explains."""
+"""The largest ratio to the yardstick that rounding explains."""
 
 
 def main(argv: list[str]) -> int:
@@ -153,18 +157,18 @@ RESULT = "replay.json"
 SAME, UNKNOWN, ROUNDING, DIFFERS = "same bits", "not known", "rounding", "differs"
 
 
-# ---- what the run has left
+# ---- the records of a run
 # ------------------------------------------------------------------------------------------
 
 
 class Stretch(NamedTuple):
-    """Steps to take again.
+    """The steps to repeat.
 
-    begin  the checkpoint they start from; its path is None: from the seed
+    begin  the checkpoint at the start; a path of None: from the seed
     to     the last step
-    end    the checkpoint of that step, if the run has it
-    later  else the next one, if it has one: it knows the config and the machine, too
-    note   a step without a record whose digest is asked for; 0: none
+    end    the checkpoint of the last step, if the run has one
+    later  else the next checkpoint, if any, for config and machine
+    note   report the digest of this step, which has no record; 0: none
     """
 
     begin: CheckpointState
@@ -179,7 +183,8 @@ class Stretch(NamedTuple):
 
     @property
     def known(self) -> CheckpointState:
-        """What tells how the steps were taken; its path is None where no checkpoint does."""
+        """The checkpoint with config and machine of the steps; a path of None without a
+        checkpoint."""
         return self.after or self.begin
 
     @property
@@ -191,11 +196,10 @@ class Stretch(NamedTuple):
 
 
 class Recorded:
-    """A run's folder. Reads only; raises LockstepError where it is no whole run, or one that is
-    still running.
+    """A run's folder, read-only. Raises LockstepError if the run is incomplete or still running.
 
-    cfg  of its config.yaml
-    log  its lines
+    cfg  of config.yaml
+    log  lines of the log
     at   step -> the checkpoint's file and SHA-256
     """
 
@@ -226,17 +230,15 @@ class Recorded:
 
     @property
     def lost(self) -> int:
-        """How many steps at its end the run has taken, as status.json says, and has no record
-        of."""
+        """The number of last steps that status.json counts, without a record."""
         return max(0, self.came_to - self.steps[-1]) if isinstance(self.came_to, int) else 0
 
     def has_bits(self, step: int) -> bool:
-        """Return whether the run has recorded the bits of its weights at this step: a checkpoint,
-        or a digest."""
+        """Return whether the run has a checkpoint or a digest of the weights at this step."""
         return step in self.at or "digest" in self.log.get((step, "train"), {})
 
     def checkpoint(self, step: int) -> CheckpointState:
-        """Return what the checkpoint of this step holds, without its tensors."""
+        """Return the contents of the checkpoint of this step, without the tensors."""
         path, sha256 = self.at[step]
         if problem := archive.verify(path, sha256):
             near = "start after it: --from, or end before it: --to"
@@ -250,7 +252,7 @@ class Recorded:
         return saved._replace(model={}, ema=None, optimizer={})
 
     def stretches(self, after: int, to: int, note: int = 0) -> list[Stretch]:
-        """Cut the steps after `after`, up to `to`, which is recorded, at the checkpoints."""
+        """Divide the steps after `after`, up to the recorded step `to`, at the checkpoints."""
         begin = max((step for step in self.at if step <= after), default=0)
         inner = [step for step in sorted(self.at) if begin < step < to]
         found, before = list[Stretch](), self.checkpoint(begin) if begin else CheckpointState()
@@ -260,7 +262,7 @@ class Recorded:
             if end is None and (
                 after_it := min((each for each in self.at if each > step), default=0)
             ):
-                with contextlib.suppress(LockstepError):  # it is not needed
+                with contextlib.suppress(LockstepError):  # the later checkpoint is optional
                     later = self.checkpoint(after_it)
             told = end or later
             if before.path is None:
@@ -275,8 +277,7 @@ class Recorded:
         return found
 
     def decisive(self, then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the keys that would make another run, see `checkpoint.FREE_KEYS`, with both
-        values."""
+        """Return the keys that change the run, see `checkpoint.FREE_KEYS`, with both values."""
         usual, sections = (
             config.defaults(self.cfg),
             tuple(key for key in self.free if key.endswith(".")),
@@ -288,13 +289,13 @@ class Recorded:
             if before.get(key) != after.get(key)
             and key not in self.free
             and not key.startswith(sections)
-            # what it does is in the code's digest
+            # the digest of the code covers the task file
             if key != "task" or Path(before[key]).name != Path(after[key]).name
         }
 
     def processes(self, stretch: Stretch) -> int:
-        """Return how many took the stretch's last step: a checkpoint knows how the global batch was
-        cut."""
+        """Return the number of processes at the last step of a stretch. A checkpoint has the
+        partition of the global batch."""
         saved = None if self.cfg.virtual_workers else stretch.after
         if saved and (
             cut := re.match(r"(\d+), (\d+) ", saved.environment.get("samples of a pass", ""))
@@ -304,8 +305,8 @@ class Recorded:
 
 
 def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> CheckpointState:
-    """Return the checkpoint of another folder from which the run began; empty where it began from
-    the seed."""
+    """Return the checkpoint of another folder at the beginning of the run; empty for a run from the
+    seed."""
     path = Path(str(cfg.get("resume", "auto")))
     if str(path) in ("auto", "never") or path.resolve().parent == folder.resolve():
         return CheckpointState()
@@ -343,7 +344,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the lines of a log; None: one that cannot be read. The last may be torn."""
+    """Yield the lines of a log; None for an unreadable line. The last line may be torn."""
     content = (
         (folder / "metrics.jsonl").read_bytes() if (folder / "metrics.jsonl").exists() else b""
     )
@@ -358,8 +359,7 @@ def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def log_of(folder: Path) -> tuple[Log, int]:
-    """Return the lines about training and evaluation, in order, and how many lines cannot be
-    read."""
+    """Return the lines of training and evaluation, in order, and the number of unreadable lines."""
     lines = [*_lines(folder)]
     found = {
         (line["step"], line["event"]): line
@@ -371,19 +371,21 @@ def log_of(folder: Path) -> tuple[Log, int]:
     ), lines.count(None)
 
 
-# ---- what differs anyway
+# ---- differences known before a step
 # --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Anyway:
-    """What is not as it was, before a step is taken: name -> line. `facts`: of this machine, for
-    the result."""
+    """The differences known before a step is taken: name -> line.
+
+    facts  about this machine, for the result
+    """
 
     lines: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     explains: list[str] = field(default_factory=list)  # why other bits may be mere rounding
-    first: dict[str, Any] | None = None  # a difference that needs no step to be seen
+    first: dict[str, Any] | None = None  # a difference before any step
 
     def say(self, name: str, text: str) -> None:
         self.lines[name] = text
@@ -391,7 +393,7 @@ class Anyway:
 
 
 def look(run: Recorded, task: Any, stretches: list[Stretch]) -> Anyway:
-    """Print, a line each, whether config, data, code and machine are those of the run."""
+    """Print one line each for config, data, code and machine: equal to the run's or different."""
     found = Anyway()
     saved = [stretch.known for stretch in stretches if stretch.known.path]
     _look_at_config(run, saved, found)
@@ -528,15 +530,15 @@ def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway)
 
 
 class Enough(Exception):
-    """The training has come to where it is compared."""
+    """The training has reached the compared step."""
 
 
 class Taker:
-    """Takes stretches again, in processes of their own.
+    """Repeats stretches in new processes.
 
     folder  of the new runs
-    stop    set to end all of them at once, by the signal `number`
-    steps   folder of a new run -> how many steps it has taken
+    stop    when set, ends all runs by the signal `number`
+    steps   folder of a new run -> steps taken so far
     """
 
     def __init__(self, run: Recorded, processes: int | None, rest: list[str]):
@@ -544,7 +546,8 @@ class Taker:
         self.stop, self.number, self.steps = threading.Event(), int(signal.SIGINT), dict[str, int]()
 
     def end(self, number: int, frame: Any) -> None:
-        """Handle a signal. An exception might be raised where a library swallows it."""
+        """Handle a signal. No exception is raised here, because a library might swallow the
+        exception."""
         self.number = number
         self.stop.set()
 
@@ -552,7 +555,7 @@ class Taker:
         return self.asked or self.run.processes(stretch)
 
     def take(self, stretch: Stretch, lr_more: float = 0.0) -> Path:
-        """Return the folder of the new run.
+        """Repeat a stretch, and return the folder of the new run.
 
         lr_more  relative change of the learning rate
         """
@@ -560,7 +563,7 @@ class Taker:
             self.folder / f"steps_{stretch.start}_to_{stretch.to}{'_yardstick' if lr_more else ''}"
         )
         tree = stretch.after.config if stretch.after else config.to_dict(self.run.cfg)
-        # that of config.yaml was checked: a checkpoint may name any program
+        # the task of config.yaml was checked; a checkpoint may name any program
         tree = tree | {"task": self.run.cfg.task}
         keys = [*self.run.decisive(stretch.begin.config, tree)] if stretch.begin.path else []
         moved = (
@@ -596,8 +599,8 @@ class Taker:
         return folder
 
     def _fixed(self, stretch: Stretch, log_every: int) -> dict[str, Any]:
-        """Return what is set whatever the config says: the places, and what was decided where it
-        has auto."""
+        """Return the settings that replace the config: the paths, and the recorded choices for
+        auto."""
         cfg, known = self.run.cfg, stretch.known
         on_gpu = (
             bool(known.environment.get("cuDNN")) if known.path else self.run.environment.get("cuda")
@@ -640,7 +643,7 @@ def _horizon(saved: CheckpointState) -> int:
 
 
 def saved_at(folder: Path) -> dict[int, Path]:
-    """Return {step: checkpoint} of a replayed run, which may be under way."""
+    """Return {step: checkpoint} of a replayed run. The run may be still running."""
     entries = _read_json(folder / "manifest.json").get("checkpoints", [])
     return {entry["step"]: folder / entry["file"] for entry in entries}
 
@@ -651,18 +654,16 @@ def saved_at(folder: Path) -> dict[int, Path]:
 
 @dataclass
 class Compared:
-    """Two runs over one stretch.
+    """The comparison of two runs over a stretch.
 
-    points   lines of the log that both have, and the state at a checkpoint; `equal` of them are the
+    points   common lines of the log, and the state at a checkpoint; `equal` of the points have the
              same bits
-    digests  of them with a digest of the weights, the state among them; the others have only
-             numbers
-    first    the first of them that is not
-    largest  relative difference of a logged number, where it is, and the same of all weights at the
-             end
-    missing  lines of the run's log that should be there
-    proven   the last step at which the bits of the weights were compared, by a digest or a
-             checkpoint
+    digests  points with a digest of the weights, and the state; the other points have only numbers
+    first    the first different point
+    largest  largest relative difference of a logged number, and of all weights at the end; `where`
+             names the number
+    missing  expected lines that the run's log lacks
+    proven   the last step with compared bits of the weights: a digest or a checkpoint
     """
 
     points: int = 0
@@ -688,7 +689,7 @@ class Compared:
                 "differences": differences[:8],
                 "number": len(differences),
             }
-        # others may jump, such as an accuracy, or be next to zero, such as a moment
+        # other numbers may jump (an accuracy) or be almost zero (a moment)
         for each in differences:
             counts = each["name"] in SMOOTH or each["name"].startswith("model/")
             if counts and each["relative"] is not None and each["relative"] > self.largest:
@@ -702,14 +703,16 @@ def compare(
     checkpoints: tuple[Path | None, Path | None],
     but: tuple[str, ...] = (),
 ) -> Compared:
-    """Compare two logs over a stretch, and the checkpoints at its end, where there is one. `but`:
-    not these numbers."""
+    """Compare two logs over a stretch, and the checkpoints at the end of the stretch, if any.
+
+    but  names of numbers that are not compared
+    """
     found, again = Compared(), stretch.begin.progress.get("evaluation_due")
     start, to = stretch.start, stretch.to
     inside = [key for key in ours if start < key[0] <= to or (again and key == (start, "eval"))]
-    if stretch.end and stretch.end.progress["evaluation_due"]:  # it was stopped just before
+    if stretch.end and stretch.end.progress["evaluation_due"]:  # not evaluated yet
         inside = [key for key in inside if key != (to, "eval")]
-    # the line before, of each
+    # the line before, in each log
     before: dict[str, int | None] = dict.fromkeys(("run", "replay"), start)
     steps_of = {"run": theirs, "replay": ours}
     for step, event in inside:
@@ -742,7 +745,7 @@ def compare(
             else set()
         )
         if found.missing or any(start < key[0] <= to and key not in ours for key in theirs):
-            # sums that begin at the line before, which is another
+            # sums since the line before, and the lines before differ
             leave_out |= {"tally", "progress/epoch_totals"}
         found.left_out = ", ".join(sorted(leave_out))
         differences = _of_states(one, two, leave_out)
@@ -764,7 +767,7 @@ def _difference(name: str, one: Any, two: Any) -> dict[str, Any]:
 def _of_states(
     one: dict[str, Any], two: dict[str, Any], leave_out: set[str]
 ) -> list[dict[str, Any]]:
-    """Return the differences of two checkpoints, in the parts that are the same on any number of
+    """Return the differences of two checkpoints, in the parts that do not depend on the number of
     processes."""
     sides = [dict(leaves("", {name: state[name] for name in SAME_STATE})) for state in (one, two)]
     found = list[dict[str, Any]]()
@@ -782,7 +785,7 @@ def _of_states(
 
 
 def _of_norm(one: Tensor, two: Tensor) -> float | None:
-    """Return the norm of the difference over the first one's; None where that is no number."""
+    """Return the norm of the difference divided by the first norm; None without a number."""
     if one.shape != two.shape:
         return None
     one, two = (
@@ -870,7 +873,7 @@ def _in_words(verdict: str, equal: int, points: int) -> str:
 
 
 def _check_options(folder: Path, asked: argparse.Namespace) -> None:
-    """Raise LockstepError where options exclude each other, or a result could not be written."""
+    """Raise LockstepError if options exclude each other, or a result could not be written."""
     some = [
         name for name, value in (("--from", asked.begin), ("--to", asked.to)) if value is not None
     ]
@@ -929,7 +932,7 @@ def _chosen(run: Recorded, asked: argparse.Namespace) -> list[Stretch]:
 
 
 def _processes(run: Recorded, asked: int | None, stretches: list[Stretch]) -> list[int]:
-    """Return the numbers of processes of the stretches. Raises LockstepError where `asked` would
+    """Return the numbers of processes of the stretches. Raises LockstepError if `asked` processes
     take other steps."""
     own, workers = list(dict.fromkeys(map(run.processes, stretches))), run.cfg.virtual_workers
     if asked and workers and asked > workers:
@@ -953,7 +956,7 @@ def _processes(run: Recorded, asked: int | None, stretches: list[Stretch]) -> li
 
 
 def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
-    """Print what the log lacks for a comparison."""
+    """Print the gaps of the log."""
     if run.unreadable:
         anyway.say("log", f"{amount(run.unreadable, 'line')} cannot be read")
     if not run.log:
@@ -988,7 +991,7 @@ def _take_all(
     anyway: Anyway,
     stretches: list[Stretch],
 ) -> list[dict[str, Any]]:
-    """Take the stretches again, some at once; print and return what came out, in their order."""
+    """Repeat the stretches, several at once. Print and return the results in order."""
     from tqdm import tqdm
 
     taker = Taker(run, asked.processes, rest)
@@ -1026,7 +1029,7 @@ def _take_all(
 
 
 def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
-    """Take a stretch and return the verdict on it, with `text` as its line."""
+    """Repeat a stretch and return the verdict; `text` is the printed line."""
     known, here = stretch.known, anyway.facts["data"]
     about: dict[str, Any] = {
         "from": stretch.start,
@@ -1075,7 +1078,7 @@ def _states(stretch: Stretch, folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def _moved(stretch: Stretch, folder: Path) -> str:
-    """Return what else is not as it was: what the run's environment and the replay's differ in."""
+    """Return the differences between the environments of the run and of the replay."""
     known, newest = stretch.known, max(saved_at(folder).items(), default=(0, None))[1]
     if not (known.path and newest):
         return ""
@@ -1088,8 +1091,8 @@ def _moved(stretch: Stretch, folder: Path) -> str:
 
 
 def _yardstick(taker: Taker, stretch: Stretch, folder: Path) -> Compared:
-    """Compare the replay with one of the same steps whose learning rate is off by a rounding
-    error."""
+    """Compare the replay with a second replay. The learning rate of the second replay is larger by
+    a rounding error."""
     known = stretch.known
     coarse = known.environment.get("TF32") == "True" or known.precision not in ("off", "")
     other = taker.take(stretch, 2.0 ** (-8 if coarse else -20))

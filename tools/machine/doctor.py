@@ -1,17 +1,19 @@
-"""Check whether this machine is fit for a training before it starts: a line for each check, ok,
-warning or failure, with what to do about it.
+"""Check before a training whether this machine is fit. Print a line for each check: ok, warning or
+failure, with a remedy.
 
 python tools/doctor.py                                       the default task, in one process
 python tools/doctor.py --launch 2 har num_workers=4
     as two processes of torchrun, with the speed of their sums
 python tools/doctor.py --json --config configs/video.yaml    for programs
 torchrun --nnodes=2 ... tools/doctor.py har
-    on several machines, started as the training will be
+    on several machines, started in the same way as the training
 
-The other arguments are those of the training, whose data, batch, workers and save_dir are checked.
-Nothing is trained, and nothing is written into save_dir. With --launch processes share GPUs by gloo
-where these are fewer. Exit code 0: no failure, perhaps warnings; 1: a failure; 7: no failure, but a
-check could not be made; 2: invalid arguments.
+The other arguments belong to the training. The checks cover the training's data, batch, loader
+processes and save_dir. Nothing is trained, and nothing is written into save_dir. With --launch,
+processes share GPUs by gloo if there are fewer GPUs than processes.
+
+Exit code 0: no failure, perhaps warnings. 1: a failure. 7: no failure, but a check could not be
+made. 2: invalid arguments.
 """
 
 from __future__ import annotations
@@ -72,29 +74,29 @@ SHM = Path("/dev/shm")
 MB = 1e6
 
 BUDGET_S = 1.0
-"""Seconds for which each of the loader's and the model's speeds is measured."""
+"""Seconds of each measurement, of the loader and of the model."""
 
 WAITS = 0.1
-"""Share of its time that a training may wait for data without a warning."""
+"""The largest share of time waiting for data without a warning."""
 
 SHARE_OF_LINK = {"NVLink": 0.5, "PCIe": 0.25}
 """A bus bandwidth below this share of a link's one-way bandwidth is a warning."""
 
 TINY_S = 1.5e-3
-"""Seconds per batch below which loader processes do not help, because handing a batch over costs as
+"""Below so many seconds per batch, loader processes do not help: the transfer of a batch costs as
 much."""
 
 FILES, FILES_PER_WORKER = 10, 3
-"""Files that a training opens itself (log, TensorBoard, lock, checkpoint, sockets); pipes per
-loader process."""
+"""FILES: files that a training opens (log, TensorBoard, lock, checkpoint, sockets).
+FILES_PER_WORKER: pipes per loader process."""
 
 
 class Report:
-    """The lines so far. A table prints each at once, JSON all at the end."""
+    """The lines so far. A table prints each line at once, JSON prints all lines at the end."""
 
     def __init__(self, main: bool, as_json: bool):
         self.main, self.as_json = main, as_json
-        self.out = sys.stdout  # kept, because the training's own output is redirected
+        self.out = sys.stdout  # the training's own output is redirected
         self.lines: list[tuple[str, Line]] = []
 
     def add(self, check: str, lines: Iterable[Line]) -> None:
@@ -106,7 +108,7 @@ class Report:
             )
 
     def run(self, check: Callable[..., Iterable[Line]], *given: Any) -> None:
-        """Add the lines of a check that needs this process alone."""
+        """Add the lines of a check of this process alone."""
         self.add(check.__name__, attempt(check, *given))
 
     def close(self) -> int:
@@ -160,8 +162,7 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(processes: int, words: list[str], as_json: bool) -> None:
-    """Become torchrun, with ./train_multigpu.sh's number of threads per process. Does not
-    return."""
+    """Become torchrun, with the number of threads of ./train_multigpu.sh. Does not return."""
     os.environ |= threads_at_most(max(1, available() // processes))
     given = [*(["--json"] if as_json else []), *words, *_shared(processes, words)]
     command = [
@@ -175,26 +176,24 @@ def _launch(processes: int, words: list[str], as_json: bool) -> None:
 
 
 def _shared(processes: int, words: list[str]) -> list[str]:
-    """Return the arguments with which so many processes share the visible GPUs; none where there
-    are enough.
+    """Return the arguments for processes that share the visible GPUs; none with enough GPUs.
 
-    words  of the training; where they are wrong, the processes will say so
+    words  of the training; the new processes report wrong arguments
     """
     if not torch.cuda.is_available():
         return []
     try:
         cfg = config.parse(words, tasks.load).cfg
         settings = cards.sharing(cards.visible(cfg), processes, cfg.ddp.backend)
-    except Exception:  # also of a task's own code: the processes will meet it, too
+    except Exception:  # also from a task's own code; the processes will report the error
         return []
     return [f"{key}={value}" for key, value in settings.items()]
 
 
 def examine(args: config.Args, as_json: bool) -> int:
-    """(all ranks) Run every check, in the order in which a training would meet them. Returns the
-    exit code."""
+    """(all ranks) Run all checks in the order of a training. Returns the exit code."""
     args = args._replace(cfg=config.changed(args.cfg, {"oom": "stop"}))
-    cores = available()  # before this process is bound to some of them
+    cores = available()  # before this process is bound to a part of the cores
     env, started = machine.launch_of(args.cfg)
     report = Report(env.rank == 0, as_json)
     if launch.is_local_rank0():  # one process of each machine
@@ -202,7 +201,7 @@ def examine(args: config.Args, as_json: bool) -> int:
         report.run(machine.cards, args.cfg)
         report.add("launch", started)
         report.run(machine.variables)
-        if not env.launched:  # else they have met already
+        if not env.launched:  # else the processes have met already
             report.run(machine.port)
     if any(line.level == "failure" for line in started):
         report.add(
@@ -218,7 +217,7 @@ def examine(args: config.Args, as_json: bool) -> int:
         nonlocal joined
         joined = True
         with warnings.catch_warnings():
-            # `threads` says so, and what would do
+            # `check_threads` warns with a remedy
             warnings.filterwarnings("ignore", "This DataLoader will create")
             _together(args, world, stop, report, cores)
             return world.broadcast(report.close())
@@ -236,7 +235,7 @@ def examine(args: config.Args, as_json: bool) -> int:
 def _together(
     args: config.Args, world: World, stop: StopRequest, report: Report, cores: int
 ) -> None:
-    """(all ranks) Check what takes all of them. Rank 0 adds what other machines complain of."""
+    """(all ranks) Run the checks that need all ranks. Rank 0 adds the warnings of all machines."""
     cfg = args.cfg
     add = report.add if world.main else (lambda check, lines: None)
     for lines in world.gather(attempt(machine.device, cfg, world)):
@@ -266,7 +265,7 @@ def _together(
 
 
 def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Return the warnings and failures of machines other than rank 0's, from each rank's (host,
+    """Return the warnings and failures of all machines except rank 0's, from each rank's (host,
     lines)."""
     others = [
         (host, line) for host, lines in everyones for line in lines if host != everyones[0][0]
@@ -281,9 +280,9 @@ def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
 
 
 def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Line], Run | None]:
-    """(all ranks) Do all that a training does before its first step: read the data, build the
-    model, inspect the run's folder and checkpoint, compare the ranks. No loader processes are
-    started, because they may not have room."""
+    """(all ranks) Prepare a training up to the first step: read the data, build the model, inspect
+    the run's folder and checkpoint, compare the ranks. No loader processes are started, because
+    /dev/shm may be too small."""
     output, cfg = io.StringIO(), args.cfg
     fixed = {
         "num_workers": 0,
@@ -339,15 +338,15 @@ def check_threads(cfg: Any, world: World, cores: int) -> list[Line]:
 
 
 def busy(share: float) -> list[Line]:
-    """Warn if other programs computed on the cores meanwhile."""
+    """Warn if other programs used the cores during the checks."""
     if words := contention_warning(share):
         return [warning(words, "wait until they are done; one thread per process suffers least")]
     return [ok("the cores are free: nobody else takes them")]
 
 
 def open_files(workers: int, tensors: int) -> list[Line]:
-    """Compare `ulimit -n` with the pipes of loader processes and a handle for each of their tensors
-    in flight."""
+    """Compare `ulimit -n` with the pipes of loader processes and a handle for each tensor in
+    flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return [ok("ulimit -n is unlimited")]
@@ -372,8 +371,8 @@ def open_files(workers: int, tensors: int) -> list[Line]:
 
 
 def _compared(needed: float, there: float, text: str, todo: str) -> Line:
-    """Too little is a failure; less than twice as much a warning, because it is an estimate and
-    others need some."""
+    """Return a failure for too little, and a warning for less than twice the need. The need is an
+    estimate, and other programs need some, too."""
     return (
         failure(text, todo)
         if needed > there
@@ -384,7 +383,7 @@ def _compared(needed: float, there: float, text: str, todo: str) -> Line:
 
 
 def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
-    """Compare /dev/shm with the batches that loader processes have in flight there."""
+    """Compare /dev/shm with the batches of loader processes in flight."""
     if not SHM.is_dir():
         return []
     free, processes = shutil.disk_usage(SHM).free, max(1, launch.environment().local_size)
@@ -393,7 +392,7 @@ def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     scored = ready.loaders.val.sampler.batch_size if ready.loaders.val else 0
     # to train, and to validate
     batches = (batch_bytes, batch_bytes * scored // ready.plan.micro_batch)
-    # amid an epoch both are in flight
+    # during an epoch both kinds are in flight
     together = sum(batches) if ready.cfg.eval_every > 0 else max(batches)
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
     needed = processes * ahead * together
@@ -432,7 +431,7 @@ def disk(ready: Run) -> list[Line]:
 
 
 def model_memory(ready: Run) -> list[Line]:
-    """Compare weights, gradients, moments and average of a process with its memory, by
+    """Compare the weights, gradients, moments and average of a process with the memory, by
     ddp.strategy."""
     found, strategy = strategies.footprint(ready), ready.cfg.ddp.strategy
     held = next(size for name, size in found.by_strategy.items() if name.startswith(strategy))
@@ -447,8 +446,8 @@ def model_memory(ready: Run) -> list[Line]:
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """Return the bytes of a checkpoint's tensors: weights, their EMA, and two moments of each
-    trained one."""
+    """Return the bytes of a checkpoint's tensors: weights, the EMA, and two moments of each trained
+    weight."""
     states = [run.model.state_dict(), *([run.ema.state_dict()] if run.ema else [])]
     weights = sum(
         value.nbytes
@@ -466,7 +465,7 @@ def checkpoint_bytes(run: Run) -> int:
 class Speed(NamedTuple):
     """Seconds of a rank for one batch.
 
-    fetch   in one process: fetch_cpu of it computing, the rest waiting for a disk
+    fetch   in one process; fetch_cpu: the computing part, without waiting for a disk
     loaded  as configured, with loader processes
     step    forward and backward
     """
@@ -479,7 +478,7 @@ class Speed(NamedTuple):
 
 def measure(run: Run, workers: int) -> Speed | str:
     """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the
-    same time. Returns the error's text if one fails."""
+    same time. Returns the text of the first error instead."""
     given = run.loaders.train
     alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None, given.prepare)
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
@@ -509,8 +508,11 @@ def measure(run: Run, workers: int) -> Speed | str:
 def _seconds_each(
     work: Generator[None, None, None], device: torch.device, rounds: int = 0
 ) -> tuple[float, float]:
-    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two; of
-    so many `rounds`, or of as many as BUDGET_S allows."""
+    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two
+    rounds.
+
+    rounds  number of measured rounds; 0: as many as BUDGET_S allows
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
     with contextlib.closing(work):
         for _ in range(2):  # processes start, kernels are chosen
@@ -534,7 +536,8 @@ def _batches(loader: TrainLoader) -> Generator[None, None, None]:
 
 
 def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
-    """Run forward and backward on one batch, without sums over the ranks; the weights stay."""
+    """Run forward and backward on one batch, without sums over the ranks. The weights do not
+    change."""
     batch = loader.example()
     run.net.train()
     while True:
@@ -552,7 +555,7 @@ def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
 
 
 def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> Line:
-    """Compare the loader's samples per second with the model's; the slowest rank counts."""
+    """Compare the samples per second of the loader and of the model on the slowest rank."""
     if broken := [words for words in everyone if isinstance(words, str)]:
         return failure(broken[0])
     slowest = Speed(*map(max, zip(*everyone, strict=True)))
@@ -585,19 +588,19 @@ def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> L
 
 
 def waiting(load: float, step: float, meanwhile: bool) -> float:
-    """Return the share of time that a training waits for data that take `load` seconds, with steps
-    of `step` seconds.
+    """Return the share of time that a training waits for data.
 
-    meanwhile  whether the next batch is fetched during a step: by loader processes, or for a GPU by
-    a thread
+    load       seconds for a batch of the loader
+    step       seconds of a step
+    meanwhile  whether a loader process, or for a GPU a thread, fetches the next batch during a step
     """
     return max(0.0, 1 - step / load) if meanwhile else load / (load + step)
 
 
 def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
-    """Return the loader processes for each training process; 0 if they would not help.
+    """Return the loader processes for each training process; 0 if loader processes would not help.
 
-    spare  cores per process besides those that compute
+    spare  cores per process beside the computing cores
     """
     if speed.fetch < TINY_S or waiting(speed.fetch, speed.step, on_gpu) <= WAITS:
         return 0
@@ -607,7 +610,7 @@ def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
 
 
 def sums(cfg: Any, world: World, gradients: int) -> Line:
-    """(all ranks) Measure the all-reduce and compare it with the link between GPUs.
+    """(all ranks) Measure the all-reduce and compare the speed with the link between GPUs.
 
     gradients  bytes of this run's gradients; 0 if unknown
     """
@@ -645,8 +648,8 @@ def sums(cfg: Any, world: World, gradients: int) -> Line:
 
 
 def bus_gb_s(world: World, count: int, group: Any = None) -> float:
-    """(all ranks) Return the bus bandwidth as nccl-tests define it: each byte crosses a link 2 (n -
-    1) / n times."""
+    """(all ranks) Return the bus bandwidth as defined by nccl-tests: each byte crosses a link 2 (n
+    - 1) / n times."""
     return 2 * (world.size - 1) / world.size * count / time_sum(world, count, group) / 1e9
 
 
@@ -661,7 +664,7 @@ def _copy_gb_s(count: int) -> float:
 
 def _against_the_link(text: str, speed: float, cards: list[nvidia.Card]) -> Line:
     kind, limit = "", math.nan
-    # nvidia-smi's output varies; the measurement does not need it
+    # nvidia-smi's output varies; the measurement is complete without the link
     with contextlib.suppress(Exception):
         ways = machine.ways_between(cards)
         kind = "NVLink" if ways and all(way.startswith("NV") for way in ways) else "PCIe"

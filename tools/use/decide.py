@@ -1,5 +1,5 @@
-"""Choose on validation how a trained run's probabilities become labels: a temperature, thresholds,
-a smoothing.
+"""Choose on validation data how a trained run's probabilities become labels: a temperature,
+thresholds, a smoothing.
 
 python tools/decide.py RUN
     temperature (and thresholds, where labels overlap)
@@ -8,12 +8,12 @@ python tools/decide.py RUN recordings --annotations seen.csv
 python tools/decide.py RUN data/mice.npz
     the same of tracks with a label per frame
 
-The temperature makes probabilities honest, and changes no label. The smoothing is a median over
-frames, and for each behaviour a number of frames: gaps of at most so many are filled, and then
-bouts of at most so many dropped. It is the one with the highest F1 of bouts. Of DATA only what was
-held out counts: what the run was trained on, and what it is to be tested on, is not read. The
-result lies beside the checkpoint, for that very checkpoint, and tools/predict.py applies it.
-key=value changes the run's config (device=cpu).
+The temperature calibrates the probabilities and changes no label. The smoothing is a median over
+frames, and for each behaviour a number of frames: gaps of at most so many frames are filled, then
+bouts of at most so many frames are dropped. The chosen smoothing has the highest F1 of bouts. Of
+DATA only the sources that were held out count. Sources of the training data or of the test set are
+not read. The result is a file beside the checkpoint, valid for this checkpoint alone, and
+tools/predict.py applies the result. key=value changes the run's config (device=cpu).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _decide(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 def _of_samples(args: config.Args, of_data: LoadedModel) -> tuple[Decision, list[str]]:
-    """Choose what the samples of the validation split tell."""
+    """Choose temperature and thresholds on the samples of the validation split."""
     loaded, val = load(args, "val")
     sides = getattr(of_data.task, "about", {}).get(
         "subjects" if isinstance(of_data.task, har.Task) else "videos", {}
@@ -178,10 +178,11 @@ def _thresholds(
 
 
 def best_threshold(shares: np.ndarray, labels: np.ndarray) -> float:
-    """Return the threshold of .01, .02 to .99 with the highest F1, of equal ones the nearest to one
-    half. It is .5 for a class that does not occur.
+    """Return the threshold of .01, .02 to .99 with the highest F1. Of equal thresholds, return the
+    nearest to one half. The result is .5 for an absent class.
 
-    shares  (N,) probabilities;   labels  (N,) 1, 0, or -1, which does not count
+    shares  (N,) probabilities
+    labels  (N,) 1, 0, or -1, which does not count
     """
     shares, labels = shares[labels >= 0], labels[labels >= 0]
     best = 0.0, 0.0, 0.5

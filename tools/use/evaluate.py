@@ -1,19 +1,19 @@
-"""Evaluate a trained run: the metrics of its validation split, and its task's trials in simulation.
+"""Evaluate a trained run: the metrics of the validation split, and the task's trials in simulation.
 
 python tools/evaluate.py checkpoints/robot_20260101-120000 eval.n_episodes=100
 python tools/evaluate.py RUN --split train
-    the data that it was trained on
+    the training data
 python tools/evaluate.py RUN --split test
-    those that the training has set aside: for a paper
+    the data that the training has set aside: for a paper
 python tools/evaluate.py RUN --split all dataset.root=data/third      other data
 torchrun --standalone --nproc_per_node=2 tools/evaluate.py RUN
     the same numbers, to the last digit, in less time
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; other arguments change
-the run's config. Nothing is augmented. A test is what was set aside when RUN was trained: other
-data, and runs without a test set, are refused. Its result is kept in RUN/test.json, with the number
-of times that the test was looked at. On a CPU each process computes in one thread, because the
-number of threads changes the last digits, unless OMP_NUM_THREADS is set.
+RUN is the folder of a run (the best checkpoint is read) or a checkpoint. Other arguments change the
+run's config. Nothing is augmented. A test uses the data that RUN's training has set aside. Other
+data, and runs without a test set, are refused. The result is written to RUN/test.json, with the
+number of looks at the test. On a CPU each process computes in one thread, because the number of
+threads changes the last digits. A set OMP_NUM_THREADS has priority.
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ TRUST = "run a task file that lies in RUN's own folder"
 
 
 def of_run(trust: bool, argv: list[str]) -> list[str]:
-    """RUN, or a published folder, and the arguments after it -> the training's command line that
-    resumes from it.
+    """Return the command line of the training that resumes from RUN, or from a published folder.
 
-    trust  allow a task file in the run's folder, which may be a program from elsewhere
+    trust  allow a task file in the run's folder; the file may be a program from elsewhere
     """
     given, rest = Path(argv[0]), argv[1:]
     run = as_run(given)  # a published folder becomes one
@@ -102,7 +101,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         raise LockstepError(f"no run at {argv[0]!r}", "the first word", "give the folder of a run")
     check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
-    # a link in the folder is in the folder
+    # a link in the folder counts as a file of the folder
     above = [place.resolve() for place in Path.cwd().joinpath(task).parents]
     if task.endswith(".py") and place.resolve() in above and not trust:
         what = f"the run's task is a program in its own folder, {task}"
@@ -111,7 +110,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         )
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
-    # a tool may be one process, and copy the model; an older run may have optim.zero=true, which is
+    # A tool may be one process and copy the model. An older run may have optim.zero=true, which is
     # an error now
     whole = {"ddp.strategy": "ddp", "optim.zero": "false"}
     own = {key for key in whole if any(word.lstrip("-").startswith(key) for word in rest)}
@@ -177,12 +176,12 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
-"""The parts of a checkpoint that are the same, to the last bit, on any number of processes with
+"""The parts of a checkpoint that have equal bits on any number of processes with
 `virtual_workers`."""
 
 
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the leaves of a tree of dicts and lists with their paths, numbers as tensors."""
+    """Yield the leaves of a tree of dicts and lists with paths, numbers as tensors."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from tensors_of(f"{name}/{key}", item)
@@ -196,11 +195,11 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 TEST = "test.json"
-"""What the test of a run has given, in its folder."""
+"""The file with the result of a test, in the run's folder."""
 
 
 def _keep(folder: Path, about: dict[str, Any]) -> None:
-    """Write the result of a test into the run's folder, and count how often it was looked at."""
+    """Write the result of a test into the run's folder, and count the looks at the test."""
     path, before = folder / TEST, dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, RecursionError):
         before = dict(json.loads(path.read_bytes()))
@@ -220,8 +219,8 @@ def _keep(folder: Path, about: dict[str, Any]) -> None:
 
 
 def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: str) -> Any:
-    """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, task, {source: (its
-    metrics, its sums)}); None where it was asked to stop."""
+    """(all ranks) Score the split. Return on rank 0 (metrics, sums, checkpoint, step, task,
+    {source: (metrics, sums)}). Return None on the other ranks and after a stop."""
     found = train.build(args, world, stop, split=split)
     plan_text.print_plan(found, steps=False)
     names = names_of(found.loaders.val.dataset, by) if by else None
@@ -240,15 +239,14 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: s
 
 
 def names_of(dataset: Any, kind: str) -> np.ndarray | None:
-    """Return (N,) str, the dataset's attribute of that name, or else its `sources`, if it has
-    any."""
+    """Return (N,) str, the dataset's attribute `kind`, or else the `sources`, or None."""
     names = per_sample(dataset, kind)
     names = per_sample(dataset, "sources") if names is None else names
     return None if names is None else names.astype(str)
 
 
 def _part_by_part(found: Run, names: np.ndarray) -> dict[str, tuple[dict[str, float], Sums]] | None:
-    """(all ranks) Score the samples of each name by themselves, in batches of an evaluation."""
+    """(all ranks) Score the samples of each name separately, in batches of an evaluation."""
     whole, parts = found.loaders, dict[str, tuple[dict[str, float], Sums]]()
     bar = tqdm(
         dict.fromkeys(names.tolist()),
@@ -278,7 +276,8 @@ ONLY_TO_SCORE = {
     "drop_last": False,
     "sampler": "shuffle",
 }
-"""Replacements of settings that matter to training only and may not fit."""
+"""Replacements of settings for training alone. The settings of the run might not fit an
+evaluation."""
 
 
 def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
@@ -289,7 +288,7 @@ def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
 
 
 def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:
-    """Format a line for each source, with the metrics of the whole of it."""
+    """Format a line for each source with the overall metrics of the source."""
     if not parts:
         return []
     columns = [name for name in next(iter(parts.values()))[0] if "/" not in name][:8]
@@ -301,8 +300,8 @@ def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:
 
 
 def _lines(metrics: dict[str, Any]) -> list[str]:
-    """Format one metric a line; those of a class, such as precision/walk and recall/walk, share
-    one."""
+    """Format a metric a line. The metrics of a class, such as precision/walk and recall/walk, share
+    a line."""
     parts = {name: name.split("/", 1) for name in metrics if "/" in name}
     rows = [row for _, row in parts.values()]
     tabled = {name: part for name, part in parts.items() if rows.count(part[1]) > 1}

@@ -1,29 +1,29 @@
-"""Predict data with a trained run: a table of labels with the probability of every class, or of
-what its task predicts.
+"""Predict data with a trained run. Write a table of labels with the probability of every class, or
+of the task's own predictions.
 
 python tools/predict.py RUN recordings                videos: a row per frame, and an ethogram of
                                                       each as a picture
 python tools/predict.py RUN data/mice                 a packed folder of clips: a row per trial
 python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels may be
                                                       missing
-python tools/predict.py RUN data/pen --out a.npz      a robot's recordings: the actions that it
-                                                      would take at each frame
+python tools/predict.py RUN data/pen --out a.npz      a robot's recordings: the predicted actions
+                                                      at each frame
 python tools/predict.py RUN --split val               any task with a method `predict`: a row per
                                                       sample
+python tools/predict.py RUN recordings --annotations seen.csv --bouts bouts.csv --events events.tsv
+                                                      bouts, the scores of bouts, and events as
+                                                      BORIS exports them
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; without --split its own
-data are not needed. python tools/predict.py RUN recordings --annotations seen.csv --bouts bouts.csv
---events events.tsv
-                                                      bouts, their scores, and events as BORIS
-                                                      exports them
+RUN is the folder of a run (the best checkpoint is read) or a checkpoint. Without --split the run's
+own data are not needed.
 
-A CSV has six digits; an .npz has all, as arrays, and is held in memory until it is written. A video
-is cut into trials of the length of the training's, one every --stride frames, and a frame's
-probabilities are the mean over the trials that contain it. Decoding, cropping and scaling are those
-of tools/prepare_clips.py for the training. A video of any length is read once. With --per-frame,
---bouts, --events or --boris recordings of sensors or tracks have a row per step: the probabilities
-of the windows whose centres are next to it. What tools/decide.py has chosen for this checkpoint is
-applied to frames. key=value changes the run's config (device=cpu).
+A CSV has six digits. An .npz has all digits, as arrays, and is held in memory before the write. A
+video is divided into trials of the training's length, one trial every --stride frames. A frame's
+probabilities are the mean over the trials with the frame. Decoding, cropping and scaling are the
+same as in tools/prepare_clips.py for the training. A video of any length is read once. With
+--per-frame, --bouts, --events or --boris, recordings of sensors or tracks have a row per step: the
+probabilities of the windows with the nearest centres. The choices of tools/decide.py for the
+checkpoint are applied to frames. key=value changes the run's config (device=cpu).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def parser(by_split: bool) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, or a checkpoint")
-    if not by_split:  # an optional word would be taken to be absent wherever an option follows RUN
+    if not by_split:  # argparse would treat an optional DATA as absent if an option follows RUN
         add("data", metavar="DATA", type=Path, help="a file or a folder; or --split in its place")
     splits = ("val", "train", "test", "all")
     add(
@@ -163,8 +163,7 @@ def parser(by_split: bool) -> argparse.ArgumentParser:
 
 
 def _free() -> Path:
-    """Return the name of a table that is not there yet, in this folder: predictions.csv,
-    predictions_2.csv, ..."""
+    """Return the name of an absent table in this folder: predictions.csv, predictions_2.csv, ..."""
     names = (Path(f"predictions{f'_{n}' if n > 1 else ''}.csv") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -185,7 +184,7 @@ def _predict(args: config.Args, asked: argparse.Namespace) -> int:
 
 @dataclass
 class LoadedModel:
-    """A checkpoint's model, without the data that it was trained on."""
+    """A checkpoint's model, without the training data."""
 
     task: Any
     model: torch.nn.Module  # on the device, in evaluation mode
@@ -204,8 +203,8 @@ class LoadedModel:
 
     @torch.inference_mode()
     def classify(self, x: Tensor) -> np.ndarray:
-        """(B, ...) -> probabilities (B, C) float32; with a temperature (B, 2 C), the calibrated
-        ones after them"""
+        """Return the probabilities (B, C) float32 of inputs (B, ...). With a temperature return (B,
+        2 C), the calibrated probabilities last."""
         with self.precision.autocast():
             logits = self.model(x.to(self.device))
         scales = [1.0] if self.temperature is None else [1.0, self.temperature]
@@ -241,7 +240,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
             )
     else:
         known = saved.metadata
-        if known is None:  # written before checkpoints held it
+        if known is None:  # an old checkpoint has no metadata
             task.datasets()
             known = task.metadata()
         task.load_metadata(known)
@@ -259,7 +258,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
 
 
 def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
-    """Load a model without the lines that a training prints."""
+    """Load a model without the printed lines of a training."""
     with contextlib.redirect_stdout(io.StringIO()):
         return in_world(args.cfg, lambda world, _: load_model(args, world, split))
 
@@ -269,7 +268,7 @@ def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
 
 
 def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
-    """Write what the task's `predict` returns of each sample of a dataset."""
+    """Write the result of the task's `predict` for each sample of a dataset."""
     of_files = (
         "stride",
         "every",
@@ -297,7 +296,7 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
             args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(asked.data)})),
         )
     if split == "all":
-        args = args._replace(cfg=config.changed(args.cfg, {"exclude": []}))  # of the training data
+        args = args._replace(cfg=config.changed(args.cfg, {"exclude": []}))  # no training
     loaded, dataset = load(args, split)
     rows, columns = write_table(asked.out, _outputs(loaded, dataset))
     if asked.json:
@@ -312,7 +311,7 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
-    """Yield what the task predicts of each batch."""
+    """Yield the task's predictions of each batch."""
     world = World(0, 0, 1, loaded.device)
     for batch in EvalLoader(dataset, EvalSampler(dataset, world, loaded.batch_size), world, None):
         with torch.inference_mode(), loaded.precision.autocast():
@@ -327,16 +326,17 @@ def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
 
 @dataclass
 class Prediction:
-    """The predictions for one file: a row for each of its frames, trials or windows.
+    """The predictions for a file: a row for each frame, trial or window.
 
     cells          {column: N values} that identify the rows; with the `side` of each row's video,
-                   where it is known
-    probabilities  (N, C), of which labels are made
-    calibrated     (N, C), the ones to show instead, if that is asked for
-    fps            rows per second, 0 if unknown; for frames only, which have a picture
-    truth          (N, C) of 1, 0, and -1 where nothing is annotated; for annotated videos only
-    absent         (N,) bool, frames without an animal, which get no label
-    on             (N, C) of 1 for the labels of each frame; by default one, the most probable
+                   if known
+    probabilities  (N, C), the basis of the labels
+    calibrated     (N, C), printed in place of the probabilities, if given
+    fps            rows per second, 0 if unknown; None for rows that are no frames and have no
+                   picture
+    truth          (N, C) of 1, 0, and -1 for no annotation; for annotated videos only
+    absent         (N,) bool, frames without an animal; such a frame gets no label
+    on             (N, C) of 1 for the labels of each frame; by default the most probable label
     """
 
     name: str
@@ -358,12 +358,12 @@ class Prediction:
 
     @property
     def known(self) -> np.ndarray:
-        """(N, C) of 1 and 0: the labels"""
+        """The labels (N, C) of 1 and 0."""
         count = self.probabilities.shape[1]
         return one_hot(self.probabilities.argmax(1), count) if self.on is None else self.on
 
     def decided(self, classes: list[str], decision: Decision, exclusive: bool) -> Prediction:
-        """Return it with the labels of its frames, and the calibrated probabilities apart."""
+        """Return a copy with the labels of the frames, and the calibrated probabilities apart."""
         if self.probabilities.shape[1] > len(classes):
             halves = np.split(self.probabilities, 2, axis=1)
             return replace(self, probabilities=halves[0], calibrated=halves[1]).decided(
@@ -480,7 +480,7 @@ def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
 def _decided(
     found: Found, classes: list[str], decision: Decision, exclusive: bool, made: bout_files.Bouts
 ) -> Iterator[Prediction | LockstepError]:
-    """Yield what is found with the labels of its frames, whose bouts are kept in `made`."""
+    """Yield the items with labels of the frames. `made` collects the bouts."""
     for each in found:
         if isinstance(each, Prediction):
             each = each.decided(classes, decision, exclusive)
@@ -491,15 +491,19 @@ def _decided(
 
 
 def _archives(data: Path) -> list[Path]:
-    """Return each .npz of a folder of several; else the data themselves."""
+    """Return each .npz of a folder with several; else the path of the data."""
     archives = sorted(data.glob("*.npz")) if data.is_dir() else []
     return archives if len(archives) > 1 else [data]
 
 
 def of_steps(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
-    """Predict each step of the recordings of a data set, or of each .npz of a folder: between the
-    centres of two windows by a line, and beyond the first and the last one as there. With `only`
-    those of one side."""
+    """Predict each step of the recordings of a data set, or of each .npz of a folder.
+
+    Probabilities are interpolated linearly between the centres of two windows, and constant beyond
+    the first and the last centre.
+
+    only  the recordings of this side; empty: all
+    """
     task, classes = loaded.task, loaded.task.classes
     stride = asked.stride or max(1, task.length // 8)
     for path in _archives(asked.data):
@@ -589,8 +593,11 @@ def of_clips(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
 
 
 def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
-    """Predict each frame of each video, with `only` of one side; yields an error for one that
-    cannot be read or is shorter than a trial."""
+    """Predict each frame of each video. Yield an error for an unreadable video and for a video
+    shorter than a trial.
+
+    only  the videos of this side; empty: all
+    """
     videos.import_av()
     cutting, classes, about = cutting_of(loaded.task, asked), loaded.task.classes, loaded.task.about
     stride = asked.stride or -(-cutting.span // 4)
@@ -648,15 +655,15 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") ->
 
 
 Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
-"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 where nothing is annotated; None
-without any."""
+"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 for no annotation; None for a
+video without annotations."""
 
 
 def annotated(
     asked: argparse.Namespace, cutting: videos.Cutting, exclusive: bool = True
 ) -> tuple[Callable[[list[str]], list[str]], Truth]:
-    """Return a function that keeps those videos that people have annotated, and one for what they
-    saw."""
+    """Return a function that selects the annotated videos, and a function with the annotations of a
+    video."""
     if not asked.annotations:
         return lambda names: [], lambda *_: None
     if not behaviour.is_labels(asked.annotations):
@@ -683,8 +690,8 @@ def annotated(
 
 
 def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
-    """Return the training's cutting, changed by the command line. Raises LockstepError if it does
-    not fit."""
+    """Return the training's cutting, changed by the command line. Raises LockstepError for options
+    that do not fit the training."""
     length, height, width = task.about["shape"]
     trained = task.about["cutting"]
     if height != width:
@@ -717,11 +724,11 @@ def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
 def _write(
     out: Path, classes: list[str], found: Found
 ) -> tuple[list[dict[str, Any]], list[LockstepError], Path | None]:
-    """Write the table, and a picture of each video into a new folder next to it, so that nothing is
+    """Write the table, and a picture of each video into a new folder beside the table. Nothing is
     overwritten.
 
-    Returns a summary of each file, an error for each that is left out, and the folder of the
-    pictures if there are any.
+    Returns a summary of each file, an error for each file left out, and the folder of the pictures
+    or None.
     """
     summary: list[dict[str, Any]] = []
     left_out: list[LockstepError] = []
@@ -766,7 +773,8 @@ def _draw(found: Prediction, classes: list[str], folder: Path) -> Path:
 
 
 def _table(summary: list[dict[str, Any]], classes: list[str]) -> str:
-    """A row for each file, and the mean agreement of the videos that were not trained on."""
+    """Format a row for each file, and the mean agreement of the videos outside the training
+    data."""
     rows = [["", "rows", *classes, "as annotated", "side"]]
     for about in summary:
         shares = [f"{100 * about['labels'][name] / about['rows']:.1f}%" for name in classes]

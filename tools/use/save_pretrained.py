@@ -4,8 +4,8 @@ for a vla, LeRobot.
 python tools/save_pretrained.py RUN          to RUN/pretrained_model, from the best checkpoint
 python tools/save_pretrained.py RUN FOLDER
 
-RUN is the folder of a run of the robot task, or one of its checkpoints. --trust runs a task file
-that lies in RUN's own folder.
+RUN is the folder of a run of the robot task, or a checkpoint. --trust runs a task file in RUN's own
+folder.
 """
 
 from __future__ import annotations
