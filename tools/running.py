@@ -80,14 +80,9 @@ def script_of(name: str) -> str:
 
 def python(processes: int) -> list[str]:
     """Return the command that starts a script in so many processes, without the script."""
-    return [
-        sys.executable,
-        *(
-            [agent.__file__, "--standalone", f"--nproc_per_node={processes}"]
-            if processes > 1
-            else []
-        ),
-    ]
+    if processes == 1:
+        return [sys.executable]
+    return [sys.executable, agent.__file__, "--standalone", f"--nproc_per_node={processes}"]
 
 
 @contextlib.contextmanager
@@ -129,12 +124,32 @@ class Trained(NamedTuple):
     @property
     def problem(self) -> str:
         """The error, or the last line, or the exit code."""
-        errors = [
-            line.removeprefix("error: ")
-            for line in self.text.splitlines()
-            if line.startswith("error: ")
-        ]
-        return [*errors, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
+        return problem_of(self.text, self.code)
+
+
+def problem_of(text: str, code: int) -> str:
+    """Return the first error in the printed text, or the last line, or the exit code."""
+    last_line = text.strip().splitlines()[-1:]
+    return [*marked_lines(text, "error: "), *last_line, f"exit code {code}"][0]
+
+
+def marked_lines(text: str, mark: str) -> list[str]:
+    """Return the lines of a text that begin with a mark such as `error: `, without the mark."""
+    return [line.removeprefix(mark) for line in text.splitlines() if line.startswith(mark)]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty for an absent or unreadable file."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def folder_of(run: Path) -> Path:
+    """Return the folder of RUN: the path of a folder, or of a checkpoint in the folder."""
+    return run if run.is_dir() else run.parent
 
 
 def train_in(
