@@ -152,6 +152,11 @@ def folder_of(run: Path) -> Path:
     return run if run.is_dir() else run.parent
 
 
+def stdout_aside(as_json: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that redirects stdout to stderr, if stdout is for one JSON object."""
+    return contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout)
+
+
 def train_in(
     folder: Path,
     words: list[str],
