@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 
 try:
+    import numpy as np
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +64,7 @@ try:
     from tools.machine import checks as machine
     from tools.machine.checks import Line, attempt, failure, ok, unknown, warning
     from tools.machine.probe import time_sum
-    from tools.running import guarded, in_world, script_of
+    from tools.running import guarded, in_world, marked_lines, script_of
 except ModuleNotFoundError as error:  # the doctor itself needs these packages
     sys.exit(
         f"failure  {error.name} is not installed: {sys.executable} -m pip install -r "
@@ -102,10 +103,8 @@ class Report:
     def add(self, check: str, lines: Iterable[Line]) -> None:
         for line in lines:
             self.lines.append((check, line))
-            self._print(
-                f"{line.level:<8} {line.text}" + (f": {line.remedy}" if line.remedy else ""),
-                as_json=False,
-            )
+            text = ": ".join(filter(None, [line.text, line.remedy]))
+            self._print(f"{line.level:<8} {text}", as_json=False)
 
     def run(self, check: Callable[..., Iterable[Line]], *given: Any) -> None:
         """Add the lines of a check of this process alone."""
@@ -114,14 +113,17 @@ class Report:
     def close(self) -> int:
         """Print the summary and return the exit code."""
         levels = [line.level for _, line in self.lines]
-        failures, warned, unknowns = (
-            levels.count(level) for level in ("failure", "warning", "unknown")
-        )
-        code = 1 if failures else NOT_KNOWN if unknowns else errors.DONE
-        rest = f", {amount(unknowns, 'check')} not made" if unknowns else ""
-        self._print(
-            f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}{rest}", as_json=False
-        )
+        failures = levels.count("failure")
+        warned = levels.count("warning")
+        unknowns = levels.count("unknown")
+        code = errors.DONE
+        text = f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}"
+        if unknowns:
+            code = NOT_KNOWN
+            text += f", {amount(unknowns, 'check')} not made"
+        if failures:
+            code = 1
+        self._print(text, as_json=False)
         lines = [{"check": check, **line._asdict()} for check, line in self.lines]
         whole = {
             "exit_code": code,
@@ -164,7 +166,9 @@ def main(argv: list[str]) -> int:
 def _launch(processes: int, words: list[str], as_json: bool) -> None:
     """Become torchrun, with the number of threads of ./train_multigpu.sh. Does not return."""
     os.environ |= threads_at_most(max(1, available() // processes))
-    given = [*(["--json"] if as_json else []), *words, *_shared(processes, words)]
+    given = [*words, *_shared(processes, words)]
+    if as_json:
+        given.insert(0, "--json")
     command = [
         agent.__file__,
         "--standalone",
@@ -208,9 +212,9 @@ def examine(args: config.Args, as_json: bool) -> int:
             "launch", [unknown("not checked for that reason: data, loader, sums", "fix it first")]
         )
         report.close()
-        return (
-            status.set_exit_code(1) if env.rank == 0 else 0
-        )  # else torchrun would end rank 0, which may not have printed
+        if env.rank:  # with another code torchrun would end rank 0 before the report
+            return 0
+        return status.set_exit_code(1)
     joined = False
 
     def work(world: World, stop: StopRequest) -> int:
@@ -237,7 +241,7 @@ def _together(
 ) -> None:
     """(all ranks) Run the checks that need all ranks. Rank 0 adds the warnings of all machines."""
     cfg = args.cfg
-    add = report.add if world.main else (lambda check, lines: None)
+    add = report.add if world.main else _ignore
     for lines in world.gather(attempt(machine.device, cfg, world)):
         add("device", lines)
     add("ranks", machine.differences(world.gather(machine.facts(world))))
@@ -245,34 +249,55 @@ def _together(
     lines, ready = prepare(args, world, stop)
     add("data", lines)
     report.run(check_threads, cfg, world, cores)
-    # a batch without the tensors that the loader adds
-    source = ready.loaders.train if ready else None
-    batch = [*tensors(source.source.get(next(iter(source.sampler))))] if source else []
-    workers = 0 if source and isinstance(source.dataset, InMemoryDataset) else cfg.num_workers
-    report.run(open_files, workers, len(batch) or 4)
     if ready:
-        report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
-        add("disk", attempt(disk, ready))
-        report.run(model_memory, ready)
-    crowd = CpuContention()
-    everyone = world.gather(measure(ready, workers)) if ready else []
-    report.run(busy, crowd.share())
-    add("loader", [loader(ready, workers, everyone, cores)] if ready else [])
-    gradients = sum(p.nbytes for p in ready.model.parameters() if p.requires_grad) if ready else 0
+        gradients = _check_run(ready, cfg.num_workers, world, report, cores)
+    else:
+        gradients = 0
+        report.run(open_files, cfg.num_workers, 4)
+        report.run(busy, CpuContention().share())
     add("sums", [sums(cfg, world, gradients)])
-    own = [line for _, line in report.lines] if launch.is_local_rank0() else []
+    own = list[Line]()
+    if launch.is_local_rank0():
+        own = [line for _, line in report.lines]
     add("machine", complaints(world.gather((socket.gethostname(), own))))
+
+
+def _ignore(check: str, lines: Iterable[Line]) -> None:
+    """Drop lines: only rank 0 reports."""
+
+
+def _check_run(ready: Run, workers: int, world: World, report: Report, cores: int) -> int:
+    """(all ranks) Check what the prepared run needs, and the speed. Return the bytes of the
+    gradients.
+
+    workers  loader processes; the prepared run has none
+    """
+    add = report.add if world.main else _ignore
+    source = ready.loaders.train
+    if isinstance(source.dataset, InMemoryDataset):
+        workers = 0
+    # a batch without the tensors that the loader adds
+    batch = [*tensors(source.source.get(next(iter(source.sampler))))]
+    report.run(open_files, workers, len(batch) or 4)
+    report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
+    add("disk", attempt(disk, ready))
+    report.run(model_memory, ready)
+    crowd = CpuContention()
+    everyone = world.gather(measure(ready, workers))
+    report.run(busy, crowd.share())
+    add("loader", [loader(ready, workers, everyone, cores)])
+    return sum(p.nbytes for p in ready.model.parameters() if p.requires_grad)
 
 
 def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
     """Return the warnings and failures of all machines except rank 0's, from each rank's (host,
     lines)."""
-    others = [
-        (host, line) for host, lines in everyones for line in lines if host != everyones[0][0]
-    ]
-    return [
-        line._replace(text=f"{host}: {line.text}") for host, line in others if line.level != "ok"
-    ]
+    found = []
+    for host, lines in everyones:
+        for line in lines:
+            if host != everyones[0][0] and line.level != "ok":
+                found.append(line._replace(text=f"{host}: {line.text}"))
+    return found
 
 
 # ---- what the run needs
@@ -283,11 +308,11 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     """(all ranks) Prepare a training up to the first step: read the data, build the model, inspect
     the run's folder and checkpoint, compare the ranks. No loader processes are started, because
     /dev/shm may be too small."""
-    output, cfg = io.StringIO(), args.cfg
-    fixed = {
-        "num_workers": 0,
-        "cache": "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache,
-    }
+    output = io.StringIO()
+    cfg = args.cfg
+    fixed: dict[str, Any] = {"num_workers": 0}
+    if cfg.num_workers and cfg.cache == "auto":
+        fixed["cache"] = "none"
     try:
         with contextlib.redirect_stdout(output):
             ready = train.build(args._replace(cfg=config.changed(cfg, fixed)), world, stop)
@@ -299,31 +324,25 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
             "not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first"
         )
         return [failure(str(failure_report.to_user_error(error, world))), left_out], None
-    said = [
-        line.removeprefix("warning: ")
-        for line in output.getvalue().splitlines()
-        if line.startswith("warning: ")
-    ]
     scored = len(ready.loaders.val.dataset) if ready.loaders.val else 0
-    read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
-    agree = (
-        f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
-    )
-    resumed = f"; resumes {ready.record.resumed.path}" if ready.record.resumed.path else ""
-    return [
-        *(warning(text, "a training would say so, too") for text in said),
-        ok(f"task {cfg.task}: {read}{agree}{resumed}"),
-    ], ready
+    text = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
+    if world.size > 1:
+        text += f"; {world.size} ranks agree on config, code, data and weights"
+    if ready.record.resumed.path:
+        text += f"; resumes {ready.record.resumed.path}"
+    warned = marked_lines(output.getvalue(), "warning: ")
+    lines = [warning(line, "a training would say so, too") for line in warned]
+    return [*lines, ok(f"task {cfg.task}: {text}")], ready
 
 
 def check_threads(cfg: Any, world: World, cores: int) -> list[Line]:
     """Compare the cores with processes x (threads + loader processes)."""
-    processes, own, workers = (
-        max(1, launch.environment().local_size),
-        torch.get_num_threads(),
-        cfg.num_workers,
-    )
-    started, there, lines = amount(processes, "process"), amount(cores, "core"), []
+    processes = max(1, launch.environment().local_size)
+    own = torch.get_num_threads()
+    workers = cfg.num_workers
+    started = amount(processes, "process")
+    there = amount(cores, "core")
+    lines = []
     if processes > cores:
         lines.append(warning(f"{started} on {there}: they take turns", f"start at most {cores}"))
     elif world.device.type == "cpu" and processes * own > cores:
@@ -332,9 +351,12 @@ def check_threads(cfg: Any, world: World, cores: int) -> list[Line]:
     if workers and processes * workers > cores:
         what = f"{started} x {workers} workers = {processes * workers} on {there}"
         lines.append(warning(what, f"num_workers={max(0, cores // processes - 1)}"))
-    each = amount(own, "thread") + (f" + {workers} workers" if workers else "")
-    place = f", this one on {threads.bound[0]}" if threads.bound[0] else ""
-    return lines or [ok(f"{started} x ({each}) on {there}{place}")]
+    each = amount(own, "thread")
+    if workers:
+        each += f" + {workers} workers"
+    if threads.bound[0]:
+        there += f", this one on {threads.bound[0]}"
+    return lines or [ok(f"{started} x ({each}) on {there}")]
 
 
 def busy(share: float) -> list[Line]:
@@ -373,13 +395,9 @@ def open_files(workers: int, tensors: int) -> list[Line]:
 def _compared(needed: float, there: float, text: str, todo: str) -> Line:
     """Return a failure for too little, and a warning for less than twice the need. The need is an
     estimate, and other programs need some, too."""
-    return (
-        failure(text, todo)
-        if needed > there
-        else warning(text, todo)
-        if 2 * needed > there
-        else ok(text)
-    )
+    if needed > there:
+        return failure(text, todo)
+    return warning(text, todo) if 2 * needed > there else ok(text)
 
 
 def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
@@ -392,8 +410,9 @@ def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     scored = ready.loaders.val.sampler.batch_size if ready.loaders.val else 0
     # to train, and to validate
     batches = (batch_bytes, batch_bytes * scored // ready.plan.micro_batch)
-    # during an epoch both kinds are in flight
-    together = sum(batches) if ready.cfg.eval_every > 0 else max(batches)
+    together = max(batches)
+    if ready.cfg.eval_every > 0:  # during an epoch both kinds are in flight
+        together = sum(batches)
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
     needed = processes * ahead * together
     each = f"{amount(processes, 'process')} x {ahead} batches of {together / MB:.3g} MB"
@@ -437,25 +456,20 @@ def model_memory(ready: Run) -> list[Line]:
     held = next(size for name, size in found.by_strategy.items() if name.startswith(strategy))
     text = f"model in a process: {strategies.describe(ready)}"
     less = [name for name, size in found.by_strategy.items() if size < min(held, found.there)]
-    todo = (
-        f"ddp.strategy={less[-1].split()[0]}"
-        if less
-        else "more processes with ddp.strategy=fsdp, a smaller model"
-    )
+    todo = "more processes with ddp.strategy=fsdp, a smaller model"
+    if less:
+        todo = f"ddp.strategy={less[-1].split()[0]}"
     return [_compared(held, found.there, text, todo)]
 
 
 def checkpoint_bytes(run: Run) -> int:
     """Return the bytes of a checkpoint's tensors: weights, the EMA, and two moments of each trained
     weight."""
-    states = [run.model.state_dict(), *([run.ema.state_dict()] if run.ema else [])]
-    weights = sum(
-        value.nbytes
-        for state in states
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
-    return weights + sum(2 * p.nbytes for p in run.model.parameters() if p.requires_grad)
+    weights = [*run.model.state_dict().values()]
+    if run.ema:
+        weights += run.ema.state_dict().values()
+    moments = 2 * [p for p in run.model.parameters() if p.requires_grad]
+    return sum(each.nbytes for each in [*weights, *moments] if isinstance(each, torch.Tensor))
 
 
 # ---- how fast it is
@@ -484,12 +498,10 @@ def measure(run: Run, workers: int) -> Speed | str:
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
+        train_set = given.sampler.dataset
         val_set = run.loaders.val and run.loaders.val.dataset
-        works["loaded"] = _batches(
-            create_data_loaders(cfg, run.world, run.plan, given.sampler.dataset, val_set, run.task)[
-                0
-            ]
-        )
+        loaders = create_data_loaders(cfg, run.world, run.plan, train_set, val_set, run.task)
+        works["loaded"] = _batches(loaders[0])
     found: dict[str, tuple[float, float]] = {}
     problem = ""
     for name, work in works.items():
@@ -540,12 +552,11 @@ def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
     change."""
     batch = loader.example()
     run.net.train()
+    without_sums: Any = contextlib.nullcontext
+    if isinstance(run.net, DistributedDataParallel):
+        without_sums = run.net.no_sync
     while True:
-        with (
-            run.net.no_sync()
-            if isinstance(run.net, DistributedDataParallel)
-            else contextlib.nullcontext()
-        ):
+        with without_sums():
             with run.precision.autocast():
                 total = run.task.loss(run.net, batch).total
             run.scaler.scale(total / run.plan.global_batch).backward()
@@ -556,23 +567,20 @@ def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
 
 def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> Line:
     """Compare the samples per second of the loader and of the model on the slowest rank."""
-    if broken := [words for words in everyone if isinstance(words, str)]:
-        return failure(broken[0])
+    for error in everyone:
+        if isinstance(error, str):
+            return failure(error)
     slowest = Speed(*map(max, zip(*everyone, strict=True)))
     on_gpu = run.world.device.type == "cuda"
     share = waiting(slowest.loaded, slowest.step, bool(workers) or on_gpu)
-    loads, steps = (
-        run.plan.micro_batch * run.world.size / seconds
-        for seconds in (slowest.loaded, slowest.step)
-    )
+    batch = run.plan.micro_batch * run.world.size
     text = (
-        f"the loader gives {loads:.0f} samples/s (num_workers={workers}), forward and "
-        f"backward take {steps:.0f}: "
+        f"the loader gives {batch / slowest.loaded:.0f} samples/s (num_workers={workers}), "
+        f"forward and backward take {batch / slowest.step:.0f}: "
+        f"{100 * share:.0f} % of the time is waiting for data"
     )
-    text += f"{100 * share:.0f} % of the time is waiting for data"
-    spare = cores // max(1, launch.environment().local_size) - (
-        1 if on_gpu else torch.get_num_threads()
-    )
+    computing = 1 if on_gpu else torch.get_num_threads()
+    spare = cores // max(1, launch.environment().local_size) - computing
     best = recommend(slowest, max(0, spare), on_gpu)
     if workers and not best:
         return (ok if share <= WAITS else warning)(text, "num_workers=0 does as well")
@@ -619,13 +627,11 @@ def sums(cfg: Any, world: World, gradients: int) -> Line:
     on_gpu = world.device.type == "cuda"
     count = 256_000_000 if on_gpu else 16_000_000
     speed = bus_gb_s(world, count)
-    through = (
-        "NCCL"
-        if on_gpu and cfg.ddp.backend != "gloo"
-        else "shared memory"
-        if shm_backend.channel()
-        else "gloo"
-    )
+    through = "gloo"
+    if on_gpu and cfg.ddp.backend != "gloo":
+        through = "NCCL"
+    elif shm_backend.channel():
+        through = "shared memory"
     text = (
         f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth "
         f"{speed:.3g} GB/s through {through}"
@@ -642,9 +648,8 @@ def sums(cfg: Any, world: World, gradients: int) -> Line:
     several = len(set(world.gather(socket.gethostname()))) > 1  # a network's bandwidth is unknown
     if several or through != "NCCL" or not world.main:
         return ok(text)
-    return _against_the_link(
-        text, speed, machine.shown_cards()[: max(1, launch.environment().local_size)]
-    )
+    local_size = max(1, launch.environment().local_size)
+    return _against_the_link(text, speed, machine.shown_cards()[:local_size])
 
 
 def bus_gb_s(world: World, count: int, group: Any = None) -> float:
@@ -667,12 +672,13 @@ def _against_the_link(text: str, speed: float, cards: list[nvidia.Card]) -> Line
     # nvidia-smi's output varies; the measurement is complete without the link
     with contextlib.suppress(Exception):
         ways = machine.ways_between(cards)
-        kind = "NVLink" if ways and all(way.startswith("NV") for way in ways) else "PCIe"
-        each = [
-            nvidia.nvlink_gb_s(card.index) if kind == "NVLink" else card.pcie_gb_s for card in cards
-        ]
-        limit = min(each) if all(value > 0 for value in each) else math.nan
-    if math.isnan(limit):
+        kind = "PCIe"
+        speeds = [card.pcie_gb_s for card in cards]
+        if ways and all(way.startswith("NV") for way in ways):
+            kind = "NVLink"
+            speeds = [nvidia.nvlink_gb_s(card.index) for card in cards]
+        limit = float(np.min(speeds))  # NaN for an unknown speed
+    if not limit > 0:
         return ok(f"{text}; what the link should give is not known")
     text += f"; {kind} carries {limit:.3g} GB/s"
     if speed < SHARE_OF_LINK[kind] * limit:
