@@ -61,7 +61,7 @@ from engine.plan import make_plan
 from engine.seeds import preserve_rng_state, seed_everything
 from formats.lab.mixup import Mixed
 from plugins.resilience import status
-from tools.running import alone, guarded
+from tools.running import alone, guarded, stdout_aside
 from tools.use.evaluate import TRUST, aligned, of_run
 
 ONE_PASS = {
@@ -100,22 +100,24 @@ def main(argv: list[str]) -> int:
         help="one JSON object on stdout, with all sources and samples never seen",
     )
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     return guarded(
-        [asked.run, *rest], lambda args: _tell(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest], lambda args: _tell(args, options), partial(of_run, options.trust)
     )
 
 
-def _tell(args: config.Args, asked: argparse.Namespace) -> int:
+def _tell(args: config.Args, options: argparse.Namespace) -> int:
     alone("one process tells it", "provenance.py")
-    if asked.proof is not None and asked.no_contents:
+    if options.proof is not None and options.no_contents:
         raise LockstepError("a proof is of contents", "--no-contents", "drop it, or --proof")
-    aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
-    with aside:
-        seen, found = tell(args, not asked.no_contents, asked.proof)
-        if asked.list:
-            _write(seen, asked.list)
-    print(json.dumps(found) if asked.json else "\n".join(_lines(found, asked)))
+    with stdout_aside(options.json):
+        seen, found = tell(args, not options.no_contents, options.proof)
+        if options.list:
+            _write(seen, options.list)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(_lines(found, options)))
     return status.set_exit_code(errors.DONE)
 
 
@@ -156,9 +158,8 @@ class Seen(NamedTuple):
         sampler, plan, last = self.sampler, self.sampler.plan, self.progress["epoch"]
         for epoch in range(last + 1):
             sampler.set_epoch(epoch)
-            order = sampler.order()[
-                : self.progress["position"] if epoch == last else plan.epoch_samples
-            ]
+            stop = self.progress["position"] if epoch == last else plan.epoch_samples
+            order = sampler.order()[:stop]
             positions = np.flatnonzero(~sampler.excluded[order])
             which = order[positions]
             if isinstance(sampler.dataset, Mixed):
@@ -236,11 +237,9 @@ def _skipped_steps(path: Path, progress: dict[str, Any]) -> list[int]:
 def _counts(seen: Seen) -> dict[str, Any]:
     """Return the number of uses of the samples, and of each source and class."""
     plan, samples = seen.sampler.plan, len(seen.sampler.excluded)
-    times, first, last = (
-        np.zeros(samples, np.int64),
-        np.full(samples, sys.maxsize),
-        np.zeros(samples, np.int64),
-    )
+    times = np.zeros(samples, np.int64)
+    first = np.full(samples, sys.maxsize)
+    last = np.zeros(samples, np.int64)
     for _, steps, _, which in seen.epochs():
         times += np.bincount(which, minlength=samples)
         np.minimum.at(first, which, steps)
@@ -251,17 +250,17 @@ def _counts(seen: Seen) -> dict[str, Any]:
 
     def of(group: np.ndarray) -> dict[str, Any]:
         some = times[group]
-        told: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "samples": len(some),
             "seen": int((some > 0).sum()),
             "uses": int(some.sum()),
+            "fewest": int(some.min()),
+            "most": int(some.max()),
         }
-        told |= {"fewest": int(some.min()), "most": int(some.max())}
-        return told | (
-            {"first": at(int(first[group].min())), "last": at(int(last[group].max()))}
-            if some.any()
-            else {}
-        )
+        if some.any():
+            counts["first"] = at(int(first[group].min()))
+            counts["last"] = at(int(last[group].max()))
+        return counts
 
     progress = {name: seen.progress[name] for name in ("step", "epoch", "position")}
     found = {
@@ -450,16 +449,20 @@ def _bar(items: Iterable[Any], total: int, name: str) -> Iterable[Any]:
 # -------------------------------------------------------------------------------------------------
 
 
-def _lines(found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
+def _lines(found: dict[str, Any], options: argparse.Namespace) -> list[str]:
     place = f"step {found['step']} (epoch {found['epoch']}, position {found['position']})"
     lines = [f"{found['checkpoint']}, {place}, global batch {found['global_batch']}:"]
     never, skipped = found["never"], found["skipped"]
-    some = f" ({', '.join(map(str, never[:8]))}{', ...' * (len(never) > 8)})" if never else ""
+    some = ", ".join(map(str, never[:8]))
+    if len(never) > 8:
+        some += ", ..."
     lines.append(
         f"  {found['seen']} of {amount(found['samples'], 'sample')} seen, {found['uses']} times "
         "together"
     )
-    lines.append(f"  {len(never)} never seen{some}")
+    lines.append(f"  {len(never)} never seen")
+    if never:
+        lines[-1] += f" ({some})"
     if found["excluded"]:
         lines[-1] += f"; {found['excluded']} of them excluded"
     if skipped:
@@ -476,18 +479,23 @@ def _lines(found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
     for title in ("sources", "classes"):
         if title in found:
             lines += ["", *aligned(_table(title, found[title]))]
-            lines += [f"  and {len(found[title]) - ROWS} more"] * (len(found[title]) > ROWS)
+            if len(found[title]) > ROWS:
+                lines.append(f"  and {len(found[title]) - ROWS} more")
     if "root" in found:
         lines += ["", f"  root  sha256 {found['root']} of {found['leaves']} uses"]
-    if asked.list:
-        lines.append(f"  list  {asked.list}")
-    return lines + ([json.dumps(found["proof"])] if "proof" in found else [])
+    if options.list:
+        lines.append(f"  list  {options.list}")
+    if "proof" in found:
+        lines.append(json.dumps(found["proof"]))
+    return lines
 
 
 def _table(title: str, groups: dict[str, Any]) -> list[list[str]]:
     rows = [[title, "samples", "never", "uses", "each", "first: step (epoch)", "last"]]
     for name, one in [*groups.items()][:ROWS]:
-        each = f"{one['fewest']}" + (f" to {one['most']}" if one["most"] > one["fewest"] else "")
+        each = str(one["fewest"])
+        if one["most"] > one["fewest"]:
+            each += f" to {one['most']}"
         ends = [
             f"{one[end]['step']} ({one[end]['epoch']})" if end in one else "-"
             for end in ("first", "last")

@@ -44,7 +44,7 @@ from plugins.reporting import plan_text
 from plugins.reporting.profile import PHASES, PerformanceProfiler, on_phase_change
 from plugins.resilience import failure_report, status
 from plugins.resilience.signals import StopRequest
-from tools.running import guarded, in_world, python, script_of, started
+from tools.running import guarded, in_world, problem_of, python, script_of, started
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
 """WARM_UP: steps before the measurement. FEWEST, MOST: bounds for the steps of a timed block.
@@ -181,10 +181,8 @@ def time_sum(world: World, count: int, group: Any = None, rounds: int = 8) -> fl
     rank."""
     if world.size == 1:
         return 0.0
-    numbers, start = (
-        torch.zeros(max(1, count // 4), device=world.device),
-        torch.zeros(1, device=world.device),
-    )
+    numbers = torch.zeros(max(1, count // 4), device=world.device)
+    start = torch.zeros(1, device=world.device)
     times = []
     for _ in range(rounds + 1):  # the first one connects
         dist.all_reduce(start, group=group)  # all begin together
@@ -200,13 +198,8 @@ def peak_memory_mb(run: Run) -> float:
     """Return this process's peak in MB: of the memory that torch reserved on the GPUs, or of the
     host's memory."""
     if run.world.device.type == "cuda":
-        return (
-            max(
-                torch.cuda.max_memory_reserved(gpu)
-                for gpu in run.plan.devices or [run.world.device]
-            )
-            / 1e6
-        )
+        gpus = run.plan.devices or [run.world.device]
+        return max(map(torch.cuda.max_memory_reserved, gpus)) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
@@ -236,11 +229,8 @@ def probe(
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
         out, log = Path(scratch) / "out.json", Path(scratch) / "log"
         command = [*python(processes), script_of("probe"), str(out), f"{seconds:g}", *words]
-        env = (
-            os.environ
-            | {launch.RESTART: json.dumps({"settings": settings})}
-            | threads_at_most(threads)
-        )
+        restart = {launch.RESTART: json.dumps({"settings": settings})}
+        env = os.environ | restart | threads_at_most(threads)
         with started(command, env, log) as child:
             child.wait()
         if child.returncode == 0 and out.exists():
@@ -250,10 +240,5 @@ def probe(
         killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text
         if out.with_suffix(".oom").exists() or killed:
             raise OutOfMemory
-        errors = [
-            line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")
-        ]
-        lines = (
-            errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
-        )
-        raise LockstepError(lines[0], exit_code=child.returncode if child.returncode > 0 else 1)
+        code = child.returncode if child.returncode > 0 else 1
+        raise LockstepError(problem_of(text, child.returncode), exit_code=code)

@@ -222,8 +222,17 @@ def collectives(each: list[ShardedReducer], passes: Passes) -> list[Collective]:
     found = []
     for nth in range(1, passes.number + 1):
         for unit in each:
-            found += [unit.gather] * 2 + [unit.scatter] * passes.sums(nth)
-            found += unit.copies * (nth == passes.number)
+            found += [unit.gather, unit.gather, *_after_backward(unit, passes, nth)]
+    return found
+
+
+def _after_backward(unit: ShardedReducer, passes: Passes, nth: int) -> list[Collective]:
+    """Return the collectives of a unit after backward pass `nth`, counted from 1."""
+    found = []
+    if passes.sums(nth):
+        found.append(unit.scatter)
+    if nth == passes.number:
+        found += unit.copies
     return found
 
 
@@ -252,8 +261,7 @@ def sharded_s(
         jobs: list[tuple[Collective, float, list[Collective]]]
         jobs = [(unit.gather, seconds, []) for unit, seconds in zip(each, forward, strict=True)]
         for unit, seconds in zip(each[::-1], backward[::-1], strict=True):
-            after = [unit.scatter] * passes.sums(nth) + unit.copies * (nth == passes.number)
-            jobs.append((unit.gather, seconds, after))
+            jobs.append((unit.gather, seconds, _after_backward(unit, passes, nth)))
         # when the processor is done; `link`: when the link is; `ready`: when what comes next is
         # gathered
         now = 0.0

@@ -59,11 +59,9 @@ class Bouts:
         self.videos.append(
             boris_writer.Video(name, len(on), fps, sorted(found, key=lambda each: each[1]), about)
         )
-        seen = (
-            None
-            if truth is None
-            else [bouts.runs(truth[:, c] == 1) for c in range(len(self.classes))]
-        )
+        seen = None
+        if truth is not None:
+            seen = [bouts.runs(truth[:, c] == 1) for c in range(len(self.classes))]
         for c in shown:
             pairs = bouts.by_overlap(seen[c], predicted[c]) if seen else []
             sides = [("annotated", seen[c], {n for n, _ in pairs})] if seen else []
@@ -104,15 +102,13 @@ class Bouts:
         for side, each in self.scores.items():
             report = each.report(self.classes, BACKGROUND)
             videos = amount(each.videos, "source")
-            chosen = f"; {self.chosen} chosen on such" * side.startswith("held out")
+            if side.startswith("held out"):
+                videos += f"; {self.chosen} chosen on such"
             title = (
-                f"Bouts, {side} ({videos}{chosen}): matched by overlap (half of the union) | "
-                "by onset "
+                f"Bouts, {side} ({videos}): matched by overlap (half of the union) | by onset "
+                f"(within {bouts.TOLERANCE_S:g} s) | median seconds, annotated/predicted"
             )
-            found += [
-                "",
-                title + f"(within {bouts.TOLERANCE_S:g} s) | median seconds, annotated/predicted",
-            ]
+            found += ["", title]
             header = [
                 "",
                 "annotated",

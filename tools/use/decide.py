@@ -88,16 +88,18 @@ def main(argv: list[str]) -> int:
         for word in argv
         if "=" in word and not word.startswith("-") and not Path(word).exists()
     ]
-    asked, rest = parser.parse_known_args([word for word in argv if word not in keys])
-    asked.every, asked.crop = 0, None
+    options, rest = parser.parse_known_args([word for word in argv if word not in keys])
+    options.every, options.crop = 0, None
     return guarded(
-        [asked.run, *rest, *keys], lambda args: _decide(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest, *keys],
+        lambda args: _decide(args, options),
+        partial(of_run, options.trust),
     )
 
 
-def _decide(args: config.Args, asked: argparse.Namespace) -> int:
+def _decide(args: config.Args, options: argparse.Namespace) -> int:
     alone("one process chooses", "decide.py")
-    if asked.only_smoothing and not asked.data:
+    if options.only_smoothing and not options.data:
         raise LockstepError(
             "a smoothing is chosen on videos or recordings", "--only-smoothing", "give DATA, too"
         )
@@ -105,13 +107,13 @@ def _decide(args: config.Args, asked: argparse.Namespace) -> int:
     if not isinstance(loaded.task, Classification):
         raise LockstepError("the task predicts no classes", "task", "there is nothing to decide")
     lines = [f"{loaded.checkpoint}, step {loaded.step}, chosen on validation:"]
-    if asked.only_smoothing:
+    if options.only_smoothing:
         decision = decisions.read(loaded.checkpoint)
     else:
-        decision, told = _of_samples(args, loaded)
-        lines += told
-    if asked.data:
-        lines += _smoothing(decision, loaded, asked)
+        decision, texts = _of_samples(args, loaded)
+        lines += texts
+    if options.data:
+        lines += _smoothing(decision, loaded, options)
     path = decisions.write(loaded.checkpoint, decision)
     print("\n".join([*lines, f"Wrote {path}"]))
     return status.set_exit_code(errors.DONE)
@@ -194,30 +196,28 @@ def best_threshold(shares: np.ndarray, labels: np.ndarray) -> float:
     return best[2]
 
 
-def _smoothing(decision: Decision, loaded: LoadedModel, asked: argparse.Namespace) -> list[str]:
+def _smoothing(decision: Decision, loaded: LoadedModel, options: argparse.Namespace) -> list[str]:
     """Choose the smoothing on the sources of DATA that were held out."""
     of_sensors, classes = isinstance(loaded.task, har.Task), loaded.task.classes
-    if not of_sensors and not asked.annotations:
+    if not of_sensors and not options.annotations:
         raise LockstepError(
             "nothing says what is seen in the videos",
             "--annotations",
             "give the table or the labels",
         )
-    found = [*(of_steps if of_sensors else of_videos)(loaded, asked, HELD_OUT)]
+    found = [*(of_steps if of_sensors else of_videos)(loaded, options, HELD_OUT)]
     if errors := [each for each in found if isinstance(each, LockstepError)]:
         raise errors[0]
     labelled = [each for each in found if isinstance(each, Prediction) and each.truth is not None]
     if not labelled:
-        what = (
-            "nothing there was held out when the run was trained"
-            if not found
-            else "what was held out has no labels"
-        )
+        what = "what was held out has no labels"
+        if not found:
+            what = "nothing there was held out when the run was trained"
         todo = (
             "give the videos or recordings that it was validated on: on others it would be no "
             "honest choice"
         )
-        raise LockstepError(what, str(asked.data), todo)
+        raise LockstepError(what, str(options.data), todo)
     thresholds = None
     if not loaded.task.exclusive:
         thresholds = [(decision.thresholds or {}).get(name, 0.5) for name in classes]
@@ -230,5 +230,7 @@ def _smoothing(decision: Decision, loaded: LoadedModel, asked: argparse.Namespac
     decision.smoothing = chosen
     names = [each.name for each in labelled]
     decision.about |= {"sources": names, "bout_f1": f1, "bout_f1_without": plain}
-    some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    some = ", ".join(names[:5])
+    if len(names) > 5:
+        some += ", ..."
     return [f"  smoothing: {chosen}", f"  F1 of bouts {plain:.4f}, then {f1:.4f}, in {some}"]

@@ -19,7 +19,6 @@ threads changes the last digits. A set OMP_NUM_THREADS has priority.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -51,7 +50,7 @@ from engine.run import Run
 from plugins.reporting import plan_text
 from plugins.resilience import status
 from plugins.resilience.signals import StopRequest
-from tools.running import guarded, in_world
+from tools.running import folder_of, guarded, in_world, read_object, stdout_aside
 from tools.use.published import as_run, shown
 from tools.use.tables import finite
 
@@ -80,9 +79,9 @@ def main(argv: list[str]) -> int:
         "--state", action="store_true", help="print also the SHA-256 of all state of the checkpoint"
     )
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     return guarded(
-        [asked.run, *rest], lambda args: _evaluate(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest], lambda args: _evaluate(args, options), partial(of_run, options.trust)
     )
 
 
@@ -96,7 +95,8 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     """
     given, rest = Path(argv[0]), argv[1:]
     run = as_run(given)  # a published folder becomes one
-    folder, place = (path if path.is_dir() else path.parent for path in (run, given))
+    folder = folder_of(run)
+    place = folder_of(given)
     if not (folder / "config.yaml").is_file():
         raise LockstepError(f"no run at {argv[0]!r}", "the first word", "give the folder of a run")
     check_files(folder)
@@ -126,44 +126,42 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     ]
 
 
-def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
+def _evaluate(args: config.Args, options: argparse.Namespace) -> int:
     cfg, fixed = args.cfg, dict(ONLY_TO_SCORE)
     if "OMP_NUM_THREADS" not in os.environ:
         fixed["threads"] = cfg.threads or 1  # as many as torchrun gives each process
-    if asked.split == "all":
+    if options.split == "all":
         fixed["exclude"] = []  # of the training data
     args = args._replace(cfg=config.changed(cfg, fixed))
-    aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
-    with aside:
+    with stdout_aside(options.json):
         scored = in_world(
-            args.cfg, lambda world, stop: _score(args, world, stop, asked.split, asked.by or "")
+            args.cfg, lambda world, stop: _score(args, world, stop, options.split, options.by or "")
         )
     if scored:
         metrics, sums, checkpoint, step, task, parts = scored
         classes = getattr(task, "classes", [])
         state = archive.read(Path(checkpoint))
         hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
-        if asked.state:
+        if options.state:
             hashes["state"] = digests.of_tensors(
                 tensors_of("", {name: state[name] for name in SAME_STATE})
             )[:16]
-        about = {"checkpoint": checkpoint, "step": step, "split": asked.split, "sha256": hashes}
+        about = {"checkpoint": checkpoint, "step": step, "split": options.split, "sha256": hashes}
         about |= {"metrics": finite(metrics)} | _confusion(sums, classes)
-        if asked.by:
-            each = {
-                name: {"metrics": finite(m)} | _confusion(s, classes)
-                for name, (m, s) in parts.items()
-            }
-            about |= {"by": asked.by, "sources": each}
-        if asked.split == "test":
+        if options.by:
+            about |= {"by": options.by, "sources": {}}
+            for name, (of_part, part_sums) in parts.items():
+                row = {"metrics": finite(of_part)} | _confusion(part_sums, classes)
+                about["sources"][name] = row
+        if options.split == "test":
             _keep(
                 Path(checkpoint).parent,
                 about | {"monitor": task.monitor, "higher_is_better": task.higher_is_better},
             )
-        if asked.json:
+        if options.json:
             print(json.dumps(about | {"checkpoint": shown(checkpoint)}))
         else:
-            print(f"{shown(checkpoint)}, step {step}, split {asked.split}:")
+            print(f"{shown(checkpoint)}, step {step}, split {options.split}:")
             if "success_rate_low" in metrics:
                 print(f"  success in {of_trials(metrics)}: the rate's 95 % interval, by Wilson")
             print(
@@ -200,10 +198,11 @@ TEST = "test.json"
 
 def _keep(folder: Path, about: dict[str, Any]) -> None:
     """Write the result of a test into the run's folder, and count the looks at the test."""
-    path, before = folder / TEST, dict[str, Any]()
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        before = dict(json.loads(path.read_bytes()))
-    looks = before.get("looks", 0) if isinstance(before.get("looks"), int) else 0
+    path = folder / TEST
+    before = read_object(path)
+    looks = before.get("looks", 0)
+    if not isinstance(looks, int):
+        looks = 0
     about = about | {"checkpoint": Path(about["checkpoint"]).name, "looks": looks + 1}
     if looks and before.get("sha256") != about["sha256"]:
         what = (
@@ -224,12 +223,12 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: s
     found = train.build(args, world, stop, split=split)
     plan_text.print_plan(found, steps=False)
     names = names_of(found.loaders.val.dataset, by) if by else None
-    if by and (names is None or found.task.num_trials):
-        why = (
-            "the task has trials, which are of no source"
-            if found.task.num_trials
-            else "the dataset names no `sources`"
-        )
+    why = ""
+    if by and found.task.num_trials:
+        why = "the task has trials, which are of no source"
+    elif by and names is None:
+        why = "the dataset names no `sources`"
+    if why:
         raise LockstepError(why, f"--by {by}", "leave it out", everywhere=True)
     scored = evaluate_split(found, found.loaders.val)
     parts = _part_by_part(found, names) if scored and names is not None else {}
@@ -282,9 +281,9 @@ evaluation."""
 
 def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
     """Return the counts [true][predicted] if the task has classes."""
-    return (
-        {"classes": classes, "confusion": sums["confusion"].tolist()} if "confusion" in sums else {}
-    )
+    if "confusion" not in sums:
+        return {}
+    return {"classes": classes, "confusion": sums["confusion"].tolist()}
 
 
 def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:
@@ -313,7 +312,9 @@ def _lines(metrics: dict[str, Any]) -> list[str]:
         [row, *(f"{metrics.get(f'{column}/{row}', np.nan):.4f}" for column in columns)]
         for row in dict.fromkeys(row for _, row in tabled.values())
     ]
-    return lines + (["", *aligned([["", *columns], *body])] if body else [])
+    if body:
+        lines += ["", *aligned([["", *columns], *body])]
+    return lines
 
 
 def _matrix(
@@ -326,14 +327,10 @@ def _matrix(
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
+    """Return the rows of a table as lines: the first column to the left, the rest to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            [
-                f"{row[0]:<{widths[0]}}",
-                *(f"{cell:>{n}}" for cell, n in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
+    lines = []
+    for first, *rest in rows:
+        cells = map(str.rjust, rest, widths[1:])
+        lines.append("  ".join(["", first.ljust(widths[0]), *cells]))
+    return lines

@@ -44,7 +44,7 @@ from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
 from plugins.reporting import plan_text
-from tools.running import alone, guarded, in_world
+from tools.running import alone, folder_of, guarded, in_world
 from tools.use.evaluate import TRUST, of_run
 from tools.use.published import shown
 
@@ -81,30 +81,26 @@ def main(argv: list[str]) -> int:
     )
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     return guarded(
-        [asked.run, *rest], lambda args: _export(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest], lambda args: _export(args, options), partial(of_run, options.trust)
     )
 
 
-def _export(args: config.Args, asked: argparse.Namespace) -> int:
+def _export(args: config.Args, options: argparse.Namespace) -> int:
     alone("a model is exported by one process", "export.py")
-    run = Path(asked.run)
-    out = asked.out or (run if run.is_dir() else run.parent) / f"model.{asked.format}"
-    args = args._replace(
-        cfg=config.changed(
-            args.cfg, {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False}
-        )
-    )
+    out = options.out or folder_of(Path(options.run)) / f"model.{options.format}"
+    fixed = {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False}
+    args = args._replace(cfg=config.changed(args.cfg, fixed))
     with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
         about, exported, found = in_world(
-            args.cfg, lambda world, _: _compared(args, world, asked.format)
+            args.cfg, lambda world, _: _compared(args, world, options.format)
         )
     worst = float(np.max([relative for _, _, relative in found]))
-    if not worst <= asked.tolerance:  # NaN fails too, and Python's own max would lose it
+    if not worst <= options.tolerance:  # NaN fails too, and Python's own max would lose it
         what = f"the exported model is off by {worst:.3g} of its largest output"
-        todo = f"nothing was written; --tolerance is {asked.tolerance:g}"
-        raise LockstepError(what, asked.format, todo, exit_code=1)
+        todo = f"nothing was written; --tolerance is {options.tolerance:g}"
+        raise LockstepError(what, options.format, todo, exit_code=1)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, lambda file: file.write(exported.data))
@@ -114,8 +110,10 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
         ) from None
     path = about.pop("path")
     sizes = [{"batch": size, "largest_difference": largest} for size, largest, _ in found]
-    if asked.json:
-        print(json.dumps(about | {"file": str(out), "format": asked.format, "differences": sizes}))
+    if options.json:
+        print(
+            json.dumps(about | {"file": str(out), "format": options.format, "differences": sizes})
+        )
         return 0
     print(f"{path}, step {about['step']}:")
     for row in sizes:
@@ -177,11 +175,9 @@ def real_inputs(whole: Iterator[Input]) -> Iterator[Input]:
 
 
 def _mapped(x: Input, change: Callable[[Tensor], Tensor]) -> Input:
-    return (
-        {name: change(value).contiguous() for name, value in x.items()}
-        if isinstance(x, dict)
-        else change(x)
-    )
+    if isinstance(x, dict):
+        return {name: change(value).contiguous() for name, value in x.items()}
+    return change(x)
 
 
 def _size(x: Input) -> int:

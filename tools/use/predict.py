@@ -466,7 +466,7 @@ def _predict_files(args: config.Args, options: argparse.Namespace) -> int:
         print(f"{shown(loaded.checkpoint)}, step {loaded.step}:")
         print(_table(summary, classes))
         if options.bouts:
-            applied = [*made.lines(), *applied]
+            applied = [*made.lines(), *applied] or [""]
         pictured = f" and the ethograms in {pictures}/" if pictures else ""
         print("\n".join([*applied, f"Wrote {options.out}{pictured}", *lines]))
     for error in left_out:

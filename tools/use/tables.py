@@ -92,9 +92,8 @@ def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
             what = f"{name!r} has {shape.numel()} numbers for each sample"
             raise LockstepError(what, "--out", "give a name that ends in .npz")
         places = itertools.product(*map(range, shape))
-        for place, column in zip(
-            places, values.flatten(1).unbind(1) if shape else [values], strict=True
-        ):
+        columns = values.flatten(1).unbind(1) if shape else [values]
+        for place, column in zip(places, columns, strict=True):
             cells = column.tolist()
             yield (
                 "_".join([name, *map(str, place)]),
@@ -123,8 +122,8 @@ def _write_npz(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
 
 def _array(values: Tensor | list[Any]) -> np.ndarray:
     if isinstance(values, Tensor):
-        return (
-            values.float() if values.dtype.itemsize == 2 and values.is_floating_point() else values
-        ).numpy()
+        if values.dtype.itemsize == 2 and values.is_floating_point():
+            values = values.float()  # NumPy has no bfloat16
+        return values.numpy()
     known = all(isinstance(value, (str, int, float)) for value in values)
     return np.array(values if known else [json.dumps(value) for value in values])
