@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "a", metavar="A", type=Path, help="folder of a run, a checkpoint, or a record of a step"
     )
-    parser.add_argument("b", metavar="B", type=Path, help="the other")
+    parser.add_argument("b", metavar="B", type=Path, help="the other run, checkpoint, or record")
     parser.add_argument(
         "--step",
         type=int,

@@ -122,8 +122,8 @@ class Witness(TorchFunctionMode):
                 sentence = "draws from a generator of its own"
             elif owner is datetime.datetime or owner is datetime.date:
                 sentence = f"reads {CLOCK}" if what.__name__ in ("now", "utcnow", "today") else ""
-            elif (told := CALLS.get(what) if getattr(what, "__hash__", None) else None) is not None:
-                sentence = f"reads {told}"
+            elif getattr(what, "__hash__", None) and what in CALLS:
+                sentence = f"reads {CALLS[what]}"
             if sentence and (place := _place(frame, inner=True)):
                 self._note(f"{place} {sentence} ({getattr(what, '__qualname__', what)})")
         elif event == "call":

@@ -104,7 +104,9 @@ def table(rows: list[Case]) -> str:
     ]
     base = next((case.samples_per_s / case.processes for case in rows if case.found), 1.0)
     for case in rows:
-        name = f"{case.processes}{' (DP)' if case.with_dp else ''}"
+        name = str(case.processes)
+        if case.with_dp:
+            name += " (DP)"
         if not case.found:
             lines.append(f"| {name} | {case.settings['batch_size']} | out of memory |")
             continue
@@ -163,10 +165,8 @@ def predicted(
     alone = next(case for case in rows if case.processes == 1 and case.found)
     one = alone.found[0]
     step_s = 1e-3 * alone.median(lambda r: r["step_ms"])
-    backward, forward = (
-        step_s * alone.median(share(*names))
-        for names in (("backward", "gradient sync"), ("forward",))
-    )
+    backward = step_s * alone.median(share("backward", "gradient sync"))
+    forward = step_s * alone.median(share("forward"))
     step = scaling.Step(backward, step_s - backward - forward, forward)
     if machines == 1:
         inside = between = link or measured_link(rows)
@@ -181,10 +181,8 @@ def predicted(
     place = scaling.Place(machines, processes // machines, inside, between)
     num_bytes = 1e6 * one["gradients_mb"]
     sums = scaling.ddp_sums(num_bytes, one["bucket_cap_mb"], place)
-    gloo, passes = (
-        not one["device"].startswith("cuda"),
-        scaling.Passes(one["accumulation"], one["reduce_every"]),
-    )
+    gloo = not one["device"].startswith("cuda")
+    passes = scaling.Passes(one["accumulation"], one["reduce_every"])
     units = [scaling.Unit(*(1e6 * size for size in sizes)) for sizes in one["units_mb"]]
 
     def row(strategy: str, collectives: list[scaling.Collective], took: float) -> Row:
@@ -199,9 +197,10 @@ def predicted(
         }
 
     strategies = [row("ddp", sums, scaling.predict_s(step, sums, place))]
-    for strategy in (
-        ("fsdp", "hsdp") if 1 < machines < processes else ("fsdp",) if processes > 1 else ()
-    ):
+    sharded = ["fsdp", "hsdp"] if 1 < machines < processes else ["fsdp"]
+    if processes == 1:
+        sharded.clear()
+    for strategy in sharded:
         each = scaling.shards(units, place, strategy, gloo)
         took = scaling.sharded_s(step, units, each, passes, place, gloo)
         strategies.append(row(strategy, scaling.collectives(each, passes), took))
@@ -255,13 +254,11 @@ def main(argv: list[str]) -> int:
     return guarded(words, partial(_main, options, words))
 
 
-def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
+def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> int:
     cores = available()
-    gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
-    link, inside = (
-        scaling.parse_link(text, key) if text else None
-        for text, key in ((options.link, "--link"), (options.inside, "--inside"))
-    )
+    gpus = torch.cuda.device_count() if args.cfg.device != "cpu" else 0
+    link = scaling.parse_link(options.link, "--link") if options.link else None
+    inside = scaling.parse_link(options.inside, "--inside") if options.inside else None
     if options.machines < 1 or options.predict % options.machines:
         what = (
             f"{options.predict} processes are not the same number on each of "
@@ -286,7 +283,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     # On CPUs a process has the same number of threads in all cases, like one GPU each.
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // max(counts))))
     kinds = ["weak", "strong"] if options.scaling == "both" else [options.scaling]
-    found = cases(asked.cfg, counts, kinds, gpus)
+    found = cases(args.cfg, counts, kinds, gpus)
     for number in range(options.rounds):
         for case in found[number % len(found) :] + found[: number % len(found)]:  # interleaved
             case.measure(words, options.seconds, threads)
@@ -301,7 +298,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     about = next(case.found[0] for case in found if case.found)
     floats = about["precision"].replace("off", "fp32")
     each = amount(about["environment"]["threads"], "thread")
-    print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {each} a process\n")
+    print(f"{args.cfg.task}, {floats}, {_machine(about)}, {each} a process\n")
     for kind, text in tables.items():
         print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
     if busy := contention_warning(max(row["waited_share"] for case in found for row in case.found)):

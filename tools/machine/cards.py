@@ -52,19 +52,19 @@ def shared_by(cards: int, processes: int) -> str:
     return f"{amount(processes, 'process')} share {amount(cards, 'GPU')} by gloo"
 
 
-def not_covered(cards: int, on_gpu: bool, most: int, asked: str) -> str:
+def not_covered(cards: int, on_gpu: bool, most: int, device: str) -> str:
     """Return the part of GPU training that a proof with these processes does not cover; empty if
     none.
 
     cards   number of visible GPUs
     on_gpu  whether the proof used the GPUs
     most    the largest number of processes
-    asked   the config's device
+    device  the config's device
     """
     kernels = "their kernels, TF32, and sums by NCCL"
     if on_gpu:
         return f"sums by NCCL: {shared_by(cards, most)}" if shares(cards, most) else ""
-    if asked == "cpu":
+    if device == "cpu":
         return f"GPUs: device=cpu was given, so nothing was tried of {kernels}"
     return f"GPUs: none is visible, so nothing was tried of {kernels}"
 

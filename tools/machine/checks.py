@@ -75,8 +75,8 @@ def versions() -> Iterator[Line]:
         yield failure(
             f"Python {python}, and {oldest[1]} is the least", "make .venv with a newer one"
         )
-    asked = re.search(r"^dependencies = .*$", project, re.M)
-    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)"', asked[0] if asked else ""):
+    required = re.search(r"^dependencies = .*$", project, re.M)
+    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)"', required[0] if required else ""):
         if _numbers(found := installed(name)) < _numbers(least):
             todo = f"{sys.executable} -m pip install -r {ROOT / 'requirements.txt'}"
             yield failure(f"{name} {found or 'is not installed'}, and {least} is the least", todo)
@@ -120,9 +120,9 @@ def launch_of(cfg: Any) -> tuple[launching.Environment, list[Line]]:
         lines.append(warning(sharing.shared_by(gpus, launch.local_size), todo))
     elif sharing.shares(gpus, launch.local_size):
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = f"{amount(gpus, 'GPU')} visible" + (
-            f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen else ""
-        )
+        seen = f"{amount(gpus, 'GPU')} visible"
+        if chosen:
+            seen += f" (CUDA_VISIBLE_DEVICES={chosen})"
         todo = (
             f"start at most {gpus}, show more with CUDA_VISIBLE_DEVICES, or let them share "
             "it: ddp.backend=gloo"
@@ -155,12 +155,12 @@ def variables() -> Iterator[Line]:
 
 def port() -> list[Line]:
     """Check the fixed port for the rendezvous. torchrun --standalone takes a free port."""
-    asked = os.environ.get("MASTER_PORT", "")
-    number = int(asked) if asked.isdigit() else DEFAULT_PORT
-    if asked and not (asked.isdigit() and 0 < number < 65536):
+    setting = os.environ.get("MASTER_PORT", "")
+    number = int(setting) if setting.isdigit() else DEFAULT_PORT
+    if setting and not (setting.isdigit() and 0 < number < 65536):
         return [
             failure(
-                f"MASTER_PORT={asked} is no port",
+                f"MASTER_PORT={setting} is no port",
                 "give a number from 1024 to 65535, or unset MASTER_PORT",
             )
         ]
@@ -168,7 +168,7 @@ def port() -> list[Line]:
         return [ok(f"port {number} is free")]
     other = next((n for n in range(max(number, 1023) + 1, 65536) if not _taken(n)), 0)
     todo = f"./train_multigpu.sh and torchrun --standalone take a free one, or MASTER_PORT={other}"
-    return [(failure if asked else warning)(f"port {number} {taken}", todo)]
+    return [(failure if setting else warning)(f"port {number} {taken}", todo)]
 
 
 def _taken(number: int) -> str:
@@ -209,21 +209,19 @@ def _listener(number: int) -> str:
 
 def cards(cfg: Any) -> Iterator[Line]:
     """List the GPUs of the driver. Report the reason if torch cannot use the GPUs."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if cfg.device == "cpu" or asked == "":
-        yield ok(
-            f"{'device=cpu' if cfg.device == 'cpu' else 'CUDA_VISIBLE_DEVICES='}: no GPU is "
-            "looked at"
-        )
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cfg.device == "cpu" or setting == "":
+        reason = "device=cpu" if cfg.device == "cpu" else "CUDA_VISIBLE_DEVICES="
+        yield ok(f"{reason}: no GPU is looked at")
         return
     there = nvidia.cards()
     if not there and not torch.cuda.is_available():
         yield ok("no GPU here: training on the CPU, with gloo between processes")
         return
-    shown, invalid = nvidia.visible(asked) if there else ([], "")
+    shown, invalid = nvidia.visible(setting) if there else ([], "")
     if invalid:
         what = (
-            f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the "
+            f"CUDA_VISIBLE_DEVICES={setting}: {invalid!r} is none of the "
             f"{amount(len(there), 'GPU')} here, or comes twice"
         )
         yield failure(
@@ -342,15 +340,12 @@ def device(cfg: Any, world: World) -> Iterator[Line]:
             "the card or its driver is broken: leave it out",
         )
         return
-    text = (
-        f"{name} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, "
-        f"{'bf16' if bf16 else 'no bf16'}"
-    )
-    yield (
-        warning(f"{text}, but amp=bf16", "amp=fp16, or auto")
-        if cfg.amp == "bf16" and not bf16
-        else ok(text)
-    )
+    text = f"{name} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, "
+    text += "bf16" if bf16 else "no bf16"
+    if cfg.amp == "bf16" and not bf16:
+        yield warning(f"{text}, but amp=bf16", "amp=fp16, or auto")
+    else:
+        yield ok(text)
 
 
 def peers(world: World) -> Iterator[Line]:

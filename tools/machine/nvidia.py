@@ -36,11 +36,10 @@ class Card:
 
     @property
     def pcie_gb_s(self) -> float:
-        return (
-            GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes
-            if self.pcie == self.pcie
-            else math.nan
-        )
+        """GB/s of the PCIe lanes in one direction; NaN for unknown."""
+        if math.isnan(self.pcie):
+            return math.nan
+        return GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes
 
 
 def ask(*words: str) -> str:
@@ -52,10 +51,8 @@ def ask(*words: str) -> str:
     done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise RuntimeError(
-            f"nvidia-smi {words[0]} ended with {done.returncode}: "
-            f"{lines[0] if lines else 'no words'}"
-        )
+        message = [*lines, "no words"][0]
+        raise RuntimeError(f"nvidia-smi {words[0]} ended with {done.returncode}: {message}")
     return done.stdout
 
 
@@ -77,13 +74,14 @@ def cards() -> list[Card]:
     ]
 
 
-def visible(asked: str | None) -> tuple[list[Card], str]:
-    """Return (the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`asked`, the first invalid entry
-    or ""). CUDA ends the list at an invalid entry, and shows no GPU after a repeated entry."""
+def visible(setting: str | None) -> tuple[list[Card], str]:
+    """Return (the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`setting`, the first invalid
+    entry or ""). CUDA ends the list at an invalid entry, and shows no GPU after a repeated entry.
+    """
     found: list[Card] = []
-    if asked is None:
+    if setting is None:
         return cards(), ""
-    for entry in (part.strip() for part in asked.split(",")):
+    for entry in (part.strip() for part in setting.split(",")):
         if entry.startswith("MIG-"):  # CUDA shows one slice only
             return cards()[:1], ""
         by_uuid = entry.startswith("GPU-")

@@ -250,7 +250,7 @@ def main(argv: list[str]) -> int:
     return guarded(words, partial(_main, options, words))
 
 
-def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
+def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> int:
     if options.processes < 1:
         what = f"{options.processes} is no number of processes"
         raise LockstepError(what, "--processes", "give as many as the training will have")
@@ -258,7 +258,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
         raise LockstepError(
             f"{options.out} is there already", "--out", "remove it, or give another name"
         )
-    tuning = Tuning(options, words, asked.cfg)
+    tuning = Tuning(options, words, args.cfg)
     largest, cut_short = "", ""
     try:
         best, largest = tuning.find_batch()
@@ -270,7 +270,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
             raise
         best = max(timed, key=lambda row: row["samples_per_s"])
         cut_short = "# interrupted: the fastest of what was tried so far\n"
-    delta = nested({"task": asked.cfg.task, **best["settings"]})
+    delta = nested({"task": args.cfg.task, **best["settings"]})
     command = shlex.join(["python", "tools/tune.py", *sys.argv[1:]])
     about = (
         f"# {command}\n# {best['samples_per_s']:.4g} samples/s on "
