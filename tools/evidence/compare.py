@@ -291,8 +291,11 @@ def _checkpoints(folder: Path, newest: str) -> tuple[dict[int, Path], tuple[str,
     newest  name of the last checkpoint in status.json, or empty
     """
     listed = {entry.step: folder / entry.file for entry in Checkpoints(folder).entries}
+    paths = [*listed.values()]
+    if newest:
+        paths.append(folder / newest)
     gone = dict[str, None]()
-    for path in [*listed.values(), *filter(None, [newest and folder / newest])]:
+    for path in paths:
         if not path.is_file():
             gone[path.name] = None
     present = {step: path for step, path in listed.items() if path.is_file()}

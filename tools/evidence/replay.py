@@ -462,10 +462,10 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
         found.explains.append("code")
     moved = []
     for name in ("python", "numpy"):
-        before = then.get(name, (then.get("packages") or {}).get(name))
-        after = now.get(name, now["packages"].get(name))
-        if before != after:
-            moved.append(f"{name} {before} -> {after}")
+        version = then.get(name, (then.get("packages") or {}).get(name))
+        here = now.get(name, now["packages"].get(name))
+        if version != here:
+            moved.append(f"{name} {version} -> {here}")
     if moved and then:
         found.say("packages", ", ".join(moved))
         found.explains.append("packages")
