@@ -192,7 +192,7 @@ def proof_of(*trials):
     proof = object.__new__(prove.Proof)
     proof.trials, proof.left_out, proof.finding, proof.steps = [*trials], [], None, 3
     proof.agreed, proof.agreed_at_the_end, proof.within_rounding, proof.not_known = [], [], [], []
-    proof.asked = SimpleNamespace(json=True)
+    proof.options = SimpleNamespace(json=True)
     return proof
 
 

@@ -1,4 +1,4 @@
-"""What the command lines of the tools share, without a world: numbers, exit codes, and an end in
+"""Shared parts of the tools' command lines, without a world: numbers, exit codes, and an error as
 one line."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from engine.errors import LockstepError
 
 NOT_KNOWN = 7
-"""The exit code of a tool that cannot give its verdict: a part of what it is about was not tried,
-or is not there. 0 is for what was tried and holds, 1 for what was tried and does not."""
+"""The exit code of a tool without a verdict: a part was not tried, or is absent. 0: tried, and the
+property holds. 1: tried, and the property does not hold."""
 
 
 def whole_number(low: int) -> Any:
-    """Return the type of an option that takes a whole number of at least `low`."""
+    """Return the type of an option with a whole number of at least `low`."""
 
     def convert(text: str) -> int:
         if int(text) < low:
@@ -29,15 +29,15 @@ def whole_number(low: int) -> Any:
 
 
 def rate(text: str) -> float:
-    """The type of an option that takes samples or frames per second."""
+    """Convert the text of an option with samples or frames per second."""
     if not 0 < float(text) < 1e6:
         raise argparse.ArgumentTypeError("must be above 0")
     return float(text)
 
 
 def printed(work: Callable[[], str], output: Path) -> int:
-    """Print what `work`, which writes `output`, returns, and return the exit code: an error is one
-    line."""
+    """Print the result of `work`, which writes `output`. Return the exit code. An error is printed
+    as one line."""
     try:
         print(work())
     except LockstepError as error:

@@ -1,4 +1,4 @@
-"""Start a tool: a training's command line, a world, and errors as one line."""
+"""Start a tool: parse the command line of a training, join a world, print an error as one line."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ T = TypeVar("T")
 def guarded(
     argv: list[str], work: Callable[[config.Args], int], translate: Callable[..., list[str]] = list
 ) -> int:
-    """Parse a training's command line and return what `work` does with it; an error becomes one
-    line and an exit code.
+    """Parse a training's command line and return the result of `work`. An error is printed as one
+    line and becomes an exit code.
 
-    translate  turns the tool's own words into a training's
+    translate  converts the tool's own arguments to a training's arguments
     """
 
     @survive.guarded
     def main(words: list[str]) -> int:
         code = work(command.read(translate(words), tasks))
         sys.stdout.flush()
-        # a training continues without a stdout, but its output is what a tool is for
+        # a training continues without stdout; the output is the purpose of a tool
         for why in terminal.lost_streams:
             if why.startswith("stdout cannot be written"):
                 raise LockstepError(why, "the output of a tool", "start it again", exit_code=1)
@@ -52,8 +52,8 @@ def guarded(
 
 
 def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
-    """(all ranks) Join the process group, return what `work` does in it, and leave. `work` keeps no
-    DDP alive."""
+    """(all ranks) Join the process group, return the result of `work`, and leave. `work` must keep
+    no DDP alive."""
     world = train.setup_distributed(cfg)
     plan_text.announce(world, cfg, always=False)
     stop = StopRequest()  # max_time_s is for a training
@@ -64,7 +64,7 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
 
 
 def alone(what: str, where: str) -> None:
-    """Raise LockstepError where a launcher has started several processes of a tool for one."""
+    """Raise LockstepError if a launcher started several processes of a tool for one process."""
     if launch.environment().size > 1:
         raise LockstepError(what, where, "start it without torchrun", everywhere=True)
 
@@ -79,24 +79,18 @@ def script_of(name: str) -> str:
 
 
 def python(processes: int) -> list[str]:
-    """Return the command before a script and its arguments, which starts it in so many
-    processes."""
-    return [
-        sys.executable,
-        *(
-            [agent.__file__, "--standalone", f"--nproc_per_node={processes}"]
-            if processes > 1
-            else []
-        ),
-    ]
+    """Return the command that starts a script in so many processes, without the script."""
+    if processes == 1:
+        return [sys.executable]
+    return [sys.executable, agent.__file__, "--standalone", f"--nproc_per_node={processes}"]
 
 
 @contextlib.contextmanager
 def started(
     command: list[str], env: Mapping[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in a session of its own, its output in the file `log`; it ends with the block
-    at the latest."""
+    """Run a command in a new session, with the output in the file `log`. The command ends with the
+    block at the latest."""
     if launch.environment().launched:
         todo = "start it with plain python, and say how many in --processes"
         raise LockstepError(
@@ -107,7 +101,7 @@ def started(
         child = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **how
         )
-        main = threading.current_thread() is threading.main_thread()  # only there may it be set
+        main = threading.current_thread() is threading.main_thread()  # may set a handler
         before = signal.signal(signal.SIGINT, signal.default_int_handler) if main else None
         try:
             yield child
@@ -122,20 +116,45 @@ def started(
 
 
 class Trained(NamedTuple):
-    """How a training has ended: exit code, and what it printed."""
+    """The end of a training: exit code and printed text."""
 
     code: int
     text: str
 
     @property
     def problem(self) -> str:
-        """Its error, or its last line, or the exit code."""
-        errors = [
-            line.removeprefix("error: ")
-            for line in self.text.splitlines()
-            if line.startswith("error: ")
-        ]
-        return [*errors, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
+        """The error, or the last line, or the exit code."""
+        return problem_of(self.text, self.code)
+
+
+def problem_of(text: str, code: int) -> str:
+    """Return the first error in the printed text, or the last line, or the exit code."""
+    last_line = text.strip().splitlines()[-1:]
+    return [*marked_lines(text, "error: "), *last_line, f"exit code {code}"][0]
+
+
+def marked_lines(text: str, mark: str) -> list[str]:
+    """Return the lines of a text that begin with a mark such as `error: `, without the mark."""
+    return [line.removeprefix(mark) for line in text.splitlines() if line.startswith(mark)]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty for an absent or unreadable file."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def folder_of(run: Path) -> Path:
+    """Return the folder of RUN: the path of a folder, or of a checkpoint in the folder."""
+    return run if run.is_dir() else run.parent
+
+
+def stdout_aside(as_json: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that redirects stdout to stderr, if stdout is for one JSON object."""
+    return contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout)
 
 
 def train_in(
@@ -146,15 +165,15 @@ def train_in(
     tell: Callable[[int], object] = lambda step: None,
     env: Mapping[str, str] | None = None,
 ) -> Trained:
-    """Run train.py with these arguments in `processes` processes, with `save_dir=folder`, and wait
-    for its end.
+    """Run train.py with these arguments and `save_dir=folder` in `processes` processes, and wait
+    for the end.
 
-    kill_at  once the log has this step, send SIGKILL to the launcher and to rank 0; 0: never
+    kill_at  send SIGKILL to the launcher and to rank 0 once the log has this step; 0: never
     tell     called with the last step in the log, a few times a second
-    env      in addition to the environment, such as the GPUs that it may use
+    env      added to the environment, such as the visible GPUs
 
-    A process computes in one thread, because the number of threads changes the last digits, unless
-    OMP_NUM_THREADS is set.
+    A process computes in one thread, because the number of threads changes the last digits. A set
+    OMP_NUM_THREADS has priority.
     """
     script = str(Path(train.__file__).resolve())
 
@@ -178,8 +197,11 @@ def run_script(
     look: Callable[[subprocess.Popen[bytes]], object],
     env: Mapping[str, str] | None = None,
 ) -> Trained:
-    """Run a script with its arguments in `processes` processes, with `env` in addition to the
-    environment, and wait for its end; `look` is called with its process a few times a second."""
+    """Run a script with arguments in `processes` processes, and wait for the end.
+
+    look  called with the process a few times a second
+    env   added to the environment
+    """
     with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
         # A process that is ended before it handles signals leaves its temporary files.
         log = Path(scratch) / "log"
@@ -196,11 +218,11 @@ def run_script(
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step in a run's log, 0 without one."""
+    """Return the last step in a run's log; 0 without a log."""
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         with open(folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
-            # the rest after the last newline is no whole line
+            # text after the last newline is an incomplete line
             *_, last, _ = file.read().split(b"\n")
         return int(json.loads(last)["step"])
     return 0

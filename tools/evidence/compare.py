@@ -1,20 +1,24 @@
-"""Find where two runs part: from what differs around them to the first module whose output has
-other bits.
+"""Find the first difference between two runs: from config and machine to the first module whose
+output has other bits.
 
-python tools/compare.py RUN RUN                       config, code, data, machine, log, weights;
-                                                      then one step of both
-python tools/compare.py RUN RUN --step 40             another step than the first that differs
-python tools/compare.py one.pt other.pt               two checkpoints: tensors, numbers, a single
-                                                      bit
+python tools/compare.py RUN RUN                       compare config, code, data, machine, log and
+                                                      weights; then one step of both runs
+python tools/compare.py RUN RUN --step 40             compare step 40 instead of the first
+                                                      different step
+python tools/compare.py one.pt other.pt               compare two checkpoints: tensors, numbers, a
+                                                      single bit
 python tools/compare.py one/record_step_1.npz other/record_step_1.npz
-    what a step has computed on two machines
+                                                      compare the tensors of a step on two machines
 
-A and B are folders of runs, checkpoints, or records, which a training with record=N writes. The
-step is taken again, by both runs, from the last checkpoint before it or from the seed, with this
-checkout, on this machine and on as many processes as the run had, in a temporary folder; each ends
-with an evaluation. Where the runs are of other code or other machines, give each record=N there,
-and compare the two small files. Exit code 0: the same bits; 1: they differ; 7: not known, because
-one lacks lines of its log, a checkpoint, digests of its weights, or the last steps of the other.
+A and B are folders of runs, checkpoints, or records. A training with record=N writes a record.
+
+Both runs take the step again: from the last checkpoint before the step or from the seed, with this
+checkout, on this machine, on the recorded number of processes, in a temporary folder. A repeated
+run ends with an evaluation. If the runs have different code or machines, repeat each run with
+record=N there and compare the two small files.
+
+Exit code 0: the same bits. 1: the runs differ. 7: not known, because a run lacks lines of the log,
+a checkpoint, digests of the weights, or the last steps of the other run.
 """
 
 from __future__ import annotations
@@ -48,18 +52,19 @@ from plugins.resilience import status
 from tools.arguments import NOT_KNOWN
 from tools.evidence import records
 from tools.machine import cards
-from tools.running import train_in
+from tools.running import folder_of, read_object, train_in
 from tools.use.evaluate import TRUST, aligned, of_run
 
 TIMES = ("event", "step", "time_s", "samples_per_s", "data_wait_share")
 OF_THE_STEP = ("digest", "grad_norm", "lr", "samples", "epoch")
-"""Entries of the log that are of no account; and those of the last step alone, the others since the
-last log point."""
+"""Entries of the last step alone. The other entries are means since the last log point. TIMES are
+never compared."""
 
 SAME, DIFFER, UNKNOWN = "same", "differ", "not known"
+EXIT_CODES = {SAME: errors.DONE, DIFFER: 1, UNKNOWN: NOT_KNOWN}
 
 FEW = 3
-"""Numbers of a tensor that are named one by one."""
+"""A tensor with at most so many different numbers is listed number by number."""
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +77,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "a", metavar="A", type=Path, help="folder of a run, a checkpoint, or a record of a step"
     )
-    parser.add_argument("b", metavar="B", type=Path, help="the other")
+    parser.add_argument("b", metavar="B", type=Path, help="the other run, checkpoint, or record")
     parser.add_argument(
         "--step",
         type=int,
@@ -87,45 +92,45 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    asked = parser.parse_args(argv)
-    return survive.guarded(lambda argv: _main(asked))(argv)
+    args = parser.parse_args(argv)
+    return survive.guarded(lambda argv: _main(args))(argv)
 
 
-def _main(asked: argparse.Namespace) -> int:
-    if asked.step < 0:
-        raise LockstepError("steps count from 1", f"--step {asked.step}", "give another")
-    if asked.picture:
-        _check_picture(asked.picture)
-    a, b = opened("A", asked.a), opened("B", asked.b)
-    found = compared(a, b, asked)
-    if asked.picture:
-        draw(asked.picture, found["growth"])
-    if asked.json:
+def _main(args: argparse.Namespace) -> int:
+    if args.step < 0:
+        raise LockstepError("steps count from 1", f"--step {args.step}", "give another")
+    if args.picture:
+        _check_picture(args.picture)
+    a = read_side("A", args.a)
+    b = read_side("B", args.b)
+    found = compared(a, b, args)
+    if args.picture:
+        draw(args.picture, found["growth"])
+    if args.json:
         print(json.dumps(found))
     else:
         print("\n".join(lines(a, b, found)))
-    return status.set_exit_code(
-        {SAME: errors.DONE, DIFFER: 1, UNKNOWN: NOT_KNOWN}[found["verdict"]]
-    )
+    return status.set_exit_code(EXIT_CODES[found["verdict"]])
 
 
-# ---- what there is of a run
+# ---- read a run
 # -----------------------------------------------------------------------------------------
 
 
 class Side(NamedTuple):
-    """What is known of A or of B; empty where it is not.
+    """The known facts of A or of B; a field without a value is unknown.
 
-    folder       of the run
+    folder       the run's folder
     config       dotted key -> value
-    environment  what decides the last bits but for config, code and data
+    environment  what decides the last bits, beside config, code and data
     code         digest of the source files
     commit       of git
-    log          step -> the log's line of the training
-    scores       step -> that of an evaluation
+    log          step -> line of the training
+    scores       step -> line of an evaluation
     checkpoints  step -> file
-    gone         names of checkpoints that the run's manifest or status has, and its folder has not
-    came_to      the last step that the run has taken, as status.json says
+    gone         names of checkpoints in the manifest or in status.json, without a file in the
+                 folder
+    came_to      the last step of the run, from status.json
     """
 
     name: str
@@ -156,28 +161,27 @@ class Side(NamedTuple):
         return max([self.came_to, *self.log, *self.scores, *self.checkpoints])
 
     @property
+    def has_whole_log(self) -> bool:
+        """Whether the log begins at the first step: the run resumed no checkpoint elsewhere."""
+        return self.config.get("resume") in ("auto", "never", None)
+
+    @property
     def lacking(self) -> list[int]:
-        """Steps of which a whole log has a line of the training, and this one has none."""
+        """The steps without a line of the training, though a complete log has a line."""
         if not self.is_run:
             return []
-        on_gpu = bool(
-            self.environment.get("cuDNN") or self.environment.get("device", "").startswith("NVIDIA")
-        )
+        device = self.environment.get("device", "")
+        on_gpu = bool(self.environment.get("cuDNN") or device.startswith("NVIDIA"))
         every = self.config.get("log_every") or (50 if on_gpu else 10)
-        began = (
-            0
-            if self.config.get("resume") in ("auto", "never", None)
-            else min(self.log, default=self.last)
-        )
-        return [
-            step
-            for step in range(every, self.last + 1, every)
-            if step > began and step not in self.log
-        ]
+        began = 0
+        if not self.has_whole_log:
+            began = min(self.log, default=self.last)
+        expected = range((began // every + 1) * every, self.last + 1, every)
+        return sorted(set(expected) - self.log.keys())
 
 
-def opened(name: str, path: Path) -> Side:
-    """Read a run's folder, a checkpoint, or a record. Raises LockstepError if it is none."""
+def read_side(name: str, path: Path) -> Side:
+    """Read a run's folder, a checkpoint, or a record. Raises LockstepError for any other path."""
     if path.is_dir():
         return _of_folder(name, path)
     if not path.exists():
@@ -185,46 +189,39 @@ def opened(name: str, path: Path) -> Side:
             f"{name} is not there", str(path), "give a run's folder, a checkpoint, or a record"
         )
     if path.suffix == ".npz":
-        record = records.read(path)
-        about = record.about
-        found = _as_run(
-            name,
-            path,
-            about["config"],
-            environment_of(about),
-            about.get("code", ""),
-            about["processes"],
-        )
-        return found._replace(data=about.get("data", ""), record=record)
+        return _of_record(name, path)
     state = archive.read(path)
-    known = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        known = dict(json.loads((path.parent / "environment.json").read_text()))
-    return _of_checkpoint(name, path, state, known)._replace(
-        checkpoints={state["progress"]["step"]: path}
-    )
+    side = _of_checkpoint(name, path, state, read_object(path.parent / "environment.json"))
+    return side._replace(checkpoints={state["progress"]["step"]: path})
+
+
+def _of_record(name: str, path: Path) -> Side:
+    record = records.read(path)
+    about = record.about
+    env = environment_of(about)
+    side = _as_run(name, path, about["config"], env, about.get("code", ""), about["processes"])
+    return side._replace(data=about.get("data", ""), record=record)
 
 
 def _as_run(
     name: str, path: Path, cfg: dict[str, Any], env: Any, code: str, processes: int
 ) -> Side:
-    flat = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in config.flatten(cfg).items()
-    }
-    return Side(
-        name, path, path if path.is_dir() else path.parent, flat, env, code, processes=processes
-    )
+    flat = config.flatten(cfg)
+    for key, value in flat.items():
+        if isinstance(value, tuple):
+            flat[key] = list(value)
+    return Side(name, path, folder_of(path), flat, env, code, processes=processes)
 
 
 def _of_checkpoint(name: str, path: Path, state: dict[str, Any], known: dict[str, Any]) -> Side:
     env = environment_of(state) | {"NumPy": known.get("packages", {}).get("numpy") or ""}
-    found = _as_run(
-        name, path, state["config"], env, known.get("code", ""), known.get("processes", 0)
-    )
-    commit = (known.get("git_commit") or "")[:12] + " with changes" * bool(known.get("git_dirty"))
+    code = known.get("code", "")
+    side = _as_run(name, path, state["config"], env, code, known.get("processes", 0))
+    commit = (known.get("git_commit") or "")[:12]
+    if known.get("git_dirty"):
+        commit += " with changes"
     sizes = {"global_batch": state["global_batch"], "horizon": state["horizon"]}
-    return found._replace(commit=commit, data=state["data"], **sizes)
+    return side._replace(commit=commit, data=state["data"], **sizes)
 
 
 def _of_folder(name: str, folder: Path) -> Side:
@@ -239,40 +236,56 @@ def _of_folder(name: str, folder: Path) -> Side:
         raise LockstepError(
             f"the run cannot be read ({archive.reason(error)})", str(folder), "give another"
         ) from None
-    entries = {entry.step: folder / entry.file for entry in Checkpoints(folder).entries}
     came_to, newest = _ended(folder)
-    names = dict.fromkeys([*(path.name for path in entries.values()), *newest])
-    gone = tuple(name for name in names if not (folder / name).is_file())
-    entries = {step: path for step, path in entries.items() if path.is_file()}
-    state = archive.read(entries[max(entries)]) if entries else None
+    checkpoints, gone = _checkpoints(folder, newest)
     env = {
         "torch": run_folder.torch_version(known),
         # a checkpoint has the CPU's model
         "device": " ".join(known.get("devices", [])[:1]).removeprefix("cpu"),
         "threads": str(known.get("threads", "")),
     }
-    like = state or {"environment": env, "global_batch": 0, "horizon": 0, "data": ""}
-    found = _of_checkpoint(name, folder, like | {"config": cfg}, known)
+    state: dict[str, Any] = {"environment": env, "global_batch": 0, "horizon": 0, "data": ""}
+    if checkpoints:
+        state = archive.read(checkpoints[max(checkpoints)])
+    side = _of_checkpoint(name, folder, state | {"config": cfg}, known)
     log: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "eval": {}}
     for line in _lines_of(folder / "metrics.jsonl"):
         log.setdefault(str(line.get("event")), {})[line.get("step", 0)] = line
-    found = found._replace(folder=folder, gone=gone, came_to=came_to, checkpoints=entries)
-    return found._replace(log=log["train"], scores=log["eval"])
+    side = side._replace(folder=folder, gone=gone, came_to=came_to, checkpoints=checkpoints)
+    return side._replace(log=log["train"], scores=log["eval"])
 
 
-def _ended(folder: Path) -> tuple[int, list[str]]:
-    """Return the last step and the name of the last checkpoint, in a list, as status.json has them;
-    (0, []) without."""
+def _checkpoints(folder: Path, newest: str) -> tuple[dict[int, Path], tuple[str, ...]]:
+    """Return {step: file} of the manifest, and the names of checkpoints without a file.
+
+    newest  name of the last checkpoint in status.json, or empty
+    """
+    listed = {entry.step: folder / entry.file for entry in Checkpoints(folder).entries}
+    paths = [*listed.values()]
+    if newest:
+        paths.append(folder / newest)
+    gone = dict[str, None]()
+    for path in paths:
+        if not path.is_file():
+            gone[path.name] = None
+    present = {step: path for step, path in listed.items() if path.is_file()}
+    return present, tuple(gone)
+
+
+def _ended(folder: Path) -> tuple[int, str]:
+    """Return the last step and the name of the last checkpoint from status.json, or (0, "")."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         known = json.loads((folder / "status.json").read_text())
-        return int(known["step"]), [Path(known["checkpoint"]).name] if known["checkpoint"] else []
-    return 0, []
+        return int(known["step"]), Path(known["checkpoint"] or "").name
+    return 0, ""
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    texts = path.read_text(errors="replace").split("\n") if path.is_file() else []
-    # what stands after the last newline is no whole line
-    for number, text in enumerate(texts[:-1], 1):
+    if not path.is_file():
+        return
+    # text after the last newline is an incomplete line
+    texts = path.read_text(errors="replace").split("\n")[:-1]
+    for number, text in enumerate(texts, 1):
         try:
             yield dict(json.loads(text))
         except (ValueError, TypeError):
@@ -285,42 +298,22 @@ def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def compared(a: Side, b: Side, asked: argparse.Namespace) -> dict[str, Any]:
+def compared(a: Side, b: Side, args: argparse.Namespace) -> dict[str, Any]:
     """Return all differences, as --json prints them."""
-    found: dict[str, Any] = {
-        "a": str(a.path),
-        "b": str(b.path),
-        "differs": {},
-        "no matter": {},
-        "alike": [],
-    }
-    for section, differences in around(a, b).items():
-        if differences is None:
-            continue
-        for matters in ("differs", "no matter"):
-            chosen = {
-                key: [x, y] for key, (x, y, m) in differences.items() if m == (matters == "differs")
-            }
-            found[matters] |= {section: chosen} if chosen else {}
-        found["alike"] += [] if differences else [section]
+    found: dict[str, Any] = {"a": str(a.path), "b": str(b.path), **_sections(a, b)}
     found["numbers"] = numbers(a.log, b.log)
     found["scores"] = numbers(a.scores, b.scores)
     found["growth"] = growth(a.log, b.log)
     found["tensors"] = tensors(a, b)
-    found["step"] = step(a, b, found["numbers"], asked)
-    checked = [
-        found["numbers"]["points"],
-        found["scores"]["points"],
-        found["tensors"].get("compared", 0),
-    ]
-    checked += [found["step"].get("compared", 0)]
-    differ = found["numbers"]["first"] or found["scores"]["first"] or found["tensors"].get("differ")
-    found["missing"] = missing(a, b, found, asked) if any(checked) else ["no step is there of both"]
-    found["verdict"] = (
-        DIFFER if differ or found["step"].get("sentence") else UNKNOWN if found["missing"] else SAME
-    )
+    found["step"] = step(a, b, found["numbers"], args)
+    points = found["numbers"]["points"] + found["scores"]["points"]
+    points += found["tensors"].get("compared", 0) + found["step"].get("compared", 0)
+    found["missing"] = ["no step is there of both"]
+    if points:
+        found["missing"] = missing(a, b, found, args)
+    found["verdict"] = _verdict_of(found)
     found["same"] = found["verdict"] == SAME
-    if not any(checked) and not found["differs"]:
+    if not points and not found["differs"]:
         steps = "they have no step in common, in log, checkpoints or records"
         raise LockstepError(
             f"nothing of A and B can be compared: {steps}", f"{a.path}, {b.path}", "give others"
@@ -329,8 +322,27 @@ def compared(a: Side, b: Side, asked: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def missing(a: Side, b: Side, found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
-    """Return what A or B lacks for a verdict on all steps; empty where nothing is missing."""
+def _sections(a: Side, b: Side) -> dict[str, Any]:
+    """Sort the differences of `around`: "differs", "no matter", and equal sections as "alike"."""
+    found: dict[str, Any] = {"differs": {}, "no matter": {}, "alike": []}
+    for section, differences in around(a, b).items():
+        if differences == {}:
+            found["alike"].append(section)
+        for key, (x, y, matters) in (differences or {}).items():
+            kind = "differs" if matters else "no matter"
+            found[kind].setdefault(section, {})[key] = [x, y]
+    return found
+
+
+def _verdict_of(found: dict[str, Any]) -> str:
+    logged = found["numbers"]["first"] or found["scores"]["first"]
+    if logged or found["tensors"].get("differ") or found["step"].get("sentence"):
+        return DIFFER
+    return UNKNOWN if found["missing"] else SAME
+
+
+def missing(a: Side, b: Side, found: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """Return the parts of A or B that are needed for a verdict on all steps and are absent."""
     texts = list[str]()
     for side in (a, b):
         if side.lacking:
@@ -338,9 +350,9 @@ def missing(a: Side, b: Side, found: dict[str, Any], asked: argparse.Namespace) 
             texts.append(f"{side.name}'s log lacks {lines}, the first of step {side.lacking[0]}")
         texts += [f"{side.name}'s checkpoint {name} is gone" for name in side.gone]
     texts += _evaluations_missing(a, b)
-    if asked.step and not found["step"].get("compared"):
+    if args.step and not found["step"].get("compared"):
         texts.append(
-            f"step {asked.step} was not compared: "
+            f"step {args.step} was not compared: "
             f"{found['step'].get('impossible') or 'no record of both'}"
         )
     if not (a.is_run and b.is_run):
@@ -359,15 +371,19 @@ def missing(a: Side, b: Side, found: dict[str, Any], asked: argparse.Namespace) 
 
 
 def _evaluations_missing(a: Side, b: Side) -> list[str]:
-    """Return whose log lacks evaluations that the other's has, where both were to evaluate at the
-    same steps."""
+    """Return the log points of evaluation that a log lacks and the other log has.
+
+    The result is empty if the runs evaluate at different steps.
+    """
     if a.config.get("eval_every") != b.config.get("eval_every") or not (a.is_run and b.is_run):
         return []
-    texts, both = list[str](), min(a.last, b.last)
-    for side, other in ((a, b), (b, a)):  # at its end a run is evaluated in any case
-        of_both = (step for step in other.scores if step < both or step == a.last == b.last)
-        steps = sorted(step for step in of_both if step not in side.scores)
-        if steps and side.config.get("resume") in ("auto", "never", None):
+    texts = list[str]()
+    both = min(a.last, b.last)
+    for side, other in ((a, b), (b, a)):
+        lacking = sorted(other.scores.keys() - side.scores.keys())
+        # every run evaluates at its end
+        steps = [step for step in lacking if step < both or step == a.last == b.last]
+        if steps and side.has_whole_log:
             texts.append(
                 f"{side.name}'s log lacks {amount(len(steps), 'evaluation')}, the first of step "
                 f"{steps[0]}"
@@ -376,14 +392,15 @@ def _evaluations_missing(a: Side, b: Side) -> list[str]:
 
 
 def _proven(a: Side, b: Side, found: dict[str, Any]) -> int:
-    """Return the last step at which both have bits of the weights: digests in the logs, or
+    """Return the last step with bits of the weights on both sides: digests in the logs, or
     checkpoints."""
-    with_digest = [step for step in a.log.keys() & b.log.keys() if _has_digests(a, b, step)]
-    return max([*with_digest, found["tensors"].get("step", 0)], default=0)
+    return max([*_with_digests(a.log, b.log), found["tensors"].get("step", 0)])
 
 
-def _has_digests(a: Side, b: Side, step: int) -> bool:
-    return bool(a.log[step].get("digest") and b.log[step].get("digest"))
+def _with_digests(a: Log, b: Log) -> list[int]:
+    """Return the log points with a digest of the weights in both logs."""
+    common = sorted(a.keys() & b.keys())
+    return [step for step in common if a[step].get("digest") and b[step].get("digest")]
 
 
 Differences = dict[str, tuple[Any, Any, bool]]
@@ -391,126 +408,176 @@ Differences = dict[str, tuple[Any, Any, bool]]
 
 
 def around(a: Side, b: Side) -> dict[str, Differences | None]:
-    """Return what differs around the numbers, by section; None where it isn't known of both."""
-    found: dict[str, Differences | None] = {"start": start(a, b)}
-    virtual = 0 < a.config.get("virtual_workers", 0) == b.config.get("virtual_workers", 0)
-    free = (*config.NO_NUMBERS, *(config.NO_BITS if virtual else ()))
-    free += tuple(
-        key
-        for key, name in config.RESOLVED.items()
-        if a.environment.get(name) == b.environment.get(name, "?")
-    )
-    free += ("steps", "epochs", "schedule.horizon") if a.horizon == b.horizon > 0 else ()
-    keys = [
-        key
-        for key in a.config | b.config
-        if a.config.get(key) != b.config.get(key) and key != "save_dir"
-    ]
-    settings = {
-        key: (a.config.get(key, "absent"), b.config.get(key, "absent"), not config.is_in(key, free))
-        for key in keys
+    """Return the differences beside the numbers, by section; None for a section that is not known
+    of both."""
+    virtual = _both_virtual(a, b)
+    return {
+        "start": start(a, b),
+        "config": _config(a, b, virtual),
+        "code": _code(a, b),
+        "environment": _environment(a, b),
+        "data": _fact("fingerprint", a.data, b.data),
+        "processes": _fact("processes", a.processes, b.processes, not virtual),
     }
-    for name, sizes in (
-        ("samples of a step", (a.global_batch, b.global_batch)),
-        ("steps of the schedule", (a.horizon, b.horizon)),
-    ):
-        settings |= {name: (*sizes, True)} if all(sizes) and sizes[0] != sizes[1] else {}
-    code: Differences = {"source files": (a.code, b.code, True)} if a.code != b.code else {}
+
+
+def _both_virtual(a: Side, b: Side) -> bool:
+    """Return whether both runs have the same number of virtual workers."""
+    return bool(0 < a.config.get("virtual_workers", 0) == b.config.get("virtual_workers", 0))
+
+
+def _fact(name: str, x: Any, y: Any, matters: bool = True) -> Differences | None:
+    """Compare one fact; None if the fact is not known of both."""
+    if not x or not y:
+        return None
+    return {} if x == y else {name: (x, y, matters)}
+
+
+def _config(a: Side, b: Side, virtual: bool) -> Differences:
+    found: Differences = {}
+    free = _free_keys(a, b, virtual)
+    for key in a.config | b.config:
+        if a.config.get(key) != b.config.get(key) and key != "save_dir":
+            x = a.config.get(key, "absent")
+            y = b.config.get(key, "absent")
+            found[key] = x, y, not config.is_in(key, free)
+    found |= _fact("samples of a step", a.global_batch, b.global_batch) or {}
+    return found | (_fact("steps of the schedule", a.horizon, b.horizon) or {})
+
+
+def _free_keys(a: Side, b: Side, virtual: bool) -> list[str]:
+    """Return the keys and sections that cannot change the numbers of these two runs."""
+    free = [*config.NO_NUMBERS]
+    if virtual:
+        free += config.NO_BITS
+    for key, name in config.RESOLVED.items():
+        if a.environment.get(name) == b.environment.get(name, "?"):
+            free.append(key)
+    if a.horizon == b.horizon > 0:
+        free += ["steps", "epochs", "schedule.horizon"]
+    return free
+
+
+def _code(a: Side, b: Side) -> Differences | None:
+    if not ((a.code and b.code) or (a.commit and b.commit)):
+        return None
+    found: Differences = {}
+    if a.code != b.code:
+        found["source files"] = a.code, b.code, True
     if a.commit and b.commit and a.commit != b.commit:
-        code["commit"] = a.commit, b.commit, not a.code or a.code != b.code
-    env = {
-        name: (x, y, True)
-        for name, x in a.environment.items()
-        if x and (y := b.environment.get(name, "")) and x != y
-    }
-    data = {"fingerprint": (a.data, b.data, True)} if a.data != b.data else {}
-    processes = (
-        {"processes": (a.processes, b.processes, not virtual)} if a.processes != b.processes else {}
-    )
-    found["config"] = settings
-    found["code"] = code if (a.code and b.code) or (a.commit and b.commit) else None
-    found["environment"] = env if a.environment and b.environment else None
-    found["data"] = data if a.data and b.data else None
-    found["processes"] = processes if a.processes and b.processes else None
+        found["commit"] = a.commit, b.commit, not a.code or a.code != b.code
+    return found
+
+
+def _environment(a: Side, b: Side) -> Differences | None:
+    if not a.environment or not b.environment:
+        return None
+    found: Differences = {}
+    for name, x in a.environment.items():
+        found |= _fact(name, x, b.environment.get(name)) or {}
     return found
 
 
 def start(a: Side, b: Side) -> Differences | None:
-    """Compare the weights that two runs began with, where these are in files that the configs
-    name."""
+    """Compare the weights at the beginning of two runs, if the configs name files."""
     found: Differences = {}
     for key in ("resume", "init_from"):
-        files = [Path(str(each.config.get(key) or "")) for each in (a, b)]
-        if files[0] == files[1] or not any(file.exists() and file != Path() for file in files):
+        one = Path(str(a.config.get(key) or ""))
+        other = Path(str(b.config.get(key) or ""))
+        files = [path for path in (one, other) if path.exists() and path != Path()]
+        if one == other or not files:
             continue
-        both = all(file.exists() and file != Path() for file in files)
-        parts: list[Any] = (
-            [{"model": weights.read(file)} for file in files] if both and key == "init_from" else []
-        )
-        parts = [archive.read(file) for file in files] if both and key == "resume" else parts
-        texts = _parts(*parts)["lines"] if both else ["given for one of them alone"]
-        found |= {key: (str(files[0]), "; ".join([str(files[1]), *texts]), True)} if texts else {}
+        texts = ["given for one of them alone"]
+        if len(files) == 2:
+            texts = _parts(_initial(key, one), _initial(key, other))["lines"]
+        if texts:
+            found[key] = str(one), "; ".join([str(other), *texts]), True
     return found or None
 
 
+def _initial(key: str, path: Path) -> dict[str, Any]:
+    if key == "resume":
+        return archive.read(path)
+    return {"model": weights.read(path)}
+
+
 class Number(NamedTuple):
+    """A different number of a log point.
+
+    relative  the difference divided by the larger number
+    """
+
     name: str
     relative: float
 
 
-def numbers(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Compare two logs. Return the log points that both have, how many of them have digests of the
-    weights; the first that differs (0: none), what differs there, each with its relative
-    difference; and the last that is surely equal: with the same digest, if there are any."""
-    common, found = sorted(a.keys() & b.keys()), list[Number]()
-    digests = [each for each in common if a[each].get("digest") and b[each].get("digest")]
-    first = next((each for each in common if (found := _differing(a, b, each))), 0)
-    sure = [each for each in digests or common if each < first or not first]
-    size = {
+Log = dict[int, dict[str, Any]]
+"""Step -> line of the log."""
+
+
+def numbers(a: Log, b: Log) -> dict[str, Any]:
+    """Compare two logs.
+
+    Return the number of common log points, how many have a digest of the weights, the first
+    different log point (0: none) with the relative differences, and the last log point that is
+    certainly equal: of equal digests, if there are any.
+    """
+    common = sorted(a.keys() & b.keys())
+    digests = _with_digests(a, b)
+    first = 0
+    differing = list[Number]()
+    for each in common:
+        differing = _differing(a, b, each)
+        if differing:
+            first = each
+            break
+    equal = [each for each in digests or common if each < first or not first]
+    return {
         "points": len(common),
         "digests": len(digests),
         "first": first,
-        "last equal": max(sure, default=0),
+        "last equal": max(equal, default=0),
+        "differing": [*map(list, differing)],
     }
-    return size | {"differing": [[*each] for each in found]}
 
 
-def growth(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> list[list[Any]]:
-    """Return [step, largest relative difference of a logged number, its name] of the log points
-    that both have."""
+def growth(a: Log, b: Log) -> list[list[Any]]:
+    """Return [step, largest relative difference of a logged number, its name] for each common log
+    point."""
+    left_out = {*OF_THE_STEP, "skipped_steps"} - {"grad_norm"}
     found = []
     for each in sorted(a.keys() & b.keys()):
-        size = {
-            d.name: d.relative
-            for d in _differing(a, b, each)
-            if d.name not in (*OF_THE_STEP, "skipped_steps")
-        }
-        size |= {d.name: d.relative for d in _differing(a, b, each) if d.name == "grad_norm"}
-        name = max(size, key=size.__getitem__, default="")
-        found.append([each, size.get(name, 0.0), name])
+        sizes = {d.name: d.relative for d in _differing(a, b, each) if d.name not in left_out}
+        # of equal sizes grad_norm comes last
+        name = max(sizes, key=lambda name: (sizes[name], name != "grad_norm"), default="")
+        found.append([each, sizes.get(name, 0.0), name])
     return found
 
 
-def _differing(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], at: int) -> list[Number]:
-    """Return the numbers of a log point that differ. Means since the last one count only if both
-    have that, too."""
-    one, other = a[at], b[at]
-    before = [max((each for each in log if each < at), default=-1) for log in (a, b)]
-    names = [name for name in one if name in other and name not in TIMES]
-    names = [name for name in names if before[0] == before[1] or name in OF_THE_STEP]
-    return [
-        Number(name, _relative(one[name], other[name]))
-        for name in names
-        if _text(one[name]) != _text(other[name])
-    ]
+def _differing(a: Log, b: Log, at: int) -> list[Number]:
+    """Return the different numbers of a log point. Means over several steps count only if both logs
+    have the same log point before."""
+    same_span = _point_before(a, at) == _point_before(b, at)
+    found = []
+    for name, x in a[at].items():
+        counts = name not in TIMES and (same_span or name in OF_THE_STEP)
+        if counts and name in b[at] and _text(x) != _text(b[at][name]):
+            found.append(Number(name, _relative(x, b[at][name])))
+    return found
+
+
+def _point_before(log: Log, at: int) -> int:
+    return max((step for step in log if step < at), default=-1)
 
 
 def _text(value: Any) -> str:
-    return repr(float(value)) if isinstance(value, int | float) else repr(value)  # NaN equals NaN
+    if isinstance(value, int | float):
+        value = float(value)
+    return repr(value)  # NaN equals NaN
 
 
 def _relative(x: Any, y: Any) -> float:
-    """Return the difference over the larger of both; 1 where that is no number."""
+    """Return the difference divided by the larger number; 1 without two finite numbers."""
     if not all(isinstance(each, int | float) and math.isfinite(each) for each in (x, y)):
         return 1.0
     return abs(x - y) / max(abs(x), abs(y))
@@ -523,40 +590,50 @@ PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress")
 
 
 def tensors(a: Side, b: Side) -> dict[str, Any]:
-    """Compare the last checkpoints that both have of the same step."""
+    """Compare the last common checkpoint."""
     steps = a.checkpoints.keys() & b.checkpoints.keys()
-    if not steps:
-        both = a.checkpoints and b.checkpoints
-        return {"missing": [max(a.checkpoints), max(b.checkpoints)]} if both else {}
-    states = [archive.read(each.checkpoints[max(steps)]) for each in (a, b)]
-    return {"step": max(steps), **_parts(*states)}
+    if steps:
+        last = max(steps)
+        states = archive.read(a.checkpoints[last]), archive.read(b.checkpoints[last])
+        return {"step": last, **_parts(*states)}
+    if a.checkpoints and b.checkpoints:
+        return {"missing": [max(a.checkpoints), max(b.checkpoints)]}
+    return {}
 
 
 def _parts(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return how two checkpoints differ: a line for each part of them."""
-    texts, total, different = [], 0, []
+    """Return the differences of two checkpoints: a line for each part."""
+    texts = []
+    different = []
+    total = 0
     for part in PARTS:
-        mine, theirs = (dict(tree_leaves(state.get(part))) for state in (one, other))
-        differ = {name: _leaf(mine.get(name), theirs.get(name)) for name in mine | theirs}
-        total += len(differ)
-        named = {name: found for name, found in differ.items() if found}
-        different += [part] if named else []
-        alone = [text for name, found in named.items() for text in _few(name, found)]
-        if named and sum(found.numbers for found in named.values()) <= FEW:
-            texts.append(f"{part}: {', '.join(alone)}")
-        elif named:
-            most = max(named, key=lambda name: named[name].relative)
-            chosen = dict.fromkeys([next(iter(named)), most])
-            told = ", ".join(f"{name} {named[name].size}" for name in chosen)
-            texts.append(f"{part}: {len(named)} of {len(differ)} differ: {told}")
+        x = dict(tree_leaves(one.get(part)))
+        y = dict(tree_leaves(other.get(part)))
+        names = x | y
+        total += len(names)
+        leaves = {name: _leaf(x.get(name), y.get(name)) for name in names}
+        differ = {name: leaf for name, leaf in leaves.items() if leaf}
+        if differ:
+            different.append(part)
+            texts.append(f"{part}: {_of_part(differ, len(names))}")
     return {"compared": total, "differ": different, "lines": texts}
 
 
-class Leaf(NamedTuple):
-    """How a tensor differs, or a number.
+def _of_part(differ: dict[str, Leaf], total: int) -> str:
+    """Return the different leaves of a part as text: every number, or the first and the largest."""
+    if sum(leaf.numbers for leaf in differ.values()) <= FEW:
+        return ", ".join([text for name in differ for text in _few(name, differ[name])])
+    most = max(differ, key=lambda name: differ[name].relative)
+    chosen = dict.fromkeys([next(iter(differ)), most])
+    sizes = ", ".join(f"{name} {differ[name].size}" for name in chosen)
+    return f"{len(differ)} of {total} differ: {sizes}"
 
-    relative  norm of the difference over that of A
-    flips     index -> what has become of it, where only a few differ
+
+class Leaf(NamedTuple):
+    """The difference of a tensor or a number.
+
+    relative  norm of the difference divided by the norm of A
+    flips     index -> both values, if only a few numbers differ
     """
 
     numbers: int
@@ -566,7 +643,7 @@ class Leaf(NamedTuple):
 
     @property
     def size(self) -> str:
-        """How large it is, or what the two are instead."""
+        """The size of the difference, or both values."""
         if () in self.flips:
             return self.flips[()]
         return (
@@ -574,76 +651,102 @@ class Leaf(NamedTuple):
         )
 
 
-def _few(name: str, found: Leaf) -> list[str]:
-    return [f"{name}{[*index] if index else ''}: {text}" for index, text in found.flips.items()]
+def _few(name: str, leaf: Leaf) -> list[str]:
+    return [f"{name}{[*index] or ''}: {text}" for index, text in leaf.flips.items()]
 
 
 def _leaf(x: Any, y: Any) -> Leaf | None:
-    """Compare two leaves of a checkpoint, in bits."""
-    if (
-        not isinstance(x, Tensor)
-        or not isinstance(y, Tensor)
-        or x.shape != y.shape
-        or x.dtype != y.dtype
-    ):
-        texts = [
-            f"{each.dtype} {tuple(each.shape)}" if isinstance(each, Tensor) else repr(each)
-            for each in (x, y)
-        ]
-        return (
-            None
-            if texts[0] == texts[1]
-            else Leaf(1, 1, 1.0, {(): f"{texts[0]} in A, {texts[1]} in B"})
-        )
-    bits = [each.contiguous().view(-1).view(torch.uint8).view(x.numel(), -1) for each in (x, y)]
+    """Compare two leaves of a checkpoint, in bits; None if equal."""
+    are_tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+    if not are_tensors or x.shape != y.shape or x.dtype != y.dtype:
+        one = _described(x)
+        other = _described(y)
+        if one == other:
+            return None
+        return Leaf(1, 1, 1.0, {(): f"{one} in A, {other} in B"})
+    bits = _bytes_of(x), _bytes_of(y)
     places = (bits[0] != bits[1]).any(1).nonzero()[:, 0]
     if not len(places):
         return None
-    wide = [
-        each.to(torch.complex128 if each.is_complex() else torch.float64).reshape(-1)
-        for each in (x, y)
-    ]
+    wide = _widened(x), _widened(y)
     norm = float(wide[0].abs().square().sum().sqrt())
     apart = float((wide[0] - wide[1])[places].abs().square().sum().sqrt())
     flips = {}
-    for place in places.tolist() if len(places) <= FEW else ():
-        index = tuple(int(each) for each in np.unravel_index(place, x.shape))
-        words = [int.from_bytes(bytes(each[place].tolist()), "little") for each in bits]
-        flipped = words[0] ^ words[1]
-        values = f"{wide[0][place].item():.9g} in A, {wide[1][place].item():.9g} in B"
-        one = f"bit {flipped.bit_length() - 1} is flipped ({values})"
-        flips[index] = one if flipped.bit_count() == 1 else values
+    if len(places) <= FEW:
+        for place in places.tolist():
+            index = tuple(map(int, np.unravel_index(place, x.shape)))
+            flips[index] = _flip(bits, wide, place)
     return Leaf(len(places), x.numel(), apart / norm if norm else 1.0, flips)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return repr(value)
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return the bytes of each number of a tensor, (N, bytes) uint8."""
+    return x.contiguous().view(-1).view(torch.uint8).view(x.numel(), -1)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64).reshape(-1)
+
+
+def _flip(bits: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], place: int) -> str:
+    """Return both values of a number, and the position of a single flipped bit.
+
+    bits  (N, bytes) of A and of B
+    wide  (N,) of A and of B in double precision
+    """
+    words = [int.from_bytes(bytes(each[place].tolist()), "little") for each in bits]
+    flipped = words[0] ^ words[1]
+    values = f"{wide[0][place].item():.9g} in A, {wide[1][place].item():.9g} in B"
+    if flipped.bit_count() == 1:
+        return f"bit {flipped.bit_length() - 1} is flipped ({values})"
+    return values
 
 
 # ---- one step again
 # -------------------------------------------------------------------------------------------------
 
 
-def step(a: Side, b: Side, logged: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """Compare what one step has computed, by the records that are there or by taking it again."""
-    of_file = [each.record.about["step"] for each in (a, b) if each.record]
-    both = set.intersection(*({_step_of(path) for path in _records(each)} for each in (a, b)))
-    wanted = asked.step or (of_file[0] if of_file else logged["first"])
-    if len(of_file) == 2 or wanted in both or (asked.no_replay and both):
-        at = of_file[0] if len(of_file) == 2 else wanted if wanted in both else min(both)
+def step(a: Side, b: Side, logged: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the computation of one step: from existing records, or from repeated steps."""
+    of_file = [side.record.about["step"] for side in (a, b) if side.record]
+    both = _recorded_steps(a) & _recorded_steps(b)
+    wanted = args.step or [*of_file, logged["first"]][0]
+    at = 0
+    if len(of_file) == 2:
+        at = of_file[0]
+    elif wanted in both:
+        at = wanted
+    elif args.no_replay:
+        at = min(both, default=0)
+    if at:
         return _verdict(_recorded(a, at), _recorded(b, at), logged, _settings(a, b))
-    if asked.no_replay or not wanted:
+    if args.no_replay or not wanted:
         return {}
     try:
-        return _again(a, b, logged, wanted, exactly=bool(asked.step or of_file), trust=asked.trust)
+        return _again(a, b, logged, wanted, exactly=bool(args.step or of_file), trust=args.trust)
     except LockstepError as error:
-        if error.exit_code > 128:  # a signal has ended this tool
+        if error.exit_code > 128:  # a signal ended this tool
             raise
         return {"impossible": str(error)}
 
 
-def _records(side: Side) -> list[Path]:
-    return [side.path] if side.record else sorted(side.folder.glob("record_step_*.npz"))
+def _recorded_steps(side: Side) -> set[int]:
+    """Return the steps of the records in the folder of a run, or of a record."""
+    paths = [*side.folder.glob("record_step_*.npz")]
+    if side.record:
+        paths = [side.path]
+    return {_step_of(path) for path in paths}
 
 
 def _step_of(path: Path) -> int:
-    return int(number) if (number := path.stem.rpartition("_")[2]).isdigit() else 0
+    number = path.stem.rpartition("_")[2]
+    return int(number) if number.isdigit() else 0
 
 
 def _recorded(side: Side, at: int) -> records.Record:
@@ -651,40 +754,32 @@ def _recorded(side: Side, at: int) -> records.Record:
 
 
 def _settings(a: Side, b: Side) -> str:
-    """Return words on the settings that differ, and that change more than how sums are rounded; or
-    an empty text."""
-    differences = around(a, b)["config"] or {}
-    matter = {key: both for key, (*both, matters) in differences.items() if matters}
-    named = {
-        key: both for key, both in matter.items() if not config.is_in(key, config.ONLY_ROUNDING)
-    }
-    if not named:
-        return ""
-    shown = [f"{key} is {x} in A, {y} in B" for key, (x, y) in [*named.items()][:2]]
-    more = [f"{len(named) - 2} more settings differ"] if len(named) > 2 else []
-    return ", ".join([*shown, *more])
+    """Return a text about different settings that change more than the rounding of sums; may be
+    empty."""
+    texts = []
+    for key, (x, y, matters) in _config(a, b, _both_virtual(a, b)).items():
+        if matters and not config.is_in(key, config.ONLY_ROUNDING):
+            texts.append(f"{key} is {x} in A, {y} in B")
+    if len(texts) > 2:
+        texts[2:] = [f"{len(texts) - 2} more settings differ"]
+    return ", ".join(texts)
 
 
 def _verdict(
     a: records.Record, b: records.Record, logged: dict[str, Any], settings: str
 ) -> dict[str, Any]:
-    """Return what two records of a step say, as a sentence.
+    """Return the difference of two records of a step, with a sentence.
 
-    settings  words on settings that differ, see `_settings`
+    settings  a text about different settings, see `_settings`
     """
-    found, number = records.compare(a, b), a.about["step"]
-    first = found.differences[0] if found.differences else None
+    found = records.compare(a, b)
+    number = a.about["step"]
+    first = next(iter(found.differences), None)
     text = found.sentence(settings)
     if first and first.kind == "weight" and a.about["lr"] != b.about["lr"]:
         text = f"{text}; the learning rate is {a.about['lr']:.6g} in A, {b.about['lr']:.6g} in B"
-    forward = [entry["name"] for entry in a.about["entries"] if entry["kind"] == "forward"]
     began_equal = 0 < number - 1 == logged["last equal"]
-    if (
-        first
-        and first.kind == "forward"
-        and first.name == forward[0]
-        and not (first.rounding or first.why or began_equal)
-    ):
+    if first and _is_first_output(first, a) and not began_equal:
         text = f"{text}; the weights may differ before the step"
     return {
         "step": number,
@@ -694,137 +789,129 @@ def _verdict(
         "rounding alone": bool(first) and not found.beyond and not settings,
         "compared": found.compared,
         "unmatched": found.unmatched,
-        "differences": [
-            {
-                "text": str(each),
-                **each._asdict(),
-                "relative": each.relative if math.isfinite(each.relative) else None,
-            }
-            for each in found.differences
-        ],
+        "differences": [*map(_as_json, found.differences)],
     }
+
+
+def _is_first_output(difference: records.Difference, record: records.Record) -> bool:
+    """Return whether numbers beyond rounding differ in the output of the first module."""
+    if difference.kind != "forward" or difference.rounding or difference.why:
+        return False
+    forward = [entry for entry in record.about["entries"] if entry["kind"] == "forward"]
+    return bool(difference.name == forward[0]["name"])
+
+
+def _as_json(difference: records.Difference) -> dict[str, Any]:
+    found = {"text": str(difference), **difference._asdict()}
+    if not math.isfinite(difference.relative):
+        found["relative"] = None
+    return found
+
+
+PARTITION_DEPENDENT = {
+    "Dropout": "draws for the samples of its pass",
+    "BatchNorm": "computes with the samples of its pass",
+}
+"""Part of a module's name -> how the module depends on the partition."""
 
 
 def _why(found: records.Found) -> str:
-    """Return what a module does that depends on the cut, if one does and the cuts differ."""
-    module = found.beyond.module if found.beyond and not found.same_cut else ""
-    sees = {
-        "Dropout": "draws for the samples of its pass",
-        "BatchNorm": "computes with the samples of its pass",
-    }
-    does = next((text for kind, text in sees.items() if kind in module), "")
-    return (
-        (
-            f"{module} {does}, and the passes differ; virtual_workers make them the same on any "
-            "processes"
-        )
-        if does
-        else ""
-    )
+    """Return how a module depends on the partition; empty without such a module or with equal
+    partitions."""
+    if found.same_cut or not found.beyond:
+        return ""
+    module = found.beyond.module
+    for name, effect in PARTITION_DEPENDENT.items():
+        if name in module:
+            return (
+                f"{module} {effect}, and the passes differ; virtual_workers make them the same on "
+                "any processes"
+            )
+    return ""
 
 
 def _again(
     a: Side, b: Side, logged: dict[str, Any], wanted: int, exactly: bool, trust: bool
 ) -> dict[str, Any]:
-    """Take the steps again up to the one wanted, or up to the first that differs, and compare what
-    it has computed."""
+    """Repeat the steps up to `wanted`, or up to the first different step, and compare the
+    records."""
     notes = list[str]()
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
-        place = Path(scratch)
-        before = wanted - 1 if exactly else logged["last equal"]
-        number = wanted if exactly else before + 1
-        ran = [
-            _taken(each, before, wanted, number, place / f"{each.name}1", trust) for each in (a, b)
-        ]
+        number = wanted
         if not exactly:
-            logs = [each.log for each in ran]
-            parted = numbers(*({n: line for n, line in log.items() if n > before} for log in logs))
-            for side, mine in zip((a, b), ran, strict=True):
-                if side.log and numbers(side.log, mine.log)["first"]:
-                    notes.append(
-                        f"taken again here, {side.name} does not take its own bits: "
-                        f"{_elsewhere(side, mine)}"
-                    )
-            if not parted["first"]:
-                same = (
-                    "taken again with this checkout, both take the same bits up to step "
-                    f"{wanted}: the difference "
+            number = logged["last equal"] + 1
+        before = number - 1
+        again = _both_taken(a, b, before, wanted, number, Path(scratch), trust)
+        if not exactly:
+            notes = _other_than_logged(a, again[0]) + _other_than_logged(b, again[1])
+            parted = numbers(_after(again[0].log, before), _after(again[1].log, before))["first"]
+            if not parted:
+                text = (
+                    f"taken again with this checkout, both take the same bits up to step {wanted}: "
+                    f"the difference lies in what was not taken again: {_not_replayed(a, b)}"
                 )
-                return {
-                    "vanished": f"{same}lies in what was not taken again: {_not_replayed(a, b)}",
-                    "notes": notes,
-                }
-            if (first := parted["first"]) != number:
-                number = first
-                ran = [
-                    _taken(each, before, number, number, place / f"{each.name}2", trust)
-                    for each in (a, b)
-                ]
-        began = logged | {"last equal": number - 1} if not exactly and number > 1 else logged
-        return _verdict(
-            _recorded(ran[0], number), _recorded(ran[1], number), began, _settings(a, b)
-        ) | {
-            "notes": notes,
-            "first": not exactly,
-        }
+                return {"vanished": text, "notes": notes}
+            if parted != number:
+                number = parted
+                again = _both_taken(a, b, before, number, number, Path(scratch), trust)
+            if number > 1:
+                logged = logged | {"last equal": number - 1}
+        found = [_recorded(side, number) for side in again]
+        verdict = _verdict(found[0], found[1], logged, _settings(a, b))
+        return verdict | {"notes": notes, "first": not exactly}
+
+
+def _both_taken(
+    a: Side, b: Side, before: int, to: int, record: int, place: Path, trust: bool
+) -> list[Side]:
+    again = []
+    for side in (a, b):
+        again.append(_taken(side, before, to, record, place / f"{side.name}_{record}", trust))
+    return again
+
+
+def _after(log: Log, step: int) -> Log:
+    return {number: line for number, line in log.items() if number > step}
+
+
+def _other_than_logged(side: Side, again: Side) -> list[str]:
+    """Return a note if the repetition of a run has other numbers than the run's log."""
+    if not side.log or not numbers(side.log, again.log)["first"]:
+        return []
+    text = f"taken again here, {side.name} does not take its own bits: "
+    return [text + _elsewhere(side, again)]
 
 
 def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: bool) -> Side:
-    """Return A, or B, taken again up to step `to`, as a run of its own; a record is A itself, or
-    B."""
-    if side.record or (
-        before + 1 == to == record and (side.folder / f"record_step_{record}.npz").is_file()
-    ):
+    """Return A or B, repeated up to step `to` in a new run; a record is returned unchanged."""
+    has_record = (side.folder / f"record_step_{record}.npz").is_file()
+    if side.record or (before + 1 == to == record and has_record):
         return side
-    env, cfg = side.environment, side.config
-    held = [step for step in side.checkpoints if step <= before]
-    source = str(side.checkpoints[max(held)]) if held else str(cfg.get("resume", ""))
-    if not held and side.path.is_file():
-        raise LockstepError(
-            f"{side.name} is a checkpoint of a later step", str(side.path), "give a later --step"
-        )
-    if not held and source in ("auto", "never", ""):
-        source = "never"
-    elif not Path(source).is_file():
-        raise LockstepError(
-            f"the checkpoint that {side.name} began with is gone", source, "give --no-replay"
-        )
-    horizon = (
-        cfg.get("schedule.horizon")
-        or side.horizon
-        or (0 if cfg.get("epochs") else cfg.get("steps", 0))
-    )
+    begun = max([step for step in side.checkpoints if step <= before], default=0)
+    source = _source(side, begun)
+    horizon = side.config.get("schedule.horizon") or side.horizon
+    if not horizon and not side.config.get("epochs"):
+        horizon = side.config.get("steps", 0)
     settings = NO_MORE | {"resume": source, "record": record}
-    settings |= {"steps": to, "schedule": {"horizon": horizon}} if horizon else {}
-    backend, device = (
-        cfg.get("ddp.backend", "auto"),
-        SimpleNamespace(device=cfg.get("device", "auto")),
-    )
-    settings |= cards.sharing(cards.visible(device), side.processes or 1, backend)
-    settings |= {
-        key: env[name] for key, name in AS_CHOSEN.items() if env.get(name, "auto") != "auto"
-    }
+    if horizon:
+        settings |= {"steps": to, "schedule": {"horizon": horizon}}
+    settings |= _as_chosen(side)
     folder.mkdir()
-    (changes := folder / "changes.yaml").write_text(yaml.safe_dump(settings))
+    changes = folder / "changes.yaml"
+    changes.write_text(yaml.safe_dump(settings))
     words = ["--config", of_run(trust, [str(side.folder)])[1], "--config", str(changes)]
-    begun = max(held, default=0)
-    with tqdm(
-        total=to - begun,
-        unit="step",
-        desc=f"step {to} of {side.name} again",
-        disable=None,
-        leave=False,
-    ) as bar:
-        tell = lambda now: bar.update(max(0, now - begun - bar.n))  # noqa: E731
+    name = f"step {to} of {side.name} again"
+    with tqdm(total=to - begun, unit="step", desc=name, disable=None, leave=False) as bar:
         ended = train_in(
-            folder / "run", words, side.processes or 1, kill_at=0 if horizon else to, tell=tell
+            folder / "run",
+            words,
+            side.processes or 1,
+            kill_at=0 if horizon else to,
+            tell=lambda now: bar.update(max(0, now - begun - bar.n)),
         )
-    folder = folder / "run"
-    again = (
-        _of_folder(side.name, folder)
-        if (folder / "config.yaml").is_file()
-        else Side(side.name, folder, folder)
-    )
+    again = Side(side.name, folder / "run", folder / "run")
+    if (again.folder / "config.yaml").is_file():
+        again = _of_folder(side.name, again.folder)
     if to not in again.log:
         raise LockstepError(
             f"{side.name} cannot be taken again here: {ended.problem}",
@@ -832,6 +919,38 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
             "give --no-replay",
         )
     return again
+
+
+def _source(side: Side, begun: int) -> str:
+    """Return `resume` of a repetition: the checkpoint of step `begun`, or the beginning of the run.
+
+    Raises LockstepError if the repetition cannot start.
+    """
+    if begun in side.checkpoints:
+        return str(side.checkpoints[begun])
+    if side.path.is_file():
+        raise LockstepError(
+            f"{side.name} is a checkpoint of a later step", str(side.path), "give a later --step"
+        )
+    source = str(side.config.get("resume", ""))
+    if source in ("auto", "never", ""):
+        return "never"
+    if not Path(source).is_file():
+        raise LockstepError(
+            f"the checkpoint that {side.name} began with is gone", source, "give --no-replay"
+        )
+    return source
+
+
+def _as_chosen(side: Side) -> dict[str, Any]:
+    """Return the settings of the run's machine: the choices for auto, and shared GPUs."""
+    device = SimpleNamespace(device=side.config.get("device", "auto"))
+    backend = side.config.get("ddp.backend", "auto")
+    settings = cards.sharing(cards.visible(device), side.processes or 1, backend)
+    for key, name in AS_CHOSEN.items():
+        if side.environment.get(name, "auto") != "auto":
+            settings[key] = side.environment[name]
+    return settings
 
 
 NO_MORE = {
@@ -850,32 +969,28 @@ NO_MORE = {
     "wandb": {"enable": False},
     "mlflow": {"enable": False},
 }
-"""Settings of a step that is taken again: none of them can change it, but for those that hide a
-model's modules."""
+"""Settings of a repeated step. No setting changes the step, except those that hide a model's
+modules."""
 
 AS_CHOSEN = {"threads": "threads", "amp": "precision", "memory_format": "memory_format"}
-"""Keys whose `auto` is what the run has chosen, and its name in the environment."""
+"""Keys with `auto` are set to the run's own choice: key -> name in the environment."""
 
 
 def _elsewhere(side: Side, again: Side) -> str:
-    """Return what differs between a run and the same run taken again."""
-    found = [
-        f"{key}: {x} then, {y} now"
-        for key, (x, y, _) in (around(side, again)["environment"] or {}).items()
-    ]
+    """Return the differences between a run and the repetition of the run."""
+    differences = _environment(side, again) or {}
+    texts = [f"{key}: {x} then, {y} now" for key, (x, y, _) in differences.items()]
     if side.code != again.code:
-        found.append(f"source files: {side.code} then, {again.code} now")
-    return ", ".join(found) or "nothing that is noted differs; its data may have changed"
+        texts.append(f"source files: {side.code} then, {again.code} now")
+    return ", ".join(texts) or "nothing that is noted differs; its data may have changed"
 
 
 def _not_replayed(a: Side, b: Side) -> str:
-    known = around(a, b)
-    named = [
-        f"{section}: {', '.join(known[section] or {})}"
-        for section in ("code", "environment")
-        if known[section]
-    ]
-    return "; ".join(named) or "the machine, or data that have changed since"
+    texts = []
+    for section, differences in (("code", _code(a, b)), ("environment", _environment(a, b))):
+        if differences:
+            texts.append(f"{section}: {', '.join(differences)}")
+    return "; ".join(texts) or "the machine, or data that have changed since"
 
 
 # ---- print
@@ -883,35 +998,25 @@ def _not_replayed(a: Side, b: Side) -> str:
 
 
 def sentence(found: dict[str, Any]) -> str:
-    """Return the verdict in one sentence."""
-    logged, of_step = found["numbers"], found["step"]
+    """Return the verdict as one sentence."""
     if found["verdict"] != DIFFER:
-        equal = [amount(logged["points"], "log point")] if logged["points"] else []
-        equal += (
-            [f"the checkpoints of step {found['tensors']['step']}"]
-            if "step" in found["tensors"]
-            else []
-        )
-        equal += [f"the records of step {of_step['step']}"] if of_step.get("compared") else []
-        if found["verdict"] == SAME:
-            return f"The same bits: {', '.join(equal)}."
-        around_it = (
-            ["they differ in what is around the numbers"] if found["differs"] and not equal else []
-        )
-        rest = [f"the same where both can be compared: {', '.join(equal)}"] if equal else around_it
-        return f"Not known to be the same: {'; '.join([*found['missing'], *rest])}."
-    if of_step.get("sentence"):
-        how = ", by rounding" if of_step["rounding alone"] and not of_step["same passes"] else ""
-        first = of_step["step"] == 1 or of_step.get("first")
-        where = (
-            f"They part at step {of_step['step']}" if first else f"Step {of_step['step']} differs"
-        )
-        return f"{where}{how}: {of_step['sentence']}"
-    if of_step.get("vanished"):
-        return f"They part at step {logged['first']}, but {of_step['vanished']}"
+        return _of_no_difference(found)
+    logged = found["numbers"]
+    at_step = found["step"]
+    if at_step.get("sentence"):
+        where = f"Step {at_step['step']} differs"
+        if at_step["step"] == 1 or at_step.get("first"):
+            where = f"They part at step {at_step['step']}"
+        if at_step["rounding alone"] and not at_step["same passes"]:
+            where += ", by rounding"
+        return f"{where}: {at_step['sentence']}"
+    if at_step.get("vanished"):
+        return f"They part at step {logged['first']}, but {at_step['vanished']}"
+    if logged["first"] and logged["last equal"]:
+        after = f"after step {logged['last equal']}"
+        return f"They part {after}, at step {logged['first']} at the latest."
     if logged["first"]:
-        last = f" after step {logged['last equal']}" if logged["last equal"] else ""
-        return f"They part{last}, at step {logged['first']} at the latest."
+        return f"They part, at step {logged['first']} at the latest."
     if found["tensors"].get("differ"):
         return (
             f"The checkpoints of step {found['tensors']['step']} differ: "
@@ -920,44 +1025,67 @@ def sentence(found: dict[str, Any]) -> str:
     return f"The evaluation of step {found['scores']['first']} differs; the training does not."
 
 
+def _of_no_difference(found: dict[str, Any]) -> str:
+    """Return the sentence for equal numbers, or for a part that is missing."""
+    equal = []
+    if found["numbers"]["points"]:
+        equal.append(amount(found["numbers"]["points"], "log point"))
+    if "step" in found["tensors"]:
+        equal.append(f"the checkpoints of step {found['tensors']['step']}")
+    if found["step"].get("compared"):
+        equal.append(f"the records of step {found['step']['step']}")
+    if found["verdict"] == SAME:
+        return f"The same bits: {', '.join(equal)}."
+    reasons = [*found["missing"]]
+    if equal:
+        reasons.append(f"the same where both can be compared: {', '.join(equal)}")
+    elif found["differs"]:
+        reasons.append("they differ in what is around the numbers")
+    return f"Not known to be the same: {'; '.join(reasons)}."
+
+
 def lines(a: Side, b: Side, found: dict[str, Any]) -> list[str]:
-    """Return the differences as text: the verdict, what differs around the numbers, the numbers."""
-    told: list[tuple[str, str]] = [("A", str(a.path)), ("B", str(b.path)), ("", found["sentence"])]
-    told += [("why", text)] if (text := found["step"].get("why")) else []
+    """Return the differences as lines: the verdict, the differences beside the numbers, the
+    numbers."""
+    rows: list[tuple[str, str]] = [("A", str(a.path)), ("B", str(b.path)), ("", found["sentence"])]
+    at_step = found["step"]
+    if at_step.get("why"):
+        rows.append(("why", at_step["why"]))
+    rows += _rows_around(found)
+    rows += _rows("log", _about_log(found))
+    if found["verdict"] == DIFFER:
+        rows += _rows("missing", found["missing"])
+    tensors = found["tensors"]
+    rows += _rows(f"step {tensors.get('step')}", tensors.get("lines", []))
+    if "missing" in tensors:
+        one, other = tensors["missing"]
+        rows.append(("weights", f"the checkpoints are of other steps: {one} and {other}"))
+    rows += _rows("replay", at_step.get("notes", []))
+    if "impossible" in at_step:
+        rows.append(("replay", f"not possible: {at_step['impossible']}"))
+    width = max(len(name) for name, _ in rows)
+    texts = []
+    for name, text in rows:
+        texts.append(f"{name:<{width}}  {text}" if name else f"\n{text}\n")
+    return [*texts, *_table(found["growth"])]
+
+
+def _rows(name: str, texts: list[str]) -> list[tuple[str, str]]:
+    return [(name, text) for text in texts]
+
+
+def _rows_around(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a row for each difference that may matter, and for each section."""
+    rows = []
     for section, differences in found["differs"].items():
-        told += [
-            (section, f"{key}: {x} in A, {y} in B{MEANINGS.get(key, '')}")
-            for key, (x, y) in differences.items()
-        ]
+        for key, (x, y) in differences.items():
+            rows.append((section, f"{key}: {x} in A, {y} in B{MEANINGS.get(key, '')}"))
     for section, differences in found["no matter"].items():
         keys = ", ".join(f"{key} ({x}, {y})" for key, (x, y) in differences.items())
-        told.append((section, f"cannot change the numbers: {keys}"))
-    told += [("alike", ", ".join(found["alike"]))] if found["alike"] else []
-    told += [("log", text) for text in _about_log(found)]
-    told += [("missing", text) for text in found["missing"]] if found["verdict"] == DIFFER else []
-    told += [
-        (f"step {found['tensors']['step']}", text) for text in found["tensors"].get("lines", [])
-    ]
-    if "missing" in found["tensors"]:
-        told.append(
-            (
-                "weights",
-                "the checkpoints are of other steps: {} and {}".format(
-                    *found["tensors"]["missing"]
-                ),
-            )
-        )
-    told += [("replay", text) for text in found["step"].get("notes", [])]
-    told += (
-        [("replay", f"not possible: {found['step']['impossible']}")]
-        if "impossible" in found["step"]
-        else []
-    )
-    width = max(len(name) for name, _ in told)
-    return [
-        *(f"{name:<{width}}  {text}" if name else f"\n{text}\n" for name, text in told),
-        *_table(found["growth"]),
-    ]
+        rows.append((section, f"cannot change the numbers: {keys}"))
+    if found["alike"]:
+        rows.append(("alike", ", ".join(found["alike"])))
+    return rows
 
 
 MEANINGS = {
@@ -967,50 +1095,48 @@ MEANINGS = {
     ),
     "samples of a step": " (another training: give both the same global_batch)",
 }
-"""What a difference means that is no key of a config."""
+"""Meaning of a difference that is no key of a config."""
 
 
 def _about_log(found: dict[str, Any]) -> list[str]:
-    texts = list[str]()
-    for what, key in (("log point", "numbers"), ("evaluation", "scores")):
-        of = found[key]
-        if not of["first"]:
-            also = f", and the same digests at {of['digests']}" if of["digests"] else ""
-            texts += (
-                [f"the same numbers at {amount(of['points'], what)}{also}"] if of["points"] else []
-            )
-            continue
-        sizes = [
-            f"{name} by {relative:.1e}" for name, relative in of["differing"] if name != "digest"
-        ]
-        sizes = [*sizes[:4], f"{len(sizes) - 4} more"] if len(sizes) > 5 else sizes
-        only = "only the digest of the weights" if not sizes else ", ".join(sizes)
-        last = f"; step {of['last equal']} is equal" if of["last equal"] else ""
-        texts.append(
-            f"step {of['first']} is the first of {amount(of['points'], what)} that differs: "
-            f"{only}{last}"
-        )
-    return texts
+    texts = [_about_points(found["numbers"], "log point")]
+    texts.append(_about_points(found["scores"], "evaluation"))
+    return [*filter(None, texts)]
+
+
+def _about_points(logged: dict[str, Any], kind: str) -> str:
+    """Return a line about the log points of the training or the evaluation; empty without any."""
+    if not logged["points"]:
+        return ""
+    points = amount(logged["points"], kind)
+    if not logged["first"]:
+        text = f"the same numbers at {points}"
+        if logged["digests"]:
+            text += f", and the same digests at {logged['digests']}"
+        return text
+    differing = [number for number in logged["differing"] if number[0] != "digest"]
+    sizes = [f"{name} by {relative:.1e}" for name, relative in differing]
+    if len(sizes) > 5:
+        sizes[4:] = [f"{len(sizes) - 4} more"]
+    only = ", ".join(sizes) or "only the digest of the weights"
+    text = f"step {logged['first']} is the first of {points} that differs: {only}"
+    if logged["last equal"]:
+        text += f"; step {logged['last equal']} is equal"
+    return text
 
 
 def _table(growth: list[list[Any]]) -> list[str]:
-    """Return the growth in about eight rows."""
-    if not any(size for _, size, _ in growth):
+    """Return the growth of the difference in about eight rows."""
+    different = [number for number, (_, size, _) in enumerate(growth) if size]
+    if not different:
         return []
-    begin = next(n for n, (_, size, _) in enumerate(growth) if size)
-    chosen = sorted(
-        {begin, *np.geomspace(1, len(growth) - begin, 8).round().astype(int) + begin - 1}
-    )
+    begin = different[0]
+    spread = np.geomspace(1, len(growth) - begin, 8).round().astype(int) + begin - 1
     rows = [["step", "relative difference", "of"]]
-    return [
-        "",
-        *aligned(
-            [
-                *rows,
-                *([str(s), f"{size:.1e}", name] for s, size, name in (growth[n] for n in chosen)),
-            ]
-        ),
-    ]
+    for number in sorted({begin, *spread}):
+        at, size, name = growth[number]
+        rows.append([str(at), f"{size:.1e}", name])
+    return ["", *aligned(rows)]
 
 
 def _check_picture(path: Path) -> None:
@@ -1025,7 +1151,7 @@ def _check_picture(path: Path) -> None:
 
 
 def draw(path: Path, growth: list[list[Any]]) -> None:
-    """Draw the relative difference over steps, on a log scale; equal log points stand at the
+    """Draw the relative difference over steps, on a log scale. Equal log points are drawn at the
     bottom."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -1033,24 +1159,18 @@ def draw(path: Path, growth: list[list[Any]]) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps, sizes = [each[0] for each in growth], [each[1] for each in growth]
-    bottom = min([size for size in sizes if size], default=1e-8) / 10
-    axes.semilogy(
-        steps, [size or math.nan for size in sizes], marker=".", label="largest of a logged number"
-    )
-    equal = [each for each, size in zip(steps, sizes, strict=True) if not size]
+    sizes = {step: size or math.nan for step, size, _ in growth}
+    equal = [step for step, size, _ in growth if not size]
+    bottom = min([size for _, size, _ in growth if size], default=1e-8) / 10
+    name = "largest of a logged number"
+    axes.semilogy([*sizes], [*sizes.values()], marker=".", label=name)
     if equal:
-        axes.semilogy(
-            equal,
-            [bottom] * len(equal),
-            linestyle="",
-            marker="|",
-            color="gray",
-            label="equal in bits",
-        )
+        style: dict[str, Any] = {"linestyle": "", "marker": "|", "color": "gray"}
+        axes.semilogy(equal, [bottom] * len(equal), label="equal in bits", **style)
     axes.set(xlabel="step", ylabel="relative difference")
     axes.legend()
-    figure.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:])
     try:
         write_atomically(path, lambda file: file.write(drawn.getvalue()))
     except OSError as error:

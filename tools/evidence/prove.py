@@ -1,49 +1,49 @@
-"""Try on your own task what Lockstep promises: the same global batch, however it is cut, takes the
+"""Prove the main guarantee on your own task: with the same global batch, any partition takes the
 same step.
 
 python tools/prove.py mine.py                           a task of your own; or har, video, robot,
                                                         with key=value ...
-python tools/prove.py checkpoints/har_20260101-120000   the config of a run, from its first step
+python tools/prove.py checkpoints/har_20260101-120000   the config of a run, from the first step
 python tools/prove.py --processes 1,2 --seconds 60 har
 
-Real trainings of some steps are started and compared: - with virtual workers (the config's number,
-or one that it chooses) on one process twice, on two, on three, and on
-  four of which one is killed (SIGKILL) and which are resumed on two. Each step's digest and logged
-  numbers, and the whole final state, must have the same bits. Two starts have different hash seeds,
-  as two days have.
-- without, on one process in one pass and in more, on two and on three: the logged numbers and the
-weights must be the
-  same up to rounding. What rounding explains is measured: in float64 the same differences must be a
-  billion times smaller (below 1e-9). Where a task cannot compute in float64, or only in part, they
-  must be at most 100 times as large as those that follow from changing each weight by one unit in
-  the last place. Dropout is off here, because its masks depend on the cut without virtual workers;
-  a run that draws random numbers otherwise, or has BatchNorm, is left out.
+The command starts real trainings of a few steps and compares them.
+- With virtual workers (the config's number, or a chosen number): on one process twice, on two, on
+  three, and on four processes. The last run is killed (SIGKILL) and resumed on two. Digests and
+  logged numbers of each step, and the final state, must have the same bits. Two starts have
+  different hash seeds, as on two days.
+- Without virtual workers: on one process in one pass and in more passes, on two and on three.
+  Logged numbers and weights must be the same up to rounding. The limit of rounding is measured: in
+  float64 the differences must be a billion times smaller (below 1e-9). If a task cannot compute in
+  float64, or only in part, the differences must be at most 100 times as large as after a change of
+  each weight by one unit in the last place. Dropout is off here, because the masks depend on the
+  partition. Runs with other random numbers, and runs with BatchNorm, are left out.
 
-Where something differs, both runs are repeated with a record of the first different step, which
+After a difference, both runs are repeated with a record of the first different step. The record
 names the module.
 
 Options, before the arguments of a training:
-  --steps N       steps of each run (20), fewer where one takes long
-  --seconds S     about the time for all of it (120): what does not fit is left out and named.
-                  Preparing data once, and
-                  the two runs that explain a difference, come in addition
-  --processes P   the numbers of processes; the last of them is killed (1,2,3,4)
+  --steps N       steps of each run (20); fewer if a step takes long
+  --seconds S     approximate time of all runs (120). Runs beyond the time are left out and named.
+                  The first preparation of data, and the two runs that explain a difference, are not
+                  counted
+  --processes P   the numbers of processes; a run on the last number is killed (1,2,3,4)
   --keep FOLDER   keep the runs in this new folder
   --trust         run a task file that lies in RUN's own folder
   --json          print one JSON object
 
-A proof is of the machine that it ran on. Where GPUs are visible the runs compute on them; where
-they are fewer than processes, several share one by gloo. `device=cpu` proves it on the CPU.
+A proof covers the machine that it ran on. The runs compute on visible GPUs. If there are fewer GPUs
+than processes, several processes share a GPU by gloo. `device=cpu` proves the guarantee on the CPU.
 
-Exit code 0: the promise holds, as far as it was checked; 1: it does not; 7: not known, because no
-run on another cut has ended and agreed, or a run was ended from outside; 2: wrong usage; others as
-of a training.
+Exit code 0: the guarantee holds, as far as it was checked. 1: the guarantee does not hold. 7: not
+known, because no run on another partition ended and agreed, or a signal ended a run. 2: wrong
+usage. Other codes: as of a training.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -72,26 +72,28 @@ from plugins.resilience import status
 from tools.arguments import NOT_KNOWN
 from tools.evidence import records, trial
 from tools.machine import cards
-from tools.running import guarded, last_step, python, script_of, started
+from tools.running import guarded, last_step, problem_of, python, read_object, script_of, started
 from tools.use.evaluate import SAME_STATE, TRUST, of_run, tensors_of
 
 FLOAT64, GROWTH = 1e-9, 100
-"""The largest relative difference in float64, and how many times as large as that of weights
-changed in the last place a difference in float32 may be, to be taken for rounding."""
+"""FLOAT64: the largest relative difference that rounding explains in float64.
+
+GROWTH: the largest ratio that rounding explains in float32. The divisor is the difference after a
+change of the weights in the last place.
+"""
 
 CLEAR = 1e-2
-"""A relative difference that a mistake makes at least: where rounding alone may explain more,
-nothing is said."""
+"""The smallest relative difference after a mistake. If rounding may explain a larger difference,
+there is no verdict."""
 
 AMPLIFIED = 1e-4
-"""The relative difference in float32 from which it is compared also with that of weights changed in
-the last place."""
+"""A relative difference in float32 above this value is also compared with changed weights."""
 
 CONTINUOUS = ("loss", "grad_norm")
-"""Logged numbers that rounding moves a little; a hit of an accuracy jumps."""
+"""Logged numbers that rounding changes a little; an accuracy jumps."""
 
 TIMES = {*LOGGED, "samples_per_s", "data_wait_share"}
-"""Names in a line of the log that are not compared: they are times, or where the line stands."""
+"""Names in a line of the log that are not compared: times, and the position of the line."""
 
 REFUSED = {
     r"a mean\?": "a mean",
@@ -118,7 +120,7 @@ REFUSED = {
     "the order of a set, or the rank",
     r"^the buffer ": "a buffer that each process changes in its own way, such as one that counts",
 }
-"""What a training finds itself: a pattern of its message -> the cause in a few words."""
+"""Mistakes that a training finds: pattern of the message -> short cause."""
 
 PARTS = {
     "batch": "the dataset",
@@ -127,11 +129,10 @@ PARTS = {
     "gradient": "the backward pass",
     "weight": "the optimizer",
 }
-"""The kind of the first tensor that differs in a step -> the part of the task that is the likely
-cause."""
+"""Kind of the first different tensor in a step -> the part of the task with the likely cause."""
 
 ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-"""Exit codes of a training that a signal has ended before it handled signals."""
+"""Exit codes of a training that a signal ended before the training handled signals."""
 
 HOLDS, BROKEN, UNKNOWN = "holds", "does not hold", "not known"
 
@@ -150,18 +151,30 @@ WHY = {
         "something it keeps"
     ),
 }
+"""How two runs part -> what the likely part of the task does."""
+
+DIFFERENCE = {
+    "again": "the same run, started twice, is another",
+    "cut": "on {processes} the run is not that of one process",
+    "resumed": "killed, and resumed on {after}, the run is not that of one process",
+    "plain": ("without virtual workers the run on {run} is not that of one process in one pass"),
+}
+"""How two runs part -> the finding."""
+
+KIND_NAMES = {"virtual": "", "plain": " without virtual workers", "double": " in float64"}
+"""Kind of a training -> the kind in a message, after the processes."""
 
 
 @dataclass
 class Trial:
     """One training, in `processes` processes.
 
-    kind     virtual, plain, double (plain in float64), or nudged (plain, each weight changed in the
-             last place)
+    kind     virtual, plain, double (plain in float64), or nudged (plain, with each weight changed
+             in the last place)
     passes   twice as many passes a step as needed
     killed   at this step, and resumed on `after` processes
-    seed     of the hashes of texts, by which sets are ordered
-    limit_s  it is stopped after so long; 0: never
+    seed     of the hashes of texts; the seed decides the order of a set
+    limit_s  the training stops after so many seconds; 0: never
     """
 
     kind: str
@@ -180,22 +193,20 @@ class Trial:
         name = amount(self.processes, "process")
         if self.passes:
             name += ", more passes"
-        return name + (f", killed, then {self.after}" if self.killed else "")
+        if self.killed:
+            name += f", killed, then {self.after}"
+        return name
 
     @cached_property
     def lines(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """{(event, step): the line of the log}"""
+        """{(event, step): line of the log}; empty without a log"""
+        lines = {}
         with contextlib.suppress(OSError):
-            found = [
-                json.loads(line)
-                for line in (self.folder / "metrics.jsonl").read_text().splitlines()
-            ]
-            return {
-                (line["event"], line["step"]): line
-                for line in found
-                if line["event"] in ("train", "eval")
-            }
-        return {}
+            for text in (self.folder / "metrics.jsonl").read_text().splitlines():
+                line = json.loads(text)
+                if line["event"] in ("train", "eval"):
+                    lines[line["event"], line["step"]] = line
+        return lines
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -203,14 +214,11 @@ class Trial:
 
     @cached_property
     def notes(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads(self.folder.with_suffix(".json").read_text()))
-        return {}
+        return read_object(self.folder.with_suffix(".json"))
 
     @property
     def ended_by(self) -> str:
-        """What has ended the training from outside, such as a signal; empty where it ended by
-        itself."""
+        """The external end of the training, such as a signal; empty after a normal end."""
         if self.code == errors.STOPPED and not self.limit_s:
             return "it was stopped by a signal"
         if self.code == -signal.SIGKILL or "was killed by SIGKILL" in self.text:
@@ -219,15 +227,10 @@ class Trial:
 
     @property
     def error(self) -> str:
-        """The training's error, or empty."""
+        """The error of the training, or empty."""
         if self.code in (errors.DONE, errors.STOPPED):
             return ""
-        lines = [
-            line.removeprefix("error: ")
-            for line in self.text.splitlines()
-            if line.startswith("error: ")
-        ]
-        return [*lines, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
+        return problem_of(self.text, self.code)
 
     @property
     def resumed_at(self) -> int:
@@ -236,18 +239,34 @@ class Trial:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last line about training."""
+        """The last line of the training in the log."""
         return [line for (event, _), line in self.lines.items() if event == "train"][-1]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts of the training for --json."""
+        facts = {
+            "kind": self.kind,
+            "processes": self.processes,
+            "more_passes": self.passes,
+            "killed_at": self.killed,
+            "resumed_at": self.resumed_at if self.killed else 0,
+            "resumed_on": self.after,
+            "error": self.error,
+            "seconds": round(self.took_s, 2),
+        }
+        if self.lines:
+            facts |= {"loss": self.last["loss"], "digest": self.last["digest"]}
+        return facts
 
 
 @dataclass
 class Finding:
-    """Why the promise does not hold.
+    """The reason why the guarantee does not hold.
 
     what   the difference, or the error of a training
     where  the first different tensor of the first different step
-    cause  what is likely
-    seen   what the task's code was seen to do
+    cause  the likely cause
+    seen   observed calls of the task's code
     """
 
     what: str
@@ -272,20 +291,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--keep", default="")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     parser.add_argument("--json", action="store_true")
-    asked, words = parser.parse_known_args(argv)
+    options, words = parser.parse_known_args(argv)
 
     def work(args: config.Args) -> int:
-        with _place(asked.keep) as folder:
-            return Proof(asked, _training(asked.trust, words), args.cfg, folder).run()
+        with _place(options.keep) as folder:
+            return Proof(options, _training(options.trust, words), args.cfg, folder).run()
 
-    return guarded(words, work, lambda words: _training(asked.trust, words))
+    return guarded(words, work, lambda words: _training(options.trust, words))
 
 
 def _training(trust: bool, words: list[str]) -> list[str]:
-    """Return a training's arguments: RUN at the beginning becomes its config."""
-    first = words[0] if words and words[0][:1] != "-" and "=" not in words[0] else ""
+    """Return a training's arguments. A leading RUN becomes the config of the run."""
+    first = "".join(words[:1])
+    if first.startswith("-") or "=" in first or first.endswith(".py"):
+        return words
     is_run = (Path(first) / "config.yaml").is_file() or first.endswith(".pt") or os.sep in first
-    return of_run(trust, words) if first and is_run and not first.endswith(".py") else words
+    return of_run(trust, words) if first and is_run else words
 
 
 @contextlib.contextmanager
@@ -303,9 +324,8 @@ def _place(keep: str) -> Iterator[Path]:
 
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.isdigit() and 1 <= int(part) <= 64 for part in parts) or len({*parts}) < len(
-        parts
-    ):
+    valid = all(part.isdigit() and 1 <= int(part) <= 64 for part in parts)
+    if not valid or len({*parts}) < len(parts):
         raise LockstepError(
             f"{text!r} are no numbers of processes", "--processes", "give some such as 1,2,4"
         )
@@ -317,26 +337,25 @@ def _numbers(text: str) -> list[int]:
 
 
 class Proof:
-    """The trainings of one proof, in the order in which they matter; what they show, and what was
-    left out."""
+    """The trainings of one proof in order of importance, the results, and the list of omissions."""
 
-    def __init__(self, asked: argparse.Namespace, words: list[str], cfg: Any, folder: Path):
-        if asked.steps < 2:
+    def __init__(self, options: argparse.Namespace, words: list[str], cfg: Any, folder: Path):
+        if options.steps < 2:
             raise LockstepError(
-                f"{asked.steps} are too few to be killed between", "--steps", "give 2 or more"
+                f"{options.steps} are too few to be killed between", "--steps", "give 2 or more"
             )
-        if not 0 < asked.seconds < 1e6:
+        if not 0 < options.seconds < 1e6:
             raise LockstepError(
-                f"{asked.seconds:g} is no time", "--seconds", "give the seconds that it may take"
+                f"{options.seconds:g} is no time", "--seconds", "give the seconds that it may take"
             )
-        self.asked, self.words, self.cfg, self.folder = asked, words, cfg, folder
-        self.counts = _numbers(asked.processes)
-        self.steps, self.evaluate, self.cores = asked.steps, True, available()
+        self.options, self.words, self.cfg, self.folder = options, words, cfg, folder
+        self.counts = _numbers(options.processes)
+        self.steps, self.evaluate, self.cores = options.steps, True, available()
         self.trials: list[Trial] = []
         self.finding: Finding | None = None
         self.left_out: list[str] = []
-        self.agreed: list[Trial] = []  # with the first run, at each step
-        self.agreed_at_the_end: list[Trial] = []  # and in the final state
+        self.agreed: list[Trial] = []  # with equal bits at each step
+        self.agreed_at_the_end: list[Trial] = []  # and with an equal final state
         self.within_rounding: list[Trial] = []
         self.not_known: list[str] = []
         self.one_s, self.began = 0.0, time.monotonic()
@@ -346,12 +365,12 @@ class Proof:
         self.global_batch = max(1, self.wanted // multiple) * multiple
         self.workers = cfg.virtual_workers or max(self.counts) + 1
         self.cards = cards.visible(cfg)
-        # refuses what cannot be, before a run is started
+        # raises before a run is started if NCCL cannot run
         cards.sharing(self.cards, max(self.counts), cfg.ddp.backend)
         self.bar: Any = None
 
     def say(self, text: str = "") -> None:
-        if not self.asked.json:
+        if not self.options.json:
             if self.bar is not None:
                 self.bar.clear()
             print(text, flush=True)
@@ -359,25 +378,23 @@ class Proof:
     def run(self) -> int:
         from tqdm import tqdm
 
-        quiet = self.asked.json or not sys.stderr.isatty()
+        quiet = self.options.json or not sys.stderr.isatty()
         with tqdm(
-            total=self.asked.seconds, unit="s", disable=quiet, leave=False, bar_format=BAR
+            total=self.options.seconds, unit="s", disable=quiet, leave=False, bar_format=BAR
         ) as self.bar:
             self._prove()
         self.bar = None
         code = {HOLDS: errors.DONE, BROKEN: 1, UNKNOWN: NOT_KNOWN}[self.verdict]
-        if self.asked.json:
+        if self.options.json:
             print(json.dumps(self._as_json(code)))
         else:
             print("\n".join(self._verdict()), flush=True)
         return status.set_exit_code(code)
 
     def _prove(self) -> None:
-        name = (
-            " ".join(self.words[:1])
-            if self.words and not self.words[0].startswith("-")
-            else self.cfg.task
-        )
+        name = "".join(self.words[:1])
+        if not name or name.startswith("-"):
+            name = self.cfg.task
         first = self._first()
         if first is None:
             self.say(f"{name}: refused before its first step")
@@ -385,9 +402,7 @@ class Proof:
             return
         batch = f"{self.global_batch} samples"
         if self.global_batch != self.wanted:
-            divide = " and ".join(
-                map(str, self.counts[-2:] if len(self.counts) > 1 else self.counts)
-            )
+            divide = " and ".join(map(str, self.counts[-2:]))
             batch += (
                 f" (the config's {self.wanted} do not divide by {divide}: not checked with these)"
             )
@@ -414,7 +429,7 @@ class Proof:
             if self.finding:
                 break
             alone = [each for each in group if self._is_again(first, each) and not each.ended_by]
-            if alone and first.code:  # it was stopped early: another run has the final state
+            if alone and first.code:  # stopped early: another run has the final state
                 first = alone[0]
                 self._look_at_the_end(first)
             self.one_s = min([self.one_s, *(each.took_s for each in alone)])
@@ -424,12 +439,14 @@ class Proof:
         self._note_limits(first)
 
     def _first(self) -> Trial | None:
-        """Take the steps on one process, as many as a twentieth of the time is enough for; raise
-        what is no matter of cuts, such as a file that is missing. Return None where the training
-        finds a mistake by itself."""
+        """Take the steps on one process within a twentieth of the time.
+
+        Return None if the training finds a mistake. Raises LockstepError for an error that does not
+        concern partitions, such as a missing file.
+        """
         for kind in ("virtual", "plain"):
             first = self._new(kind, 1)
-            first.limit_s = self.asked.seconds / 20
+            first.limit_s = self.options.seconds / 20
             self._start([first])
             if kind == "virtual" and re.search(
                 r"gather_batch in a step|with virtual_workers=", first.error
@@ -463,7 +480,7 @@ class Proof:
         if first.notes["scored"] and not any(event == "eval" for event, _ in first.lines):
             self.evaluate = False
             self.left_out.append("the evaluation: it takes too long")
-        # Data may have been prepared once: the time counts from the first step of the first run.
+        # The first run may prepare data once: the time counts from the first step of that run.
         self.began = time.monotonic() - first.last["time_s"]
         self.one_s = first.took_s
         return first
@@ -477,80 +494,70 @@ class Proof:
         return each
 
     def _groups(self, first: Trial) -> Iterator[list[Trial]]:
-        """Yield the runs that are still of use, those together that have a core for each
-        process."""
-        most, plain = self.counts[-1], [n for n in self.counts if n <= 3] or self.counts[:1]
-        kill = min(self.steps // 2 + 1, self.steps - 1)
-        if kill % self._save_every == 0 and kill + 1 < self.steps:  # a step is repeated
-            kill += 1
-        after = min(2, max(1, most - 1)) if first.kind == "virtual" else 1
-        # The one that is killed comes first: it is another cut, and a resume. The same run once
-        # more shows less.
-        plan: list[dict[str, Any]] = [
-            {
-                "kind": first.kind,
-                "processes": most if first.kind == "virtual" else 1,
-                "killed": kill,
-                "after": after,
-            },
-            {"kind": first.kind, "processes": 1},  # on the same cut the bits must be the same
-        ]
-        more = self._in_one_pass() > 1 and first.kind == "virtual"
-        wide = [n for n in plain if n > 1]
-        plan += [
-            {"kind": kind, "processes": 1} for kind in ("double", "plain") if kind != first.kind
-        ]
-        plan += [
-            {"kind": kind, "processes": 1, "passes": True} for kind in ("double", "plain") if more
-        ]
-        virtual = [
-            {"kind": "virtual", "processes": n}
-            for n in self.counts
-            if 1 < n < most and first.kind == "virtual"
-        ]
-        for n in range(max(len(virtual), len(wide))):
-            plan += virtual[n : n + 1]
-            plan += [
-                {"kind": kind, "processes": each}
-                for each in wide[n : n + 1]
-                for kind in ("double", "plain")
-            ]
+        """Yield the groups of runs that are still useful. The processes of a group have a core
+        each."""
+        plan = self._plan(first)
         while plan:
             group = [plan.pop(0)]
-            while plan and not group[0].get("killed"):
-                if sum(each["processes"] for each in [*group, plan[0]]) > self.cores or plan[0].get(
-                    "killed"
-                ):
+            cores = group[0]["processes"]
+            while plan and not group[0].get("killed") and not plan[0].get("killed"):
+                cores += plan[0]["processes"]
+                if cores > self.cores:
                     break
                 group.append(plan.pop(0))
-            wanted = [each for each in group if self._is_of_use(each)]
-            if wanted:
-                yield [self._new(**each) for each in wanted]
-            elif group[0].get("killed"):  # there is no time for it, but perhaps for another cut
+            useful = [*filter(self._is_of_use, group)]
+            if useful:
+                yield [self._new(**each) for each in useful]
+            elif group[0].get("killed"):
+                # no time for the kill, but perhaps for another partition
                 plan.sort(key=lambda each: each["kind"] != "virtual" or each["processes"] == 1)
         if self._needs_yardstick():
             yield [self._new("nudged", 1)]
 
+    def _plan(self, first: Trial) -> list[dict[str, Any]]:
+        """Return the arguments of the next trials, the most important first."""
+        virtual = first.kind == "virtual"
+        most = self.counts[-1]
+        kill = min(self.steps // 2 + 1, self.steps - 1)
+        if kill % self._save_every == 0 and kill + 1 < self.steps:  # so that a step is repeated
+            kill += 1
+        killed = {"kind": first.kind, "processes": 1, "killed": kill, "after": 1}
+        if virtual:
+            killed |= {"processes": most, "after": min(2, max(1, most - 1))}
+        # The killed run comes first: another partition, and a resume. A repetition of the first run
+        # shows less. On the same partition the bits must be the same.
+        plan = [killed, {"kind": first.kind, "processes": 1}]
+        plan += [each for each in _plain_pair(1) if each["kind"] != first.kind]
+        inner = list[int]()
+        if virtual:
+            inner = [n for n in self.counts if 1 < n < most]
+            if self._in_one_pass() > 1:
+                plan += _plain_pair(1, passes=True)
+        wide = [n for n in self.counts if 1 < n <= 3] or [n for n in self.counts[:1] if n > 3]
+        for of_virtual, of_plain in itertools.zip_longest(inner, wide):
+            if of_virtual:
+                plan.append({"kind": "virtual", "processes": of_virtual})
+            if of_plain:
+                plan += _plain_pair(of_plain)
+        return plan
+
     def _is_of_use(self, each: dict[str, Any]) -> bool:
-        """Return whether a run can show something, and there is time for it; else note why not."""
-        kind, name = each["kind"], str(Trial(**each, folder=Path()))
+        """Return whether a run is useful and fits into the time. Otherwise note the reason."""
+        kind = each["kind"]
+        name = str(Trial(**each, folder=Path()))
         if kind == "virtual" and each["processes"] > self.workers:
             self.left_out.append(f"{name}: virtual_workers={self.workers} is the most")
             return False
-        if kind != "virtual" and (
-            self._why_no_plain() or (kind == "double" and self._no_float64())
-        ):
+        if kind != "virtual" and self._why_no_plain():
             return False
-        cost = (
-            self.one_s
-            * max(1.0, each["processes"] / self.cores)
-            * (1.8 if each.get("killed") else 1.0)
-        )
-        if time.monotonic() - self.began + cost > self.asked.seconds:
-            what = {"virtual": "", "plain": " without virtual workers", "double": " in float64"}[
-                kind
-            ]
-            self.left_out.append(f"{name}{what}: {self.asked.seconds:.0f} s are over (--seconds)")
+        if kind == "double" and self._no_float64():
+            return False
+        cost = self.one_s * max(1.0, each["processes"] / self.cores)
+        if each.get("killed"):
+            cost *= 1.8
+        if time.monotonic() - self.began + cost > self.options.seconds:
+            time_is_over = f"{self.options.seconds:.0f} s are over (--seconds)"
+            self.left_out.append(f"{name}{KIND_NAMES[kind]}: {time_is_over}")
             return False
         return True
 
@@ -563,7 +570,7 @@ class Proof:
         settings: dict[str, Any] = {
             "epochs": 0,
             "steps": self.steps,
-            "schedule.horizon": cfg.schedule.horizon or self.asked.steps,
+            "schedule.horizon": cfg.schedule.horizon or self.options.steps,
             "log_every": 1,
             "eval_every": self.steps,
             "check_every": 1,
@@ -597,38 +604,43 @@ class Proof:
         )
 
     def _start(self, group: Sequence[Trial], record: int = 0) -> None:
-        """Run these trainings at the same time, and wait for their ends.
+        """Run trainings at the same time, and wait for all ends.
 
-        record  the step at which each ends, with a record of it, and watched
+        record  each training ends at this step, with a record and a witness; 0: no record
         """
-        for leg in (0, 1):
-            with contextlib.ExitStack() as stack:
-                children = [
-                    (each, stack.enter_context(self._child(each, leg, record)))
-                    for each in group
-                    if leg == 0 or (each.killed and last_step(each.folder))
-                ]
-                began = time.monotonic()
-                while running := [child for _, child in children if child.poll() is None]:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        running[0].wait(0.2)
-                    self._tick(group)
-                for each, child in children:
-                    if leg == 0 and each.killed and child.returncode == errors.DONE:
-                        self.left_out.append(
-                            f"a resume: the run on {each} ended before it was killed"
-                        )
-                        each.killed = 0
-                    each.code, each.took_s = (
-                        child.returncode,
-                        each.took_s + time.monotonic() - began,
-                    )
-            for each, _ in children:
-                each.text = each.folder.with_suffix(f".log{leg}").read_text(errors="replace")
-                each.__dict__.pop("lines", None)
+        self._run_leg(group, 0, record)
+        killed = [each for each in group if each.killed]
+        self._run_leg([each for each in killed if last_step(each.folder)], 1, record)
+
+    def _run_leg(self, group: Sequence[Trial], leg: int, record: int) -> None:
+        """Run trainings from the start (leg 0) or after the kill (leg 1) to the end."""
+        with contextlib.ExitStack() as stack:
+            children: dict[int, Any] = {}
+            for number, each in enumerate(group):
+                children[number] = stack.enter_context(self._child(each, leg, record))
+            began = time.monotonic()
+            while running := [child for child in children.values() if child.poll() is None]:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    running[0].wait(0.2)
+                self._tick(group)
+            for number, each in enumerate(group):
+                each.code = children[number].returncode
+                each.took_s += time.monotonic() - began
+                if leg == 0 and each.killed and each.code == errors.DONE:
+                    self.left_out.append(f"a resume: the run on {each} ended before it was killed")
+                    each.killed = 0
+        for each in group:
+            each.text = each.folder.with_suffix(f".log{leg}").read_text(errors="replace")
+            each.__dict__.pop("lines", None)
 
     def _child(self, each: Trial, leg: int, record: int) -> Any:
-        processes = each.after if leg else each.processes
+        processes = each.processes
+        kill_at = each.killed
+        last = 0 if each.killed else record
+        if leg:
+            processes = each.after
+            kill_at = 0
+            last = record
         order: dict[str, Any] = {
             "notes": str(each.folder.with_suffix(".json")),
             "double": each.kind == "double",
@@ -636,42 +648,40 @@ class Proof:
             "nudged": each.kind == "nudged",
             "evaluate": self.evaluate and not record,
             "seconds": each.limit_s,
-            "kill_at": 0 if leg else each.killed,
-            "last": 0 if each.killed and not leg else record,
+            "kill_at": kill_at,
+            "last": last,
             "watch": record > 0,
         }
         settings = self._settings(each) | cards.sharing(self.cards, processes, self.cfg.ddp.backend)
-        settings |= {"record": record, "compile": "off", "cuda_graph": False} if record else {}
-        env = (
-            {"OMP_NUM_THREADS": "1"}
-            | os.environ
-            | {launch.RESTART: json.dumps({"settings": settings})}
-        )
-        if "PYTHONHASHSEED" not in os.environ:
-            env |= {"PYTHONHASHSEED": str(each.seed)}
+        if record:
+            settings |= {"record": record, "compile": "off", "cuda_graph": False}
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(each.seed)}
+        env = defaults | os.environ | {launch.RESTART: json.dumps({"settings": settings})}
         command = [*python(processes), script_of("trial"), json.dumps(order), *self.words]
         return started(command, env, each.folder.with_suffix(f".log{leg}"))
 
     def _tick(self, group: Sequence[Trial]) -> None:
         if self.bar is not None and not self.bar.disable:
-            self.bar.n = min(self.asked.seconds, round(time.monotonic() - self.began))
+            self.bar.n = min(self.options.seconds, round(time.monotonic() - self.began))
             names = "; ".join(
                 f"{each.kind}, {each}: step {last_step(each.folder)}" for each in group
             )
             self.bar.set_description_str(names)
 
-    # ---- what they show ----
+    # ---- results ----
 
     def _show(self, each: Trial, again: str = "") -> None:
-        """Print a run's row of the table of equal bits."""
-        how = (
-            f"killed at step {each.killed}, resumed at {each.resumed_at}" if each.killed else "none"
-        )
-        name = f"{each.processes}{again}" + (f", then {each.after}" if each.killed else "")
-        self.say(ROW.format(name, how, f"{each.last['loss']:.6g}", each.last["digest"]))
+        """Print the row of a run in the table of equal bits."""
+        interruption = "none"
+        name = f"{each.processes}{again}"
+        if each.killed:
+            interruption = f"killed at step {each.killed}, resumed at {each.resumed_at}"
+            name += f", then {each.after}"
+        self.say(ROW.format(name, interruption, f"{each.last['loss']:.6g}", each.last["digest"]))
 
     def _look(self, each: Trial, first: Trial) -> None:
-        """Set the finding, if a run shows one; else note whether it agrees with the first."""
+        """Compare a run with the first run. Set the finding after a difference; otherwise note the
+        agreement."""
         if self.finding:
             return
         how = {"virtual": "", "double": " in float64"}.get(each.kind, " without virtual workers")
@@ -696,7 +706,8 @@ class Proof:
         found = _apart(first, each)
         if found is None:
             self.agreed.append(each)
-            self.agreed_at_the_end += [each] if first.code == errors.DONE else []
+            if first.code == errors.DONE:
+                self.agreed_at_the_end.append(each)
             return
         self._start_again(first, each)
         if not self.finding:
@@ -704,8 +715,8 @@ class Proof:
             self.finding = self._explained(first, each, step, what)
 
     def _start_again(self, first: Trial, each: Trial) -> None:
-        """Before a run that shows something is explained, set the finding where the first is
-        another when it is started once more: then the cut is not the cause."""
+        """Repeat the first run before a difference is explained. Set the finding if the repetition
+        differs: then the partition is not the cause."""
         if self._is_again(first, each) or any(self._is_again(first, one) for one in self.agreed):
             return
         again = self._new(first.kind, first.processes)
@@ -713,8 +724,7 @@ class Proof:
         self._look(again, first)
 
     def _look_at_the_end(self, first: Trial) -> None:
-        """Compare those that have agreed up to its last step with a run that has the final
-        state."""
+        """Compare the runs that agreed so far with a run that has the final state."""
         for each in self.agreed:
             if self.finding or each is first:
                 continue
@@ -724,59 +734,30 @@ class Proof:
                 self.agreed_at_the_end.append(each)
 
     def _is_again(self, first: Trial, each: Trial) -> bool:
-        """Return whether it is the first run once more, on the same cut and without an
-        interruption."""
+        """Return whether a run repeats the first run: the same partition, no interruption."""
         return _same_cut(first, each) and not each.killed
 
     def _explained(self, one: Trial, other: Trial, step: int, what: str) -> Finding:
-        """Repeat two runs with a record of the step at which they part, and name the first tensor
-        that differs."""
-        again = _same_cut(one, other) and not other.killed
-        resumed = bool(other.killed and step > other.resumed_at)
-        how = (
-            "again"
-            if again
-            else "resumed"
-            if resumed
-            else "cut"
-            if other.kind == "virtual"
-            else "plain"
+        """Repeat two runs with a record of the first different step, and name the first different
+        tensor."""
+        how = _way(one, other, step)
+        name = DIFFERENCE[how].format(
+            run=other,
+            processes=amount(other.processes, "process"),
+            after=amount(other.after, "process"),
         )
-        name = {
-            "again": "the same run, started twice, is another",
-            "cut": f"on {amount(other.processes, 'process')} the run is not that of one process",
-            "resumed": (
-                f"killed, and resumed on {amount(other.after, 'process')}, the run is not "
-                "that of one process"
-            ),
-            "plain": (
-                f"without virtual workers the run on {other} is not that of one process in one pass"
-            ),
-        }[how]
         finding = Finding(f"{name}: {what}", cause=f"it {WHY[how]}", step=step)
         if not step:
             return finding
         self.say(f"\nRepeating both with a record of step {step} ...")
-        pair = []
-        for n, each in enumerate((one, other)):
-            kill = (each.killed, each.after) if how == "resumed" else (0, 0)
-            pair.append(
-                Trial(
-                    each.kind,
-                    each.processes,
-                    self.folder / f"why_{n}",
-                    each.passes,
-                    *kill,
-                    each.seed,
-                )
-            )
-            self._start(pair[-1:], record=step)
-        paths = [each.folder / f"record_step_{step}.npz" for each in pair]
+        pair = [self._repeated(one, "why_0", how, step), self._repeated(other, "why_1", how, step)]
         finding.seen = _seen(pair)
-        if not all(path.exists() for path in paths):
-            finding.where = next((each.error for each in pair if each.error), "")
+        paths = [each.folder / f"record_step_{step}.npz" for each in pair]
+        if not paths[0].exists() or not paths[1].exists():
+            finding.where = pair[0].error or pair[1].error
             return finding
-        if again and all(_apart(a, b) is None for a, b in zip((one, other), pair, strict=True)):
+        of_hash = how == "again" and not _apart(one, pair[0]) and not _apart(other, pair[1])
+        if of_hash:
             finding.cause = (
                 "the order of a set (or a hash of a text): with the same "
                 "PYTHONHASHSEED the runs are equal"
@@ -791,38 +772,49 @@ class Proof:
         finding.where = f"step {step}: {first}"
         if first is found.differences[0] and found.before:
             finding.where += "; everything before is equal in bits"
-        if not finding.cause.startswith("the order of a set"):
-            # it may change them
-            kind = "weight" if how == "resumed" and first.kind == "gradient" else first.kind
+        kind = first.kind
+        if how == "resumed" and kind == "gradient":
+            kind = "weight"  # the optimizer may change gradients
+        if not of_hash:
             finding.cause = f"{PARTS[kind]} {WHY[how]}"
         return finding
+
+    def _repeated(self, each: Trial, folder: str, how: str, step: int) -> Trial:
+        """Repeat a run up to a step, with a record of the step."""
+        again = Trial(each.kind, each.processes, self.folder / folder, each.passes, seed=each.seed)
+        if how == "resumed":
+            again.killed = each.killed
+            again.after = each.after
+        self._start([again], record=step)
+        return again
 
     # ---- without virtual workers ----
 
     def _of(self, kind: str) -> list[Trial]:
-        """Return the runs of a kind that have come to their end."""
-        runs = [each for each in self.trials if each.kind == kind and each.lines]
-        return [
-            each
-            for each in runs
-            if not (each.error or each.ended_by or _lacking(self.trials[0], each))
-        ]
+        """Return the complete runs of a kind."""
+        first = self.trials[0]
+        found = []
+        for each in self.trials:
+            ended = each.kind == kind and each.lines and not each.error and not each.ended_by
+            if ended and not _lacking(first, each):
+                found.append(each)
+        return found
 
     def _why_no_plain(self) -> str:
-        """Why equal numbers are not promised without virtual workers, known once one such run is
-        there."""
-        notes = next(
-            (each.notes for each in self.trials if each.kind in ("plain", "double") and each.notes),
-            {},
-        )
-        if depends := notes.get("depends_on_cut", ""):
+        """Return why numbers without virtual workers may differ; empty if they must not, or before
+        such a run."""
+        plain = [each for each in self.trials if each.kind in ("plain", "double") and each.notes]
+        notes = plain[0].notes if plain else {}
+        depends = notes.get("depends_on_cut", "")
+        if depends:
             return f"the numbers of {depends} depend on the cut"
-        if draws := " and ".join(notes.get("draws", [])):
-            return (
-                f"the loss draws from the generator of {draws} in each pass, so that its "
-                "numbers depend on the cut"
-            )
-        return ""
+        draws = " and ".join(notes.get("draws", []))
+        if not draws:
+            return ""
+        return (
+            f"the loss draws from the generator of {draws} in each pass, so that its "
+            "numbers depend on the cut"
+        )
 
     def _no_float64(self) -> str:
         return next(
@@ -830,13 +822,16 @@ class Proof:
         )
 
     def _gaps(self, kind: str) -> list[tuple[Trial, float, float]]:
-        """[(run, the largest relative difference of a logged number to one process, that of a
-        weight)]"""
+        """Return [(run, the largest relative difference of a logged number to one process, of a
+        weight)]."""
         one, *others = self._of(kind) or [self.trials[0]]
         return [(each, *_gap(one, each)) for each in others if not _same_cut(one, each)]
 
+    def _gaps_by_name(self, kind: str) -> dict[str, tuple[float, float]]:
+        return {str(each): (numbers, weights) for each, numbers, weights in self._gaps(kind)}
+
     def _in_float64(self) -> bool:
-        """Return whether the differences in float64 are those of its rounding."""
+        """Return whether rounding explains the differences in float64."""
         gaps = self._gaps("double")
         return bool(gaps) and max(max(gap) for _, *gap in gaps) <= FLOAT64
 
@@ -847,8 +842,8 @@ class Proof:
         )
 
     def _plain_table(self) -> None:
-        gaps = {str(each): (each, *gap) for each, *gap in self._gaps("plain")}
-        in_float64 = {str(each): gap for each, *gap in self._gaps("double")}
+        gaps = self._gaps_by_name("plain")
+        in_float64 = self._gaps_by_name("double")
         if not gaps and not in_float64:
             return
         self.say(
@@ -856,18 +851,14 @@ class Proof:
             "to one process:"
         )
         self.say(PLAIN_ROW.format("processes", "numbers", "weights", "float64: numbers", "weights"))
-        for name in dict.fromkeys([*gaps, *in_float64]):
-            cells = [f"{n:.1e}" for n in gaps[name][1:]] if name in gaps else ["-", "-"]
-            doubles = [f"{n:.1e}" for n in in_float64[name]] if name in in_float64 else ["-", "-"]
-            self.say(
-                PLAIN_ROW.format(
-                    name.replace(" processes", "").replace(" process", ""), *cells, *doubles
-                )
-            )
+        for name in gaps | in_float64:
+            short = name.replace(" processes", "").replace(" process", "")
+            cells = [*_cells(gaps.get(name)), *_cells(in_float64.get(name))]
+            self.say(PLAIN_ROW.format(short, *cells))
 
     def _judge_plain(self) -> None:
-        """Set the finding where a difference without virtual workers is more than rounding; else
-        note the other cuts that were within it."""
+        """Set the finding if a difference without virtual workers exceeds rounding. Otherwise note
+        the partitions within rounding."""
         self.within_rounding = []
         if why := self._why_no_plain():
             self.left_out.append(f"other cuts without virtual workers: {why}")
@@ -886,7 +877,7 @@ class Proof:
             moved = _gap(one, nudged, CONTINUOUS)
             limits = [GROWTH * max(trial.LAST_BIT, each) for each in moved]
             gaps = [(each, *_gap(one, each, CONTINUOUS)) for each, *_ in plain]
-            if limits[0] > CLEAR:  # it amplifies rounding so much that float32 shows nothing
+            if limits[0] > CLEAR:  # rounding is amplified so much that float32 shows nothing
                 gaps = []
                 if not self._in_float64():
                     what = f"weights changed in the last place move the numbers by {moved[0]:.0e}"
@@ -901,13 +892,13 @@ class Proof:
                     first = self._of(each.kind)[0]
                     step = _first_step(first, each, limit) if name != "weights" else self.steps
                     what = f"{name} differ by {size:.1e}, and rounding explains {limit:.0e}"
-                    self.finding = self._explained(
-                        first, each, step, what + f" (from step {step} on)" * (step > 0)
-                    )
+                    if step:
+                        what += f" (from step {step} on)"
+                    self.finding = self._explained(first, each, step, what)
                     return
-        self.within_rounding = [
-            each for each, *_ in gaps or (self._gaps("double") if self._in_float64() else [])
-        ]
+        if not gaps and self._in_float64():
+            gaps = self._gaps("double")
+        self.within_rounding = [each for each, *_ in gaps]
 
     # ---- the end ----
 
@@ -947,8 +938,7 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """Whether the promise holds. It is about other cuts: without one that was tried, nothing is
-        known."""
+        """Whether the guarantee holds. Without a run on another partition nothing is known."""
         if self.finding:
             return BROKEN
         others = [
@@ -974,69 +964,49 @@ class Proof:
         return [*lines, "Not checked:", *(f"  - {text}" for text in self.left_out)]
 
     def _same_bits(self) -> list[str]:
-        """Return a line on the runs that have agreed in all bits."""
+        """Return a line about the runs with equal bits."""
         if not self.agreed:
             return []
         lines = self.trials[0].lines or self.agreed[0].lines
-        where = [f"at {amount(sum(event == 'train' for event, _ in lines), 'step')}"]
-        ended, total = len(self.agreed_at_the_end) + 1, len(self.agreed) + 1
+        steps = [step for event, step in lines if event == "train"]
+        where = [f"at {amount(len(steps), 'step')}"]
+        ended = len(self.agreed_at_the_end) + 1
+        total = len(self.agreed) + 1
         if self.agreed_at_the_end:
-            scored = any(event == "eval" for event, _ in self.agreed_at_the_end[0].lines)
-            where += ["in the evaluation"] if scored else []
-            where.append(
-                "and in the whole final state" + (f" of {ended} of them" if ended < total else "")
-            )
+            if any(event == "eval" for event, _ in self.agreed_at_the_end[0].lines):
+                where.append("in the evaluation")
+            where.append("and in the whole final state")
+            if ended < total:
+                where[-1] += f" of {ended} of them"
         return [f"  the same bits in {amount(total, 'run')}: {', '.join(where)}"]
 
     def _rounding(self) -> list[str]:
-        """Return a line on what was found without virtual workers."""
-        plain, double = self._gaps("plain"), self._gaps("double")
-        names = {str(each) for each in self.within_rounding}
-        plain, double = ([gap for gap in gaps if str(gap[0]) in names] for gaps in (plain, double))
+        """Return a line about the runs without virtual workers."""
+        names = {*map(str, self.within_rounding)}
         if not names:
             return []
-        cuts = len(names)
-        text = f"  without virtual workers the same on {amount(cuts, 'other cut')} up to rounding: "
+        plain = [gap for name, (gap, _) in self._gaps_by_name("plain").items() if name in names]
+        double = [gap for name, (gap, _) in self._gaps_by_name("double").items() if name in names]
+        texts = []
         if plain:
-            text += f"to {max(numbers for _, numbers, _ in plain):.0e}"
-        if nudged := next(iter(self._of("nudged")), None):
+            texts.append(f"to {max(plain):.0e}")
+        for nudged in self._of("nudged")[:1]:
             moved, _ = _gap(self._of("plain")[0], nudged, CONTINUOUS)
-            text += f", where weights changed in the last place make {moved:.0e}"
+            texts.append(f"where weights changed in the last place make {moved:.0e}")
         if double:
-            text += (
-                f"{', ' * bool(plain)}to {max(numbers for _, numbers, _ in double):.0e} in float64"
-            )
-        return [text]
+            texts.append(f"to {max(double):.0e} in float64")
+        cuts = amount(len(names), "other cut")
+        return [f"  without virtual workers the same on {cuts} up to rounding: {', '.join(texts)}"]
 
     def _as_json(self, code: int) -> dict[str, Any]:
-        runs = [
-            {
-                "kind": each.kind,
-                "processes": each.processes,
-                "more_passes": each.passes,
-                "killed_at": each.killed,
-                "resumed_at": each.resumed_at if each.killed else 0,
-                "resumed_on": each.after,
-                "error": each.error,
-                "seconds": round(each.took_s, 2),
-            }
-            | ({"loss": each.last["loss"], "digest": each.last["digest"]} if each.lines else {})
-            for each in self.trials
-        ]
-        gaps = {
-            kind: {
-                str(each): {"numbers": numbers, "weights": weights}
-                for each, numbers, weights in self._gaps(kind)
-            }
-            for kind in ("plain", "double")
-        }
+        gaps: dict[str, dict[str, Any]] = {"plain": {}, "double": {}}
+        for kind, rows in gaps.items():
+            for name, (numbers, weights) in self._gaps_by_name(kind).items():
+                rows[name] = {"numbers": numbers, "weights": weights}
         for nudged in self._of("nudged"):
             numbers, weights = _gap(self._of("plain")[0], nudged)
-            gaps["plain"]["weights changed in the last place"] = {
-                "numbers": numbers,
-                "weights": weights,
-            }
-        found = vars(self.finding) if self.finding else None
+            row = {"numbers": numbers, "weights": weights}
+            gaps["plain"]["weights changed in the last place"] = row
         return {
             "holds": {HOLDS: True, BROKEN: False, UNKNOWN: None}[self.verdict],
             "verdict": self.verdict,
@@ -1044,8 +1014,8 @@ class Proof:
             "steps": self.steps,
             "global_batch": self.global_batch,
             "virtual_workers": self.workers,
-            "finding": found,
-            "runs": runs,
+            "finding": vars(self.finding) if self.finding else None,
+            "runs": [each.as_json() for each in self.trials],
             "differences": gaps,
             "not_known": self.not_known,
             "not_checked": self.left_out,
@@ -1061,44 +1031,71 @@ BAR = "{desc}: {percentage:3.0f}% |{bar}| {n:.0f} of {total:.0f} s"
 # --------------------------------------------------------------------------------------------------
 
 
+def _plain_pair(processes: int, **how: Any) -> list[dict[str, Any]]:
+    """Return the arguments of a trial in float64 and of a trial in float32."""
+    return [{"kind": kind, "processes": processes, **how} for kind in ("double", "plain")]
+
+
+def _way(one: Trial, other: Trial, step: int) -> str:
+    """Return the key of WHY and DIFFERENCE for two runs that part at a step."""
+    if _same_cut(one, other) and not other.killed:
+        return "again"
+    if other.killed and step > other.resumed_at:
+        return "resumed"
+    return "cut" if other.kind == "virtual" else "plain"
+
+
+def _cells(gap: tuple[float, float] | None) -> list[str]:
+    if gap is None:
+        return ["-", "-"]
+    return [f"{gap[0]:.1e}", f"{gap[1]:.1e}"]
+
+
 def _numbers_of(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name not in TIMES}
 
 
 def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
-    """Return (the first step at which two runs have other bits, what differs), step 0 if only the
-    final state does; or None."""
-    for key in sorted(
+    """Return (the first different step, the difference) of two runs; step 0 for a different final
+    state; None if equal."""
+    # in a step, the line of the evaluation comes second
+    order = sorted(
         one.lines.keys() & other.lines.keys(), key=lambda key: (key[1], key[0] == "eval")
-    ):
-        mine, theirs = (_numbers_of(each.lines[key]) for each in (one, other))
+    )
+    for key in order:
+        mine = _numbers_of(one.lines[key])
+        theirs = _numbers_of(other.lines[key])
         if mine != theirs:
             names = [name for name in mine if mine[name] != theirs.get(name)]
-            name = next((name for name in ("loss", *names) if name in names), "digest")
-            return key[
-                1
-            ], f"at step {key[1]}: {name} {_shown(mine[name])} and {_shown(theirs.get(name))}"
-    # it was stopped early, as the first may be: it ends at another step
+            name = [*({"loss"} & {*names}), *names, "digest"][0]
+            values = f"{_shown(mine[name])} and {_shown(theirs.get(name))}"
+            return key[1], f"at step {key[1]}: {name} {values}"
+    # a run that stopped early ends at another step
     if one.code != errors.DONE:
         return None
-    mine, theirs = (
-        digests.each(tensors_of("", {n: each.state[n] for n in SAME_STATE}))
-        for each in (one, other)
-    )
-    if wrong := [
-        name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
-    ]:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return 0, f"in the final state alone: {min(wrong)}{more}"
-    return None
+    mine = _final_digests(one)
+    theirs = _final_digests(other)
+    wrong = sorted(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+    if not wrong:
+        return None
+    text = f"in the final state alone: {wrong[0]}"
+    if len(wrong) > 1:
+        text += f" and {len(wrong) - 1} more"
+    return 0, text
+
+
+def _final_digests(trial: Trial) -> dict[str, Any]:
+    """Return {name: digest} of the final state."""
+    state = {name: trial.state[name] for name in SAME_STATE}
+    return digests.each(tensors_of("", state))
 
 
 def _lacking(one: Trial, other: Trial) -> str:
-    """Return what the log of a run lacks of the lines of another, empty where it has them all."""
+    """Return which lines of a log are missing in the log of another run; empty if none."""
     steps = sorted(step for _, step in one.lines.keys() - other.lines.keys())
-    return (
-        f"its log lacks {amount(len(steps), 'line')}, the first of step {steps[0]}" if steps else ""
-    )
+    if not steps:
+        return ""
+    return f"its log lacks {amount(len(steps), 'line')}, the first of step {steps[0]}"
 
 
 def _shown(value: Any) -> str:
@@ -1106,7 +1103,7 @@ def _shown(value: Any) -> str:
 
 
 def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, float]:
-    """Return the largest relative difference of the logged numbers, and of the weights, each by its
+    """Return the largest relative difference of the logged numbers, and of the weights, each by the
     norm."""
     largest, apart = dict[str, float](), dict[str, float]()
     for key, line in one.lines.items():
@@ -1123,16 +1120,21 @@ def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, fl
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Return the norm of the difference over the norm of `b`, which counts as a thousandth an
-    element at least."""
-    if not isinstance(a, Tensor) or a.shape != b.shape:
-        return 0.0 if not isinstance(a, Tensor) else math.inf
-    a, b = a.double(), b.double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-3 * b.numel() ** 0.5)) if b.numel() else 0.0
+    """Return the norm of the difference divided by the norm of `b`, of at least a thousandth an
+    element."""
+    if not isinstance(a, Tensor):
+        return 0.0
+    if a.shape != b.shape:
+        return math.inf
+    if not b.numel():
+        return 0.0
+    a = a.double()
+    b = b.double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-3 * b.numel() ** 0.5))
 
 
 def _first_step(one: Trial, other: Trial, limit: float) -> int:
-    """Return the first step with a number that differs by more; 0 if only the weights do."""
+    """Return the first step with a difference above the limit; 0 if only the weights differ."""
     for (event, step), line in sorted(one.lines.items(), key=lambda item: item[0][1]):
         theirs = other.lines.get((event, step), {})
         for name, value in _numbers_of(line).items() if event == "train" else ():
@@ -1144,7 +1146,7 @@ def _first_step(one: Trial, other: Trial, limit: float) -> int:
 
 
 def _same_cut(one: Trial, other: Trial) -> bool:
-    """Return whether two runs must have the same bits without virtual workers, too."""
+    """Return whether two runs must have the same bits also without virtual workers."""
     return (one.kind, one.processes, one.passes) == (other.kind, other.processes, other.passes)
 
 
@@ -1153,8 +1155,8 @@ def _cause_of(error: str) -> str:
 
 
 def _seen(pair: Sequence[Trial]) -> list[str]:
-    """Return what the task has kept that differs between the runs, and what its code was seen to do
-    in either."""
+    """Return different values that the task kept, and observed calls of the task's code in either
+    run."""
     sentences, kept = dict[str, None](), list[dict[str, Any]]()
     for each in pair:
         for path in sorted(each.folder.parent.glob(f"{each.folder.name}.json.seen.*")):
@@ -1162,7 +1164,7 @@ def _seen(pair: Sequence[Trial]) -> list[str]:
             sentences |= dict.fromkeys(found["calls"])
             if path.suffix == ".0":
                 kept.append(found["kept"])
-    one, other = (kept[0], kept[1]) if len(kept) > 1 else ({}, {})
+    one, other = [*kept, {}, {}][:2]
     apart = [
         f"{name} is {one[name]!s:.60} in one and {other[name]!s:.60} in the other"
         for name in one

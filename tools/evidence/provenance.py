@@ -1,34 +1,34 @@
-"""Say what a checkpoint has seen: which samples, of whom, how often, when first and last, and which
-never.
+"""Print the training samples of a checkpoint: which samples, from which sources, how often, when
+first and last, and which samples never.
 
-python tools/provenance.py RUN                     counts by source and class, and one number that
-                                                   stands for all uses
+python tools/provenance.py RUN                     counts by source and class, and the root: one
+                                                   hash of all uses
 python tools/provenance.py RUN --list seen.csv     every use: step, epoch, position, sample, source,
                                                    class, times so far
-python tools/provenance.py RUN --proof 17          one line by which anybody can check that sample
-                                                   17 is among them
+python tools/provenance.py RUN --proof 17          one line that proves to anybody the use of sample
+                                                   17
 python tools/provenance.py RUN --no-contents       counts alone: no sample is read, so there is no
                                                    root
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; dataset.root=... after
-it says where the data lie now. The order of the samples is a function of (seed, epoch), so progress
-and config tell all of them. Steps count from 1, epochs, positions and samples from 0, as in
-metrics.jsonl; a position is a sample's place in the order of the whole epoch. What the weights of
-init_from have seen is not counted.
+RUN is the folder of a run (the best checkpoint is read) or a checkpoint. A following
+dataset.root=... is the present place of the data. The order of the samples is a function of (seed,
+epoch), so progress and config determine all uses. Steps count from 1; epochs, positions and samples
+count from 0, as in metrics.jsonl. A position is a sample's place in the order of the whole epoch.
+Uses by the weights of init_from are not counted.
 
-The root is that of RFC 6962's Merkle tree over the uses, in the order of (epoch, position): the
-same on any number of processes. Hashes are SHA-256, n8 is 8 bytes, unsigned, big-endian:
+The root is the root of RFC 6962's Merkle tree over the uses, in the order of (epoch, position). The
+root does not depend on the number of processes. Hashes are SHA-256. n8 is an unsigned integer of 8
+bytes, big-endian.
 
     use      00 | sample (32 bytes) | n8 epoch | n8 position
     node     01 | left | right; the left half of n uses has the largest power of two below n
-    sample   for each tensor or value in it, by the order of their names: n8 length, name, n8
-             length, content
-    content  of a tensor its shape and type as text, such as "(1, 6, 128) torch.float32", and its
-             elements' bytes; of
-             texts and numbers in a list Python's repr
+    sample   for each tensor or value, by the order of names: n8 length, name, n8 length,
+             content
+    content  of a tensor: shape and type as text, such as "(1, 6, 128) torch.float32", and the
+             bytes of the elements; of texts and numbers in a list: Python's repr
 
-A sample is what the dataset gives as a batch of one, before `prepare`; where it draws at random,
-with the seed that an evaluation gives that sample.
+A sample is the dataset's batch of one, before `prepare`. A sample with random numbers is drawn with
+the seed of an evaluation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from engine.plan import make_plan
 from engine.seeds import preserve_rng_state, seed_everything
 from formats.lab.mixup import Mixed
 from plugins.resilience import status
-from tools.running import alone, guarded
+from tools.running import alone, guarded, stdout_aside
 from tools.use.evaluate import TRUST, aligned, of_run
 
 ONE_PASS = {
@@ -70,14 +70,16 @@ ONE_PASS = {
     "multi_gpu": "none",
     "compile": "off",
 }
-"""Settings of one process, which takes a step in one pass: the order does not depend on them."""
+"""Settings of one process and one pass a step. The order of the samples does not depend on these
+settings."""
 
 OF_THE_ORDER = ("seed", "sampler", "drop_last", "exclude")
 CHANGED = (*OF_THE_ORDER, "global batch", "data", "training samples", "dataset.")
-"""Beginnings of changes by --force after which one order no longer tells what a run has seen."""
+"""Prefixes of changes by --force after which the order of one config does not determine the
+uses."""
 
 ROWS = 40
-"""Rows of a table that are printed; --json has all."""
+"""The largest number of printed rows of a table; --json has all rows."""
 
 
 def main(argv: list[str]) -> int:
@@ -98,45 +100,47 @@ def main(argv: list[str]) -> int:
         help="one JSON object on stdout, with all sources and samples never seen",
     )
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     return guarded(
-        [asked.run, *rest], lambda args: _tell(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest], lambda args: _tell(args, options), partial(of_run, options.trust)
     )
 
 
-def _tell(args: config.Args, asked: argparse.Namespace) -> int:
+def _tell(args: config.Args, options: argparse.Namespace) -> int:
     alone("one process tells it", "provenance.py")
-    if asked.proof is not None and asked.no_contents:
+    if options.proof is not None and options.no_contents:
         raise LockstepError("a proof is of contents", "--no-contents", "drop it, or --proof")
-    aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
-    with aside:
-        seen, found = tell(args, not asked.no_contents, asked.proof)
-        if asked.list:
-            _write(seen, asked.list)
-    print(json.dumps(found) if asked.json else "\n".join(_lines(found, asked)))
+    with stdout_aside(options.json):
+        seen, found = tell(args, not options.no_contents, options.proof)
+        if options.list:
+            _write(seen, options.list)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(_lines(found, options)))
     return status.set_exit_code(errors.DONE)
 
 
 def tell(
     args: config.Args, contents_too: bool, proof: int | None = None
 ) -> tuple[Seen, dict[str, Any]]:
-    """Return what the checkpoint `resume` has seen, and the counts; with the contents of the
-    samples also the root."""
+    """Return the uses of the checkpoint `resume`, and the counts; with `contents_too` also the
+    root."""
     seen = _read(args, contents_too)
     return seen, _counts(seen) | (_rooted(seen, proof) if contents_too else {})
 
 
-# ---- what was seen
+# ---- the used samples
 # --------------------------------------------------------------------------------------------------
 
 
 class Seen(NamedTuple):
-    """What a checkpoint has seen.
+    """The samples that a checkpoint has used.
 
-    sampler  the training's, in one process
-    sources  (N,) name of whom each sample is from; None if the dataset does not say
-    labels   (N,) name of the class of each, or None
-    skipped  steps that moved no weight
+    sampler  of the training, in one process
+    sources  (N,) name of the source of each sample; None if the dataset has no names
+    labels   (N,) name of the class of each sample, or None
+    skipped  steps that changed no weight
     """
 
     path: Path
@@ -148,14 +152,14 @@ class Seen(NamedTuple):
     init_from: str
 
     def epochs(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (epoch, steps, positions, samples) of each epoch, the three (n,) in the order of
-        positions. A sample's partner in a mixture comes after it, at the same position."""
+        """Yield (epoch, steps, positions, samples) of each epoch; the arrays are (n,), in the order
+        of positions. The partner of a sample in a mixture follows the sample at the same position.
+        """
         sampler, plan, last = self.sampler, self.sampler.plan, self.progress["epoch"]
         for epoch in range(last + 1):
             sampler.set_epoch(epoch)
-            order = sampler.order()[
-                : self.progress["position"] if epoch == last else plan.epoch_samples
-            ]
+            stop = self.progress["position"] if epoch == last else plan.epoch_samples
+            order = sampler.order()[:stop]
             positions = np.flatnonzero(~sampler.excluded[order])
             which = order[positions]
             if isinstance(sampler.dataset, Mixed):
@@ -174,8 +178,8 @@ class Seen(NamedTuple):
 
 
 def _read(args: config.Args, contents_too: bool) -> Seen:
-    """Load the checkpoint and its data. Raises LockstepError if the data are others, or the order
-    is not one."""
+    """Load the checkpoint and the data. Raises LockstepError for other data, or for a run with more
+    than one order."""
     path = Path(args.cfg.resume)
     saved = checkpoint.parse_state(archive.read(path), path)
     then = config.defaults(args.cfg) | config.flatten(saved.config)
@@ -212,8 +216,10 @@ def _not_one_order(path: Path, why: str) -> LockstepError:
 
 
 def _skipped_steps(path: Path, progress: dict[str, Any]) -> list[int]:
-    """Return the steps up to the checkpoint that moved no weight, by the log. Raises LockstepError
-    if --force has changed the order before it."""
+    """Return the steps up to the checkpoint that changed no weight, from the log.
+
+    Raises LockstepError if --force changed the order before the checkpoint.
+    """
     skipped, changes = list[int](), list[str]()
     log = path.parent / "metrics.jsonl"
     for line in log.read_text("utf-8", "replace").splitlines() if log.is_file() else ():
@@ -229,13 +235,11 @@ def _skipped_steps(path: Path, progress: dict[str, Any]) -> list[int]:
 
 
 def _counts(seen: Seen) -> dict[str, Any]:
-    """Return how often the samples were seen, of each source and class."""
+    """Return the number of uses of the samples, and of each source and class."""
     plan, samples = seen.sampler.plan, len(seen.sampler.excluded)
-    times, first, last = (
-        np.zeros(samples, np.int64),
-        np.full(samples, sys.maxsize),
-        np.zeros(samples, np.int64),
-    )
+    times = np.zeros(samples, np.int64)
+    first = np.full(samples, sys.maxsize)
+    last = np.zeros(samples, np.int64)
     for _, steps, _, which in seen.epochs():
         times += np.bincount(which, minlength=samples)
         np.minimum.at(first, which, steps)
@@ -246,17 +250,17 @@ def _counts(seen: Seen) -> dict[str, Any]:
 
     def of(group: np.ndarray) -> dict[str, Any]:
         some = times[group]
-        told: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "samples": len(some),
             "seen": int((some > 0).sum()),
             "uses": int(some.sum()),
+            "fewest": int(some.min()),
+            "most": int(some.max()),
         }
-        told |= {"fewest": int(some.min()), "most": int(some.max())}
-        return told | (
-            {"first": at(int(first[group].min())), "last": at(int(last[group].max()))}
-            if some.any()
-            else {}
-        )
+        if some.any():
+            counts["first"] = at(int(first[group].min()))
+            counts["last"] = at(int(last[group].max()))
+        return counts
 
     progress = {name: seen.progress[name] for name in ("step", "epoch", "position")}
     found = {
@@ -281,7 +285,8 @@ def _counts(seen: Seen) -> dict[str, Any]:
 
 
 def _groups(names: np.ndarray) -> dict[str, np.ndarray]:
-    """(N,) str -> {name: the samples of that name}, numbers in their order, then texts."""
+    """Return {name: numbers of the samples}, for (N,) names: first numbers in numeric order, then
+    texts."""
     values, number = np.unique(names, return_inverse=True)
     members = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
     groups = dict(zip(values.tolist(), members, strict=True))
@@ -324,7 +329,7 @@ def _write(seen: Seen, path: Path) -> None:
 
 
 def sample_digest(parts: dict[str, bytes]) -> bytes:
-    """Return the SHA-256 of a sample, given the content of each of its parts by name."""
+    """Return the SHA-256 of a sample, from the content of each part by name."""
     digest = hashlib.sha256()
     for name in sorted(parts):
         for part in (name.encode(), parts[name]):
@@ -344,8 +349,8 @@ def node_hash(left: bytes, right: bytes) -> bytes:
 
 
 def merkle(leaves: Iterable[bytes], number: int = -1) -> tuple[bytes, list[bytes]]:
-    """Return the root of RFC 6962's tree over the leaves' hashes, and the audit path of leaf
-    `number`, from below. Keeps one node of each height."""
+    """Return the root of RFC 6962's tree over the hashes of the leaves, and the audit path of leaf
+    `number`, bottom-up. The memory holds one node of each height."""
     nodes: list[tuple[int, int, bytes]] = []  # (first leaf, number of leaves, hash)
     path: list[bytes] = []
 
@@ -365,8 +370,11 @@ def merkle(leaves: Iterable[bytes], number: int = -1) -> tuple[bytes, list[bytes
 
 
 def holds(proof: dict[str, Any]) -> bool:
-    """Return whether a proof leads from the sample's digest to the root, by the algorithm of RFC
-    9162, 2.1.3.2. Compare the root, and the digest of your own sample, too."""
+    """Return whether a proof leads from the sample's digest to the root.
+
+    The algorithm is RFC 9162, 2.1.3.2. The caller must also compare the root, and the digest of the
+    caller's own sample.
+    """
     node = use_hash(bytes.fromhex(proof["digest"]), proof["epoch"], proof["position"])
     at, last = proof["leaf"], proof["leaves"] - 1
     if not 0 <= at <= last:
@@ -385,7 +393,7 @@ def holds(proof: dict[str, Any]) -> bool:
 
 
 def _rooted(seen: Seen, sample: int | None) -> dict[str, Any]:
-    """Return the root, and the proof of a sample's first use. Reads each sample that was seen."""
+    """Return the root, and the proof of a sample's first use. Every used sample is read."""
     uses, first = 0, None
     used = np.zeros(len(seen.sampler.excluded), dtype=bool)
     for epoch, _, positions, which in seen.epochs():
@@ -437,20 +445,24 @@ def _bar(items: Iterable[Any], total: int, name: str) -> Iterable[Any]:
     )
 
 
-# ---- what is printed
+# ---- print
 # -------------------------------------------------------------------------------------------------
 
 
-def _lines(found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
+def _lines(found: dict[str, Any], options: argparse.Namespace) -> list[str]:
     place = f"step {found['step']} (epoch {found['epoch']}, position {found['position']})"
     lines = [f"{found['checkpoint']}, {place}, global batch {found['global_batch']}:"]
     never, skipped = found["never"], found["skipped"]
-    some = f" ({', '.join(map(str, never[:8]))}{', ...' * (len(never) > 8)})" if never else ""
+    some = ", ".join(map(str, never[:8]))
+    if len(never) > 8:
+        some += ", ..."
     lines.append(
         f"  {found['seen']} of {amount(found['samples'], 'sample')} seen, {found['uses']} times "
         "together"
     )
-    lines.append(f"  {len(never)} never seen{some}")
+    lines.append(f"  {len(never)} never seen")
+    if never:
+        lines[-1] += f" ({some})"
     if found["excluded"]:
         lines[-1] += f"; {found['excluded']} of them excluded"
     if skipped:
@@ -467,18 +479,23 @@ def _lines(found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
     for title in ("sources", "classes"):
         if title in found:
             lines += ["", *aligned(_table(title, found[title]))]
-            lines += [f"  and {len(found[title]) - ROWS} more"] * (len(found[title]) > ROWS)
+            if len(found[title]) > ROWS:
+                lines.append(f"  and {len(found[title]) - ROWS} more")
     if "root" in found:
         lines += ["", f"  root  sha256 {found['root']} of {found['leaves']} uses"]
-    if asked.list:
-        lines.append(f"  list  {asked.list}")
-    return lines + ([json.dumps(found["proof"])] if "proof" in found else [])
+    if options.list:
+        lines.append(f"  list  {options.list}")
+    if "proof" in found:
+        lines.append(json.dumps(found["proof"]))
+    return lines
 
 
 def _table(title: str, groups: dict[str, Any]) -> list[list[str]]:
     rows = [[title, "samples", "never", "uses", "each", "first: step (epoch)", "last"]]
     for name, one in [*groups.items()][:ROWS]:
-        each = f"{one['fewest']}" + (f" to {one['most']}" if one["most"] > one["fewest"] else "")
+        each = str(one["fewest"])
+        if one["most"] > one["fewest"]:
+            each += f" to {one['most']}"
         ends = [
             f"{one[end]['step']} ({one[end]['epoch']})" if end in one else "-"
             for end in ("first", "last")

@@ -1,9 +1,10 @@
-"""Read two records of a step, which `record=N` writes, and name what differs first; see
+"""Read two records of a step, written by `record=N`, and name the first difference; see
 tools/compare.py."""
 
 from __future__ import annotations
 
 import json
+import operator
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,12 @@ from engine.files.archive import reason
 from plugins.reporting.step_record import ARRAYS, SIGNS
 
 ROUNDINGS, ROUNDINGS_IN_HALF = 16, 4
-"""Units in the last place, relative to the norm of a tensor, up to which a difference is taken for
-rounding; and in half precision, in which sums are added up in float32."""
+"""The largest difference that counts as rounding, in units in the last place of a tensor's norm.
+ROUNDINGS_IN_HALF is for half precision: sums of half precision are computed in float32."""
 
 JUMP = 10
-"""Times as large as all before it must be what is not taken for rounding that the network has
-amplified."""
+"""A difference that is more than so many times larger than all differences before is no amplified
+rounding."""
 
 KINDS = {
     "batch": "batch",
@@ -31,11 +32,11 @@ KINDS = {
     "gradient": "gradient",
     "weight": "weights after the step",
 }
-"""The kinds of entries in the order of a step, and their names in a sentence."""
+"""The kinds of entries in the order of a step, and the names of the kinds in a sentence."""
 
 
 class Record(NamedTuple):
-    """What a step has computed.
+    """The recorded computation of a step.
 
     about   the JSON of the file: step, processes, lr, config, environment, code, data, entries
     arrays  name -> (R, ...) rows of the entries, see plugins/reporting/step_record.py
@@ -47,8 +48,10 @@ class Record(NamedTuple):
 
 
 def read(path: Path) -> Record:
-    """Read a record, without running code hidden in it or taking much more memory than a record
-    needs."""
+    """Read a record. No code in the file is run, and the memory is limited.
+
+    Raises LockstepError for a damaged file, and for a file that unpacks to far more than a record.
+    """
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -71,7 +74,7 @@ def read(path: Path) -> Record:
 
 
 def _check(about: Any, arrays: dict[str, np.ndarray]) -> None:
-    """Raise unless the parts fit each other and have the types that are written."""
+    """Raise an exception unless the parts fit each other and have the written types."""
     rows = len(arrays["norms"])
     forms = {name: (rows, SIGNS) if name == "sketches" else (rows,) for name in ARRAYS}
     types = {"norms": "float64", "sketches": "float64"}
@@ -99,14 +102,13 @@ def _check(about: Any, arrays: dict[str, np.ndarray]) -> None:
 
 
 class Difference(NamedTuple):
-    """A tensor of the step that differs.
+    """A different tensor of the step.
 
-    relative  the norm of the difference divided by that of A, estimated; NaN where it has no
-              meaning
-    samples   numbers in the dataset of those that differ, empty where it has no row for each
-    of        samples that both have
-    why       what is different but for the numbers, such as its shape; or empty
-    rounding  whether rounding may explain it
+    relative  the estimated norm of the difference divided by the norm of A; NaN without a meaning
+    samples   dataset numbers of the different samples; empty without a row for each sample
+    of        common samples
+    why       a difference beside the numbers, such as the shape; or empty
+    rounding  whether rounding may explain the difference
     """
 
     kind: str
@@ -127,15 +129,14 @@ class Difference(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How two records of a step differ.
+    """The differences of two records of a step.
 
-    same_cut     both runs cut the step into the same passes, so that equal bits can be expected
-    differences  all of them, in the order of the step: batch, forward, loss, gradients from the
-                 last module to the
-                 first, weights
-    compared     tensors that both have
-    before       those before the first difference
-    unmatched    tensors that cannot be compared, because they have no row for each sample and the
+    same_cut     both runs divide the step into the same passes, so equal bits can be expected
+    differences  in the order of the step: batch, forward, loss, gradients from the last module to
+                 the first, weights
+    compared     common tensors
+    before       equal tensors before the first difference
+    unmatched    tensors that cannot be compared, because there is no row for each sample and the
                  passes differ
     """
 
@@ -147,15 +148,15 @@ class Found(NamedTuple):
 
     @property
     def beyond(self) -> Difference | None:
-        """The first difference that rounding does not explain."""
+        """The first difference beyond rounding."""
         return next((each for each in self.differences if not each.rounding), None)
 
     def sentence(self, settings: str = "") -> str | None:
-        """Name the first difference, or the first beyond rounding where the passes differ; None:
-        equal in bits.
+        """Name the first difference, or with different passes the first difference beyond rounding;
+        None: equal bits.
 
-        settings  words on settings that differ, whose effect is no rounding however small it is; or
-        empty
+        settings  a text about different settings, or empty. The effect of a setting is no rounding,
+                  however small
         """
         if not self.differences:
             return None
@@ -176,92 +177,118 @@ class Found(NamedTuple):
 
 
 def first_difference(a: Record, b: Record) -> str | None:
-    """Return a sentence on what differs first, None where all that both have is equal in bits.
-    Raises LockstepError if the records are of other steps."""
+    """Return a sentence about the first difference; None if all common tensors have equal bits.
+
+    Raises LockstepError if the records are of different steps.
+    """
     return compare(a, b).sentence()
 
 
 def compare(a: Record, b: Record) -> Found:
-    """Compare two records of the same step. Rows are matched by the position of their sample in the
-    epoch, other rows by their pass if both have it with the same samples. Raises LockstepError if
-    they are of other steps."""
+    """Compare two records of one step. Raises LockstepError for records of different steps.
+
+    Rows are matched by the position of the sample in the epoch. Rows of no sample are matched by
+    the pass, if both records have the pass with the same samples.
+    """
     if a.about["step"] != b.about["step"]:
         what = f"the records are of step {a.about['step']} and of step {b.about['step']}"
         raise LockstepError(what, f"{a.path}, {b.path}", "give two of the same step")
-    passes = [_passes(each) for each in (a, b)]
-    same = {key for key in passes[0].keys() & passes[1].keys() if passes[0][key] == passes[1][key]}
-    same_cut = passes[0] == passes[1]
-    rows_a, rows_b = _rows(a, same), _rows(b, same)
-    rounding = max(_rounding(a), _rounding(b))
-    modules = a.about.get("modules", {})
-    same_rate = a.about["lr"] == b.about["lr"]
-    largest = max(
-        [_norm(a, rows) for (kind, _), rows in rows_a.items() if kind == "gradient"], default=0.0
-    )
-    found, compared, unmatched, equal, before = list[Difference](), 0, 0, 0, 0.0
+    comparison = _Comparison(a, b)
     for kind, name in _ordered(a, b):
-        mine, theirs = (rows.get((kind, name)) for rows in (rows_a, rows_b))
-        module = modules.get(_module(name), "") if kind == "forward" else ""
-        if mine is None or theirs is None:
-            there, other = ("A", "B") if theirs is None else ("B", "A")
-            found.append(
-                Difference(
-                    kind, name, module, np.nan, (), 0, f"{there} has it and {other} has not", False
-                )
-            )
-            continue
-        common = [key for key in mine if key in theirs]
+        comparison.add(kind, name)
+    return comparison.found()
+
+
+class _Comparison:
+    """The comparison of two records, tensor by tensor in the order of the step.
+
+    amplified  largest relative difference so far that is amplified rounding
+    """
+
+    def __init__(self, a: Record, b: Record):
+        self.a = a
+        self.b = b
+        passes_a = _passes(a)
+        passes_b = _passes(b)
+        self.same_cut = passes_a == passes_b
+        same = {key for key, _ in passes_a.items() & passes_b.items()}
+        self.rows_a = _rows(a, same)
+        self.rows_b = _rows(b, same)
+        self.rounding = max(_rounding(a), _rounding(b))
+        gradients = [rows for (kind, _), rows in self.rows_a.items() if kind == "gradient"]
+        self.largest = max([_norm(a, rows) for rows in gradients], default=0.0)
+        self.differences = list[Difference]()
+        self.compared = self.unmatched = self.before = 0
+        self.amplified = 0.0
+
+    def found(self) -> Found:
+        differences = tuple(self.differences)
+        return Found(self.same_cut, differences, self.compared, self.before, self.unmatched)
+
+    def add(self, kind: str, name: str) -> None:
+        """Compare the next tensor."""
+        rows_a = self.rows_a.get((kind, name))
+        rows_b = self.rows_b.get((kind, name))
+        module = ""
+        if kind == "forward":
+            module = self.a.about.get("modules", {}).get(_module(name), "")
+        if rows_a is None or rows_b is None:
+            why = "A has it and B has not" if rows_b is None else "B has it and A has not"
+            self.differences.append(Difference(kind, name, module, np.nan, (), 0, why, False))
+            return
+        common = [key for key in rows_a if key in rows_b]
         if not common:
-            unmatched += 1
-            continue
-        compared += 1
-        at, to = (
-            np.array([mine[key] for key in common]).T,
-            np.array([theirs[key] for key in common]).T,
-        )
-        of = sum(key[0] == "sample" for key in common)
-        why, differs = _other_form(a, b, kind, at, to)
+            self.unmatched += 1
+            return
+        self.compared += 1
+        at = np.array([rows_a[key] for key in common]).T
+        to = np.array([rows_b[key] for key in common]).T
+        why, differs = _other_form(self.a, self.b, kind, at, to)
         if not differs.any():
-            equal += not found
-            continue
-        rows, others = at[0][differs], to[0][differs]
-        relative = _relative(a, b, rows, others)
-        samples = tuple(a.arrays["indices"][rows].tolist()) if of else ()
-        # A gradient that is zero but for rounding, such as a bias's before a norm, has no digits in
-        # common.
-        seen = (
-            relative
-            if kind != "gradient"
-            else min(relative, relative * _norm(a, mine) / (largest or 1))
-        )
-        limit = max(rounding, JUMP * before)
-        by_rounding = not why and kind != "batch" and seen <= limit
-        by_rounding |= (
-            kind == "weight"
-            and not same_cut
-            and not why
-            and not any(not each.rounding for each in found)
-        )
-        by_rounding &= kind != "weight" or same_rate
-        found.append(Difference(kind, name, module, relative, samples, of, why, bool(by_rounding)))
-        before = max(before, seen) if by_rounding and kind == "forward" else before
-    return Found(same_cut, tuple(found), compared, equal, unmatched)
+            if not self.differences:
+                self.before += 1
+            return
+        rows = at[0][differs]
+        relative = _relative(self.a, self.b, rows, to[0][differs])
+        of = sum(key[0] == "sample" for key in common)
+        samples = tuple(self.a.arrays["indices"][rows].tolist()) if of else ()
+        size = relative
+        if kind == "gradient":
+            # A gradient that is zero except for rounding, such as of a bias before a norm, has no
+            # common digits.
+            size = min(relative, relative * _norm(self.a, rows_a) / (self.largest or 1))
+        rounded = not why and self._is_rounding(kind, size)
+        self.differences.append(Difference(kind, name, module, relative, samples, of, why, rounded))
+        if rounded and kind == "forward":
+            self.amplified = max(self.amplified, size)
+
+    def _is_rounding(self, kind: str, size: float) -> bool:
+        """Return whether rounding may explain a relative difference of the next tensor."""
+        if kind == "batch":
+            return False
+        if kind == "weight":
+            if self.a.about["lr"] != self.b.about["lr"]:
+                return False
+            if not self.same_cut and all(each.rounding for each in self.differences):
+                return True
+        return bool(size <= max(self.rounding, JUMP * self.amplified))
 
 
 def _samples(samples: tuple[int, ...], of: int) -> str:
-    """`, samples 3 and 17`, or how many of how many."""
+    """Return `, samples 3 and 17`, or the number of samples."""
     if not samples:
         return ""
     if len(samples) == of > 1:
         return f", all {of} samples"
     if len(samples) > 4:
         return f", {len(samples)} of {of} samples ({', '.join(map(str, samples[:3]))}, ...)"
-    *most, last = map(str, samples)
-    return f", sample{'s' if most else ''} {', '.join(most)}{' and ' if most else ''}{last}"
+    if len(samples) == 1:
+        return f", sample {samples[0]}"
+    return f", samples {', '.join(map(str, samples[:-1]))} and {samples[-1]}"
 
 
 def _passes(record: Record) -> dict[int, tuple[int, ...]]:
-    """First position of a pass -> the positions of its samples."""
+    """Return {first position of a pass: positions of the samples}."""
     found: dict[int, tuple[int, ...]] = {}
     for entry in record.about["entries"]:
         if entry["pass"]:
@@ -272,11 +299,11 @@ def _passes(record: Record) -> dict[int, tuple[int, ...]]:
 
 
 Rows = dict[tuple[str, str], dict[tuple[str, int], tuple[int, int]]]
-"""(kind, name) -> {("sample", position) or ("pass", first position): (row, number of its entry)}"""
+"""(kind, name) -> {("sample", position) or ("pass", first position): (row, number of the entry)}"""
 
 
 def _rows(record: Record, same: set[int]) -> Rows:
-    """Return where the rows of each tensor lie; `same` are passes that both records have."""
+    """Return the rows of each tensor. `same` has the passes of both records."""
     found: Rows = {}
     for number, entry in enumerate(record.about["entries"]):
         rows = found.setdefault((entry["kind"], entry["name"]), {})
@@ -290,13 +317,13 @@ def _rows(record: Record, same: set[int]) -> Rows:
 
 
 def _module(name: str) -> str:
-    """`layers.2 (call 2): 0` -> `layers.2`."""
+    """Return the module of an entry: `layers.2 (call 2): 0` -> `layers.2`."""
     return name.split(" (call ")[0].split(": ")[0]
 
 
 def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of all tensors in the order of a step; gradients in that of the backward
-    pass: those of the module that has ended last come first."""
+    """Yield (kind, name) of all tensors in the order of a step. Gradients are in the order of the
+    backward pass: the module that ended last comes first."""
     names = list(
         dict.fromkeys(
             (entry["kind"], entry["name"]) for each in (a, b) for entry in each.about["entries"]
@@ -315,33 +342,27 @@ def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
 
 
 def _ended(parameter: str, ended: dict[str, int]) -> int:
-    """Return when the forward pass of a parameter's module has ended, or of the next module around
-    it that was seen: a weight may be used without a call of its module."""
-    parts = parameter.split(".")[:-1]
-    return next(
-        (ended[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in ended),
-        -1,
-    )
+    """Return the end of a parameter's module in the forward pass, or of the next enclosing module
+    in the record: a weight may be used without a call of the module."""
+    module = parameter
+    while "." in module:
+        module = module.rpartition(".")[0]
+        if module in ended:
+            return ended[module]
+    return -1
 
 
 def _rounding(record: Record) -> float:
-    """Return the relative difference that rounding explains in the coarsest numbers of the forward
-    pass."""
-    names = {
-        entry["dtype"].removeprefix("torch.")
-        for entry in record.about["entries"]
-        if entry["kind"] == "forward"
-    }
-    kinds = [getattr(torch, name, None) for name in names]
-    units = [
-        torch.finfo(kind).eps
-        for kind in kinds
-        if isinstance(kind, torch.dtype) and kind.is_floating_point
-    ]
-    unit = max(
-        [*units, 2.0**-10 if record.about["environment"].get("TF32") == "True" else 0.0],
-        default=2.0**-23,
-    )
+    """Return the relative difference that rounding explains, for the coarsest numbers of the
+    forward pass."""
+    units = [0.0]
+    if record.about["environment"].get("TF32") == "True":
+        units.append(2.0**-10)
+    for entry in record.about["entries"]:
+        kind = getattr(torch, entry["dtype"].removeprefix("torch."), None)
+        if entry["kind"] == "forward" and isinstance(kind, torch.dtype) and kind.is_floating_point:
+            units.append(torch.finfo(kind).eps)
+    unit = max(units)
     return unit * (ROUNDINGS if unit < 1e-5 else ROUNDINGS_IN_HALF)
 
 
@@ -352,36 +373,36 @@ def _norm(record: Record, rows: dict[Any, tuple[int, int]]) -> float:
 def _other_form(
     a: Record, b: Record, kind: str, at: np.ndarray, to: np.ndarray
 ) -> tuple[str, np.ndarray]:
-    """Return (why rows differ but for their numbers, or an empty text; which rows of (2, R) row and
-    entry differ)."""
-    forms = [(_form(a, *mine), _form(b, *theirs)) for mine, theirs in zip(at.T, to.T, strict=True)]
-    by_form = np.array([mine != theirs for mine, theirs in forms])
+    """Return (a difference beside the numbers, or empty; which rows of the (2, R) rows and entries
+    differ)."""
+    forms_a = [_form(a, *row) for row in at.T]
+    forms_b = [_form(b, *row) for row in to.T]
+    by_form = np.array([*map(operator.ne, forms_a, forms_b)])
     if by_form.any():
-        mine, theirs = forms[int(by_form.argmax())]
-        one, other = next(
-            (one, other) for one, other in zip(mine, theirs, strict=True) if one != other
-        )
-        return f"{one} in A, {other} in B", by_form
-    ours, others = a.arrays["indices"][at[0]], b.arrays["indices"][to[0]]
-    if kind == "batch" and (differs := ours != others).any():
+        n = int(by_form.argmax())
+        for one, other in zip(forms_a[n], forms_b[n], strict=True):
+            if one != other:
+                return f"{one} in A, {other} in B", by_form
+    indices_a = a.arrays["indices"][at[0]]
+    indices_b = b.arrays["indices"][to[0]]
+    differs = indices_a != indices_b
+    if kind == "batch" and differs.any():
         n = int(differs.argmax())
         where = a.arrays["positions"][at[0][n]]
-        return (
-            (
-                f"other samples: at position {where} of the epoch is sample {ours[n]} in A, "
-                f"{others[n]} in B"
-            ),
-            differs,
+        text = (
+            f"other samples: at position {where} of the epoch is sample {indices_a[n]} in A, "
+            f"{indices_b[n]} in B"
         )
+        return text, differs
     differs = a.arrays["digests"][at[0]] != b.arrays["digests"][to[0]]
-    finite = [np.isfinite(each.arrays["norms"][rows[0]]) for each, rows in ((a, at), (b, to))]
-    if (broken := differs & ~(finite[0] & finite[1])).any():
-        n = int(broken.argmax())
-        return " and ".join(
-            f"{'finite' if f[n] else 'not finite'} in {x}"
-            for f, x in zip(finite, "AB", strict=True)
-        ), differs
-    return "", differs
+    finite_a = np.isfinite(a.arrays["norms"][at[0]])
+    finite_b = np.isfinite(b.arrays["norms"][to[0]])
+    broken = differs & ~(finite_a & finite_b)
+    if not broken.any():
+        return "", differs
+    n = int(broken.argmax())
+    words = {True: "finite", False: "not finite"}
+    return f"{words[bool(finite_a[n])]} in A and {words[bool(finite_b[n])]} in B", differs
 
 
 def _form(record: Record, row: int, number: int) -> tuple[str, str]:
@@ -392,8 +413,8 @@ def _form(record: Record, row: int, number: int) -> tuple[str, str]:
 
 
 def _relative(a: Record, b: Record, rows: np.ndarray, others: np.ndarray) -> float:
-    """Return the norm of the difference of these rows, estimated from their sketches, divided by
-    A's norm."""
+    """Return the norm of the difference of rows, estimated from the sketches, divided by A's
+    norm."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.square(a.arrays["sketches"][rows] - b.arrays["sketches"][others]).mean(1).sum()
         norm = (

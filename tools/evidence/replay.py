@@ -1,4 +1,4 @@
-"""Take steps of a run again, on any number of processes, and compare them with its log and its
+"""Repeat steps of a run, on any number of processes, and compare the steps with log and
 checkpoints, bit by bit.
 
 python tools/replay.py RUN                                 every step, from checkpoint to checkpoint
@@ -7,19 +7,22 @@ python tools/replay.py RUN --step 400                      one step; --from 200 
 python tools/replay.py RUN --stretch 3/8                   the third of eight shares, on one of
                                                            eight machines
 
-RUN is the folder of a run, which is only read. A stretch starts from the checkpoint before it, or
-from the seed, in a folder of its own, with the config that the checkpoint at its end holds; other
-arguments change it (dataset.root=..., device=cpu). Compared are each line of the log (the digest of
-the weights, all numbers but times) and, at a checkpoint, all of its state. So a stretch ends with
-the state that the next one begins with, and all of them prove the whole run.
+RUN is the folder of a run. The folder is only read. A stretch starts from the checkpoint before the
+first step, or from the seed, in a new folder. A stretch uses the config in the checkpoint at the
+end of the stretch. Other arguments change the config (dataset.root=..., device=cpu). The command
+compares each line of the log (the digest of the weights, all numbers except times) and, at a
+checkpoint, all state. So a stretch ends with the state at the beginning of the next stretch, and
+all stretches together prove the run.
 
-Said first is what differs anyway: config, data, code, machine. With `virtual_workers` any number of
-processes takes the same steps; without it only the run's own does. Exit code 0: the same bits; 1:
-other numbers; 7: not known, because neither a digest of the weights nor a checkpoint of the last
-step could be compared. The verdict tells whether rounding explains other numbers, where machine,
-versions or code are others: they must be at most ten times as far off as the same steps are here
-with a learning rate that is larger by a rounding error (a part in 2^20, with TF32 or mixed
-precision in 2^8).
+The command first prints the known differences of config, data, code and machine. With
+`virtual_workers` any number of processes takes the same steps; without virtual workers only the
+run's own number.
+
+Exit code 0: the same bits. 1: other numbers. 7: not known, because neither a digest of the weights
+nor a checkpoint of the last step could be compared. If machine, versions or code differ, the
+verdict names whether rounding explains other numbers. Rounding explains a relative difference of at
+most ten times the yardstick. The yardstick repeats the same steps here with a learning rate that is
+larger by a rounding error (a part in 2^20; with TF32 or mixed precision a part in 2^8).
 """
 
 from __future__ import annotations
@@ -60,7 +63,15 @@ from engine.files.atomic import write_json
 from engine.files.store import LOCK, Checkpoints
 from tools.arguments import NOT_KNOWN
 from tools.machine import cards
-from tools.running import Trained, alone, guarded, train_in
+from tools.running import (
+    Trained,
+    alone,
+    folder_of,
+    guarded,
+    read_object,
+    stdout_aside,
+    train_in,
+)
 from tools.use.evaluate import SAME_STATE, TRUST, of_run
 
 Log = dict[tuple[int, str], dict[str, Any]]
@@ -68,13 +79,14 @@ Log = dict[tuple[int, str], dict[str, Any]]
 
 TIMES = ("event", "time_s", "samples_per_s", "data_wait_share")
 OF_ITS_STEP = ("step", "epoch", "samples", "lr", "grad_norm", "digest")
-"""What a line says of its step alone; the rest is about all steps since the line before."""
+"""Entries of a line about one step alone. The other entries are about all steps since the line
+before."""
 
 SMOOTH = ("loss", "grad_norm", "lr")
-"""Numbers, beside the weights, by which the verdict is about rounding."""
+"""Numbers, beside the weights, that decide between rounding and other differences."""
 
 FARTHER = 10
-"""Times as far off as the yardstick that rounding explains."""
+"""The largest ratio to the yardstick that rounding explains."""
 
 
 def main(argv: list[str]) -> int:
@@ -130,41 +142,40 @@ def main(argv: list[str]) -> int:
         help="print the result as one line of JSON, the rest on stderr",
     )
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
 
     def work(args: config.Args) -> int:
-        aside: Any = (
-            contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
-        )
-        with aside:
-            result = _replay(args.cfg, asked, rest)
-        if asked.json:
+        with stdout_aside(options.json):
+            result = _replay(args.cfg, options, rest)
+        if options.json:
             print(json.dumps(result))
-        for path in filter(
-            None, (asked.out, Path(result["run"]) / RESULT if asked.write else None)
-        ):
-            write_json(path, result)
+        if options.out:
+            write_json(options.out, result)
+        if options.write:
+            write_json(Path(result["run"]) / RESULT, result)
         return {SAME: 0, UNKNOWN: NOT_KNOWN}.get(result["verdict"], 1)
 
-    return guarded([asked.run, *rest], work, partial(of_run, asked.trust))
+    return guarded([options.run, *rest], work, partial(of_run, options.trust))
 
 
 RESULT = "replay.json"
 SAME, UNKNOWN, ROUNDING, DIFFERS = "same bits", "not known", "rounding", "differs"
+SEVERITY = (SAME, UNKNOWN, ROUNDING, DIFFERS)
+"""The verdicts in rising order. The verdict on a run is the highest verdict of a stretch."""
 
 
-# ---- what the run has left
+# ---- the records of a run
 # ------------------------------------------------------------------------------------------
 
 
 class Stretch(NamedTuple):
-    """Steps to take again.
+    """The steps to repeat.
 
-    begin  the checkpoint they start from; its path is None: from the seed
+    begin  the checkpoint at the start; a path of None: from the seed
     to     the last step
-    end    the checkpoint of that step, if the run has it
-    later  else the next one, if it has one: it knows the config and the machine, too
-    note   a step without a record whose digest is asked for; 0: none
+    end    the checkpoint of the last step, if the run has one
+    later  else the next checkpoint, if any, for config and machine
+    note   report the digest of this step, which has no record; 0: none
     """
 
     begin: CheckpointState
@@ -179,7 +190,8 @@ class Stretch(NamedTuple):
 
     @property
     def known(self) -> CheckpointState:
-        """What tells how the steps were taken; its path is None where no checkpoint does."""
+        """The checkpoint with config and machine of the steps; a path of None without a
+        checkpoint."""
         return self.after or self.begin
 
     @property
@@ -191,34 +203,32 @@ class Stretch(NamedTuple):
 
 
 class Recorded:
-    """A run's folder. Reads only; raises LockstepError where it is no whole run, or one that is
-    still running.
+    """A run's folder, read-only. Raises LockstepError if the run is incomplete or still running.
 
-    cfg  of its config.yaml
-    log  its lines
+    cfg  of config.yaml
+    log  lines of the log
     at   step -> the checkpoint's file and SHA-256
     """
 
-    came_to: Any  # the last step that status.json has
+    came_to: Any  # the last step in status.json
+    at: dict[int, tuple[Path, str]]
 
     def __init__(self, folder: Path, cfg: Any, task: Any):
         self.folder, self.cfg = folder, cfg
         self.task = task
         _check_not_running(folder)
-        self.environment = _read_json(folder / "environment.json")
+        self.environment = read_object(folder / "environment.json")
         self.log, self.unreadable = log_of(folder)
         self.changed = [line for line in _lines(folder) if line and line.get("event") == "changed"]
-        entries = Checkpoints(folder).entries
-        steps = [
-            e.step if e.sha256 else archive.read(folder / e.file)["progress"]["step"]
-            for e in entries
-        ]
-        self.at = {
-            step: (folder / entry.file, entry.sha256)
-            for step, entry in zip(steps, entries, strict=True)
-        }
+        self.at = {}
+        for entry in Checkpoints(folder).entries:
+            path = folder / entry.file
+            step = entry.step
+            if not entry.sha256:  # an older run
+                step = archive.read(path)["progress"]["step"]
+            self.at[step] = path, entry.sha256
         self.steps = sorted({*self.at, *(step for step, _ in self.log)})
-        self.came_to = _read_json(folder / "status.json").get("step")
+        self.came_to = read_object(folder / "status.json").get("step")
         if not self.steps:
             raise LockstepError(
                 "the run has neither a log nor a checkpoint", str(folder), "give another one"
@@ -226,17 +236,15 @@ class Recorded:
 
     @property
     def lost(self) -> int:
-        """How many steps at its end the run has taken, as status.json says, and has no record
-        of."""
+        """The number of last steps that status.json counts, without a record."""
         return max(0, self.came_to - self.steps[-1]) if isinstance(self.came_to, int) else 0
 
     def has_bits(self, step: int) -> bool:
-        """Return whether the run has recorded the bits of its weights at this step: a checkpoint,
-        or a digest."""
+        """Return whether the run has a checkpoint or a digest of the weights at this step."""
         return step in self.at or "digest" in self.log.get((step, "train"), {})
 
     def checkpoint(self, step: int) -> CheckpointState:
-        """Return what the checkpoint of this step holds, without its tensors."""
+        """Return the contents of the checkpoint of this step, without the tensors."""
         path, sha256 = self.at[step]
         if problem := archive.verify(path, sha256):
             near = "start after it: --from, or end before it: --to"
@@ -250,23 +258,20 @@ class Recorded:
         return saved._replace(model={}, ema=None, optimizer={})
 
     def stretches(self, after: int, to: int, note: int = 0) -> list[Stretch]:
-        """Cut the steps after `after`, up to `to`, which is recorded, at the checkpoints."""
+        """Divide the steps after `after`, up to the recorded step `to`, at the checkpoints."""
         begin = max((step for step in self.at if step <= after), default=0)
-        inner = [step for step in sorted(self.at) if begin < step < to]
-        found, before = list[Stretch](), self.checkpoint(begin) if begin else CheckpointState()
-        for step in [*inner, to]:
-            end = self.checkpoint(step) if step in self.at else None
-            later = None
-            if end is None and (
-                after_it := min((each for each in self.at if each > step), default=0)
-            ):
-                with contextlib.suppress(LockstepError):  # it is not needed
-                    later = self.checkpoint(after_it)
-            told = end or later
+        before = CheckpointState()
+        if begin:
+            before = self.checkpoint(begin)
+        found = list[Stretch]()
+        for step in [*(step for step in sorted(self.at) if begin < step < to), to]:
+            end = later = None
+            if step in self.at:
+                end = self.checkpoint(step)
+            else:
+                later = self._checkpoint_after(step)
             if before.path is None:
-                before = _begun_elsewhere(
-                    told.config if told else config.to_dict(self.cfg), self.folder
-                )
+                before = _begun_elsewhere(self.config_of(end or later), self.folder)
             found.append(Stretch(before, step, end, later, note if step == to else 0))
             before = end or CheckpointState()
         if found[0].start >= found[0].to:
@@ -274,34 +279,45 @@ class Recorded:
             raise LockstepError(what, "command line", "give a later step")
         return found
 
+    def _checkpoint_after(self, step: int) -> CheckpointState | None:
+        """Return the next checkpoint after a step; None without a readable checkpoint."""
+        steps = [each for each in self.at if each > step]
+        with contextlib.suppress(LockstepError):  # the later checkpoint is optional
+            return self.checkpoint(min(steps)) if steps else None
+        return None
+
+    def config_of(self, saved: CheckpointState | None) -> dict[str, Any]:
+        """Return the config in a checkpoint, or of config.yaml without a checkpoint."""
+        return saved.config if saved else config.to_dict(self.cfg)
+
     def decisive(self, then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the keys that would make another run, see `config.may_differ`, with both
-        values."""
+        """Return the keys that change the run, see `config.may_differ`, with both values."""
         usual = config.defaults(self.cfg)
-        before, after = (usual | config.flatten(tree) for tree in (then, now))
-        return {
-            key: (before.get(key), after.get(key))
-            for key in sorted(before.keys() | after.keys())
-            if before.get(key) != after.get(key)
-            and not config.may_differ(key, self.task.resumable_keys)
-            # what it does is in the code's digest
-            if key != "task" or Path(before[key]).name != Path(after[key]).name
-        }
+        before = usual | config.flatten(then)
+        after = usual | config.flatten(now)
+        found = {}
+        for key in sorted(before.keys() | after.keys()):
+            free = config.may_differ(key, self.task.resumable_keys)
+            if key == "task":  # the digest of the code covers the task file
+                free = Path(before[key]).name == Path(after[key]).name
+            if not free and before.get(key) != after.get(key):
+                found[key] = before.get(key), after.get(key)
+        return found
 
     def processes(self, stretch: Stretch) -> int:
-        """Return how many took the stretch's last step: a checkpoint knows how the global batch was
-        cut."""
-        saved = None if self.cfg.virtual_workers else stretch.after
-        if saved and (
-            cut := re.match(r"(\d+), (\d+) ", saved.environment.get("samples of a pass", ""))
-        ):
-            return saved.global_batch // (int(cut[1]) * int(cut[2]))
+        """Return the number of processes at the last step of a stretch. A checkpoint has the
+        partition of the global batch."""
+        saved = stretch.after
+        if saved and not self.cfg.virtual_workers:
+            sizes = re.match(r"(\d+), (\d+) ", saved.environment.get("samples of a pass", ""))
+            if sizes:
+                return saved.global_batch // (int(sizes[1]) * int(sizes[2]))
         return int(self.environment.get("processes", 1))
 
 
 def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> CheckpointState:
-    """Return the checkpoint of another folder from which the run began; empty where it began from
-    the seed."""
+    """Return the checkpoint of another folder at the beginning of the run; empty for a run from the
+    seed."""
     path = Path(str(cfg.get("resume", "auto")))
     if str(path) in ("auto", "never") or path.resolve().parent == folder.resolve():
         return CheckpointState()
@@ -330,20 +346,12 @@ def _check_not_running(folder: Path) -> None:
             raise LockstepError(f"the run is still running: {owner}", str(folder), todo) from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the lines of a log; None: one that cannot be read. The last may be torn."""
-    content = (
-        (folder / "metrics.jsonl").read_bytes() if (folder / "metrics.jsonl").exists() else b""
-    )
-    *lines, torn = content.split(b"\n")
+    """Yield the lines of a log; None for an unreadable line. The last line may be torn."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return
+    *lines, torn = path.read_bytes().split(b"\n")
     for raw in filter(None, [*lines, torn]):
         try:
             line = json.loads(raw)
@@ -354,32 +362,32 @@ def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def log_of(folder: Path) -> tuple[Log, int]:
-    """Return the lines about training and evaluation, in order, and how many lines cannot be
-    read."""
+    """Return the lines of training and evaluation, in order, and the number of unreadable lines."""
     lines = [*_lines(folder)]
-    found = {
-        (line["step"], line["event"]): line
-        for line in lines
-        if line and line["event"] in ("train", "eval")
-    }
-    return dict(
-        sorted(found.items(), key=lambda item: (item[0][0], item[0][1] == "eval"))
-    ), lines.count(None)
+    found: Log = {}
+    for line in filter(None, lines):
+        if line["event"] in ("train", "eval"):
+            found[line["step"], line["event"]] = line
+    # in a step, the line of the evaluation comes second
+    order = sorted(found, key=lambda key: (key[0], key[1] == "eval"))
+    return {key: found[key] for key in order}, lines.count(None)
 
 
-# ---- what differs anyway
+# ---- differences known before a step
 # --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Anyway:
-    """What is not as it was, before a step is taken: name -> line. `facts`: of this machine, for
-    the result."""
+    """The differences known before a step is taken: name -> line.
+
+    facts  about this machine, for the result
+    """
 
     lines: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     explains: list[str] = field(default_factory=list)  # why other bits may be mere rounding
-    first: dict[str, Any] | None = None  # a difference that needs no step to be seen
+    first: dict[str, Any] | None = None  # a difference before any step
 
     def say(self, name: str, text: str) -> None:
         self.lines[name] = text
@@ -387,35 +395,29 @@ class Anyway:
 
 
 def look(run: Recorded, task: Any, stretches: list[Stretch]) -> Anyway:
-    """Print, a line each, whether config, data, code and machine are those of the run."""
+    """Print one line each for config, data, code and machine: equal to the run's or different."""
     found = Anyway()
     saved = [stretch.known for stretch in stretches if stretch.known.path]
     _look_at_config(run, saved, found)
-    datasets = load_datasets(task, "", saved[-1].metadata if saved else None)
-    here = found.facts["data"] = fingerprint(*datasets, random_samples=run.cfg.random_samples)
-    others = [each for each in saved if each.data != here]
-    if others:
-        found.first = found.first or {"what": "data", "run": others[0].data, "replay": here}
-        found.say(
-            "data",
-            (
-                f"fingerprint {others[0].data} in {_name(others[0])}, {here} here: other data, or "
-                "another split"
-            ),
-        )
-    elif saved:
-        found.say(
-            "data",
-            (
-                f"the same: fingerprint {here}, of their number and of the first, middle and last "
-                "sample"
-            ),
-        )
-    else:
-        found.say("data", f"fingerprint {here}; the run has no checkpoint that says which it had")
+    _look_at_data(run, task, saved, found)
     _look_at_code(run, task, found)
     _look_at_machine(run, saved, found)
     return found
+
+
+def _look_at_data(run: Recorded, task: Any, saved: list[CheckpointState], found: Anyway) -> None:
+    datasets = load_datasets(task, "", saved[-1].metadata if saved else None)
+    here = found.facts["data"] = fingerprint(*datasets, random_samples=run.cfg.random_samples)
+    text = f"fingerprint {here}; the run has no checkpoint that says which it had"
+    if saved:
+        text = f"the same: fingerprint {here}, of their number and of the first, middle and last "
+        text += "sample"
+    other = next((each for each in saved if each.data != here), None)
+    if other:
+        found.first = found.first or {"what": "data", "run": other.data, "replay": here}
+        text = f"fingerprint {other.data} in {_name(other)}, {here} here: other data, or another "
+        text += "split"
+    found.say("data", text)
 
 
 def _name(saved: CheckpointState) -> str:
@@ -427,47 +429,42 @@ def _look_at_config(run: Recorded, saved: list[CheckpointState], found: Anyway) 
         found.say("config", "of config.yaml: there is no checkpoint to compare it with")
         return
     newest = saved[-1]
-    forced = [
-        str(line.get("change")) for line in run.changed if line["step"] >= newest.progress["step"]
-    ]
     keys = run.decisive(newest.config, config.to_dict(run.cfg))
-    keys = {
-        key: both
-        for key, both in keys.items()
-        if not any(text.startswith(f"{key}:") for text in forced)
-    }
-    if keys:
-        key, (then, now) = next(iter(keys.items()))
-        found.first = {"what": "config.yaml", "name": key, "run": then, "replay": now}
-        shown = ", ".join(
-            f"{key}={now} ({_name(newest)}: {then})" for key, (then, now) in keys.items()
-        )
-        found.say("config", f"not that of the steps: {shown}; replayed is the checkpoints'")
-    else:
+    for line in run.changed:
+        if line["step"] >= newest.progress["step"]:
+            keys.pop(str(line.get("change")).partition(":")[0], None)
+    if not keys:
         found.say("config", f"the same in config.yaml and {_name(newest)}")
+        return
+    key, (then, now) = next(iter(keys.items()))
+    found.first = {"what": "config.yaml", "name": key, "run": then, "replay": now}
+    texts = [f"{key}={now} ({_name(newest)}: {then})" for key, (then, now) in keys.items()]
+    found.say("config", f"not that of the steps: {', '.join(texts)}; replayed is the checkpoints'")
 
 
 def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
     now = run_folder.environment(World(0, 0, 1, torch.device("cpu")))
-    then, code = run.environment, digests.code(task)
+    then = run.environment
+    code = digests.code(task)
     found.facts |= {"code": code, "git_commit": now["git_commit"], "git_dirty": now["git_dirty"]}
-    of_then, of_now = (_commit(each) for each in (then, now))
     if code == then.get("code"):
-        found.say("code", f"the same: {code}, {of_now}")
+        found.say("code", f"the same: {code}, {_commit(now)}")
     else:
         commit = str(then.get("git_commit") or "")
-        todo = f": git checkout {commit[:12]}" if commit and commit != now["git_commit"] else ""
+        todo = ""
         if then.get("git_dirty"):
             todo = ": it had changes that no commit holds"
-        found.say("code", f"{then.get('code', 'unknown')}, {of_then} -> {code}, {of_now}{todo}")
+        elif commit and commit != now["git_commit"]:
+            todo = f": git checkout {commit[:12]}"
+        before = f"{then.get('code', 'unknown')}, {_commit(then)}"
+        found.say("code", f"{before} -> {code}, {_commit(now)}{todo}")
         found.explains.append("code")
-    before: dict[str, Any] = {"python": then.get("python")} | (then.get("packages") or {})
-    after = {"python": now["python"]} | now["packages"]
-    moved = [
-        f"{name} {before[name]} -> {after[name]}"
-        for name in ("python", "numpy")
-        if before.get(name) != after[name]
-    ]
+    moved = []
+    for name in ("python", "numpy"):
+        version = then.get(name, (then.get("packages") or {}).get(name))
+        here = now.get(name, now["packages"].get(name))
+        if version != here:
+            moved.append(f"{name} {version} -> {here}")
     if moved and then:
         found.say("packages", ", ".join(moved))
         found.explains.append("packages")
@@ -475,48 +472,49 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
 
 def _commit(about: dict[str, Any]) -> str:
     commit = str(about.get("git_commit") or "")[:12]
-    return (
-        f"commit {commit}{', changed since' if about.get('git_dirty') else ''}"
-        if commit
-        else "no commit"
-    )
+    if not commit:
+        return "no commit"
+    return f"commit {commit}, changed since" if about.get("git_dirty") else f"commit {commit}"
 
 
 def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway) -> None:
-    on_gpu = torch.cuda.is_available() and run.cfg.device != "cpu"
-    here = {
-        "device": torch.cuda.get_device_name() if on_gpu else private.cpu_model(),
-        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": str(torch.__version__),
-        "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
-    }
-    if run.cfg.virtual_workers and not on_gpu:
-        here |= SQUARE_ROOT
+    here = _machine(run.cfg)
     found.facts["environment"] = here
     recorded = run_folder.torch_version(run.environment) or here["torch"]
-    then = [each.environment for each in saved] or [{"torch": recorded}]
-    moved = dict.fromkeys(
-        f"{name} {each[name]} -> {value}"
-        for each in then
-        for name, value in here.items()
-        if each.get(name, value) != value
-    )
+    moved = dict[str, None]()
+    for then in [each.environment for each in saved] or [{"torch": recorded}]:
+        for name, value in here.items():
+            if then.get(name, value) != value:
+                moved[f"{name} {then[name]} -> {value}"] = None
     if moved:
         found.say(
             "machine", f"{'; '.join(moved)}: other bits are expected, the verdict is about rounding"
         )
         found.explains.append("machine")
-    else:
-        known = [
-            here["device"],
-            f"torch {here['torch']}",
-            *([here["CPU instructions"]] if not on_gpu else []),
-        ]
-        found.say(
-            "machine",
-            f"the same: {', '.join(known)}"
-            + ("" if saved else ", as far as environment.json tells"),
-        )
+        return
+    known = [here["device"], f"torch {here['torch']}"]
+    if not here["cuDNN"]:
+        known.append(here["CPU instructions"])
+    text = f"the same: {', '.join(known)}"
+    if not saved:
+        text += ", as far as environment.json tells"
+    found.say("machine", text)
+
+
+def _machine(cfg: Any) -> dict[str, str]:
+    """Return the facts of this machine that decide the last bits of a training."""
+    here = {
+        "device": private.cpu_model(),
+        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),
+        "cuDNN": "",
+    }
+    if torch.cuda.is_available() and cfg.device != "cpu":
+        here["device"] = torch.cuda.get_device_name()
+        here["cuDNN"] = str(torch.backends.cudnn.version())
+    elif cfg.virtual_workers:
+        here |= SQUARE_ROOT
+    return here
 
 
 # ---- take the steps
@@ -524,58 +522,56 @@ def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway)
 
 
 class Enough(Exception):
-    """The training has come to where it is compared."""
+    """The training has reached the compared step."""
 
 
 class Taker:
-    """Takes stretches again, in processes of their own.
+    """Repeats stretches in new processes.
 
     folder  of the new runs
-    stop    set to end all of them at once, by the signal `number`
-    steps   folder of a new run -> how many steps it has taken
+    stop    when set, ends all runs by the signal `number`
+    steps   folder of a new run -> steps taken so far
     """
 
     def __init__(self, run: Recorded, processes: int | None, rest: list[str]):
-        self.run, self.asked, self.rest, self.folder = run, processes, rest, Path()
+        self.run, self.given_processes, self.rest, self.folder = run, processes, rest, Path()
         self.stop, self.number, self.steps = threading.Event(), int(signal.SIGINT), dict[str, int]()
 
     def end(self, number: int, frame: Any) -> None:
-        """Handle a signal. An exception might be raised where a library swallows it."""
+        """Handle a signal. No exception is raised here, because a library might swallow the
+        exception."""
         self.number = number
         self.stop.set()
 
     def processes(self, stretch: Stretch) -> int:
-        return self.asked or self.run.processes(stretch)
+        return self.given_processes or self.run.processes(stretch)
 
     def take(self, stretch: Stretch, lr_more: float = 0.0) -> Path:
-        """Return the folder of the new run.
+        """Repeat a stretch, and return the folder of the new run.
 
         lr_more  relative change of the learning rate
         """
-        folder = (
-            self.folder / f"steps_{stretch.start}_to_{stretch.to}{'_yardstick' if lr_more else ''}"
-        )
-        tree = stretch.after.config if stretch.after else config.to_dict(self.run.cfg)
-        # that of config.yaml was checked: a checkpoint may name any program
-        tree = tree | {"task": self.run.cfg.task}
-        keys = [*self.run.decisive(stretch.begin.config, tree)] if stretch.begin.path else []
-        moved = (
-            stretch.begin.path
-            and _horizon(stretch.begin) != config.flatten(tree)["schedule.horizon"]
-        )
+        folder = self.folder / f"steps_{stretch.start}_to_{stretch.to}"
+        # the task of config.yaml was checked; a checkpoint may name any program
+        tree = self.run.config_of(stretch.after) | {"task": self.run.cfg.task}
         flat = config.flatten(tree)
         flat |= self._fixed(stretch, flat["log_every"])
+        keys = list[str]()
+        if stretch.begin.path:
+            keys += self.run.decisive(stretch.begin.config, tree)
         if lr_more:
+            folder = folder.with_name(f"{folder.name}_yardstick")
             flat["optim.lr"] *= 1 + lr_more
             keys.append("optim.lr")
-        keys += ["schedule.horizon"] if moved else []
+        if stretch.begin.path and _horizon(stretch.begin) != flat["schedule.horizon"]:
+            keys.append("schedule.horizon")
+        flat.pop("save_dir", None)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{folder.name}.yaml"
-        file.write_text(
-            yaml.safe_dump({key: value for key, value in flat.items() if key != "save_dir"})
-        )
-        force = ["--force", ",".join(dict.fromkeys(keys))] if keys and stretch.begin.path else []
-        words = ["--config", str(file), *self.rest, *force]
+        file.write_text(yaml.safe_dump(flat))
+        words = ["--config", str(file), *self.rest]
+        if keys and stretch.begin.path:
+            words += ["--force", ",".join(dict.fromkeys(keys))]
         done = Trained(0, "")
         with contextlib.suppress(Enough):
             done = train_in(
@@ -592,16 +588,14 @@ class Taker:
         return folder
 
     def _fixed(self, stretch: Stretch, log_every: int) -> dict[str, Any]:
-        """Return what is set whatever the config says: the places, and what was decided where it
-        has auto."""
-        cfg, known = self.run.cfg, stretch.known
-        on_gpu = (
-            bool(known.environment.get("cuDNN")) if known.path else self.run.environment.get("cuda")
-        )
-        fixed = {
-            "resume": str(stretch.begin.path.resolve()) if stretch.begin.path else "never",
-            "log_every": log_every or (50 if on_gpu else 10),
-            "save_every": stretch.to if stretch.end else stretch.note or stretch.to,
+        """Return the settings that replace the config: the paths, and the recorded choices for
+        auto."""
+        cfg = self.run.cfg
+        known = stretch.known
+        fixed: dict[str, Any] = {
+            "resume": "never",
+            "log_every": log_every or (50 if self._was_on_gpu(known) else 10),
+            "save_every": stretch.note or stretch.to,
             "keep_checkpoints": 50,
             "digest_every": 1,
             "record": 0,
@@ -611,23 +605,39 @@ class Taker:
             "mlflow.enable": False,
             "optim.zero": False,  # true in an older run: the same bits, and an error now
         }
+        if stretch.begin.path:
+            fixed["resume"] = str(stretch.begin.path.resolve())
+        if stretch.end:
+            fixed["save_every"] = stretch.to
         if known.path and not any(word.startswith(("amp=", "--amp")) for word in self.rest):
             fixed |= {"amp": known.precision, "memory_format": known.memory_format}
-        fixed |= {key: known.environment[key] for key in ("compile",) if known.environment.get(key)}
+        if known.environment.get("compile"):
+            fixed["compile"] = known.environment["compile"]
         backend = config.flatten(config.to_dict(cfg))["ddp.backend"]
         fixed |= cards.sharing(cards.visible(cfg), self.processes(stretch), backend)
         threads = known.environment.get("threads") or self.run.environment.get("threads")
-        return fixed | ({"threads": int(threads)} if threads else {})
+        if threads:
+            fixed["threads"] = int(threads)
+        return fixed
+
+    def _was_on_gpu(self, known: CheckpointState) -> bool:
+        if known.path:
+            return bool(known.environment.get("cuDNN"))
+        return bool(self.run.environment.get("cuda"))
 
     def _tell(self, stretch: Stretch, folder: Path, step: int) -> None:
-        self.steps[str(folder)] = min(step, stretch.to) - stretch.start if step else 0
+        """Note the last step of a new run. Raises Enough at the end of the stretch."""
+        self.steps[str(folder)] = max(0, min(step, stretch.to) - stretch.start)
         if self.stop.is_set():
             raise Enough
         if step < stretch.to:
             return
-        reached = (stretch.to in saved_at(folder)) if stretch.end else step > stretch.to
-        wanted = {key for key in self.run.log if stretch.start < key[0] <= stretch.to}
-        if reached or (not stretch.end and wanted <= log_of(folder)[0].keys()):
+        if stretch.end:
+            reached = stretch.to in saved_at(folder)
+        else:
+            wanted = {key for key in self.run.log if stretch.start < key[0] <= stretch.to}
+            reached = step > stretch.to or wanted <= log_of(folder)[0].keys()
+        if reached:
             raise Enough
 
 
@@ -636,8 +646,8 @@ def _horizon(saved: CheckpointState) -> int:
 
 
 def saved_at(folder: Path) -> dict[int, Path]:
-    """Return {step: checkpoint} of a replayed run, which may be under way."""
-    entries = _read_json(folder / "manifest.json").get("checkpoints", [])
+    """Return {step: checkpoint} of a replayed run. The run may be still running."""
+    entries = read_object(folder / "manifest.json").get("checkpoints", [])
     return {entry["step"]: folder / entry["file"] for entry in entries}
 
 
@@ -647,18 +657,16 @@ def saved_at(folder: Path) -> dict[int, Path]:
 
 @dataclass
 class Compared:
-    """Two runs over one stretch.
+    """The comparison of two runs over a stretch.
 
-    points   lines of the log that both have, and the state at a checkpoint; `equal` of them are the
+    points   common lines of the log, and the state at a checkpoint; `equal` of the points have the
              same bits
-    digests  of them with a digest of the weights, the state among them; the others have only
-             numbers
-    first    the first of them that is not
-    largest  relative difference of a logged number, where it is, and the same of all weights at the
-             end
-    missing  lines of the run's log that should be there
-    proven   the last step at which the bits of the weights were compared, by a digest or a
-             checkpoint
+    digests  points with a digest of the weights, and the state; the other points have only numbers
+    first    the first different point
+    largest  largest relative difference of a logged number, and of all weights at the end; `where`
+             names the number
+    missing  expected lines that the run's log lacks
+    proven   the last step with compared bits of the weights: a digest or a checkpoint
     """
 
     points: int = 0
@@ -684,7 +692,7 @@ class Compared:
                 "differences": differences[:8],
                 "number": len(differences),
             }
-        # others may jump, such as an accuracy, or be next to zero, such as a moment
+        # other numbers may jump (an accuracy) or be almost zero (a moment)
         for each in differences:
             counts = each["name"] in SMOOTH or each["name"].startswith("model/")
             if counts and each["relative"] is not None and each["relative"] > self.largest:
@@ -698,61 +706,76 @@ def compare(
     checkpoints: tuple[Path | None, Path | None],
     but: tuple[str, ...] = (),
 ) -> Compared:
-    """Compare two logs over a stretch, and the checkpoints at its end, where there is one. `but`:
-    not these numbers."""
-    found, again = Compared(), stretch.begin.progress.get("evaluation_due")
-    start, to = stretch.start, stretch.to
-    inside = [key for key in ours if start < key[0] <= to or (again and key == (start, "eval"))]
-    if stretch.end and stretch.end.progress["evaluation_due"]:  # it was stopped just before
-        inside = [key for key in inside if key != (to, "eval")]
-    # the line before, of each
-    before: dict[str, int | None] = dict.fromkeys(("run", "replay"), start)
-    steps_of = {"run": theirs, "replay": ours}
+    """Compare two logs over a stretch, and the checkpoints at the end of the stretch, if any.
+
+    but  names of numbers that are not compared
+    """
+    found = Compared()
+    again = stretch.begin.progress.get("evaluation_due")
+    start = stretch.start
+    inside = [key for key in ours if start < key[0] <= stretch.to]
+    if again and (start, "eval") in ours:
+        inside.insert(0, (start, "eval"))
+    # the run stopped before this evaluation
+    stopped = stretch.end and stretch.end.progress["evaluation_due"]
     for step, event in inside:
+        if stopped and (step, event) == (stretch.to, "eval"):
+            continue
         if (step, event) not in theirs:
             found.missing.append(step)
             continue
-        one, two = theirs[step, event], ours[step, event]
-        names = [name for name in dict.fromkeys(["digest", *one]) if name in one and name in two]
-        names = [name for name in names if name not in (*TIMES, *but)]
-        if event == "train":
-            for who, log in steps_of.items():
-                before[who] = max(
-                    (s for s, e in log if e == "train" and start < s < step), default=start
-                )
-            if before["run"] != before["replay"]:
-                names = [name for name in names if name in OF_ITS_STEP]
-        found.add(
-            step,
-            event,
-            [_difference(name, one[name], two[name]) for name in names if one[name] != two[name]],
+        one = theirs[step, event]
+        two = ours[step, event]
+        same_span = event != "train" or _line_before(theirs, step, start) == _line_before(
+            ours, step, start
         )
+        differences = []
+        for name in dict.fromkeys(["digest", *one]):
+            counts = name not in (*TIMES, *but) and (same_span or name in OF_ITS_STEP)
+            if counts and name in one and name in two and one[name] != two[name]:
+                differences.append(_difference(name, one[name], two[name]))
+        found.add(step, event, differences)
         if "digest" in one and "digest" in two:
-            found.digests, found.proven = found.digests + 1, max(found.proven, step)
+            found.digests += 1
+            found.proven = max(found.proven, step)
         found.digest = two.get("digest", found.digest)
-    if all(checkpoints):
-        one, two = (archive.read(path) for path in checkpoints if path)
-        leave_out = (
-            {"progress/best", "progress/stale", "progress/evaluation_due"}
-            if one["progress"]["evaluation_due"]
-            else set()
-        )
-        if found.missing or any(start < key[0] <= to and key not in ours for key in theirs):
-            # sums that begin at the line before, which is another
-            leave_out |= {"tally", "progress/epoch_totals"}
-        found.left_out = ", ".join(sorted(leave_out))
-        differences = _of_states(one, two, leave_out)
-        found.state, found.digest, found.digests = not differences, two["digest"], found.digests + 1
-        found.proven = to
-        found.add(to, checkpoints[0].name if checkpoints[0] else "", differences)
+    if checkpoints[0] and checkpoints[1]:
+        unlogged = any(start < key[0] <= stretch.to and key not in ours for key in theirs)
+        _compare_ends(found, stretch.to, checkpoints[0], checkpoints[1], unlogged)
     return found
+
+
+def _line_before(log: Log, step: int, start: int) -> int:
+    """Return the line of the training before a step, after `start`."""
+    return max((s for s, e in log if e == "train" and start < s < step), default=start)
+
+
+def _compare_ends(found: Compared, to: int, one_path: Path, two_path: Path, unlogged: bool) -> None:
+    """Compare the checkpoints at the end of a stretch.
+
+    unlogged  the second log lacks lines of the first log
+    """
+    one = archive.read(one_path)
+    two = archive.read(two_path)
+    leave_out = set[str]()
+    if one["progress"]["evaluation_due"]:
+        leave_out |= {"progress/best", "progress/stale", "progress/evaluation_due"}
+    if found.missing or unlogged:
+        # sums since the line before, and the lines before differ
+        leave_out |= {"tally", "progress/epoch_totals"}
+    found.left_out = ", ".join(sorted(leave_out))
+    differences = _of_states(one, two, leave_out)
+    found.state = not differences
+    found.digest = two["digest"]
+    found.digests += 1
+    found.proven = to
+    found.add(to, one_path.name, differences)
 
 
 def _difference(name: str, one: Any, two: Any) -> dict[str, Any]:
     relative = None
-    if name not in ("digest", "epoch", "samples") and all(
-        isinstance(each, int | float) for each in (one, two)
-    ):
+    are_numbers = isinstance(one, int | float) and isinstance(two, int | float)
+    if are_numbers and name not in ("digest", "epoch", "samples"):
         relative = abs(one - two) / max(abs(one), abs(two))
     return {"name": name, "run": one, "replay": two, "relative": relative}
 
@@ -760,13 +783,15 @@ def _difference(name: str, one: Any, two: Any) -> dict[str, Any]:
 def _of_states(
     one: dict[str, Any], two: dict[str, Any], leave_out: set[str]
 ) -> list[dict[str, Any]]:
-    """Return the differences of two checkpoints, in the parts that are the same on any number of
+    """Return the differences of two checkpoints, in the parts that do not depend on the number of
     processes."""
-    sides = [dict(leaves("", {name: state[name] for name in SAME_STATE})) for state in (one, two)]
+    ours = _leaves_of(one)
+    theirs = _leaves_of(two)
     found = list[dict[str, Any]]()
-    for name in dict.fromkeys([*sides[0], *sides[1]]):
-        a, b = (side.get(name) for side in sides)
-        if any(name == each or name.startswith(f"{each}/") for each in leave_out):
+    for name in ours | theirs:
+        a = ours.get(name)
+        b = theirs.get(name)
+        if any(f"{name}/".startswith(f"{each}/") for each in leave_out):
             continue
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             if a != b and not (a != a and b != b):
@@ -777,15 +802,17 @@ def _of_states(
     return found
 
 
+def _leaves_of(state: dict[str, Any]) -> dict[str, Any]:
+    return dict(leaves("", {name: state[name] for name in SAME_STATE}))
+
+
 def _of_norm(one: Tensor, two: Tensor) -> float | None:
-    """Return the norm of the difference over the first one's; None where that is no number."""
+    """Return the norm of the difference divided by the first norm; None without a number."""
     if one.shape != two.shape:
         return None
-    one, two = (
-        each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, two)
-    )
-    norm = float(one.norm())
-    return float((one - two).norm()) / norm if norm else None
+    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    norm = float(one.to(wide).norm())
+    return float((one.to(wide) - two.to(wide)).norm()) / norm if norm else None
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -802,29 +829,32 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _replay(cfg: Any, asked: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _replay(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     alone("torchrun started this, which starts processes itself", "environment")
-    folder = Path(asked.run) if Path(asked.run).is_dir() else Path(asked.run).parent
+    folder = folder_of(Path(options.run))
     task = tasks.load(cfg.task)(cfg)
-    _check_options(folder, asked)
+    _check_options(folder, options)
     run = Recorded(folder, cfg, task)
-    stretches = _chosen(run, asked)
-    counts = _processes(run, asked.processes, stretches)
+    stretches = _chosen(run, options)
+    counts = _processes(run, options.processes, stretches)
     begin, to = stretches[0].start, stretches[-1].to
     parts = f", in {len(stretches)} stretches" if len(stretches) > 1 else ""
-    share = f" (share {asked.stretch})" if asked.stretch else ""
+    share = f" (share {options.stretch})" if options.stretch else ""
     print(f"{folder}: steps {begin} to {to} of {run.steps[-1]}{parts}{share}, on {_number(counts)}")
     anyway = look(run, task, stretches)
     _look_at_log(run, counts, anyway)
-    taken = _take_all(run, asked, rest, anyway, stretches)
-    points, equal = (sum(each[name] for each in taken) for name in ("points", "equal"))
-    verdicts = {each["verdict"] for each in taken} | ({DIFFERS} if anyway.first else set())
-    verdict = next(each for each in (DIFFERS, ROUNDING, UNKNOWN, SAME) if each in verdicts)
-    first = anyway.first or next(
-        (each["first_difference"] for each in taken if each["first_difference"]), None
-    )
+    taken = _take_all(run, options, rest, anyway, stretches)
+    points = sum(each["points"] for each in taken)
+    equal = sum(each["equal"] for each in taken)
+    first = anyway.first
+    verdict = SAME
+    if first:
+        verdict = DIFFERS
+    for each in taken:
+        first = first or each["first_difference"]
+        verdict = max(verdict, each["verdict"], key=SEVERITY.index)
     chain = all(one.to == two.start and one.end for one, two in itertools.pairwise(stretches))
-    if verdict == SAME and run.lost and asked.step is None and asked.to is None:
+    if verdict == SAME and run.lost and options.step is None and options.to is None:
         verdict = UNKNOWN
         print(
             f"status.json has step {run.came_to}: of the last {amount(run.lost, 'step')} the run "
@@ -842,7 +872,7 @@ def _replay(cfg: Any, asked: argparse.Namespace, rest: list[str]) -> dict[str, A
         "run": str(folder),
         "from": begin,
         "to": to,
-        "share": asked.stretch,
+        "share": options.stretch,
         "verdict": verdict,
     }
     result |= {"points": points, "equal": equal, "first_difference": first, "whole_run": whole}
@@ -865,91 +895,101 @@ def _in_words(verdict: str, equal: int, points: int) -> str:
     return points_of if verdict == SAME else f"{verdict}: {points_of}"
 
 
-def _check_options(folder: Path, asked: argparse.Namespace) -> None:
-    """Raise LockstepError where options exclude each other, or a result could not be written."""
-    some = [
-        name for name, value in (("--from", asked.begin), ("--to", asked.to)) if value is not None
-    ]
-    whole = "--all" if asked.all else "--step" if asked.step is not None else ""
+def _check_options(folder: Path, options: argparse.Namespace) -> None:
+    """Raise LockstepError if options exclude each other, or a result could not be written."""
+    given = {"--from": options.begin, "--to": options.to}
+    some = [name for name, value in given.items() if value is not None]
+    whole = ""
+    if options.all:
+        whole = "--all"
+    elif options.step is not None:
+        whole = "--step"
     if whole and some:
         raise LockstepError(f"{whole} and {some[0]}", "command line", "give one of them")
     for name in ("processes", "jobs"):
-        if (value := getattr(asked, name)) is not None and value < 1:
+        value = getattr(options, name)
+        if value is not None and value < 1:
             raise LockstepError(f"--{name} {value}", "command line", "give 1 or more")
-    for option, path in (
-        ("--out", asked.out),
-        ("--write", folder / RESULT if asked.write else None),
-    ):
-        if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise LockstepError(
-                f"{path} cannot be written", option, "give --out FILE in a folder of yours"
-            )
-    if (
-        asked.keep
-        and asked.keep.exists()
-        and (not asked.keep.is_dir() or any(asked.keep.iterdir()))
-    ):
-        raise LockstepError(f"{asked.keep} is not empty", "--keep", "give a new folder")
+    if options.out:
+        _check_writable(options.out, "--out")
+    if options.write:
+        _check_writable(folder / RESULT, "--write")
+    keep = options.keep
+    if keep and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise LockstepError(f"{keep} is not empty", "--keep", "give a new folder")
 
 
-def _chosen(run: Recorded, asked: argparse.Namespace) -> list[Stretch]:
+def _check_writable(path: Path, option: str) -> None:
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise LockstepError(
+            f"{path} cannot be written", option, "give --out FILE in a folder of yours"
+        )
+
+
+def _chosen(run: Recorded, options: argparse.Namespace) -> list[Stretch]:
+    """Return the stretches of the options. Raises LockstepError for steps without a record."""
     last = run.steps[-1]
-    after, to = asked.begin or 0, last if asked.to is None else asked.to
-    if asked.step is not None:
-        after, to = asked.step - 1, asked.step
+    after = options.begin or 0
+    to = last if options.to is None else options.to
+    what = f"steps {after} to {to}"
+    if options.step is not None:
+        after = options.step - 1
+        to = options.step
+        what = f"step {options.step}"
     if not 0 <= after < to <= last:
-        what = f"step {asked.step}" if asked.step is not None else f"steps {after} to {to}"
         raise LockstepError(what, "command line", f"the run has recorded steps 0 to {last}")
     later = [step for step in run.steps if step >= to]
-    end = next((step for step in later if run.has_bits(step)), later[0])
+    end = next(filter(run.has_bits, later), later[0])
+    note = 0
     if end != to:
+        note = to
         lacks = "digest of the weights" if to in run.steps else "line in the log"
         print(f"Step {to} has no {lacks}: it is proven by the next that has, of step {end}")
-    stretches = run.stretches(after, end, to if end != to else 0)
-    if asked.stretch:
-        parts = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", asked.stretch)
-        if not parts or int(parts[1]) > int(parts[2]):
-            raise LockstepError(
-                f"--stretch {asked.stretch}",
-                "command line",
-                "give such as 3/8, the third of 8 shares",
-            )
-        stretches = stretches[int(parts[1]) - 1 :: int(parts[2])]
-        if not stretches:
-            raise LockstepError(
-                f"--stretch {asked.stretch}",
-                "command line",
-                "there are fewer stretches than shares",
-            )
-    return stretches
+    stretches = run.stretches(after, end, note)
+    return _share_of(stretches, options.stretch) if options.stretch else stretches
 
 
-def _processes(run: Recorded, asked: int | None, stretches: list[Stretch]) -> list[int]:
-    """Return the numbers of processes of the stretches. Raises LockstepError where `asked` would
-    take other steps."""
-    own, workers = list(dict.fromkeys(map(run.processes, stretches))), run.cfg.virtual_workers
-    if asked and workers and asked > workers:
+def _share_of(stretches: list[Stretch], share: str) -> list[Stretch]:
+    """Return every n-th stretch for a share such as 3/8."""
+    parts = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", share)
+    if not parts or int(parts[1]) > int(parts[2]):
+        todo = "give such as 3/8, the third of 8 shares"
+        raise LockstepError(f"--stretch {share}", "command line", todo)
+    chosen = stretches[int(parts[1]) - 1 :: int(parts[2])]
+    if not chosen:
+        todo = "there are fewer stretches than shares"
+        raise LockstepError(f"--stretch {share}", "command line", todo)
+    return chosen
+
+
+def _processes(run: Recorded, processes: int | None, stretches: list[Stretch]) -> list[int]:
+    """Return the numbers of processes of the stretches. Raises LockstepError if the given number
+    takes other steps."""
+    own = list(dict.fromkeys(map(run.processes, stretches)))
+    workers = run.cfg.virtual_workers
+    if not processes:
+        return own
+    if workers and processes > workers:
         raise LockstepError(
-            f"{asked} processes with virtual_workers={workers}",
+            f"{processes} processes with virtual_workers={workers}",
             "--processes",
             f"give {workers} at most",
         )
-    if asked and not workers and own != [asked]:
+    if not workers and own != [processes]:
         what = (
             f"the run had {_number(own)}, and others add up in another order: without "
-            "virtual_workers no replay on "
+            f"virtual_workers no replay on {processes} has its bits"
         )
-        what += f"{asked} has its bits"
         raise LockstepError(
             what,
-            f"--processes {asked}",
+            f"--processes {processes}",
             "drop it; a run with virtual_workers=N is replayed on any number",
         )
-    return [asked] if asked else own
+    return [processes]
 
 
 def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
-    """Print what the log lacks for a comparison."""
+    """Print the gaps of the log."""
     if run.unreadable:
         anyway.say("log", f"{amount(run.unreadable, 'line')} cannot be read")
     if not run.log:
@@ -957,18 +997,11 @@ def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
     else:
         trained = [line for (_, event), line in run.log.items() if event == "train"]
         held = sum("digest" in line for line in trained)
-        rest = (
-            "; at the others numbers are compared, to their last digit"
-            if held < len(trained)
-            else ""
-        )
-        anyway.say(
-            "log",
-            (
-                f"{held} of {amount(len(trained), 'line')} of the training have a digest of the "
-                f"weights{rest}"
-            ),
-        )
+        text = f"{held} of {amount(len(trained), 'line')} of the training have a digest of the "
+        text += "weights"
+        if held < len(trained):
+            text += "; at the others numbers are compared, to their last digit"
+        anyway.say("log", text)
     if len(counts) > 1:
         text = (
             f"the run went on with {' then '.join(map(str, counts))}; where, between two "
@@ -979,27 +1012,26 @@ def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
 
 def _take_all(
     run: Recorded,
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     rest: list[str],
     anyway: Anyway,
     stretches: list[Stretch],
 ) -> list[dict[str, Any]]:
-    """Take the stretches again, some at once; print and return what came out, in their order."""
+    """Repeat the stretches, several at once. Print and return the results in order."""
     from tqdm import tqdm
 
-    taker = Taker(run, asked.processes, rest)
-    before = {
-        number: signal.signal(number, taker.end)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    taker = Taker(run, options.processes, rest)
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before[number] = signal.signal(number, taker.end)
     total = sum(stretch.to - stretch.start for stretch in stretches)
     bar = tqdm(
         total=total, unit="step", leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty()
     )
-    pool = ThreadPoolExecutor(asked.jobs, thread_name_prefix="stretch")
+    pool = ThreadPoolExecutor(options.jobs, thread_name_prefix="stretch")
     with contextlib.ExitStack() as places, bar:
-        if asked.keep:
-            taker.folder = asked.keep
+        if options.keep:
+            taker.folder = options.keep
         else:
             temporary = tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True)
             taker.folder = Path(places.enter_context(temporary))
@@ -1009,8 +1041,9 @@ def _take_all(
                 while not futures.wait([future], 0.3).done:
                     bar.n = min(total, sum([*taker.steps.values()]))
                     bar.refresh()
-                    for failed in (each for each in waiting if each.done() and each.exception()):
-                        failed.result()
+                    for each in waiting:
+                        if each.done():
+                            each.result()  # raises the exception of a stretch
                 with tqdm.external_write_mode():
                     print(future.result()["text"], flush=True)
         finally:  # nothing may stay in the background
@@ -1022,7 +1055,7 @@ def _take_all(
 
 
 def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
-    """Take a stretch and return the verdict on it, with `text` as its line."""
+    """Repeat a stretch and return the verdict; `text` is the printed line."""
     known, here = stretch.known, anyway.facts["data"]
     about: dict[str, Any] = {
         "from": stretch.start,
@@ -1036,17 +1069,20 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
         return about | {"verdict": DIFFERS, "first_difference": first, "text": text}
     began = time.monotonic()
     folder = taker.take(stretch)
-    found = compare(stretch, taker.run.log, log_of(folder)[0], _states(stretch, folder))
-    yardstick, verdict, explains = None, SAME, [*anyway.explains]
+    ends = stretch.end and stretch.end.path, _at_end(stretch, folder)
+    found = compare(stretch, taker.run.log, log_of(folder)[0], ends)
+    yardstick = None
+    verdict = SAME
+    explains = [*anyway.explains]
     if found.equal == found.points and found.proven < stretch.to:
         verdict = UNKNOWN
     elif found.equal < found.points:
-        if moved := _moved(stretch, folder):
-            explains.append(moved)
-        yardstick = _yardstick(taker, stretch, folder) if explains and found.points else None
-        verdict = (
-            ROUNDING if yardstick and found.largest <= FARTHER * yardstick.largest else DIFFERS
-        )
+        verdict = DIFFERS
+        explains += filter(None, [_moved(stretch, folder)])
+        if explains and found.points:
+            yardstick = _yardstick(taker, stretch, folder)
+            if found.largest <= FARTHER * yardstick.largest:
+                verdict = ROUNDING
     noted = _digest_at(folder, stretch.note) if stretch.note else ""
     about |= {"digests": found.digests}
     about |= {
@@ -1066,35 +1102,33 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
     return about | {"text": _line(stretch, found, verdict, yardstick, explains, noted)}
 
 
-def _states(stretch: Stretch, folder: Path) -> tuple[Path | None, Path | None]:
-    return (stretch.end.path, saved_at(folder).get(stretch.to)) if stretch.end else (None, None)
+def _at_end(stretch: Stretch, folder: Path) -> Path | None:
+    """Return the checkpoint of a new run at the end of a stretch, if the run has a checkpoint."""
+    return saved_at(folder).get(stretch.to) if stretch.end else None
 
 
 def _moved(stretch: Stretch, folder: Path) -> str:
-    """Return what else is not as it was: what the run's environment and the replay's differ in."""
-    known, newest = stretch.known, max(saved_at(folder).items(), default=(0, None))[1]
-    if not (known.path and newest):
+    """Return the differences between the environments of the run and of the replay."""
+    saved = saved_at(folder)
+    if not (stretch.known.path and saved):
         return ""
-    now = archive.read(newest)["environment"]
+    now = archive.read(saved[max(saved)])["environment"]
+    then = stretch.known.environment
     return "; ".join(
-        f"{name} {was} -> {now[name]}"
-        for name, was in known.environment.items()
-        if now.get(name, was) != was
+        f"{name} {then[name]} -> {now[name]}"
+        for name in then
+        if now.get(name, then[name]) != then[name]
     )
 
 
 def _yardstick(taker: Taker, stretch: Stretch, folder: Path) -> Compared:
-    """Compare the replay with one of the same steps whose learning rate is off by a rounding
-    error."""
+    """Compare the replay with a second replay. The learning rate of the second replay is larger by
+    a rounding error."""
     known = stretch.known
     coarse = known.environment.get("TF32") == "True" or known.precision not in ("off", "")
     other = taker.take(stretch, 2.0 ** (-8 if coarse else -20))
-    pair = (
-        (saved_at(folder).get(stretch.to), saved_at(other).get(stretch.to))
-        if stretch.end
-        else (None, None)
-    )
-    return compare(stretch, log_of(folder)[0], log_of(other)[0], pair, but=("lr",))
+    ends = _at_end(stretch, folder), _at_end(stretch, other)
+    return compare(stretch, log_of(folder)[0], log_of(other)[0], ends, but=("lr",))
 
 
 def _digest_at(folder: Path, step: int) -> str:
@@ -1112,32 +1146,33 @@ def _line(
 ) -> str:
     parts = [f"{stretch}: {_in_words(verdict, found.equal, found.points)}"]
     if verdict == UNKNOWN:
-        last = f"the last are of step {found.proven}" if found.proven else "there are none"
+        last = "there are none"
+        if found.proven:
+            last = f"the last are of step {found.proven}"
         parts.append(
             f"at step {stretch.to} no bits of the weights could be compared (digests, "
             f"checkpoints): {last}"
         )
-    if found.state:
-        parts.append(f"one of them all state of {_name(stretch.end) if stretch.end else ''}")
+    if found.state and stretch.end:
+        parts.append(f"one of them all state of {_name(stretch.end)}")
     if noted:
         parts.append(f"digest {noted} at step {stretch.note}")
-    if first := found.first:
-        shown = ", ".join(_shown(each) for each in first["differences"][:3])
-        more = f" and {first['number'] - 3} more" if first["number"] > 3 else ""
-        parts.append(
-            f"the first that differs, step {first['step']}, {first['what']}: {shown}{more}"
-        )
+    first = found.first
+    if first:
+        shown = ", ".join(map(_shown, first["differences"][:3]))
+        if first["number"] > 3:
+            shown += f" and {first['number'] - 3} more"
+        parts.append(f"the first that differs, step {first['step']}, {first['what']}: {shown}")
         if any(each["name"] == "lr" for each in first["differences"]):
             parts.append(
                 "the schedule was another then: was the run continued with more steps from a "
                 "checkpoint now gone?"
             )
     if yardstick:
+        explained = "explains" if verdict == ROUNDING else "does not explain"
         parts.append(
             f"the largest relative difference is {found.largest:.1e} ({found.where or 'none'}), "
-            "the yardstick's "
-            f"{yardstick.largest:.1e}: rounding "
-            f"{'explains' if verdict == ROUNDING else 'does not explain'} it "
+            f"the yardstick's {yardstick.largest:.1e}: rounding {explained} it "
             f"(another {', '.join(explains)})"
         )
     if found.missing:
@@ -1151,7 +1186,9 @@ def _line(
 
 
 def _shown(each: dict[str, Any]) -> str:
-    by = f" ({each['relative']:.1e} of it)" if each["relative"] is not None else ""
-    if each["run"] == each["replay"]:  # a tensor, by its shape
-        return f"{each['name']}{by}"
-    return f"{each['name']} {each['run']} in the run, {each['replay']} in the replay{by}"
+    text = each["name"]
+    if each["run"] != each["replay"]:  # equal for a tensor: the shapes
+        text += f" {each['run']} in the run, {each['replay']} in the replay"
+    if each["relative"] is not None:
+        text += f" ({each['relative']:.1e} of it)"
+    return str(text)

@@ -1,9 +1,10 @@
-"""Run one training of tools/prove.py: train.main, with a part of the run exchanged.
+"""Run one training of tools/prove.py: train.main with replaced parts.
 
 python tools/trial.py '{"notes": "notes.json"}' [arguments of a training]    one process; as many as
 torchrun starts
 
-The first word is the JSON of an `Order`. What is exchanged is named there; all else is train.py.
+The first argument is the JSON of an `Order`. The order names the replaced parts. All other parts
+are train.py.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ LAST_BIT = 2.0**-23
 
 
 class Order(NamedTuple):
-    """What is exchanged in a training.
+    """The replaced parts of a training.
 
-    notes     a file for what the run is like, see `_notes`
-    double    compute in float64: weights, batches, and the tensors that the task keeps
-    dropout   whether layers drop out; without it they drop nothing
+    notes     a file for facts about the run, see `_take_notes`
+    double    compute in float64: weights, batches, and the tensors of the task
+    dropout   keep dropout; false: no layer drops numbers
     nudged    change each weight by one unit in the last place, up or down, before the first step
-    evaluate  whether the run scores its validation data
-    seconds   stop after so long, counted from the first step; 0: never
-    last      stop after this step, as if the run ended there; 0: at its end
-    kill_at   the last rank kills itself (SIGKILL) once so many steps are taken and a checkpoint is
-              on the disk; 0: not
-    watch     note what the task's code does that may depend on the process, see witness.py
+    evaluate  whether the run scores the validation data
+    seconds   stop so many seconds after the first step; 0: never
+    last      stop after this step, as at the end of a run; 0: at the normal end
+    kill_at   the last rank kills itself (SIGKILL) after so many steps, once a checkpoint is on the
+              disk; 0: never
+    watch     note calls of the task's code that may depend on the process, see witness.py
     """
 
     notes: str
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
         print((__doc__ or "").strip())
         return 0 if argv else 2
     order, plain_check, plain_build = Order(**json.loads(argv[0])), train.check, train.build
-    sys.argv[1:] = argv[1:]  # the command that resumes is made of it
+    sys.argv[1:] = argv[1:]  # the command that resumes is built from sys.argv
     witness = Witness(order.notes) if order.watch else None
     if order.double:
         torch.set_default_dtype(torch.float64)
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare(model: nn.Module, task: Any, order: Order) -> None:
-    """Change a new model and its task, in place, before anything else sees the weights."""
+    """Change a new model and the task, in place, before other code reads the weights."""
     for module in model.modules() if not order.dropout else ():
         if isinstance(module, private.DROPOUT):
             module.p = 0.0
@@ -131,7 +132,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _of_doubles(method: Any) -> Any:
-    """Return the task's method of (model, batch) for batches in float64."""
+    """Return the task's method of (model, batch), with batches converted to float64."""
 
     def of_doubles(model: nn.Module, batch: Any) -> Any:
         return method(model, attach_info(map_tensors(batch, _double), batch_info(batch)))
@@ -155,8 +156,8 @@ def _kill_at(run: Run, step: int) -> None:
 
 
 def _take_notes(run: Run, path: Path) -> None:
-    """(rank 0) Write what the run is like; again after the first loss, with the generators that it
-    has drawn from."""
+    """(rank 0) Write facts about the run. After the first loss, add the generators that the loss
+    has used."""
     notes: dict[str, Any] = {
         "device": str(run.world.device),
         "precision": run.precision.name,

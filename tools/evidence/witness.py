@@ -1,6 +1,9 @@
-"""Note what the code of a task does while it trains that may depend on the process, the time, or
-what was before: for the diagnosis of tools/prove.py. It slows a training down, and changes no
-number."""
+"""Note calls of the task's code during training that may depend on the process, the time, or
+earlier steps.
+
+tools/prove.py uses the notes for a diagnosis. A witness slows a training down and changes no
+number.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,10 @@ STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib
 OURS = tuple(
     str(ROOT / name) for name in ("engine", "plugins", "tools", "train.py", "data_loader.py")
 )
-"""Where code lies that is not the task's."""
+"""Paths of code outside the task."""
 
 FEW = 16
-"""Numbers of a tensor that are kept whole."""
+"""A tensor with at most so many numbers is noted number by number."""
 
 CLOCK = "the clock"
 CALLS: dict[Any, str] = {
@@ -58,7 +61,7 @@ CALLS: dict[Any, str] = {
     socket.gethostname: "the machine's name",
     torch.seed: "a seed of the system's",
 }
-"""Functions whose result is another in each process or each time."""
+"""Functions with a different result in each process or at each time."""
 
 RANKS = {
     getattr(dist, name).__code__: f"the rank or the number of processes (dist.{name})"
@@ -69,10 +72,10 @@ ENVIRON = type(os.environ).__getitem__.__code__
 
 
 class Witness(TorchFunctionMode):
-    """Writes `<notes>.seen.<rank>`, a JSON.
+    """Writes the JSON file `<notes>.seen.<rank>`.
 
-    calls  what the task's code was seen to do, a sentence -> how often
-    kept   what the task keeps after the last step, see `kept`
+    calls  observed calls of the task's code: sentence -> count
+    kept   values that the task keeps after the last step, see `kept`
     """
 
     def __init__(self, notes: str):
@@ -88,7 +91,7 @@ class Witness(TorchFunctionMode):
         super().__exit__(*error)
 
     def follow(self, run: Run) -> None:
-        """Write what was seen after each step, because the process may be killed."""
+        """Write the notes after each step, because the process may be killed."""
         plain = run.end_step
 
         def end_step(*given: Any) -> Any:
@@ -119,8 +122,8 @@ class Witness(TorchFunctionMode):
                 sentence = "draws from a generator of its own"
             elif owner is datetime.datetime or owner is datetime.date:
                 sentence = f"reads {CLOCK}" if what.__name__ in ("now", "utcnow", "today") else ""
-            elif (told := CALLS.get(what) if getattr(what, "__hash__", None) else None) is not None:
-                sentence = f"reads {told}"
+            elif getattr(what, "__hash__", None) and what in CALLS:
+                sentence = f"reads {CALLS[what]}"
             if sentence and (place := _place(frame, inner=True)):
                 self._note(f"{place} {sentence} ({getattr(what, '__qualname__', what)})")
         elif event == "call":
@@ -135,10 +138,10 @@ class Witness(TorchFunctionMode):
 
 
 def _place(frame: FrameType | None, inner: bool = False) -> str:
-    """Return `mine.py:31, in loss,` where the task's code asks, perhaps through the standard
-    library; empty where the engine or another library does, for itself.
+    """Return `mine.py:31, in loss,` for a call from the task's code, perhaps through the standard
+    library. Return an empty text for a call from the engine or a library.
 
-    inner  the frame itself must be the task's
+    inner  the frame itself must belong to the task
     """
     while frame is not None:
         file = frame.f_code.co_filename
@@ -151,8 +154,8 @@ def _place(frame: FrameType | None, inner: bool = False) -> str:
 
 
 def kept(run: Run) -> dict[str, Any]:
-    """Return what the model's modules, the task, its file and the dataset keep: numbers, the sizes
-    of containers, and of generators a digest of their state."""
+    """Return the values that the model's modules, the task, the task's file and the dataset keep:
+    numbers, sizes of containers, and digests of generator states."""
     data, file = run.loaders.train.dataset, sys.modules.get(type(run.task).__module__)
     places = {"of the task": vars(run.task), "of the task's file": vars(file) if file else {}}
     places["of the dataset"] = vars(data) if hasattr(data, "__dict__") else {}
@@ -181,7 +184,7 @@ def kept(run: Run) -> dict[str, Any]:
 
 
 def _state(value: Any) -> str | None:
-    """Return a digest of a generator's state; None for anything else."""
+    """Return a digest of a generator's state; None for other values."""
     if isinstance(value, torch.Generator):
         state = value.get_state().numpy().tobytes()
     elif isinstance(value, np.random.Generator):

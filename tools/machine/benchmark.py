@@ -1,4 +1,4 @@
-"""Measure how a training scales on this machine: 1, 2, 4, ... processes; and predict more of them
+"""Measure the scaling of a training on this machine: 1, 2, 4, ... processes. Predict more processes
 over another link.
 
 python tools/benchmark.py har
@@ -9,16 +9,16 @@ python tools/benchmark.py --predict 16 --machines 2 --inside 2tbit,5us --link 10
 
 Options, before the arguments of a training:
   --processes N,N,...   numbers of processes (powers of two up to the number of GPUs, or of cores)
-  --scaling KIND        weak: each process keeps its batch; strong: the global batch stays; both
-                        (both)
+  --scaling KIND        weak: the batch of each process is constant; strong: the global batch is
+                        constant; both (both)
   --rounds R            repetitions, interleaved (3)
   --seconds S           time of each measurement (4)
   --predict N           predict the speed of N processes under ddp, fsdp and hsdp, by the model in
                         tools/machine/scaling.py
-  --link RATE[,LATENCY] between them, such as 10gbit,50us (as measured between the processes here)
-  --machines M          they are on so many machines, and --link is between these (1)
-  --inside RATE[,LATENCY]  between the processes of one of several machines (as measured between the
-                           processes here)
+  --link RATE[,LATENCY] link between the processes, such as 10gbit,50us (as measured here)
+  --machines M          predict so many machines, with --link between the machines (1)
+  --inside RATE[,LATENCY]  link between the processes of a machine, for several machines (as
+                           measured here)
   --json                all measurements as JSON, instead of tables
 
 Every measurement runs in new processes. On GPUs, DataParallel is measured beside DDP.
@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 
 class Case:
-    """One row of a table: the number of processes, their settings, and a measurement per round."""
+    """A row of a table: the number of processes, the settings, and a measurement per round."""
 
     def __init__(self, kind: str, processes: int, settings: dict[str, Any], with_dp: bool = False):
         self.kind, self.processes, self.settings, self.with_dp = kind, processes, settings, with_dp
@@ -94,8 +94,8 @@ def cases(cfg: Any, counts: list[int], kinds: list[str], gpus: int) -> list[Case
 
 
 def table(rows: list[Case]) -> str:
-    """Return the rows of one kind of scaling as markdown; speed-up and efficiency are relative to
-    its first row."""
+    """Return the rows of a kind of scaling as markdown. Speed-up and efficiency are relative to the
+    first row."""
     lines = [
         "| processes | batch per process | global batch | steps/s | samples/s (from - to) | "
         "speed-up | efficiency "
@@ -104,7 +104,9 @@ def table(rows: list[Case]) -> str:
     ]
     base = next((case.samples_per_s / case.processes for case in rows if case.found), 1.0)
     for case in rows:
-        name = f"{case.processes}{' (DP)' if case.with_dp else ''}"
+        name = str(case.processes)
+        if case.with_dp:
+            name += " (DP)"
         if not case.found:
             lines.append(f"| {name} | {case.settings['batch_size']} | out of memory |")
             continue
@@ -123,15 +125,15 @@ def table(rows: list[Case]) -> str:
 
 
 def share(*phases: str) -> Any:
-    """Return a function that gives the share of these phases in a measurement's step time."""
+    """Return a function that computes the share of these phases in a measurement's step time."""
     return lambda row: (
         sum(row["phases_ms"].get(name, 0.0) for name in phases) / sum(row["phases_ms"].values())
     )
 
 
 def measured_link(rows: list[Case]) -> scaling.Link:
-    """Return the link between the processes that were measured. Raises LockstepError if there was
-    one alone."""
+    """Return the link between the measured processes. Raises LockstepError after measurements of
+    one process alone."""
     several = next(
         (case for case in rows if case.processes > 1 and case.found and not case.with_dp), None
     )
@@ -153,16 +155,18 @@ def predicted(
     machines: int = 1,
     inside: scaling.Link | None = None,
 ) -> Row:
-    """Predict the speed of `processes` from the measured weak scaling, under each strategy. With
-    several machines `link` is between them. Raises LockstepError where a link is neither given nor
-    measured."""
+    """Predict the speed of `processes` from the measured weak scaling, under each strategy.
+
+    link    between the processes, or with several machines between the machines; None: as measured
+    inside  between the processes of a machine; None: as measured
+
+    Raises LockstepError if a link is neither given nor measured.
+    """
     alone = next(case for case in rows if case.processes == 1 and case.found)
     one = alone.found[0]
     step_s = 1e-3 * alone.median(lambda r: r["step_ms"])
-    backward, forward = (
-        step_s * alone.median(share(*names))
-        for names in (("backward", "gradient sync"), ("forward",))
-    )
+    backward = step_s * alone.median(share("backward", "gradient sync"))
+    forward = step_s * alone.median(share("forward"))
     step = scaling.Step(backward, step_s - backward - forward, forward)
     if machines == 1:
         inside = between = link or measured_link(rows)
@@ -177,10 +181,8 @@ def predicted(
     place = scaling.Place(machines, processes // machines, inside, between)
     num_bytes = 1e6 * one["gradients_mb"]
     sums = scaling.ddp_sums(num_bytes, one["bucket_cap_mb"], place)
-    gloo, passes = (
-        not one["device"].startswith("cuda"),
-        scaling.Passes(one["accumulation"], one["reduce_every"]),
-    )
+    gloo = not one["device"].startswith("cuda")
+    passes = scaling.Passes(one["accumulation"], one["reduce_every"])
     units = [scaling.Unit(*(1e6 * size for size in sizes)) for sizes in one["units_mb"]]
 
     def row(strategy: str, collectives: list[scaling.Collective], took: float) -> Row:
@@ -195,9 +197,10 @@ def predicted(
         }
 
     strategies = [row("ddp", sums, scaling.predict_s(step, sums, place))]
-    for strategy in (
-        ("fsdp", "hsdp") if 1 < machines < processes else ("fsdp",) if processes > 1 else ()
-    ):
+    sharded = ["fsdp", "hsdp"] if 1 < machines < processes else ["fsdp"]
+    if processes == 1:
+        sharded.clear()
+    for strategy in sharded:
         each = scaling.shards(units, place, strategy, gloo)
         took = scaling.sharded_s(step, units, each, passes, place, gloo)
         strategies.append(row(strategy, scaling.collectives(each, passes), took))
@@ -215,7 +218,7 @@ def predicted(
 
 
 def strategy_table(rows: list[Row]) -> str:
-    """Return what was predicted of each strategy as markdown."""
+    """Return the prediction for each strategy as markdown."""
     lines = [
         (
             "| strategy | a rank sends MB | a machine sends MB | collectives ms | step ms | "
@@ -251,13 +254,11 @@ def main(argv: list[str]) -> int:
     return guarded(words, partial(_main, options, words))
 
 
-def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
+def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> int:
     cores = available()
-    gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
-    link, inside = (
-        scaling.parse_link(text, key) if text else None
-        for text, key in ((options.link, "--link"), (options.inside, "--inside"))
-    )
+    gpus = torch.cuda.device_count() if args.cfg.device != "cpu" else 0
+    link = scaling.parse_link(options.link, "--link") if options.link else None
+    inside = scaling.parse_link(options.inside, "--inside") if options.inside else None
     if options.machines < 1 or options.predict % options.machines:
         what = (
             f"{options.predict} processes are not the same number on each of "
@@ -279,10 +280,10 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     counts = counts or [1 << n for n in range(12) if 1 << n <= (gpus or max(2, min(cores, 4)))]
     if options.predict and 1 not in counts:
         raise LockstepError("a prediction starts from one process", "--processes", "add 1")
-    # On CPUs a process has the same number of threads in all cases: they take the place of a GPU.
+    # On CPUs a process has the same number of threads in all cases, like one GPU each.
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // max(counts))))
     kinds = ["weak", "strong"] if options.scaling == "both" else [options.scaling]
-    found = cases(asked.cfg, counts, kinds, gpus)
+    found = cases(args.cfg, counts, kinds, gpus)
     for number in range(options.rounds):
         for case in found[number % len(found) :] + found[: number % len(found)]:  # interleaved
             case.measure(words, options.seconds, threads)
@@ -297,7 +298,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     about = next(case.found[0] for case in found if case.found)
     floats = about["precision"].replace("off", "fp32")
     each = amount(about["environment"]["threads"], "thread")
-    print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {each} a process\n")
+    print(f"{args.cfg.task}, {floats}, {_machine(about)}, {each} a process\n")
     for kind, text in tables.items():
         print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
     if busy := contention_warning(max(row["waited_share"] for case in found for row in case.found)):

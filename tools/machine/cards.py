@@ -1,9 +1,9 @@
-"""Where the processes that a tool starts compute: on the GPUs that are visible, several on one
-where there are fewer.
+"""Assign GPUs to the processes that a tool starts. Several processes share a GPU if there are fewer
+GPUs than processes.
 
-NCCL refuses two ranks on one GPU. gloo does not: it adds up through the host's memory, and
-`pick_device` gives process N the GPU N modulo the number of GPUs. The bits are those of the GPU's
-kernels; only the sums are not NCCL's.
+NCCL refuses two ranks on one GPU. gloo accepts them and sums through the host's memory.
+`pick_device` assigns process N the GPU N modulo the number of GPUs. The kernels and the bits are
+the GPU's; only the sums are not computed by NCCL.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from engine.errors import LockstepError, amount
 
 
 def visible(cfg: Any) -> int:
-    """Return the number of GPUs on which a training with this config may compute; 0: it computes on
-    the CPU."""
+    """Return the number of GPUs for a training with the config; 0: the training computes on the
+    CPU."""
     return torch.cuda.device_count() if cfg.device != "cpu" and torch.cuda.is_available() else 0
 
 
 def shares(cards: int, processes: int) -> bool:
-    """Return whether so many processes of a machine have fewer GPUs than processes, but some."""
+    """Return whether the processes of a machine share GPUs."""
     return 0 < cards < processes
 
 
 def sharing(cards: int, processes: int, backend: str) -> dict[str, Any]:
-    """Return the settings with which so many processes of this machine compute on its GPUs; empty
-    where none is needed.
+    """Return the settings for processes that share the machine's GPUs; empty without sharing.
 
     backend  the config's ddp.backend
 
-    Raises LockstepError where that is nccl, and there are fewer GPUs than processes.
+    Raises LockstepError for the backend nccl with fewer GPUs than processes.
     """
     if not shares(cards, processes):
         return {}
@@ -53,19 +52,19 @@ def shared_by(cards: int, processes: int) -> str:
     return f"{amount(processes, 'process')} share {amount(cards, 'GPU')} by gloo"
 
 
-def not_covered(cards: int, on_gpu: bool, most: int, asked: str) -> str:
-    """Return which part of a training on GPUs a proof with these processes does not cover; empty
-    where there is none.
+def not_covered(cards: int, on_gpu: bool, most: int, device: str) -> str:
+    """Return the part of GPU training that a proof with these processes does not cover; empty if
+    none.
 
-    cards   number of visible GPUs, however the proof was made
-    on_gpu  whether it was made on them
+    cards   number of visible GPUs
+    on_gpu  whether the proof used the GPUs
     most    the largest number of processes
-    asked   the config's device
+    device  the config's device
     """
     kernels = "their kernels, TF32, and sums by NCCL"
     if on_gpu:
         return f"sums by NCCL: {shared_by(cards, most)}" if shares(cards, most) else ""
-    if asked == "cpu":
+    if device == "cpu":
         return f"GPUs: device=cpu was given, so nothing was tried of {kernels}"
     return f"GPUs: none is visible, so nothing was tried of {kernels}"
 
@@ -75,16 +74,15 @@ def not_covered(cards: int, on_gpu: bool, most: int, asked: str) -> str:
 
 
 def jobs_for(cards: int, processes: int) -> int:
-    """Return how many trainings of so many processes run at once: as many as have GPUs of their
-    own, at least one."""
+    """Return the number of trainings at once: one for each set of GPUs, at least one."""
     return max(1, cards // processes)
 
 
 def place(job: int, jobs: int, cards: int, processes: int) -> list[int]:
-    """Return the numbers of the GPUs, among the visible ones, that the processes of a job use;
-    empty without GPUs.
+    """Return the GPU numbers for the processes of a job, counted among the visible GPUs; empty
+    without GPUs.
 
-    job   its number, from 0 to `jobs` - 1; jobs have GPUs of their own as long as there are enough
+    job   from 0 to `jobs` - 1; jobs have separate GPUs as long as there are enough
     """
     if not cards:
         return []
@@ -93,8 +91,7 @@ def place(job: int, jobs: int, cards: int, processes: int) -> list[int]:
 
 
 def showing(numbers: list[int]) -> dict[str, str]:
-    """Return the environment in which a process sees these of the GPUs that are visible here; empty
-    for none."""
+    """Return the environment in which a process sees only the given GPUs; empty for none."""
     if not numbers:
         return {}
     entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

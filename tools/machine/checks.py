@@ -1,5 +1,5 @@
-"""Checks of this machine by one process: a line for each, ok, warning or failure, with what to
-do."""
+"""Check this machine from one process: a line for each check, ok, warning or failure, with a
+remedy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ GIB = 2**30
 
 
 class Line(NamedTuple):
-    """A check's result.  level  ok, warning, unknown (it could not be made) or failure;  remedy
-    what to do about it"""
+    """A check's result.
+
+    level   ok, warning, unknown (the check was impossible) or failure
+    remedy  the action to take
+    """
 
     level: str
     text: str
@@ -45,13 +48,13 @@ ok, warning, unknown, failure = (
 
 
 def attempt(check: Callable[..., Iterable[Line]], *given: Any) -> list[Line]:
-    """Run a check of this process alone; an error in the check itself leaves its result unknown."""
+    """Run a check of this process alone. After an error in the check, the result is unknown."""
     lines: list[Line] = []
     try:
         lines.extend(check(*given))
     except LockstepError as error:
         lines.append(failure(str(error)))
-    # such as another driver's output or another kernel's files: the other checks still run
+    # such as unknown output of a driver or files of a kernel: the next checks still run
     except Exception as error:
         what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         lines.append(
@@ -64,7 +67,7 @@ def attempt(check: Callable[..., Iterable[Line]], *given: Any) -> list[Line]:
 
 
 def versions() -> Iterator[Line]:
-    """Compare the versions of Python and the packages with those that pyproject.toml requires."""
+    """Compare the versions of Python and the packages with pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     oldest = re.search(r'^requires-python = ">=([\d.]+)"', project, re.M)
     python = platform.python_version()
@@ -72,8 +75,8 @@ def versions() -> Iterator[Line]:
         yield failure(
             f"Python {python}, and {oldest[1]} is the least", "make .venv with a newer one"
         )
-    asked = re.search(r"^dependencies = .*$", project, re.M)
-    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)"', asked[0] if asked else ""):
+    required = re.search(r"^dependencies = .*$", project, re.M)
+    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)"', required[0] if required else ""):
         if _numbers(found := installed(name)) < _numbers(least):
             todo = f"{sys.executable} -m pip install -r {ROOT / 'requirements.txt'}"
             yield failure(f"{name} {found or 'is not installed'}, and {least} is the least", todo)
@@ -84,7 +87,7 @@ def versions() -> Iterator[Line]:
 
 
 def installed(name: str) -> str:
-    """Return the version of a package; empty if it is not installed."""
+    """Return the version of a package; empty for an absent package."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -100,8 +103,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def launch_of(cfg: Any) -> tuple[launching.Environment, list[Line]]:
-    """Return who this process is and how it was started. A failure here is one of all processes of
-    this machine."""
+    """Return the rank of the process and a report on the launcher. A failure concerns all processes
+    of the machine."""
     try:
         launch = launching.environment()
     except LockstepError as error:
@@ -117,9 +120,9 @@ def launch_of(cfg: Any) -> tuple[launching.Environment, list[Line]]:
         lines.append(warning(sharing.shared_by(gpus, launch.local_size), todo))
     elif sharing.shares(gpus, launch.local_size):
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = f"{amount(gpus, 'GPU')} visible" + (
-            f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen else ""
-        )
+        seen = f"{amount(gpus, 'GPU')} visible"
+        if chosen:
+            seen += f" (CUDA_VISIBLE_DEVICES={chosen})"
         todo = (
             f"start at most {gpus}, show more with CUDA_VISIBLE_DEVICES, or let them share "
             "it: ddp.backend=gloo"
@@ -144,21 +147,20 @@ SLOWS = {
 
 
 def variables() -> Iterator[Line]:
-    """Warn of environment variables that make a training on GPUs slow."""
+    """Warn about environment variables that slow down a training on GPUs."""
     for name, why in SLOWS.items():
         if (value := os.environ.get(name, "0")) not in ("0", "") and torch.cuda.is_available():
             yield warning(f"{name}={value}: {why}", f"unset {name}, if nothing needs it")
 
 
 def port() -> list[Line]:
-    """Check the port where processes started with a fixed port would meet. torchrun --standalone
-    takes a free one."""
-    asked = os.environ.get("MASTER_PORT", "")
-    number = int(asked) if asked.isdigit() else DEFAULT_PORT
-    if asked and not (asked.isdigit() and 0 < number < 65536):
+    """Check the fixed port for the rendezvous. torchrun --standalone takes a free port."""
+    setting = os.environ.get("MASTER_PORT", "")
+    number = int(setting) if setting.isdigit() else DEFAULT_PORT
+    if setting and not (setting.isdigit() and 0 < number < 65536):
         return [
             failure(
-                f"MASTER_PORT={asked} is no port",
+                f"MASTER_PORT={setting} is no port",
                 "give a number from 1024 to 65535, or unset MASTER_PORT",
             )
         ]
@@ -166,11 +168,11 @@ def port() -> list[Line]:
         return [ok(f"port {number} is free")]
     other = next((n for n in range(max(number, 1023) + 1, 65536) if not _taken(n)), 0)
     todo = f"./train_multigpu.sh and torchrun --standalone take a free one, or MASTER_PORT={other}"
-    return [(failure if asked else warning)(f"port {number} {taken}", todo)]
+    return [(failure if setting else warning)(f"port {number} {taken}", todo)]
 
 
 def _taken(number: int) -> str:
-    """Return why a process cannot listen there; empty if it can."""
+    """Return why a process cannot listen on a port; empty if the port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
         try:
@@ -187,7 +189,7 @@ def _listener(number: int) -> str:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-            # The ninth field is the socket's number; 0A is one that listens.
+            # The ninth field is the socket's number; state 0A is a listening socket.
             here = [
                 row
                 for row in rows
@@ -195,7 +197,7 @@ def _listener(number: int) -> str:
             ]
             sockets |= {f"socket:[{row[9]}]" for row in here}
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or not ours to see
+        with contextlib.suppress(OSError):  # the process has ended, or access is denied
             if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
                 return f"process {process.name} ({(process / 'comm').read_text().strip()})"
     return "a process that cannot be seen from here"
@@ -206,22 +208,20 @@ def _listener(number: int) -> str:
 
 
 def cards(cfg: Any) -> Iterator[Line]:
-    """List the GPUs as the driver sees them, and say why torch does not see them, if so."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if cfg.device == "cpu" or asked == "":
-        yield ok(
-            f"{'device=cpu' if cfg.device == 'cpu' else 'CUDA_VISIBLE_DEVICES='}: no GPU is "
-            "looked at"
-        )
+    """List the GPUs of the driver. Report the reason if torch cannot use the GPUs."""
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cfg.device == "cpu" or setting == "":
+        reason = "device=cpu" if cfg.device == "cpu" else "CUDA_VISIBLE_DEVICES="
+        yield ok(f"{reason}: no GPU is looked at")
         return
     there = nvidia.cards()
     if not there and not torch.cuda.is_available():
         yield ok("no GPU here: training on the CPU, with gloo between processes")
         return
-    shown, invalid = nvidia.visible(asked) if there else ([], "")
+    shown, invalid = nvidia.visible(setting) if there else ([], "")
     if invalid:
         what = (
-            f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the "
+            f"CUDA_VISIBLE_DEVICES={setting}: {invalid!r} is none of the "
             f"{amount(len(there), 'GPU')} here, or comes twice"
         )
         yield failure(
@@ -252,7 +252,8 @@ def cards(cfg: Any) -> Iterator[Line]:
 
 
 def shown_cards() -> list[nvidia.Card]:
-    """Return the GPUs that CUDA will show; none if nvidia-smi fails, which `cards` reports."""
+    """Return the GPUs that CUDA will show. Return none if nvidia-smi fails; `cards` reports the
+    failure."""
     with contextlib.suppress(LockstepError):
         return nvidia.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
     return []
@@ -281,9 +282,11 @@ def _card(card: nvidia.Card) -> Iterator[Line]:
 
 
 def _cuda(there: list[nvidia.Card]) -> Iterator[Line]:
-    """Check that torch works with the driver, and warn of a cuDNN that computes 3-D convolutions
-    wrongly (pytorch#163539), or in which torch avoids them at several times the time and memory
-    (pytorch#166122, #166643)."""
+    """Check that torch works with the driver, and warn about faulty versions of cuDNN.
+
+    Some versions compute 3-D convolutions wrongly (pytorch#163539). With other versions torch
+    avoids the cuDNN kernels at several times the time and memory (pytorch#166122, #166643).
+    """
     if not (torch.version.cuda or torch.version.hip):
         what = f"nvidia-smi lists {amount(len(there), 'GPU')}, but this torch is built for the CPU"
         yield failure(what, "install torch for CUDA (pytorch.org/get-started), or say device=cpu")
@@ -314,7 +317,7 @@ def nccl() -> str:
 
 
 def device(cfg: Any, world: World) -> Iterator[Line]:
-    """Describe the GPU of this process and check that it computes."""
+    """Describe the GPU of the process and check a computation."""
     if world.device.type != "cuda":
         return
     gpu, about = world.device, torch.cuda.get_device_properties(world.device)
@@ -337,20 +340,17 @@ def device(cfg: Any, world: World) -> Iterator[Line]:
             "the card or its driver is broken: leave it out",
         )
         return
-    text = (
-        f"{name} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, "
-        f"{'bf16' if bf16 else 'no bf16'}"
-    )
-    yield (
-        warning(f"{text}, but amp=bf16", "amp=fp16, or auto")
-        if cfg.amp == "bf16" and not bf16
-        else ok(text)
-    )
+    text = f"{name} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, "
+    text += "bf16" if bf16 else "no bf16"
+    if cfg.amp == "bf16" and not bf16:
+        yield warning(f"{text}, but amp=bf16", "amp=fp16, or auto")
+    else:
+        yield ok(text)
 
 
 def peers(world: World) -> Iterator[Line]:
-    """Check whether the GPUs of this machine reach each other's memory, and how they are
-    connected."""
+    """Check whether the machine's GPUs can access the memory of a neighbour, and name the
+    connections."""
     on_gpu, here = world.device.type == "cuda", max(1, launching.environment().local_size)
     count = min(torch.cuda.device_count(), here) if on_gpu else 0
     if count < 2:
@@ -413,7 +413,7 @@ MAY_DIFFER = {
 
 
 def differences(everyone: list[dict[str, str]]) -> Iterator[Line]:
-    """Compare rank 0's facts with those of the first rank that differs."""
+    """Compare rank 0's facts with the facts of the first different rank."""
     for name, value in everyone[0].items():
         rank = next(
             (rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value), None

@@ -1,17 +1,19 @@
-"""Check whether this machine is fit for a training before it starts: a line for each check, ok,
-warning or failure, with what to do about it.
+"""Check before a training whether this machine is fit. Print a line for each check: ok, warning or
+failure, with a remedy.
 
 python tools/doctor.py                                       the default task, in one process
 python tools/doctor.py --launch 2 har num_workers=4
     as two processes of torchrun, with the speed of their sums
 python tools/doctor.py --json --config configs/video.yaml    for programs
 torchrun --nnodes=2 ... tools/doctor.py har
-    on several machines, started as the training will be
+    on several machines, started in the same way as the training
 
-The other arguments are those of the training, whose data, batch, workers and save_dir are checked.
-Nothing is trained, and nothing is written into save_dir. With --launch processes share GPUs by gloo
-where these are fewer. Exit code 0: no failure, perhaps warnings; 1: a failure; 7: no failure, but a
-check could not be made; 2: invalid arguments.
+The other arguments belong to the training. The checks cover the training's data, batch, loader
+processes and save_dir. Nothing is trained, and nothing is written into save_dir. With --launch,
+processes share GPUs by gloo if there are fewer GPUs than processes.
+
+Exit code 0: no failure, perhaps warnings. 1: a failure. 7: no failure, but a check could not be
+made. 2: invalid arguments.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 
 try:
+    import numpy as np
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -61,7 +64,7 @@ try:
     from tools.machine import checks as machine
     from tools.machine.checks import Line, attempt, failure, ok, unknown, warning
     from tools.machine.probe import time_sum
-    from tools.running import guarded, in_world, script_of
+    from tools.running import guarded, in_world, marked_lines, script_of
 except ModuleNotFoundError as error:  # the doctor itself needs these packages
     sys.exit(
         f"failure  {error.name} is not installed: {sys.executable} -m pip install -r "
@@ -72,54 +75,55 @@ SHM = Path("/dev/shm")
 MB = 1e6
 
 BUDGET_S = 1.0
-"""Seconds for which each of the loader's and the model's speeds is measured."""
+"""Seconds of each measurement, of the loader and of the model."""
 
 WAITS = 0.1
-"""Share of its time that a training may wait for data without a warning."""
+"""The largest share of time waiting for data without a warning."""
 
 SHARE_OF_LINK = {"NVLink": 0.5, "PCIe": 0.25}
 """A bus bandwidth below this share of a link's one-way bandwidth is a warning."""
 
 TINY_S = 1.5e-3
-"""Seconds per batch below which loader processes do not help, because handing a batch over costs as
+"""Below so many seconds per batch, loader processes do not help: the transfer of a batch costs as
 much."""
 
 FILES, FILES_PER_WORKER = 10, 3
-"""Files that a training opens itself (log, TensorBoard, lock, checkpoint, sockets); pipes per
-loader process."""
+"""FILES: files that a training opens (log, TensorBoard, lock, checkpoint, sockets).
+FILES_PER_WORKER: pipes per loader process."""
 
 
 class Report:
-    """The lines so far. A table prints each at once, JSON all at the end."""
+    """The lines so far. A table prints each line at once, JSON prints all lines at the end."""
 
     def __init__(self, main: bool, as_json: bool):
         self.main, self.as_json = main, as_json
-        self.out = sys.stdout  # kept, because the training's own output is redirected
+        self.out = sys.stdout  # the training's own output is redirected
         self.lines: list[tuple[str, Line]] = []
 
     def add(self, check: str, lines: Iterable[Line]) -> None:
         for line in lines:
             self.lines.append((check, line))
-            self._print(
-                f"{line.level:<8} {line.text}" + (f": {line.remedy}" if line.remedy else ""),
-                as_json=False,
-            )
+            text = ": ".join(filter(None, [line.text, line.remedy]))
+            self._print(f"{line.level:<8} {text}", as_json=False)
 
     def run(self, check: Callable[..., Iterable[Line]], *given: Any) -> None:
-        """Add the lines of a check that needs this process alone."""
+        """Add the lines of a check of this process alone."""
         self.add(check.__name__, attempt(check, *given))
 
     def close(self) -> int:
         """Print the summary and return the exit code."""
         levels = [line.level for _, line in self.lines]
-        failures, warned, unknowns = (
-            levels.count(level) for level in ("failure", "warning", "unknown")
-        )
-        code = 1 if failures else NOT_KNOWN if unknowns else errors.DONE
-        rest = f", {amount(unknowns, 'check')} not made" if unknowns else ""
-        self._print(
-            f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}{rest}", as_json=False
-        )
+        failures = levels.count("failure")
+        warned = levels.count("warning")
+        unknowns = levels.count("unknown")
+        code = errors.DONE
+        text = f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}"
+        if unknowns:
+            code = NOT_KNOWN
+            text += f", {amount(unknowns, 'check')} not made"
+        if failures:
+            code = 1
+        self._print(text, as_json=False)
         lines = [{"check": check, **line._asdict()} for check, line in self.lines]
         whole = {
             "exit_code": code,
@@ -160,10 +164,11 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(processes: int, words: list[str], as_json: bool) -> None:
-    """Become torchrun, with ./train_multigpu.sh's number of threads per process. Does not
-    return."""
+    """Become torchrun, with the number of threads of ./train_multigpu.sh. Does not return."""
     os.environ |= threads_at_most(max(1, available() // processes))
-    given = [*(["--json"] if as_json else []), *words, *_shared(processes, words)]
+    given = [*words, *_shared(processes, words)]
+    if as_json:
+        given.insert(0, "--json")
     command = [
         agent.__file__,
         "--standalone",
@@ -175,26 +180,24 @@ def _launch(processes: int, words: list[str], as_json: bool) -> None:
 
 
 def _shared(processes: int, words: list[str]) -> list[str]:
-    """Return the arguments with which so many processes share the visible GPUs; none where there
-    are enough.
+    """Return the arguments for processes that share the visible GPUs; none with enough GPUs.
 
-    words  of the training; where they are wrong, the processes will say so
+    words  of the training; the new processes report wrong arguments
     """
     if not torch.cuda.is_available():
         return []
     try:
         cfg = config.parse(words, tasks.load).cfg
         settings = cards.sharing(cards.visible(cfg), processes, cfg.ddp.backend)
-    except Exception:  # also of a task's own code: the processes will meet it, too
+    except Exception:  # also from a task's own code; the processes will report the error
         return []
     return [f"{key}={value}" for key, value in settings.items()]
 
 
 def examine(args: config.Args, as_json: bool) -> int:
-    """(all ranks) Run every check, in the order in which a training would meet them. Returns the
-    exit code."""
+    """(all ranks) Run all checks in the order of a training. Returns the exit code."""
     args = args._replace(cfg=config.changed(args.cfg, {"oom": "stop"}))
-    cores = available()  # before this process is bound to some of them
+    cores = available()  # before this process is bound to a part of the cores
     env, started = machine.launch_of(args.cfg)
     report = Report(env.rank == 0, as_json)
     if launch.is_local_rank0():  # one process of each machine
@@ -202,23 +205,23 @@ def examine(args: config.Args, as_json: bool) -> int:
         report.run(machine.cards, args.cfg)
         report.add("launch", started)
         report.run(machine.variables)
-        if not env.launched:  # else they have met already
+        if not env.launched:  # else the processes have met already
             report.run(machine.port)
     if any(line.level == "failure" for line in started):
         report.add(
             "launch", [unknown("not checked for that reason: data, loader, sums", "fix it first")]
         )
         report.close()
-        return (
-            status.set_exit_code(1) if env.rank == 0 else 0
-        )  # else torchrun would end rank 0, which may not have printed
+        if env.rank:  # with another code torchrun would end rank 0 before the report
+            return 0
+        return status.set_exit_code(1)
     joined = False
 
     def work(world: World, stop: StopRequest) -> int:
         nonlocal joined
         joined = True
         with warnings.catch_warnings():
-            # `threads` says so, and what would do
+            # `check_threads` warns with a remedy
             warnings.filterwarnings("ignore", "This DataLoader will create")
             _together(args, world, stop, report, cores)
             return world.broadcast(report.close())
@@ -236,9 +239,9 @@ def examine(args: config.Args, as_json: bool) -> int:
 def _together(
     args: config.Args, world: World, stop: StopRequest, report: Report, cores: int
 ) -> None:
-    """(all ranks) Check what takes all of them. Rank 0 adds what other machines complain of."""
+    """(all ranks) Run the checks that need all ranks. Rank 0 adds the warnings of all machines."""
     cfg = args.cfg
-    add = report.add if world.main else (lambda check, lines: None)
+    add = report.add if world.main else _ignore
     for lines in world.gather(attempt(machine.device, cfg, world)):
         add("device", lines)
     add("ranks", machine.differences(world.gather(machine.facts(world))))
@@ -246,34 +249,55 @@ def _together(
     lines, ready = prepare(args, world, stop)
     add("data", lines)
     report.run(check_threads, cfg, world, cores)
-    # a batch without the tensors that the loader adds
-    source = ready.loaders.train if ready else None
-    batch = [*tensors(source.source.get(next(iter(source.sampler))))] if source else []
-    workers = 0 if source and isinstance(source.dataset, InMemoryDataset) else cfg.num_workers
-    report.run(open_files, workers, len(batch) or 4)
     if ready:
-        report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
-        add("disk", attempt(disk, ready))
-        report.run(model_memory, ready)
-    crowd = CpuContention()
-    everyone = world.gather(measure(ready, workers)) if ready else []
-    report.run(busy, crowd.share())
-    add("loader", [loader(ready, workers, everyone, cores)] if ready else [])
-    gradients = sum(p.nbytes for p in ready.model.parameters() if p.requires_grad) if ready else 0
+        gradients = _check_run(ready, cfg.num_workers, world, report, cores)
+    else:
+        gradients = 0
+        report.run(open_files, cfg.num_workers, 4)
+        report.run(busy, CpuContention().share())
     add("sums", [sums(cfg, world, gradients)])
-    own = [line for _, line in report.lines] if launch.is_local_rank0() else []
+    own = list[Line]()
+    if launch.is_local_rank0():
+        own = [line for _, line in report.lines]
     add("machine", complaints(world.gather((socket.gethostname(), own))))
 
 
+def _ignore(check: str, lines: Iterable[Line]) -> None:
+    """Drop lines: only rank 0 reports."""
+
+
+def _check_run(ready: Run, workers: int, world: World, report: Report, cores: int) -> int:
+    """(all ranks) Check what the prepared run needs, and the speed. Return the bytes of the
+    gradients.
+
+    workers  loader processes; the prepared run has none
+    """
+    add = report.add if world.main else _ignore
+    source = ready.loaders.train
+    if isinstance(source.dataset, InMemoryDataset):
+        workers = 0
+    # a batch without the tensors that the loader adds
+    batch = [*tensors(source.source.get(next(iter(source.sampler))))]
+    report.run(open_files, workers, len(batch) or 4)
+    report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
+    add("disk", attempt(disk, ready))
+    report.run(model_memory, ready)
+    crowd = CpuContention()
+    everyone = world.gather(measure(ready, workers))
+    report.run(busy, crowd.share())
+    add("loader", [loader(ready, workers, everyone, cores)])
+    return sum(p.nbytes for p in ready.model.parameters() if p.requires_grad)
+
+
 def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
-    """Return the warnings and failures of machines other than rank 0's, from each rank's (host,
+    """Return the warnings and failures of all machines except rank 0's, from each rank's (host,
     lines)."""
-    others = [
-        (host, line) for host, lines in everyones for line in lines if host != everyones[0][0]
-    ]
-    return [
-        line._replace(text=f"{host}: {line.text}") for host, line in others if line.level != "ok"
-    ]
+    found = []
+    for host, lines in everyones:
+        for line in lines:
+            if host != everyones[0][0] and line.level != "ok":
+                found.append(line._replace(text=f"{host}: {line.text}"))
+    return found
 
 
 # ---- what the run needs
@@ -281,14 +305,14 @@ def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
 
 
 def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Line], Run | None]:
-    """(all ranks) Do all that a training does before its first step: read the data, build the
-    model, inspect the run's folder and checkpoint, compare the ranks. No loader processes are
-    started, because they may not have room."""
-    output, cfg = io.StringIO(), args.cfg
-    fixed = {
-        "num_workers": 0,
-        "cache": "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache,
-    }
+    """(all ranks) Prepare a training up to the first step: read the data, build the model, inspect
+    the run's folder and checkpoint, compare the ranks. No loader processes are started, because
+    /dev/shm may be too small."""
+    output = io.StringIO()
+    cfg = args.cfg
+    fixed: dict[str, Any] = {"num_workers": 0}
+    if cfg.num_workers and cfg.cache == "auto":
+        fixed["cache"] = "none"
     try:
         with contextlib.redirect_stdout(output):
             ready = train.build(args._replace(cfg=config.changed(cfg, fixed)), world, stop)
@@ -300,31 +324,25 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
             "not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first"
         )
         return [failure(str(failure_report.to_user_error(error, world))), left_out], None
-    said = [
-        line.removeprefix("warning: ")
-        for line in output.getvalue().splitlines()
-        if line.startswith("warning: ")
-    ]
     scored = len(ready.loaders.val.dataset) if ready.loaders.val else 0
-    read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
-    agree = (
-        f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
-    )
-    resumed = f"; resumes {ready.record.resumed.path}" if ready.record.resumed.path else ""
-    return [
-        *(warning(text, "a training would say so, too") for text in said),
-        ok(f"task {cfg.task}: {read}{agree}{resumed}"),
-    ], ready
+    text = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
+    if world.size > 1:
+        text += f"; {world.size} ranks agree on config, code, data and weights"
+    if ready.record.resumed.path:
+        text += f"; resumes {ready.record.resumed.path}"
+    warned = marked_lines(output.getvalue(), "warning: ")
+    lines = [warning(line, "a training would say so, too") for line in warned]
+    return [*lines, ok(f"task {cfg.task}: {text}")], ready
 
 
 def check_threads(cfg: Any, world: World, cores: int) -> list[Line]:
     """Compare the cores with processes x (threads + loader processes)."""
-    processes, own, workers = (
-        max(1, launch.environment().local_size),
-        torch.get_num_threads(),
-        cfg.num_workers,
-    )
-    started, there, lines = amount(processes, "process"), amount(cores, "core"), []
+    processes = max(1, launch.environment().local_size)
+    own = torch.get_num_threads()
+    workers = cfg.num_workers
+    started = amount(processes, "process")
+    there = amount(cores, "core")
+    lines = []
     if processes > cores:
         lines.append(warning(f"{started} on {there}: they take turns", f"start at most {cores}"))
     elif world.device.type == "cpu" and processes * own > cores:
@@ -333,20 +351,22 @@ def check_threads(cfg: Any, world: World, cores: int) -> list[Line]:
     if workers and processes * workers > cores:
         what = f"{started} x {workers} workers = {processes * workers} on {there}"
         lines.append(warning(what, f"num_workers={max(0, cores // processes - 1)}"))
-    each = amount(own, "thread") + (f" + {workers} workers" if workers else "")
+    each = amount(own, "thread")
+    if workers:
+        each += f" + {workers} workers"
     return lines or [ok(f"{started} x ({each}) on {there}")]
 
 
 def busy(share: float) -> list[Line]:
-    """Warn if other programs computed on the cores meanwhile."""
+    """Warn if other programs used the cores during the checks."""
     if words := contention_warning(share):
         return [warning(words, "wait until they are done; one thread per process suffers least")]
     return [ok("the cores are free: nobody else takes them")]
 
 
 def open_files(workers: int, tensors: int) -> list[Line]:
-    """Compare `ulimit -n` with the pipes of loader processes and a handle for each of their tensors
-    in flight."""
+    """Compare `ulimit -n` with the pipes of loader processes and a handle for each tensor in
+    flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return [ok("ulimit -n is unlimited")]
@@ -371,19 +391,15 @@ def open_files(workers: int, tensors: int) -> list[Line]:
 
 
 def _compared(needed: float, there: float, text: str, todo: str) -> Line:
-    """Too little is a failure; less than twice as much a warning, because it is an estimate and
-    others need some."""
-    return (
-        failure(text, todo)
-        if needed > there
-        else warning(text, todo)
-        if 2 * needed > there
-        else ok(text)
-    )
+    """Return a failure for too little, and a warning for less than twice the need. The need is an
+    estimate, and other programs need some, too."""
+    if needed > there:
+        return failure(text, todo)
+    return warning(text, todo) if 2 * needed > there else ok(text)
 
 
 def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
-    """Compare /dev/shm with the batches that loader processes have in flight there."""
+    """Compare /dev/shm with the batches of loader processes in flight."""
     if not SHM.is_dir():
         return []
     free, processes = shutil.disk_usage(SHM).free, max(1, launch.environment().local_size)
@@ -392,8 +408,9 @@ def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     scored = ready.loaders.val.sampler.batch_size if ready.loaders.val else 0
     # to train, and to validate
     batches = (batch_bytes, batch_bytes * scored // ready.plan.micro_batch)
-    # amid an epoch both are in flight
-    together = sum(batches) if ready.cfg.eval_every > 0 else max(batches)
+    together = max(batches)
+    if ready.cfg.eval_every > 0:  # during an epoch both kinds are in flight
+        together = sum(batches)
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
     needed = processes * ahead * together
     each = f"{amount(processes, 'process')} x {ahead} batches of {together / MB:.3g} MB"
@@ -431,31 +448,26 @@ def disk(ready: Run) -> list[Line]:
 
 
 def model_memory(ready: Run) -> list[Line]:
-    """Compare weights, gradients, moments and average of a process with its memory, by
+    """Compare the weights, gradients, moments and average of a process with the memory, by
     ddp.strategy."""
     found, strategy = strategies.footprint(ready), ready.cfg.ddp.strategy
     held = next(size for name, size in found.by_strategy.items() if name.startswith(strategy))
     text = f"model in a process: {strategies.describe(ready)}"
     less = [name for name, size in found.by_strategy.items() if size < min(held, found.there)]
-    todo = (
-        f"ddp.strategy={less[-1].split()[0]}"
-        if less
-        else "more processes with ddp.strategy=fsdp, a smaller model"
-    )
+    todo = "more processes with ddp.strategy=fsdp, a smaller model"
+    if less:
+        todo = f"ddp.strategy={less[-1].split()[0]}"
     return [_compared(held, found.there, text, todo)]
 
 
 def checkpoint_bytes(run: Run) -> int:
-    """Return the bytes of a checkpoint's tensors: weights, their EMA, and two moments of each
-    trained one."""
-    states = [run.model.state_dict(), *([run.ema.state_dict()] if run.ema else [])]
-    weights = sum(
-        value.nbytes
-        for state in states
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
-    return weights + sum(2 * p.nbytes for p in run.model.parameters() if p.requires_grad)
+    """Return the bytes of a checkpoint's tensors: weights, the EMA, and two moments of each trained
+    weight."""
+    weights = [*run.model.state_dict().values()]
+    if run.ema:
+        weights += run.ema.state_dict().values()
+    moments = 2 * [p for p in run.model.parameters() if p.requires_grad]
+    return sum(each.nbytes for each in [*weights, *moments] if isinstance(each, torch.Tensor))
 
 
 # ---- how fast it is
@@ -465,7 +477,7 @@ def checkpoint_bytes(run: Run) -> int:
 class Speed(NamedTuple):
     """Seconds of a rank for one batch.
 
-    fetch   in one process: fetch_cpu of it computing, the rest waiting for a disk
+    fetch   in one process; fetch_cpu: the computing part, without waiting for a disk
     loaded  as configured, with loader processes
     step    forward and backward
     """
@@ -478,18 +490,16 @@ class Speed(NamedTuple):
 
 def measure(run: Run, workers: int) -> Speed | str:
     """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the
-    same time. Returns the error's text if one fails."""
+    same time. Returns the text of the first error instead."""
     given = run.loaders.train
     alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None, given.prepare)
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
+        train_set = given.sampler.dataset
         val_set = run.loaders.val and run.loaders.val.dataset
-        works["loaded"] = _batches(
-            create_data_loaders(cfg, run.world, run.plan, given.sampler.dataset, val_set, run.task)[
-                0
-            ]
-        )
+        loaders = create_data_loaders(cfg, run.world, run.plan, train_set, val_set, run.task)
+        works["loaded"] = _batches(loaders[0])
     found: dict[str, tuple[float, float]] = {}
     problem = ""
     for name, work in works.items():
@@ -508,8 +518,11 @@ def measure(run: Run, workers: int) -> Speed | str:
 def _seconds_each(
     work: Generator[None, None, None], device: torch.device, rounds: int = 0
 ) -> tuple[float, float]:
-    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two; of
-    so many `rounds`, or of as many as BUDGET_S allows."""
+    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two
+    rounds.
+
+    rounds  number of measured rounds; 0: as many as BUDGET_S allows
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
     with contextlib.closing(work):
         for _ in range(2):  # processes start, kernels are chosen
@@ -533,15 +546,15 @@ def _batches(loader: TrainLoader) -> Generator[None, None, None]:
 
 
 def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
-    """Run forward and backward on one batch, without sums over the ranks; the weights stay."""
+    """Run forward and backward on one batch, without sums over the ranks. The weights do not
+    change."""
     batch = loader.example()
     run.net.train()
+    without_sums: Any = contextlib.nullcontext
+    if isinstance(run.net, DistributedDataParallel):
+        without_sums = run.net.no_sync
     while True:
-        with (
-            run.net.no_sync()
-            if isinstance(run.net, DistributedDataParallel)
-            else contextlib.nullcontext()
-        ):
+        with without_sums():
             with run.precision.autocast():
                 total = run.task.loss(run.net, batch).total
             run.scaler.scale(total / run.plan.global_batch).backward()
@@ -551,24 +564,21 @@ def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
 
 
 def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> Line:
-    """Compare the loader's samples per second with the model's; the slowest rank counts."""
-    if broken := [words for words in everyone if isinstance(words, str)]:
-        return failure(broken[0])
+    """Compare the samples per second of the loader and of the model on the slowest rank."""
+    for error in everyone:
+        if isinstance(error, str):
+            return failure(error)
     slowest = Speed(*map(max, zip(*everyone, strict=True)))
     on_gpu = run.world.device.type == "cuda"
     share = waiting(slowest.loaded, slowest.step, bool(workers) or on_gpu)
-    loads, steps = (
-        run.plan.micro_batch * run.world.size / seconds
-        for seconds in (slowest.loaded, slowest.step)
-    )
+    batch = run.plan.micro_batch * run.world.size
     text = (
-        f"the loader gives {loads:.0f} samples/s (num_workers={workers}), forward and "
-        f"backward take {steps:.0f}: "
+        f"the loader gives {batch / slowest.loaded:.0f} samples/s (num_workers={workers}), "
+        f"forward and backward take {batch / slowest.step:.0f}: "
+        f"{100 * share:.0f} % of the time is waiting for data"
     )
-    text += f"{100 * share:.0f} % of the time is waiting for data"
-    spare = cores // max(1, launch.environment().local_size) - (
-        1 if on_gpu else torch.get_num_threads()
-    )
+    computing = 1 if on_gpu else torch.get_num_threads()
+    spare = cores // max(1, launch.environment().local_size) - computing
     best = recommend(slowest, max(0, spare), on_gpu)
     if workers and not best:
         return (ok if share <= WAITS else warning)(text, "num_workers=0 does as well")
@@ -584,19 +594,19 @@ def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> L
 
 
 def waiting(load: float, step: float, meanwhile: bool) -> float:
-    """Return the share of time that a training waits for data that take `load` seconds, with steps
-    of `step` seconds.
+    """Return the share of time that a training waits for data.
 
-    meanwhile  whether the next batch is fetched during a step: by loader processes, or for a GPU by
-    a thread
+    load       seconds for a batch of the loader
+    step       seconds of a step
+    meanwhile  whether a loader process, or for a GPU a thread, fetches the next batch during a step
     """
     return max(0.0, 1 - step / load) if meanwhile else load / (load + step)
 
 
 def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
-    """Return the loader processes for each training process; 0 if they would not help.
+    """Return the loader processes for each training process; 0 if loader processes would not help.
 
-    spare  cores per process besides those that compute
+    spare  cores per process beside the computing cores
     """
     if speed.fetch < TINY_S or waiting(speed.fetch, speed.step, on_gpu) <= WAITS:
         return 0
@@ -606,7 +616,7 @@ def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
 
 
 def sums(cfg: Any, world: World, gradients: int) -> Line:
-    """(all ranks) Measure the all-reduce and compare it with the link between GPUs.
+    """(all ranks) Measure the all-reduce and compare the speed with the link between GPUs.
 
     gradients  bytes of this run's gradients; 0 if unknown
     """
@@ -615,13 +625,11 @@ def sums(cfg: Any, world: World, gradients: int) -> Line:
     on_gpu = world.device.type == "cuda"
     count = 256_000_000 if on_gpu else 16_000_000
     speed = bus_gb_s(world, count)
-    through = (
-        "NCCL"
-        if on_gpu and cfg.ddp.backend != "gloo"
-        else "shared memory"
-        if shm_backend.channel()
-        else "gloo"
-    )
+    through = "gloo"
+    if on_gpu and cfg.ddp.backend != "gloo":
+        through = "NCCL"
+    elif shm_backend.channel():
+        through = "shared memory"
     text = (
         f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth "
         f"{speed:.3g} GB/s through {through}"
@@ -638,14 +646,13 @@ def sums(cfg: Any, world: World, gradients: int) -> Line:
     several = len(set(world.gather(socket.gethostname()))) > 1  # a network's bandwidth is unknown
     if several or through != "NCCL" or not world.main:
         return ok(text)
-    return _against_the_link(
-        text, speed, machine.shown_cards()[: max(1, launch.environment().local_size)]
-    )
+    local_size = max(1, launch.environment().local_size)
+    return _against_the_link(text, speed, machine.shown_cards()[:local_size])
 
 
 def bus_gb_s(world: World, count: int, group: Any = None) -> float:
-    """(all ranks) Return the bus bandwidth as nccl-tests define it: each byte crosses a link 2 (n -
-    1) / n times."""
+    """(all ranks) Return the bus bandwidth as defined by nccl-tests: each byte crosses a link 2 (n
+    - 1) / n times."""
     return 2 * (world.size - 1) / world.size * count / time_sum(world, count, group) / 1e9
 
 
@@ -660,15 +667,16 @@ def _copy_gb_s(count: int) -> float:
 
 def _against_the_link(text: str, speed: float, cards: list[nvidia.Card]) -> Line:
     kind, limit = "", math.nan
-    # nvidia-smi's output varies; the measurement does not need it
+    # nvidia-smi's output varies; the measurement is complete without the link
     with contextlib.suppress(Exception):
         ways = machine.ways_between(cards)
-        kind = "NVLink" if ways and all(way.startswith("NV") for way in ways) else "PCIe"
-        each = [
-            nvidia.nvlink_gb_s(card.index) if kind == "NVLink" else card.pcie_gb_s for card in cards
-        ]
-        limit = min(each) if all(value > 0 for value in each) else math.nan
-    if math.isnan(limit):
+        kind = "PCIe"
+        speeds = [card.pcie_gb_s for card in cards]
+        if ways and all(way.startswith("NV") for way in ways):
+            kind = "NVLink"
+            speeds = [nvidia.nvlink_gb_s(card.index) for card in cards]
+        limit = float(np.min(speeds))  # NaN for an unknown speed
+    if not limit > 0:
         return ok(f"{text}; what the link should give is not known")
     text += f"; {kind} carries {limit:.3g} GB/s"
     if speed < SHARE_OF_LINK[kind] * limit:

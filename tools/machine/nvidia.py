@@ -1,4 +1,4 @@
-"""The GPUs of this machine as nvidia-smi reports them, whether or not torch can use them."""
+"""Read the machine's GPUs from nvidia-smi, with or without use by torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ GB_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as nvidia-smi lists it, hidden ones too; NaN for unknown.
+    """A GPU in nvidia-smi's list, also if hidden from CUDA; NaN for unknown.
 
-    lanes  PCIe lanes in use;  most_lanes  those that card and slot allow
+    lanes       PCIe lanes in use
+    most_lanes  PCIe lanes that card and slot allow
     """
 
     index: int
@@ -35,32 +36,29 @@ class Card:
 
     @property
     def pcie_gb_s(self) -> float:
-        return (
-            GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes
-            if self.pcie == self.pcie
-            else math.nan
-        )
+        """GB/s of the PCIe lanes in one direction; NaN for unknown."""
+        if math.isnan(self.pcie):
+            return math.nan
+        return GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes
 
 
 def ask(*words: str) -> str:
-    """Return the output of `nvidia-smi`, or "" if not installed. Raises RuntimeError with its
-    message if it fails."""
+    """Return the output of `nvidia-smi`, or "" without the program. Raises RuntimeError with the
+    program's message after a failure."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise RuntimeError(
-            f"nvidia-smi {words[0]} ended with {done.returncode}: "
-            f"{lines[0] if lines else 'no words'}"
-        )
+        message = [*lines, "no words"][0]
+        raise RuntimeError(f"nvidia-smi {words[0]} ended with {done.returncode}: {message}")
     return done.stdout
 
 
 @functools.cache
 def cards() -> list[Card]:
-    """Return all GPUs of this machine. Raises LockstepError if nvidia-smi fails."""
+    """Return all GPUs of the machine. Raises LockstepError if nvidia-smi fails."""
     fields = "index,uuid,name,driver_version,memory.total,memory.used,"
     # an idle link runs in a lower generation
     fields += "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
@@ -76,13 +74,14 @@ def cards() -> list[Card]:
     ]
 
 
-def visible(asked: str | None) -> tuple[list[Card], str]:
-    """Return (the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`asked`, the first invalid entry
-    or ""). CUDA ends the list at an invalid entry, and shows nothing if one comes twice."""
+def visible(setting: str | None) -> tuple[list[Card], str]:
+    """Return (the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`setting`, the first invalid
+    entry or ""). CUDA ends the list at an invalid entry, and shows no GPU after a repeated entry.
+    """
     found: list[Card] = []
-    if asked is None:
+    if setting is None:
         return cards(), ""
-    for entry in (part.strip() for part in asked.split(",")):
+    for entry in (part.strip() for part in setting.split(",")):
         if entry.startswith("MIG-"):  # CUDA shows one slice only
             return cards()[:1], ""
         by_uuid = entry.startswith("GPU-")
@@ -101,8 +100,8 @@ def visible(asked: str | None) -> tuple[list[Card], str]:
 
 @functools.cache
 def users() -> dict[str, list[tuple[int, str, float]]]:
-    """Return {UUID of a GPU: (process, name, MiB) of those that compute on it}, without this run's
-    own processes."""
+    """Return {UUID of a GPU: (process, name, MiB) of each computing process}, without the processes
+    of the run."""
     rows = _rows(
         ask(
             "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
@@ -119,8 +118,11 @@ def users() -> dict[str, list[tuple[int, str, float]]]:
 
 
 def paths() -> dict[tuple[int, int], str]:
-    """Return {(GPU, GPU): connection}: NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer),
-    SYS (between NUMA nodes)."""
+    """Return {(GPU, GPU): connection}.
+
+    The connections are NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer), and SYS (between
+    NUMA nodes).
+    """
     rows = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in ask("topo", "-m").splitlines()]
     header, *others = [row for row in rows if any(_gpu(word) >= 0 for word in row)] or [[]]
     ways = {
@@ -158,10 +160,10 @@ def _gpu(word: str) -> int:
 
 
 def _is_ours(pid: int) -> bool:
-    """Return whether it is this process or another rank of the same agent."""
+    """Return whether a process is the own process or a rank of the same agent."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             parent = int(file.read().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):  # not ours to see
+    except (OSError, ValueError, IndexError):  # access is denied
         return False
     return pid == os.getpid() or ("TORCHELASTIC_RUN_ID" in os.environ and parent == os.getppid())

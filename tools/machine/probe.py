@@ -3,7 +3,7 @@
 python tools/probe.py OUT.json SECONDS [arguments of a training]    one process; as many as torchrun
 starts
 
-There is no folder, no checkpoint and no evaluation. Rank 0 writes OUT.json.
+The training has no folder, no checkpoint and no evaluation. Rank 0 writes OUT.json.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from plugins.reporting import plan_text
 from plugins.reporting.profile import PHASES, PerformanceProfiler, on_phase_change
 from plugins.resilience import oom, status
 from plugins.resilience.signals import StopRequest
-from tools.running import guarded, in_world, python, script_of, started
+from tools.running import guarded, in_world, problem_of, python, script_of, started
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
-"""Steps before the measurement, the fewest and most of a timed block, and the number of blocks."""
+"""WARM_UP: steps before the measurement. FEWEST, MOST: bounds for the steps of a timed block.
+BLOCKS: number of blocks."""
 
 
 # ---- in the processes that are measured
@@ -79,7 +80,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
             found = measure(run, seconds)
         except Exception as error:
             if oom.ran_out(error):
-                # by any rank, because the others only lose their connection
+                # written by any rank: the other ranks only lose the connection
                 out.with_suffix(".oom").touch()
             raise
         if world.main:
@@ -90,8 +91,8 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
 
 
 def endless(run: Run) -> Iterator[AfterStep]:
-    """(all ranks) Take a training's steps, one epoch after the other, without its evaluations;
-    yield what is due."""
+    """(all ranks) Take a training's steps without evaluations, epoch after epoch; yield the results
+    of the steps."""
     take_step = performance.recorded(run, train.train_step)
     while True:
         run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
@@ -103,8 +104,7 @@ def endless(run: Run) -> Iterator[AfterStep]:
 
 
 def measure(run: Run, seconds: float) -> dict[str, Any]:
-    """(all ranks) Time a training's steps for about so many seconds, then again where their time
-    goes."""
+    """(all ranks) Time a training's steps for about so many seconds, then profile the phases."""
     cfg, world, steps = run.cfg, run.world, endless(run)
     timed(run, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
     pace, _ = timed(run, steps, FEWEST)
@@ -150,8 +150,8 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def units_mb(run: Run) -> list[tuple[float, float]]:
-    """Return (weights as they are sent, gradients) in MB of each unit that ddp.strategy=fsdp
-    gathers at once; first what is left of the model, which it gathers first."""
+    """Return (sent weights, gradients) in MB of each unit of ddp.strategy=fsdp. The first unit is
+    the rest of the model, which is gathered first."""
     units, seen = fsdp.units(run.model, run.task), set[nn.Parameter]()
     sizes = []
     for module in [*units, run.model]:
@@ -164,8 +164,8 @@ def units_mb(run: Run) -> list[tuple[float, float]]:
 
 
 def timed(run: Run, steps: Any, count: int) -> tuple[float, float]:
-    """(all ranks) Return seconds per step and samples per second of `count` steps and the log point
-    after them. An epoch's last step may have fewer samples."""
+    """(all ranks) Return seconds per step and samples per second of `count` steps and the next log
+    point. An epoch's last step may have fewer samples."""
     _wait_for(run.world.device)
     began, before = time.perf_counter(), run.progress.samples
     for _ in itertools.islice(steps, count):
@@ -177,14 +177,12 @@ def timed(run: Run, steps: Any, count: int) -> tuple[float, float]:
 
 
 def time_sum(world: World, count: int, group: Any = None, rounds: int = 8) -> float:
-    """(all ranks) Return the seconds that a sum of `count` bytes takes, in the median; 0 in a world
-    of one."""
+    """(all ranks) Return the median seconds of an all-reduce of `count` bytes; 0 in a world of one
+    rank."""
     if world.size == 1:
         return 0.0
-    numbers, start = (
-        torch.zeros(max(1, count // 4), device=world.device),
-        torch.zeros(1, device=world.device),
-    )
+    numbers = torch.zeros(max(1, count // 4), device=world.device)
+    start = torch.zeros(1, device=world.device)
     times = []
     for _ in range(rounds + 1):  # the first one connects
         dist.all_reduce(start, group=group)  # all begin together
@@ -197,16 +195,11 @@ def time_sum(world: World, count: int, group: Any = None, rounds: int = 8) -> fl
 
 
 def peak_memory_mb(run: Run) -> float:
-    """Return this process's peak in MB: of the memory that torch reserved on its GPUs, or of the
+    """Return this process's peak in MB: of the memory that torch reserved on the GPUs, or of the
     host's memory."""
     if run.world.device.type == "cuda":
-        return (
-            max(
-                torch.cuda.max_memory_reserved(gpu)
-                for gpu in run.plan.devices or [run.world.device]
-            )
-            / 1e6
-        )
+        gpus = run.plan.devices or [run.world.device]
+        return max(map(torch.cuda.max_memory_reserved, gpus)) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
@@ -226,21 +219,18 @@ class OutOfMemory(Exception):
 def probe(
     words: list[str], settings: dict[str, Any], processes: int, seconds: float, threads: int
 ) -> dict[str, Any]:
-    """Measure a training in `processes` new processes, all of which end with the call.
+    """Measure a training in `processes` new processes. All processes end with the call.
 
-    settings  key: value, a delta over the arguments `words`
-    threads   the most in each process, unless OMP_NUM_THREADS is set
+    settings  key: value, changes to the arguments `words`
+    threads   limit of each process; a set OMP_NUM_THREADS has priority
 
-    Raises OutOfMemory if memory ran out in any of them, and LockstepError for every other failure.
+    Raises OutOfMemory if memory ran out in any process, and LockstepError for every other failure.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
         out, log = Path(scratch) / "out.json", Path(scratch) / "log"
         command = [*python(processes), script_of("probe"), str(out), f"{seconds:g}", *words]
-        env = (
-            os.environ
-            | {launch.RESTART: json.dumps({"settings": settings})}
-            | threads_at_most(threads)
-        )
+        restart = {launch.RESTART: json.dumps({"settings": settings})}
+        env = os.environ | restart | threads_at_most(threads)
         with started(command, env, log) as child:
             child.wait()
         if child.returncode == 0 and out.exists():
@@ -250,10 +240,5 @@ def probe(
         killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text
         if out.with_suffix(".oom").exists() or killed:
             raise OutOfMemory
-        errors = [
-            line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")
-        ]
-        lines = (
-            errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
-        )
-        raise LockstepError(lines[0], exit_code=child.returncode if child.returncode > 0 else 1)
+        code = child.returncode if child.returncode > 0 else 1
+        raise LockstepError(problem_of(text, child.returncode), exit_code=code)

@@ -1,33 +1,35 @@
-"""Predict a step on more processes: the α-β model of rings of processes beside a measured step.
+"""Predict a step on more processes with the α-β model of rings, beside a measured step.
 
-A message of n bytes takes α + n/β: a latency in seconds, and a bandwidth in bytes per second
-(Hockney). In a ring of N processes each sends a part of n/N bytes to its neighbour, at the same
-time as all others, round after round: N - 1 rounds for an all-gather or a reduce-scatter of n
-bytes, and 2 (N - 1) for an all-reduce, which is one after the other:
+A message of n bytes takes α + n/β: a latency α in seconds and a bandwidth β in bytes per second
+(Hockney). In a ring of N processes each process sends a part of n/N bytes to the neighbour in every
+round, all at the same time. An all-gather or a reduce-scatter of n bytes takes N - 1 rounds. An
+all-reduce is one after the other and takes 2 (N - 1) rounds:
 
     T(N, n) = 2 (N - 1) α + 2 (N - 1) / N · n / β
 
 (Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69, 2009). A ring over several
-machines goes from one machine to the next once, and takes the pace of its slowest link; where k
-rings cross a cable at the same time, each has a k-th of it.
+machines crosses each machine boundary once and has the pace of the slowest link. If k rings cross a
+cable at the same time, each ring has a k-th of the bandwidth.
 
-| strategy | what a rank does with n bytes of weights on M machines of S processes, N = M S |
-|---|---| | ddp | an all-reduce of n bytes over N, in buckets, in the last pass of a step | | fsdp |
-in each pass, of each unit: an all-gather over N before forward, one before backward, a
-reduce-scatter after | | hsdp | the same over the S of its machine; in the last pass then an
-all-reduce of n/S bytes over M machines, S rings |
+A rank handles n bytes of weights on M machines of S processes, N = M S, as follows:
+
+    ddp   an all-reduce of n bytes over N, in buckets, in the last pass of a step
+    fsdp  in each pass, for each unit: an all-gather over N before forward, an all-gather before
+          backward, a reduce-scatter after backward
+    hsdp  as fsdp over the S processes of a machine; then in the last pass an all-reduce of n/S
+          bytes over M machines, S rings
 
 (ddp: Li et al., VLDB 2020; fsdp and hsdp: Zhao et al., VLDB 2023, and torch's `fully_shard`.) With
-`ddp.reduce_every` the reduce-scatter is left out in some passes; with virtual workers an exchange
-takes its place, which is not modelled. DDP sums a bucket as soon as its gradients are there, while
-the backward pass continues. On GPUs `fully_shard` gathers one unit ahead, and scatters while the
-next unit computes; with gloo it waits for each collective, and gloo's reduce-scatter is an
-all-reduce of which a rank keeps its part.
+`ddp.reduce_every` some passes have no reduce-scatter. With virtual workers an exchange replaces the
+reduce-scatter; the model has no exchange. DDP sums a bucket as soon as the gradients are ready,
+while the backward pass continues. On GPUs `fully_shard` gathers one unit ahead, and scatters while
+the next unit computes. With gloo `fully_shard` waits for each collective, and gloo's reduce-scatter
+is an all-reduce of which a rank keeps a part.
 
-What the model leaves out: processes of one machine share its memory and caches, switches are shared
-by others, a ring is not what every library takes for every size, weights whose first dimension the
-processes do not divide are padded, copies into and out of the buffers of a collective take time,
-too, and hsdp's two links are used one after the other.
+The model leaves out: shared memory and caches of the processes of a machine; switches shared with
+other jobs; libraries that use no ring for a size; the padding of weights whose first dimension is
+not divisible by the number of processes; copies into and out of the buffers of a collective; and
+the overlap of hsdp's two links.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Link(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of one process, in seconds: its backward passes, its forward passes, and all else."""
+    """A step of one process, in seconds: backward passes, forward passes, and the rest."""
 
     backward: float
     rest: float
@@ -62,8 +64,8 @@ class Step(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the processes are: `machines` of `per_machine` each, joined by one link inside and one
-    between them."""
+    """The location of the processes: `machines` of `per_machine` processes, with a link inside a
+    machine and a link between machines."""
 
     machines: int
     per_machine: int
@@ -76,15 +78,15 @@ class Place(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What `fully_shard` gathers at once, in bytes: all weights, and the gradients of those that
-    are trained."""
+    """A unit that `fully_shard` gathers at once, in bytes: all weights, and the gradients of the
+    trained weights."""
 
     weights: float
     gradients: float
 
 
 class Ring(NamedTuple):
-    """A ring of `ranks` over so many machines, and how many such rings share a cable."""
+    """A ring of `ranks` over so many machines; `sharing` rings share a cable."""
 
     ranks: int
     machines: int
@@ -92,7 +94,7 @@ class Ring(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """`rounds` in which each process of a ring sends its part of `num_bytes`."""
+    """A collective of `rounds`; in a round each process of a ring sends a part of `num_bytes`."""
 
     rounds: int
     num_bytes: float
@@ -100,12 +102,12 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends."""
+        """The bytes that a rank sends."""
         return self.rounds * self.num_bytes / self.ring.ranks
 
     @property
     def crossing(self) -> float:
-        """Bytes that a machine sends to the others."""
+        """The bytes that a machine sends to the other machines."""
         return self.sent * self.ring.sharing * (self.ring.machines > 1)
 
     def seconds(self, place: Place) -> float:
@@ -131,10 +133,12 @@ def all_reduce_s(link: Link, processes: int, num_bytes: float) -> float:
 
 
 def fit(processes: int, seconds: dict[int, float]) -> Link:
-    """Return α and β from measured all-reduces over so many processes (bytes -> seconds): the least
-    sum of absolute relative errors. Relative, so that a large one doesn't drown the small ones;
-    absolute, so that a few delayed ones don't bend the line. The best line with two unknowns goes
-    through two of the points: all pairs are tried."""
+    """Return α and β from measured all-reduces over so many processes (bytes -> seconds).
+
+    The fit minimises the sum of absolute relative errors. Relative errors keep the small messages
+    in the fit. Absolute errors limit the weight of a few delayed messages. The best line with two
+    unknowns passes through two of the points, so all pairs are tried.
+    """
     sizes, times = np.array([*seconds], dtype=float), np.array([*seconds.values()])
     messages = 2 * (processes - 1)
     columns = (
@@ -143,7 +147,7 @@ def fit(processes: int, seconds: dict[int, float]) -> Link:
     lines = [
         np.linalg.solve(columns[[a, b]], np.ones(2)) for a, b in combinations(range(len(sizes)), 2)
     ]
-    # where noise would make the latency negative
+    # for noise that makes the latency negative
     lines += [np.array([0.0, 1 / share]) for share in columns[:, 1]]
     valid = [line for line in lines if line[0] >= 0 and line[1] > 0]
     alpha, inverse = min(valid, key=lambda line: np.abs(columns @ line - 1).sum())
@@ -151,14 +155,17 @@ def fit(processes: int, seconds: dict[int, float]) -> Link:
 
 
 def ddp_sums(num_bytes: float, bucket_cap_mb: float, place: Place) -> list[Collective]:
-    """Return what DDP adds in a step, a bucket each, in the order in which they become ready."""
+    """Return the all-reduces of DDP in a step, one for each bucket, in the order of readiness."""
     ring = Ring(place.processes, place.machines)
     return [all_reduce(ring, size) for size in buckets(num_bytes, bucket_cap_mb)]
 
 
 def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
-    """Return the seconds of a step under DDP, each process with the batch of `step`: the sum of a
-    bucket begins when its share of the backward pass is over and the sum before it is done."""
+    """Return the seconds of a step under DDP, with the batch of `step` in each process.
+
+    The sum of a bucket begins after the bucket's share of the backward pass and after the sum
+    before.
+    """
     if place.processes == 1:
         return step.total
     ready = end = 0.0
@@ -170,8 +177,8 @@ def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
 
 
 class ShardedReducer(NamedTuple):
-    """What a unit takes part in: `gather` before each forward and each backward pass, `scatter`
-    after a backward pass, and `copies` after the last one of a step."""
+    """The collectives of a unit: `gather` before each forward and each backward pass, `scatter`
+    after a backward pass, and `copies` after the last backward pass of a step."""
 
     gather: Collective
     scatter: Collective
@@ -179,9 +186,9 @@ class ShardedReducer(NamedTuple):
 
 
 def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[ShardedReducer]:
-    """Return what each unit takes part in under fsdp or hsdp.
+    """Return the collectives of each unit under fsdp or hsdp.
 
-    gloo  its reduce-scatter is an all-reduce
+    gloo  compute a reduce-scatter as an all-reduce
     """
     ring = (
         Ring(place.processes, place.machines) if strategy == "fsdp" else Ring(place.per_machine, 1)
@@ -199,24 +206,33 @@ def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[S
 
 
 class Passes(NamedTuple):
-    """Forward passes of a step, and of these how many there are from one sum of gradients to the
-    next; 0: one sum."""
+    """The number of passes of a step, and the number of passes between two sums of gradients; 0:
+    one sum."""
 
     number: int = 1
     reduce_every: int = 1
 
     def sums(self, nth: int) -> bool:
-        """Whether gradients are added up after this pass, counted from 1."""
+        """Return whether gradients are summed after this pass, counted from 1."""
         return nth == self.number or bool(self.reduce_every and nth % self.reduce_every == 0)
 
 
 def collectives(each: list[ShardedReducer], passes: Passes) -> list[Collective]:
-    """Return all that a step takes part in, one after the other."""
+    """Return all collectives of a step in order."""
     found = []
     for nth in range(1, passes.number + 1):
         for unit in each:
-            found += [unit.gather] * 2 + [unit.scatter] * passes.sums(nth)
-            found += unit.copies * (nth == passes.number)
+            found += [unit.gather, unit.gather, *_after_backward(unit, passes, nth)]
+    return found
+
+
+def _after_backward(unit: ShardedReducer, passes: Passes, nth: int) -> list[Collective]:
+    """Return the collectives of a unit after backward pass `nth`, counted from 1."""
+    found = []
+    if passes.sums(nth):
+        found.append(unit.scatter)
+    if nth == passes.number:
+        found += unit.copies
     return found
 
 
@@ -228,11 +244,10 @@ def sharded_s(
     place: Place,
     gloo: bool,
 ) -> float:
-    """Return the seconds of a step under fsdp or hsdp. A unit has the share of a pass that it has
+    """Return the seconds of a step under fsdp or hsdp. A unit's share of a pass is the unit's share
     of the weights.
 
-    gloo  nothing overlaps; else the links work in the order in which they are asked, beside the
-    processor
+    gloo  nothing overlaps; otherwise the links work in the order of the calls, beside the processor
     """
     if gloo:
         return step.total + sum(one.seconds(place) for one in collectives(each, passes))
@@ -246,8 +261,7 @@ def sharded_s(
         jobs: list[tuple[Collective, float, list[Collective]]]
         jobs = [(unit.gather, seconds, []) for unit, seconds in zip(each, forward, strict=True)]
         for unit, seconds in zip(each[::-1], backward[::-1], strict=True):
-            after = [unit.scatter] * passes.sums(nth) + unit.copies * (nth == passes.number)
-            jobs.append((unit.gather, seconds, after))
+            jobs.append((unit.gather, seconds, _after_backward(unit, passes, nth)))
         # when the processor is done; `link`: when the link is; `ready`: when what comes next is
         # gathered
         now = 0.0
@@ -264,7 +278,7 @@ def sharded_s(
 
 
 def parse_link(text: str, key: str = "--link") -> Link:
-    """Parse `10gbit`, `200mbit,50us`: a bandwidth in bits per second, perhaps a latency."""
+    """Parse `10gbit` or `200mbit,50us`: a bandwidth in bits per second, and an optional latency."""
     rate, _, latency = text.partition(",")
     units = {"tbit": 1e12 / 8, "gbit": 1e9 / 8, "mbit": 1e6 / 8}
     unit = next((unit for unit in units if rate.endswith(unit)), "")

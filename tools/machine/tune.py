@@ -1,21 +1,21 @@
-"""Find the largest batch that fits, the fastest one, and other settings that make a training faster
-on this machine.
+"""Find the largest batch that fits, the fastest batch, and other settings for a faster training on
+this machine.
 
 python tools/tune.py har                                   one process, on the GPU or the CPU
 python tools/tune.py --processes 2 --config configs/video.yaml dataset.root=data/mice
-python train.py har --config tuned.yaml                    train with what was found
+python train.py har --config tuned.yaml                    train with the result
 
 Options, before the arguments of a training:
-  --processes N   as many as the training will have (1)
+  --processes N   number of processes of the training (1)
   --seconds S     time of each measurement (3)
   --max-batch B   largest batch per process to try (the whole training set)
-  --out FILE      the result, a delta for --config (tuned.yaml); empty: print it only
+  --out FILE      the result, a delta for --config (tuned.yaml); empty: print only
   --json          the result and all measurements as JSON, instead of tables
 
-Every setting is tried in new processes; running out of memory is a result. A larger batch is
-another training: adapt the learning rate. With global_batch=N, the fastest way to cut that batch is
-searched for. Where fewer GPUs than processes are visible, processes share them by gloo, and the
-result has ddp.backend=gloo.
+Every setting is tried in new processes. Running out of memory is a result. A larger batch is
+another training: adapt the learning rate. With global_batch=N, the command searches the fastest
+partition of the global batch. With fewer visible GPUs than processes, processes share a GPU by
+gloo, and the result has ddp.backend=gloo.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from tools.machine.probe import OutOfMemory, probe
 from tools.running import guarded
 
 CLEARLY = 1.03
-"""The speed-up from which a setting is taken: less may be chance."""
+"""The smallest speed-up that counts. A smaller speed-up may be chance."""
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of a tool that Ctrl-C has ended; what was measured until then is kept."""
+"""The exit code of a tool after Ctrl-C. Measurements until then are kept."""
 
 Row = dict[str, Any]
 
 
 class Tuning:
-    """The settings tried so far and their measurements."""
+    """The tried settings and the measurements."""
 
     def __init__(self, options: argparse.Namespace, words: list[str], cfg: Any):
         self.options, self.words, self.cfg = options, words, cfg
@@ -69,7 +69,7 @@ class Tuning:
             print(text, flush=True)
 
     def tried(self, settings: dict[str, Any], seconds: float) -> Row | None:
-        """Measure one combination; returns None if memory runs out."""
+        """Measure a combination of settings. Return None if memory runs out."""
         settings = settings | self.shared
         try:
             found = probe(self.words, settings, self.options.processes, seconds, self.threads)
@@ -82,8 +82,8 @@ class Tuning:
     # ---- the batch ----
 
     def batches(self) -> Iterator[int]:
-        """Yield batches per process to try: the configured one, then each twice the one before; or,
-        if the global batch is given, those that divide this process's share of it."""
+        """Yield batches per process to try: the configured batch, then each time twice the batch.
+        With a given global batch, yield the divisors of this process's share."""
         given, most, processes = (
             self.cfg.global_batch,
             self.options.max_batch,
@@ -122,7 +122,7 @@ class Tuning:
             if would_not_fit(self.rows, batch, self.options.processes):
                 limit = f"{batch} would take more than the memory that is free"
                 break
-            # Once larger ones are slower, only whether they fit is still of interest.
+            # Once two larger batches are slower, larger batches are only tested for memory.
             row = self.tried(self.cut(batch), seconds=0 if slower == 2 else self.options.seconds)
             if row is None:
                 limit = f"memory runs out at {batch}"
@@ -138,7 +138,7 @@ class Tuning:
             raise LockstepError(
                 "memory runs out with the first batch already", "batch_size", "start lower"
             )
-        # The smallest of equals leaves room and changes the training least.
+        # The smallest of equally fast batches leaves memory and changes the training least.
         best = next(row for row in timed if row["samples_per_s"] * CLEARLY >= fastest)
         return best, f"largest batch that fits: {largest} ({limit})"
 
@@ -160,7 +160,7 @@ class Tuning:
         orders = {"channels_last", "contiguous"} - {best["memory_format"]}
         return {
             "amp": sorted(amps),
-            # it has no convolutions
+            # "auto": a model without convolutions
             "memory_format": sorted(orders) if best["memory_format"] != "auto" else [],
             # On a CPU compiling takes up to a minute and makes nothing faster (dev/LOG.md).
             "compile": ["default", "reduce-overhead"]
@@ -171,7 +171,7 @@ class Tuning:
         }
 
     def find_rest(self, best: Row) -> Row:
-        """Try one key after the other, each value interleaved with the best so far."""
+        """Try the keys in turn. Each value is interleaved with the best settings so far."""
         for key, values in self.choices(best).items():
             for value in values:
                 settings = best["settings"] | {key: value}
@@ -218,8 +218,8 @@ def line(row: Row, base: float) -> str:
 
 
 def would_not_fit(rows: list[Row], batch: int, processes: int) -> bool:
-    """Return whether a linear extrapolation of the last two batches exceeds the free memory; for
-    CPUs, where the kernel would kill any process."""
+    """Return whether a linear extrapolation of the last two batches exceeds the free memory. Only
+    for CPUs: there the kernel could kill any process."""
     measured = [row for row in rows if not row["out_of_memory"]]
     if not measured or measured[-1]["device"] != "cpu":
         return False
@@ -250,7 +250,7 @@ def main(argv: list[str]) -> int:
     return guarded(words, partial(_main, options, words))
 
 
-def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
+def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> int:
     if options.processes < 1:
         what = f"{options.processes} is no number of processes"
         raise LockstepError(what, "--processes", "give as many as the training will have")
@@ -258,7 +258,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
         raise LockstepError(
             f"{options.out} is there already", "--out", "remove it, or give another name"
         )
-    tuning = Tuning(options, words, asked.cfg)
+    tuning = Tuning(options, words, args.cfg)
     largest, cut_short = "", ""
     try:
         best, largest = tuning.find_batch()
@@ -270,7 +270,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
             raise
         best = max(timed, key=lambda row: row["samples_per_s"])
         cut_short = "# interrupted: the fastest of what was tried so far\n"
-    delta = nested({"task": asked.cfg.task, **best["settings"]})
+    delta = nested({"task": args.cfg.task, **best["settings"]})
     command = shlex.join(["python", "tools/tune.py", *sys.argv[1:]])
     about = (
         f"# {command}\n# {best['samples_per_s']:.4g} samples/s on "
@@ -300,7 +300,8 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"ddp.bucket_cap_mb": 5} -> {"ddp": {"bucket_cap_mb": 5}}."""
+    """Return the tree of a flat config: {"ddp.bucket_cap_mb": 5} -> {"ddp": {"bucket_cap_mb":
+    5}}."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")

@@ -1,4 +1,4 @@
-"""What tools/predict.py writes and prints about bouts: tables, files of BORIS, scores."""
+"""Write and print the bouts of tools/predict.py: tables, files of BORIS, scores."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ COLUMNS = "source,side,by,behaviour,first_frame,stop_frame,start_s,stop_s,durati
 class Bouts:
     """The bouts of all sources.
 
-    scores  by side, of sources that people have annotated and that were not trained on
-    trained  names of those that were
+    scores   by side, of annotated sources outside the training data
+    trained  names of annotated sources in the training data
+    unknown  names of annotated sources of which the checkpoint has no record
     """
 
     def __init__(self, classes: list[str], exclusive: bool, model: str, smoothes: bool = False):
@@ -47,9 +48,9 @@ class Bouts:
         truth: np.ndarray | None,
         counts: bool,
     ) -> None:
-        """Add a source: (N, C) of 1 where a behaviour is predicted, and (N, C) annotated 1, 0, -1.
+        """Add a source with (N, C) predictions of 1 or 0, and (N, C) annotations of 1, 0 or -1.
 
-        counts  whether it was not trained on
+        counts  whether the source is outside the training data
         """
         shown = [c for c, name in enumerate(self.classes) if name != BACKGROUND]
         predicted = [bouts.runs(on[:, c] == 1) for c in range(len(self.classes))]
@@ -58,11 +59,9 @@ class Bouts:
         self.videos.append(
             boris_writer.Video(name, len(on), fps, sorted(found, key=lambda each: each[1]), about)
         )
-        seen = (
-            None
-            if truth is None
-            else [bouts.runs(truth[:, c] == 1) for c in range(len(self.classes))]
-        )
+        seen = None
+        if truth is not None:
+            seen = [bouts.runs(truth[:, c] == 1) for c in range(len(self.classes))]
         for c in shown:
             pairs = bouts.by_overlap(seen[c], predicted[c]) if seen else []
             sides = [("annotated", seen[c], {n for n, _ in pairs})] if seen else []
@@ -98,20 +97,18 @@ class Bouts:
         return found
 
     def lines(self) -> list[str]:
-        """Format a table of scores for each side, and of transitions."""
+        """Format a table of scores and a table of transitions for each side."""
         found = []
         for side, each in self.scores.items():
             report = each.report(self.classes, BACKGROUND)
             videos = amount(each.videos, "source")
-            chosen = f"; {self.chosen} chosen on such" * side.startswith("held out")
+            if side.startswith("held out"):
+                videos += f"; {self.chosen} chosen on such"
             title = (
-                f"Bouts, {side} ({videos}{chosen}): matched by overlap (half of the union) | "
-                "by onset "
+                f"Bouts, {side} ({videos}): matched by overlap (half of the union) | by onset "
+                f"(within {bouts.TOLERANCE_S:g} s) | median seconds, annotated/predicted"
             )
-            found += [
-                "",
-                title + f"(within {bouts.TOLERANCE_S:g} s) | median seconds, annotated/predicted",
-            ]
+            found += ["", title]
             header = [
                 "",
                 "annotated",
@@ -144,8 +141,8 @@ class Bouts:
         return found
 
     def write(self, table: Path | None, events: Path | None, boris: Path | None) -> list[str]:
-        """Write what is asked for; returns a line for each. Raises LockstepError where it cannot
-        be."""
+        """Write the given files. Return a line for each file. Raises LockstepError if a file cannot
+        be written."""
         lines = []
         if (events or boris) and (
             odd := next((video.name for video in self.videos if not video.fps), "")

@@ -1,5 +1,5 @@
-"""Choose on validation how a trained run's probabilities become labels: a temperature, thresholds,
-a smoothing.
+"""Choose on validation data how a trained run's probabilities become labels: a temperature,
+thresholds, a smoothing.
 
 python tools/decide.py RUN
     temperature (and thresholds, where labels overlap)
@@ -8,12 +8,12 @@ python tools/decide.py RUN recordings --annotations seen.csv
 python tools/decide.py RUN data/mice.npz
     the same of tracks with a label per frame
 
-The temperature makes probabilities honest, and changes no label. The smoothing is a median over
-frames, and for each behaviour a number of frames: gaps of at most so many are filled, and then
-bouts of at most so many dropped. It is the one with the highest F1 of bouts. Of DATA only what was
-held out counts: what the run was trained on, and what it is to be tested on, is not read. The
-result lies beside the checkpoint, for that very checkpoint, and tools/predict.py applies it.
-key=value changes the run's config (device=cpu).
+The temperature calibrates the probabilities and changes no label. The smoothing is a median over
+frames, and for each behaviour a number of frames: gaps of at most so many frames are filled, then
+bouts of at most so many frames are dropped. The chosen smoothing has the highest F1 of bouts. Of
+DATA only the sources that were held out count. Sources of the training data or of the test set are
+not read. The result is a file beside the checkpoint, valid for this checkpoint alone, and
+tools/predict.py applies the result. key=value changes the run's config (device=cpu).
 """
 
 from __future__ import annotations
@@ -88,16 +88,18 @@ def main(argv: list[str]) -> int:
         for word in argv
         if "=" in word and not word.startswith("-") and not Path(word).exists()
     ]
-    asked, rest = parser.parse_known_args([word for word in argv if word not in keys])
-    asked.every, asked.crop = 0, None
+    options, rest = parser.parse_known_args([word for word in argv if word not in keys])
+    options.every, options.crop = 0, None
     return guarded(
-        [asked.run, *rest, *keys], lambda args: _decide(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest, *keys],
+        lambda args: _decide(args, options),
+        partial(of_run, options.trust),
     )
 
 
-def _decide(args: config.Args, asked: argparse.Namespace) -> int:
+def _decide(args: config.Args, options: argparse.Namespace) -> int:
     alone("one process chooses", "decide.py")
-    if asked.only_smoothing and not asked.data:
+    if options.only_smoothing and not options.data:
         raise LockstepError(
             "a smoothing is chosen on videos or recordings", "--only-smoothing", "give DATA, too"
         )
@@ -105,20 +107,20 @@ def _decide(args: config.Args, asked: argparse.Namespace) -> int:
     if not isinstance(loaded.task, Classification):
         raise LockstepError("the task predicts no classes", "task", "there is nothing to decide")
     lines = [f"{loaded.checkpoint}, step {loaded.step}, chosen on validation:"]
-    if asked.only_smoothing:
+    if options.only_smoothing:
         decision = decisions.read(loaded.checkpoint)
     else:
-        decision, told = _of_samples(args, loaded)
-        lines += told
-    if asked.data:
-        lines += _smoothing(decision, loaded, asked)
+        decision, texts = _of_samples(args, loaded)
+        lines += texts
+    if options.data:
+        lines += _smoothing(decision, loaded, options)
     path = decisions.write(loaded.checkpoint, decision)
     print("\n".join([*lines, f"Wrote {path}"]))
     return status.set_exit_code(errors.DONE)
 
 
 def _of_samples(args: config.Args, of_data: LoadedModel) -> tuple[Decision, list[str]]:
-    """Choose what the samples of the validation split tell."""
+    """Choose temperature and thresholds on the samples of the validation split."""
     loaded, val = load(args, "val")
     sides = getattr(of_data.task, "about", {}).get(
         "subjects" if isinstance(of_data.task, har.Task) else "videos", {}
@@ -178,10 +180,11 @@ def _thresholds(
 
 
 def best_threshold(shares: np.ndarray, labels: np.ndarray) -> float:
-    """Return the threshold of .01, .02 to .99 with the highest F1, of equal ones the nearest to one
-    half. It is .5 for a class that does not occur.
+    """Return the threshold of .01, .02 to .99 with the highest F1. Of equal thresholds, return the
+    nearest to one half. The result is .5 for an absent class.
 
-    shares  (N,) probabilities;   labels  (N,) 1, 0, or -1, which does not count
+    shares  (N,) probabilities
+    labels  (N,) 1, 0, or -1, which does not count
     """
     shares, labels = shares[labels >= 0], labels[labels >= 0]
     best = 0.0, 0.0, 0.5
@@ -193,30 +196,28 @@ def best_threshold(shares: np.ndarray, labels: np.ndarray) -> float:
     return best[2]
 
 
-def _smoothing(decision: Decision, loaded: LoadedModel, asked: argparse.Namespace) -> list[str]:
+def _smoothing(decision: Decision, loaded: LoadedModel, options: argparse.Namespace) -> list[str]:
     """Choose the smoothing on the sources of DATA that were held out."""
     of_sensors, classes = isinstance(loaded.task, har.Task), loaded.task.classes
-    if not of_sensors and not asked.annotations:
+    if not of_sensors and not options.annotations:
         raise LockstepError(
             "nothing says what is seen in the videos",
             "--annotations",
             "give the table or the labels",
         )
-    found = [*(of_steps if of_sensors else of_videos)(loaded, asked, HELD_OUT)]
+    found = [*(of_steps if of_sensors else of_videos)(loaded, options, HELD_OUT)]
     if errors := [each for each in found if isinstance(each, LockstepError)]:
         raise errors[0]
     labelled = [each for each in found if isinstance(each, Prediction) and each.truth is not None]
     if not labelled:
-        what = (
-            "nothing there was held out when the run was trained"
-            if not found
-            else "what was held out has no labels"
-        )
+        what = "what was held out has no labels"
+        if not found:
+            what = "nothing there was held out when the run was trained"
         todo = (
             "give the videos or recordings that it was validated on: on others it would be no "
             "honest choice"
         )
-        raise LockstepError(what, str(asked.data), todo)
+        raise LockstepError(what, str(options.data), todo)
     thresholds = None
     if not loaded.task.exclusive:
         thresholds = [(decision.thresholds or {}).get(name, 0.5) for name in classes]
@@ -229,5 +230,7 @@ def _smoothing(decision: Decision, loaded: LoadedModel, asked: argparse.Namespac
     decision.smoothing = chosen
     names = [each.name for each in labelled]
     decision.about |= {"sources": names, "bout_f1": f1, "bout_f1_without": plain}
-    some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    some = ", ".join(names[:5])
+    if len(names) > 5:
+        some += ", ..."
     return [f"  smoothing: {chosen}", f"  F1 of bouts {plain:.4f}, then {f1:.4f}, in {some}"]

@@ -1,5 +1,5 @@
-"""How probabilities become labels: what tools/decide.py has chosen on validation, in a file beside
-the checkpoint."""
+"""Read and write the choices of tools/decide.py in a file beside the checkpoint: how probabilities
+become labels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from formats.lab.bouts import Smoothing
 
 @dataclass
 class Decision:
-    """None where nothing was chosen.
+    """The choices; None for no choice.
 
-    thresholds  {class: the least probability at which it is on}, where any number of classes may be
-    about       what it was chosen on, and what it has brought: for people
+    thresholds  {class: the least probability of the label}, for tasks with overlapping labels
+    about       for people: the data of the choice, and the effect
     """
 
     temperature: float | None = None
@@ -34,7 +34,7 @@ class Decision:
         )
 
     def lines(self, calibrated: bool) -> list[str]:
-        """Say what is applied of it."""
+        """Return a line for each applied choice."""
         found = []
         if self.temperature and calibrated:
             found.append(f"Calibrated: temperature {self.temperature:.4g}")
@@ -49,7 +49,8 @@ class Decision:
 
 
 def path_of(checkpoint: Path) -> Path:
-    """run/last.pt, a link to run/step_9.pt -> run/step_9.decision.json"""
+    """Return the path of the decision: run/last.pt, a link to run/step_9.pt ->
+    run/step_9.decision.json."""
     return checkpoint.resolve().with_suffix(".decision.json")
 
 
@@ -69,8 +70,8 @@ def write(checkpoint: Path, decision: Decision) -> Path:
 
 
 def read(checkpoint: Path) -> Decision:
-    """Return what was chosen for this very checkpoint; nothing, with a warning, if it was for
-    another one of its name. Raises LockstepError for a file that cannot be read."""
+    """Return the choices for this checkpoint. Print a warning and return no choice if the file is
+    for another checkpoint. Raises LockstepError for an unreadable file."""
     path = path_of(checkpoint)
     if not path.is_file():
         return Decision()

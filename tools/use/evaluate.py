@@ -1,25 +1,24 @@
-"""Evaluate a trained run: the metrics of its validation split, and its task's trials in simulation.
+"""Evaluate a trained run: the metrics of the validation split, and the task's trials in simulation.
 
 python tools/evaluate.py checkpoints/robot_20260101-120000 eval.n_episodes=100
 python tools/evaluate.py RUN --split train
-    the data that it was trained on
+    the training data
 python tools/evaluate.py RUN --split test
-    those that the training has set aside: for a paper
+    the data that the training has set aside: for a paper
 python tools/evaluate.py RUN --split all dataset.root=data/third      other data
 torchrun --standalone --nproc_per_node=2 tools/evaluate.py RUN
     the same numbers, to the last digit, in less time
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; other arguments change
-the run's config. Nothing is augmented. A test is what was set aside when RUN was trained: other
-data, and runs without a test set, are refused. Its result is kept in RUN/test.json, with the number
-of times that the test was looked at. On a CPU each process computes in one thread, because the
-number of threads changes the last digits, unless OMP_NUM_THREADS is set.
+RUN is the folder of a run (the best checkpoint is read) or a checkpoint. Other arguments change the
+run's config. Nothing is augmented. A test uses the data that RUN's training has set aside. Other
+data, and runs without a test set, are refused. The result is written to RUN/test.json, with the
+number of looks at the test. On a CPU each process computes in one thread, because the number of
+threads changes the last digits. A set OMP_NUM_THREADS has priority.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -51,7 +50,7 @@ from engine.run import Run
 from plugins.reporting import plan_text
 from plugins.resilience import status
 from plugins.resilience.signals import StopRequest
-from tools.running import guarded, in_world
+from tools.running import folder_of, guarded, in_world, read_object, stdout_aside
 from tools.use.published import as_run, shown
 from tools.use.tables import finite
 
@@ -80,9 +79,9 @@ def main(argv: list[str]) -> int:
         "--state", action="store_true", help="print also the SHA-256 of all state of the checkpoint"
     )
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     return guarded(
-        [asked.run, *rest], lambda args: _evaluate(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest], lambda args: _evaluate(args, options), partial(of_run, options.trust)
     )
 
 
@@ -90,19 +89,19 @@ TRUST = "run a task file that lies in RUN's own folder"
 
 
 def of_run(trust: bool, argv: list[str]) -> list[str]:
-    """RUN, or a published folder, and the arguments after it -> the training's command line that
-    resumes from it.
+    """Return the command line of the training that resumes from RUN, or from a published folder.
 
-    trust  allow a task file in the run's folder, which may be a program from elsewhere
+    trust  allow a task file in the run's folder; the file may be a program from elsewhere
     """
     given, rest = Path(argv[0]), argv[1:]
     run = as_run(given)  # a published folder becomes one
-    folder, place = (path if path.is_dir() else path.parent for path in (run, given))
+    folder = folder_of(run)
+    place = folder_of(given)
     if not (folder / "config.yaml").is_file():
         raise LockstepError(f"no run at {argv[0]!r}", "the first word", "give the folder of a run")
     check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
-    # a link in the folder is in the folder
+    # a link in the folder counts as a file of the folder
     above = [place.resolve() for place in Path.cwd().joinpath(task).parents]
     if task.endswith(".py") and place.resolve() in above and not trust:
         what = f"the run's task is a program in its own folder, {task}"
@@ -111,7 +110,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         )
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
-    # a tool may be one process, and copy the model; an older run may have optim.zero=true, which is
+    # A tool may be one process and copy the model. An older run may have optim.zero=true, which is
     # an error now
     whole = {"ddp.strategy": "ddp", "optim.zero": "false"}
     own = {key for key in whole if any(word.lstrip("-").startswith(key) for word in rest)}
@@ -127,44 +126,42 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     ]
 
 
-def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
+def _evaluate(args: config.Args, options: argparse.Namespace) -> int:
     cfg, fixed = args.cfg, dict(ONLY_TO_SCORE)
     if "OMP_NUM_THREADS" not in os.environ:
         fixed["threads"] = cfg.threads or 1  # as many as torchrun gives each process
-    if asked.split == "all":
+    if options.split == "all":
         fixed["exclude"] = []  # of the training data
     args = args._replace(cfg=config.changed(cfg, fixed))
-    aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
-    with aside:
+    with stdout_aside(options.json):
         scored = in_world(
-            args.cfg, lambda world, stop: _score(args, world, stop, asked.split, asked.by or "")
+            args.cfg, lambda world, stop: _score(args, world, stop, options.split, options.by or "")
         )
     if scored:
         metrics, sums, checkpoint, step, task, parts = scored
         classes = getattr(task, "classes", [])
         state = archive.read(Path(checkpoint))
         hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
-        if asked.state:
+        if options.state:
             hashes["state"] = digests.of_tensors(
                 tensors_of("", {name: state[name] for name in SAME_STATE})
             )[:16]
-        about = {"checkpoint": checkpoint, "step": step, "split": asked.split, "sha256": hashes}
+        about = {"checkpoint": checkpoint, "step": step, "split": options.split, "sha256": hashes}
         about |= {"metrics": finite(metrics)} | _confusion(sums, classes)
-        if asked.by:
-            each = {
-                name: {"metrics": finite(m)} | _confusion(s, classes)
-                for name, (m, s) in parts.items()
-            }
-            about |= {"by": asked.by, "sources": each}
-        if asked.split == "test":
+        if options.by:
+            about |= {"by": options.by, "sources": {}}
+            for name, (of_part, part_sums) in parts.items():
+                row = {"metrics": finite(of_part)} | _confusion(part_sums, classes)
+                about["sources"][name] = row
+        if options.split == "test":
             _keep(
                 Path(checkpoint).parent,
                 about | {"monitor": task.monitor, "higher_is_better": task.higher_is_better},
             )
-        if asked.json:
+        if options.json:
             print(json.dumps(about | {"checkpoint": shown(checkpoint)}))
         else:
-            print(f"{shown(checkpoint)}, step {step}, split {asked.split}:")
+            print(f"{shown(checkpoint)}, step {step}, split {options.split}:")
             if "success_rate_low" in metrics:
                 print(f"  success in {of_trials(metrics)}: the rate's 95 % interval, by Wilson")
             print(
@@ -177,12 +174,12 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
-"""The parts of a checkpoint that are the same, to the last bit, on any number of processes with
+"""The parts of a checkpoint that have equal bits on any number of processes with
 `virtual_workers`."""
 
 
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the leaves of a tree of dicts and lists with their paths, numbers as tensors."""
+    """Yield the leaves of a tree of dicts and lists with paths, numbers as tensors."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from tensors_of(f"{name}/{key}", item)
@@ -196,15 +193,16 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 TEST = "test.json"
-"""What the test of a run has given, in its folder."""
+"""The file with the result of a test, in the run's folder."""
 
 
 def _keep(folder: Path, about: dict[str, Any]) -> None:
-    """Write the result of a test into the run's folder, and count how often it was looked at."""
-    path, before = folder / TEST, dict[str, Any]()
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        before = dict(json.loads(path.read_bytes()))
-    looks = before.get("looks", 0) if isinstance(before.get("looks"), int) else 0
+    """Write the result of a test into the run's folder, and count the looks at the test."""
+    path = folder / TEST
+    before = read_object(path)
+    looks = before.get("looks", 0)
+    if not isinstance(looks, int):
+        looks = 0
     about = about | {"checkpoint": Path(about["checkpoint"]).name, "looks": looks + 1}
     if looks and before.get("sha256") != about["sha256"]:
         what = (
@@ -220,17 +218,17 @@ def _keep(folder: Path, about: dict[str, Any]) -> None:
 
 
 def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: str) -> Any:
-    """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, task, {source: (its
-    metrics, its sums)}); None where it was asked to stop."""
+    """(all ranks) Score the split. Return on rank 0 (metrics, sums, checkpoint, step, task,
+    {source: (metrics, sums)}). Return None on the other ranks and after a stop."""
     found = train.build(args, world, stop, split=split)
     plan_text.print_plan(found, steps=False)
     names = names_of(found.loaders.val.dataset, by) if by else None
-    if by and (names is None or found.task.num_trials):
-        why = (
-            "the task has trials, which are of no source"
-            if found.task.num_trials
-            else "the dataset names no `sources`"
-        )
+    why = ""
+    if by and found.task.num_trials:
+        why = "the task has trials, which are of no source"
+    elif by and names is None:
+        why = "the dataset names no `sources`"
+    if why:
         raise LockstepError(why, f"--by {by}", "leave it out", everywhere=True)
     scored = evaluate_split(found, found.loaders.val)
     parts = _part_by_part(found, names) if scored and names is not None else {}
@@ -240,15 +238,14 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: s
 
 
 def names_of(dataset: Any, kind: str) -> np.ndarray | None:
-    """Return (N,) str, the dataset's attribute of that name, or else its `sources`, if it has
-    any."""
+    """Return (N,) str, the dataset's attribute `kind`, or else the `sources`, or None."""
     names = per_sample(dataset, kind)
     names = per_sample(dataset, "sources") if names is None else names
     return None if names is None else names.astype(str)
 
 
 def _part_by_part(found: Run, names: np.ndarray) -> dict[str, tuple[dict[str, float], Sums]] | None:
-    """(all ranks) Score the samples of each name by themselves, in batches of an evaluation."""
+    """(all ranks) Score the samples of each name separately, in batches of an evaluation."""
     whole, parts = found.loaders, dict[str, tuple[dict[str, float], Sums]]()
     bar = tqdm(
         dict.fromkeys(names.tolist()),
@@ -278,18 +275,19 @@ ONLY_TO_SCORE = {
     "drop_last": False,
     "sampler": "shuffle",
 }
-"""Replacements of settings that matter to training only and may not fit."""
+"""Replacements of settings for training alone. The settings of the run might not fit an
+evaluation."""
 
 
 def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
     """Return the counts [true][predicted] if the task has classes."""
-    return (
-        {"classes": classes, "confusion": sums["confusion"].tolist()} if "confusion" in sums else {}
-    )
+    if "confusion" not in sums:
+        return {}
+    return {"classes": classes, "confusion": sums["confusion"].tolist()}
 
 
 def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:
-    """Format a line for each source, with the metrics of the whole of it."""
+    """Format a line for each source with the overall metrics of the source."""
     if not parts:
         return []
     columns = [name for name in next(iter(parts.values()))[0] if "/" not in name][:8]
@@ -301,8 +299,8 @@ def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:
 
 
 def _lines(metrics: dict[str, Any]) -> list[str]:
-    """Format one metric a line; those of a class, such as precision/walk and recall/walk, share
-    one."""
+    """Format a metric a line. The metrics of a class, such as precision/walk and recall/walk, share
+    a line."""
     parts = {name: name.split("/", 1) for name in metrics if "/" in name}
     rows = [row for _, row in parts.values()]
     tabled = {name: part for name, part in parts.items() if rows.count(part[1]) > 1}
@@ -314,7 +312,9 @@ def _lines(metrics: dict[str, Any]) -> list[str]:
         [row, *(f"{metrics.get(f'{column}/{row}', np.nan):.4f}" for column in columns)]
         for row in dict.fromkeys(row for _, row in tabled.values())
     ]
-    return lines + (["", *aligned([["", *columns], *body])] if body else [])
+    if body:
+        lines += ["", *aligned([["", *columns], *body])]
+    return lines
 
 
 def _matrix(
@@ -327,14 +327,10 @@ def _matrix(
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
+    """Return the rows of a table as lines: the first column to the left, the rest to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            [
-                f"{row[0]:<{widths[0]}}",
-                *(f"{cell:>{n}}" for cell, n in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
+    lines = []
+    for first, *rest in rows:
+        cells = map(str.rjust, rest, widths[1:])
+        lines.append("  ".join(["", first.ljust(widths[0]), *cells]))
+    return lines

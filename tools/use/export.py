@@ -1,17 +1,19 @@
-"""Export a trained model as one file that runs without this code, and check it on real batches.
+"""Export a trained model as a file that runs without this code, and compare file and model on real
+batches.
 
 python tools/export.py RUN                        RUN/model.pt2, for torch.export.load
 python tools/export.py RUN --format onnx          RUN/model.onnx; pip install onnx onnxscript
                                                   onnxruntime
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints. Inputs are raw and of
-any batch size: gray clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's
-units, a robot's observation in recorded units, its pictures as uint8 of the size that it was
-trained on, its command as numbers; the file normalises them. Outputs are logits and probabilities,
-or actions. The file also holds the classes' names and a description of its inputs, as JSON under
-"lockstep". Batches of several sizes of the validation split, or else of the training data, go
-through the file and the model: the largest difference is printed, and beyond --tolerance nothing is
-written.
+RUN is the folder of a run (the best checkpoint is read) or a checkpoint. Inputs are raw and of any
+batch size: gray clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's units, a
+robot's observation in recorded units, pictures as uint8 of the trained size, and the command as
+numbers. The file normalises the inputs. Outputs are logits and probabilities, or actions. The file
+also holds the classes' names and a description of the inputs, as JSON under "lockstep".
+
+Batches of several sizes go through the file and the model. The batches are from the validation
+split, or else from the training data. The largest difference is printed. Nothing is written for a
+difference above --tolerance.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
 from plugins.reporting import plan_text
-from tools.running import alone, guarded, in_world
+from tools.running import alone, folder_of, guarded, in_world
 from tools.use.evaluate import TRUST, of_run
 from tools.use.published import shown
 
@@ -54,7 +56,7 @@ META = "lockstep"
 
 @dataclass
 class Exported:
-    """The bytes of a file, and the function that they compute when loaded again."""
+    """The bytes of a file, and the function of the loaded file."""
 
     data: bytes
     run: Run
@@ -79,30 +81,26 @@ def main(argv: list[str]) -> int:
     )
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     return guarded(
-        [asked.run, *rest], lambda args: _export(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest], lambda args: _export(args, options), partial(of_run, options.trust)
     )
 
 
-def _export(args: config.Args, asked: argparse.Namespace) -> int:
+def _export(args: config.Args, options: argparse.Namespace) -> int:
     alone("a model is exported by one process", "export.py")
-    run = Path(asked.run)
-    out = asked.out or (run if run.is_dir() else run.parent) / f"model.{asked.format}"
-    args = args._replace(
-        cfg=config.changed(
-            args.cfg, {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False}
-        )
-    )
+    out = options.out or folder_of(Path(options.run)) / f"model.{options.format}"
+    fixed = {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False}
+    args = args._replace(cfg=config.changed(args.cfg, fixed))
     with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
         about, exported, found = in_world(
-            args.cfg, lambda world, _: _compared(args, world, asked.format)
+            args.cfg, lambda world, _: _compared(args, world, options.format)
         )
     worst = float(np.max([relative for _, _, relative in found]))
-    if not worst <= asked.tolerance:  # NaN fails too, and Python's own max would lose it
+    if not worst <= options.tolerance:  # NaN fails too, and Python's own max would lose it
         what = f"the exported model is off by {worst:.3g} of its largest output"
-        todo = f"nothing was written; --tolerance is {asked.tolerance:g}"
-        raise LockstepError(what, asked.format, todo, exit_code=1)
+        todo = f"nothing was written; --tolerance is {options.tolerance:g}"
+        raise LockstepError(what, options.format, todo, exit_code=1)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, lambda file: file.write(exported.data))
@@ -112,8 +110,10 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
         ) from None
     path = about.pop("path")
     sizes = [{"batch": size, "largest_difference": largest} for size, largest, _ in found]
-    if asked.json:
-        print(json.dumps(about | {"file": str(out), "format": asked.format, "differences": sizes}))
+    if options.json:
+        print(
+            json.dumps(about | {"file": str(out), "format": options.format, "differences": sizes})
+        )
         return 0
     print(f"{path}, step {about['step']}:")
     for row in sizes:
@@ -166,7 +166,7 @@ def _compared(
 
 
 def real_inputs(whole: Iterator[Input]) -> Iterator[Input]:
-    """Yield one sample, three, and up to three whole batches, the first of them last."""
+    """Yield one sample, three, and up to three whole batches, with the first batch last."""
     first = next(whole)
     yield _mapped(first, lambda x: x[:1])
     yield _mapped(first, lambda x: x[:3])
@@ -175,11 +175,9 @@ def real_inputs(whole: Iterator[Input]) -> Iterator[Input]:
 
 
 def _mapped(x: Input, change: Callable[[Tensor], Tensor]) -> Input:
-    return (
-        {name: change(value).contiguous() for name, value in x.items()}
-        if isinstance(x, dict)
-        else change(x)
-    )
+    if isinstance(x, dict):
+        return {name: change(value).contiguous() for name, value in x.items()}
+    return change(x)
 
 
 def _size(x: Input) -> int:
@@ -187,13 +185,16 @@ def _size(x: Input) -> int:
 
 
 def _two_at_least(x: Input) -> Input:
-    """Return an example to trace: the exporter takes a batch of 1 for a constant size."""
+    """Return an example to trace. The exporter would fix the size of a batch of 1."""
     return x if _size(x) > 1 else _mapped(x, lambda value: torch.cat([value, value]))
 
 
 def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, float]:
-    """Return the largest absolute difference over all outputs, and the largest relative to the
-    output's largest number or to 1 if that is more. Raises LockstepError for other outputs."""
+    """Return the largest absolute difference over all outputs, and the largest relative difference.
+
+    The divisor is the output's largest number, at least 1. Raises LockstepError for different
+    outputs.
+    """
     if ours.keys() != theirs.keys():
         raise LockstepError(
             f"the exported model gives {', '.join(theirs)} instead of {', '.join(ours)}",
@@ -229,7 +230,7 @@ def _traced(module: nn.Module, example: Input) -> Any:
 
 
 def pt2(module: nn.Module, example: Input, outputs: list[str], about: str) -> Exported:
-    """torch's own format: `torch.export.load(file).module()(x)`."""
+    """Write torch's format: `torch.export.load(file).module()(x)`."""
     file = io.BytesIO()
     torch.export.save(_traced(module, example), file, extra_files={META: about})
     data = file.getvalue()
@@ -237,8 +238,8 @@ def pt2(module: nn.Module, example: Input, outputs: list[str], about: str) -> Ex
 
 
 def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> Exported:
-    """ONNX in one file, weights included."""
-    # it is on by default, and leaves a file in /tmp
+    """Write ONNX in one file, weights included."""
+    # telemetry is on by default and leaves a file in /tmp
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
@@ -249,8 +250,8 @@ def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> E
             f"the ONNX format needs more packages: {error}", "--format onnx", todo
         ) from None
     names = [*example] if isinstance(example, dict) else ["x"]
-    logging.disable(logging.WARNING)  # of packages that are not needed
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, about itself
+    logging.disable(logging.WARNING)  # about packages that are not needed
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns about torch's own code
     program: Any = torch.onnx.export(
         _traced(module, example),
         input_names=names,

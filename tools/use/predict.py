@@ -1,29 +1,29 @@
-"""Predict data with a trained run: a table of labels with the probability of every class, or of
-what its task predicts.
+"""Predict data with a trained run. Write a table of labels with the probability of every class, or
+of the task's own predictions.
 
 python tools/predict.py RUN recordings                videos: a row per frame, and an ethogram of
                                                       each as a picture
 python tools/predict.py RUN data/mice                 a packed folder of clips: a row per trial
 python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels may be
                                                       missing
-python tools/predict.py RUN data/pen --out a.npz      a robot's recordings: the actions that it
-                                                      would take at each frame
+python tools/predict.py RUN data/pen --out a.npz      a robot's recordings: the predicted actions
+                                                      at each frame
 python tools/predict.py RUN --split val               any task with a method `predict`: a row per
                                                       sample
+python tools/predict.py RUN recordings --annotations seen.csv --bouts bouts.csv --events events.tsv
+                                                      bouts, the scores of bouts, and events as
+                                                      BORIS exports them
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; without --split its own
-data are not needed. python tools/predict.py RUN recordings --annotations seen.csv --bouts bouts.csv
---events events.tsv
-                                                      bouts, their scores, and events as BORIS
-                                                      exports them
+RUN is the folder of a run (the best checkpoint is read) or a checkpoint. Without --split the run's
+own data are not needed.
 
-A CSV has six digits; an .npz has all, as arrays, and is held in memory until it is written. A video
-is cut into trials of the length of the training's, one every --stride frames, and a frame's
-probabilities are the mean over the trials that contain it. Decoding, cropping and scaling are those
-of tools/prepare_clips.py for the training. A video of any length is read once. With --per-frame,
---bouts, --events or --boris recordings of sensors or tracks have a row per step: the probabilities
-of the windows whose centres are next to it. What tools/decide.py has chosen for this checkpoint is
-applied to frames. key=value changes the run's config (device=cpu).
+A CSV has six digits. An .npz has all digits, as arrays, and is held in memory before the write. A
+video is divided into trials of the training's length, one trial every --stride frames. A frame's
+probabilities are the mean over the trials with the frame. Decoding, cropping and scaling are the
+same as in tools/prepare_clips.py for the training. A video of any length is read once. With
+--per-frame, --bouts, --events or --boris, recordings of sensors or tracks have a row per step: the
+probabilities of the windows with the nearest centres. The choices of tools/decide.py for the
+checkpoint are applied to frames. key=value changes the run's config (device=cpu).
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ NOT_TRAINED_ON = ("held out", "held out?", "test", "test?", "new")
 
 def main(argv: list[str]) -> int:
     by_split = any(word.split("=")[0] == "--split" for word in argv)
-    asked, rest = parser(by_split).parse_known_args(argv)
+    options, rest = parser(by_split).parse_known_args(argv)
     return guarded(
-        [asked.run, *rest], lambda args: _predict(args, asked), partial(of_run, asked.trust)
+        [options.run, *rest], lambda args: _predict(args, options), partial(of_run, options.trust)
     )
 
 
@@ -95,7 +95,7 @@ def parser(by_split: bool) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, or a checkpoint")
-    if not by_split:  # an optional word would be taken to be absent wherever an option follows RUN
+    if not by_split:  # argparse would treat an optional DATA as absent if an option follows RUN
         add("data", metavar="DATA", type=Path, help="a file or a folder; or --split in its place")
     splits = ("val", "train", "test", "all")
     add(
@@ -163,20 +163,19 @@ def parser(by_split: bool) -> argparse.ArgumentParser:
 
 
 def _free() -> Path:
-    """Return the name of a table that is not there yet, in this folder: predictions.csv,
-    predictions_2.csv, ..."""
+    """Return the name of an absent table in this folder: predictions.csv, predictions_2.csv, ..."""
     names = (Path(f"predictions{f'_{n}' if n > 1 else ''}.csv") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
-def _predict(args: config.Args, asked: argparse.Namespace) -> int:
+def _predict(args: config.Args, options: argparse.Namespace) -> int:
     alone("predictions are made by one process", "predict.py")
-    of_samples = asked.split or not issubclass(tasks.load(args.cfg.task), (har.Task, video.Task))
+    of_samples = options.split or not issubclass(tasks.load(args.cfg.task), (har.Task, video.Task))
     endings = (".csv", ".npz") if of_samples else (".csv",)
-    if asked.out.suffix not in endings:
+    if options.out.suffix not in endings:
         todo = f"give one that ends in {' or '.join(endings)}"
-        raise LockstepError(f"{asked.out} is not the name of a table", "--out", todo)
-    return (_predict_samples if of_samples else _predict_files)(args, asked)
+        raise LockstepError(f"{options.out} is not the name of a table", "--out", todo)
+    return (_predict_samples if of_samples else _predict_files)(args, options)
 
 
 # ---- the model
@@ -185,7 +184,7 @@ def _predict(args: config.Args, asked: argparse.Namespace) -> int:
 
 @dataclass
 class LoadedModel:
-    """A checkpoint's model, without the data that it was trained on."""
+    """A checkpoint's model, without the training data."""
 
     task: Any
     model: torch.nn.Module  # on the device, in evaluation mode
@@ -204,8 +203,8 @@ class LoadedModel:
 
     @torch.inference_mode()
     def classify(self, x: Tensor) -> np.ndarray:
-        """(B, ...) -> probabilities (B, C) float32; with a temperature (B, 2 C), the calibrated
-        ones after them"""
+        """Return the probabilities (B, C) float32 of inputs (B, ...). With a temperature return (B,
+        2 C), the calibrated probabilities last."""
         with self.precision.autocast():
             logits = self.model(x.to(self.device))
         scales = [1.0] if self.temperature is None else [1.0, self.temperature]
@@ -241,7 +240,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
             )
     else:
         known = saved.metadata
-        if known is None:  # written before checkpoints held it
+        if known is None:  # an old checkpoint has no metadata
             task.datasets()
             known = task.metadata()
         task.load_metadata(known)
@@ -259,7 +258,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
 
 
 def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
-    """Load a model without the lines that a training prints."""
+    """Load a model without the printed lines of a training."""
     with contextlib.redirect_stdout(io.StringIO()):
         return in_world(args.cfg, lambda world, _: load_model(args, world, split))
 
@@ -268,8 +267,8 @@ def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
 # ------------------------------------------------------------------------------
 
 
-def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
-    """Write what the task's `predict` returns of each sample of a dataset."""
+def _predict_samples(args: config.Args, options: argparse.Namespace) -> int:
+    """Write the result of the task's `predict` for each sample of a dataset."""
     of_files = (
         "stride",
         "every",
@@ -282,37 +281,36 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
         "raw",
         "calibrated",
     )
-    if given := [name.replace("_", "-") for name in of_files if getattr(asked, name)]:
-        raise LockstepError("it is for new videos and recordings", f"--{given[0]}", "drop it")
-    split = asked.split
+    for name in of_files:
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise LockstepError("it is for new videos and recordings", flag, "drop it")
+    split = options.split
     if not split:
         if "dataset.root" not in config.flatten(config.to_dict(args.cfg)):
-            what, todo = (
-                f"task {args.cfg.task} takes no path of data",
-                "give --split, and its own keys for other data",
+            todo = "give --split, and its own keys for other data"
+            raise LockstepError(
+                f"task {args.cfg.task} takes no path of data", str(options.data), todo
             )
-            raise LockstepError(what, str(asked.data), todo)
-        split, args = (
-            "all",
-            args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(asked.data)})),
-        )
+        split = "all"
+        args = args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(options.data)}))
     if split == "all":
-        args = args._replace(cfg=config.changed(args.cfg, {"exclude": []}))  # of the training data
+        args = args._replace(cfg=config.changed(args.cfg, {"exclude": []}))  # no training
     loaded, dataset = load(args, split)
-    rows, columns = write_table(asked.out, _outputs(loaded, dataset))
-    if asked.json:
-        print(json.dumps({"predictions": str(asked.out), "rows": rows, "columns": columns}))
+    rows, columns = write_table(options.out, _outputs(loaded, dataset))
+    if options.json:
+        print(json.dumps({"predictions": str(options.out), "rows": rows, "columns": columns}))
     else:
+        text = ", ".join(columns[:8])
+        if len(columns) > 8:
+            text += f" and {len(columns) - 8} more"
         print(f"{shown(loaded.checkpoint)}, step {loaded.step}: {amount(rows, 'row')}")
-        print(
-            f"Wrote {asked.out}: {', '.join(columns[:8])}"
-            + (f" and {len(columns) - 8} more" * (len(columns) > 8))
-        )
+        print(f"Wrote {options.out}: {text}")
     return status.set_exit_code(errors.DONE)
 
 
 def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
-    """Yield what the task predicts of each batch."""
+    """Yield the task's predictions of each batch."""
     world = World(0, 0, 1, loaded.device)
     for batch in EvalLoader(dataset, EvalSampler(dataset, world, loaded.batch_size), world, None):
         with torch.inference_mode(), loaded.precision.autocast():
@@ -327,16 +325,17 @@ def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
 
 @dataclass
 class Prediction:
-    """The predictions for one file: a row for each of its frames, trials or windows.
+    """The predictions for a file: a row for each frame, trial or window.
 
     cells          {column: N values} that identify the rows; with the `side` of each row's video,
-                   where it is known
-    probabilities  (N, C), of which labels are made
-    calibrated     (N, C), the ones to show instead, if that is asked for
-    fps            rows per second, 0 if unknown; for frames only, which have a picture
-    truth          (N, C) of 1, 0, and -1 where nothing is annotated; for annotated videos only
-    absent         (N,) bool, frames without an animal, which get no label
-    on             (N, C) of 1 for the labels of each frame; by default one, the most probable
+                   if known
+    probabilities  (N, C), the basis of the labels
+    calibrated     (N, C), printed in place of the probabilities, if given
+    fps            rows per second, 0 if unknown; None for rows that are no frames and have no
+                   picture
+    truth          (N, C) of 1, 0, and -1 for no annotation; for annotated videos only
+    absent         (N,) bool, frames without an animal; such a frame gets no label
+    on             (N, C) of 1 for the labels of each frame; by default the most probable label
     """
 
     name: str
@@ -358,12 +357,12 @@ class Prediction:
 
     @property
     def known(self) -> np.ndarray:
-        """(N, C) of 1 and 0: the labels"""
+        """The labels (N, C) of 1 and 0."""
         count = self.probabilities.shape[1]
         return one_hot(self.probabilities.argmax(1), count) if self.on is None else self.on
 
     def decided(self, classes: list[str], decision: Decision, exclusive: bool) -> Prediction:
-        """Return it with the labels of its frames, and the calibrated probabilities apart."""
+        """Return a copy with the labels of the frames, and the calibrated probabilities apart."""
         if self.probabilities.shape[1] > len(classes):
             halves = np.split(self.probabilities, 2, axis=1)
             return replace(self, probabilities=halves[0], calibrated=halves[1]).decided(
@@ -381,15 +380,13 @@ class Prediction:
         return replace(self, on=on)
 
     def columns(self, classes: list[str]) -> Part:
+        """Return the columns of the table."""
         rows, place = np.unique(self.known, axis=0, return_inverse=True)
         named = ["+".join(classes[c] for c in np.flatnonzero(row)) for row in rows]
         labels = [named[n] for n in place.ravel().tolist()]
         shares = [[f"{share:.6f}" for share in column] for column in self.shown.T.tolist()]
-        return {
-            **self.cells,
-            "label": labels,
-            **{f"p_{c}": each for c, each in zip(classes, shares, strict=True)},
-        }
+        names = [f"p_{name}" for name in classes]
+        return {**self.cells, "label": labels, **dict(zip(names, shares, strict=True))}
 
     def summary(self, classes: list[str]) -> dict[str, Any]:
         on, sides = self.known, Counter(self.cells.get("side", []))
@@ -399,8 +396,10 @@ class Prediction:
             "rows": len(on),
             "labels": dict(zip(classes, counts, strict=True)),
         }
+        if sides and self.fps is None:
+            about["sides"] = dict(sides)
         if self.fps is None:
-            return about | ({"sides": dict(sides)} if sides else {})
+            return about
         if sides:
             (about["side"],) = sides  # the frames of one video
         if self.truth is not None and (seen := (self.truth >= 0).any(1)).any():
@@ -413,65 +412,63 @@ Found = Iterator[Prediction | LockstepError]
 """Predictions, and an error for each file that is left out."""
 
 
-def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
-    bout_files.check_paths(asked.bouts, asked.events, asked.boris, asked.out)
+def _predict_files(args: config.Args, options: argparse.Namespace) -> int:
+    bout_files.check_paths(options.bouts, options.events, options.boris, options.out)
     loaded, _ = load(args)
     classes, of_sensors = loaded.task.classes, isinstance(loaded.task, har.Task)
-    is_packed = not of_sensors and (asked.data / FRAMES).is_file()
-    if asked.annotations and (of_sensors or is_packed):
-        todo = (
-            "label tracks by tools/prepare_tracks.py --labels" if of_sensors else "give the videos"
-        )
+    is_packed = not of_sensors and (options.data / FRAMES).is_file()
+    if options.annotations and (of_sensors or is_packed):
+        todo = "give the videos"
+        if of_sensors:
+            todo = "label tracks by tools/prepare_tracks.py --labels"
         raise LockstepError("only videos have frames to annotate", "--annotations", todo)
-    by_frame = asked.per_frame or asked.bouts or asked.events or asked.boris
+    by_frame = options.per_frame or options.bouts or options.events or options.boris
     if by_frame and is_packed:
         raise LockstepError(
-            "a packed folder has trials, and no frames in a row", str(asked.data), "give the videos"
+            "a packed folder has trials, and no frames in a row",
+            str(options.data),
+            "give the videos",
         )
-    decision = (
-        Decision() if asked.raw and not asked.calibrated else decisions.read(loaded.checkpoint)
-    )
-    if asked.calibrated and not decision.temperature:
+    decision = Decision()
+    if options.calibrated or not options.raw:
+        decision = decisions.read(loaded.checkpoint)
+    if options.calibrated and not decision.temperature:
         raise LockstepError(
-            "no temperature was fitted", "--calibrated", f"tools/decide.py {asked.run} fits one"
+            "no temperature was fitted", "--calibrated", f"tools/decide.py {options.run} fits one"
         )
-    if asked.calibrated:
+    if options.calibrated:
         loaded.temperature = decision.temperature
-    decision = Decision(decision.temperature) if asked.raw else decision
-    of = (
-        (of_steps if by_frame else of_windows)
-        if of_sensors
-        else of_clips
-        if is_packed
-        else of_videos
-    )
+    if options.raw:
+        decision = Decision(decision.temperature)
+    predicted = of_clips if is_packed else of_videos
+    if of_sensors:
+        predicted = of_steps if by_frame else of_windows
     exclusive = loaded.task.exclusive
     model = f"{'/'.join(loaded.checkpoint.parts[-2:])}, step {loaded.step}"
     made = bout_files.Bouts(classes, exclusive, model, decision.smoothes)
-    found = _decided(of(loaded, asked), classes, decision, exclusive, made)
-    summary, left_out, pictures = _write(asked.out, classes, found)
-    lines = made.write(asked.bouts, asked.events, asked.boris)
-    framed = any("ethogram" in each for each in summary)
-    applied = (
-        decision.lines(asked.calibrated)
-        if framed
-        else Decision(decision.temperature).lines(asked.calibrated)
-    )
-    if asked.json:
-        where = {"predictions": str(asked.out), "ethograms": str(pictures) if pictures else None}
-        more: dict[str, Any] = {"bouts": made.report()} if made.scores else {}
-        more |= {"applied": applied} if applied else {}
-        print(json.dumps(where | {"found": summary, "left_out": [*map(str, left_out)]} | more))
+    found = _decided(predicted(loaded, options), classes, decision, exclusive, made)
+    summary, left_out, pictures = _write(options.out, classes, found)
+    lines = made.write(options.bouts, options.events, options.boris)
+    if not any("ethogram" in each for each in summary):
+        decision = Decision(decision.temperature)
+    applied = decision.lines(options.calibrated)
+    if options.json:
+        result: dict[str, Any] = {"predictions": str(options.out), "ethograms": None}
+        if pictures:
+            result["ethograms"] = str(pictures)
+        result |= {"found": summary, "left_out": [*map(str, left_out)]}
+        if made.scores:
+            result["bouts"] = made.report()
+        if applied:
+            result["applied"] = applied
+        print(json.dumps(result))
     else:
         print(f"{shown(loaded.checkpoint)}, step {loaded.step}:")
         print(_table(summary, classes))
-        print(
-            "\n".join([*(made.lines() if asked.bouts else []), *applied]),
-            end="\n" if asked.bouts or applied else "",
-        )
-        print(f"Wrote {asked.out}" + (f" and the ethograms in {pictures}/" if pictures else ""))
-        for line in lines:
-            print(line)
+        if options.bouts:
+            applied = [*made.lines(), *applied] or [""]
+        pictured = f" and the ethograms in {pictures}/" if pictures else ""
+        print("\n".join([*applied, f"Wrote {options.out}{pictured}", *lines]))
     for error in left_out:
         print(f"warning: left out: {error}", file=sys.stderr)
     return status.set_exit_code(errors.DATA if left_out else errors.DONE)
@@ -480,7 +477,7 @@ def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
 def _decided(
     found: Found, classes: list[str], decision: Decision, exclusive: bool, made: bout_files.Bouts
 ) -> Iterator[Prediction | LockstepError]:
-    """Yield what is found with the labels of its frames, whose bouts are kept in `made`."""
+    """Yield the items with labels of the frames. `made` collects the bouts."""
     for each in found:
         if isinstance(each, Prediction):
             each = each.decided(classes, decision, exclusive)
@@ -491,78 +488,100 @@ def _decided(
 
 
 def _archives(data: Path) -> list[Path]:
-    """Return each .npz of a folder of several; else the data themselves."""
+    """Return each .npz of a folder with several; else the path of the data."""
     archives = sorted(data.glob("*.npz")) if data.is_dir() else []
     return archives if len(archives) > 1 else [data]
 
 
-def of_steps(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
-    """Predict each step of the recordings of a data set, or of each .npz of a folder: between the
-    centres of two windows by a line, and beyond the first and the last one as there. With `only`
-    those of one side."""
+def of_steps(loaded: LoadedModel, options: argparse.Namespace, only: str = "") -> Found:
+    """Predict each step of the recordings of a data set, or of each .npz of a folder.
+
+    Probabilities are interpolated linearly between the centres of two windows, and constant beyond
+    the first and the last centre.
+
+    only  the recordings of this side; empty: all
+    """
     task, classes = loaded.task, loaded.task.classes
-    stride = asked.stride or max(1, task.length // 8)
-    for path in _archives(asked.data):
+    stride = options.stride or max(1, task.length // 8)
+    for path in _archives(options.data):
         labelled = path.suffix == ".npz" and {"step_label", "signal"} <= load_npz(path).keys()
         found = task.new(path, stride, labelled=labelled)
-        known = {
-            name: side for side, subjects in task.about["subjects"].items() for name in subjects
-        }
-        sides = [
-            known.get(found.subjects[g], "new") if found.subjects and known else ""
-            for g in found.groups
-        ]
+        sides = _sides_of(found, task.about["subjects"])
         chosen = np.array([only in ("", side) for side in sides])
         if not chosen.any():
             continue
         windows = Windows(replace(found, step_labels=None), chosen)
         probabilities, centres = loaded.classify_all(windows), windows.step + found.length // 2
-        number = np.array(
-            [classes.index(name) if name in classes else -1 for name in [*found.classes, ""]]
-        )
-        names = [
-            name if found.names.count(name) == 1 and stays_below(name) else ""
-            for name in found.names
-        ]
         ends = np.cumsum(found.lengths)
-        for r, (first, stop) in enumerate(
-            zip((ends - found.lengths).tolist(), ends.tolist(), strict=True)
-        ):
-            if not chosen[r]:
-                continue
-            count, mine = stop - first, windows.recording == r
+        begins = ends - found.lengths
+        for r in np.flatnonzero(chosen).tolist():
+            first = int(begins[r])
+            stop = int(ends[r])
+            count = stop - first
+            mine = windows.recording == r
             at = np.arange(count)
             values = np.stack(
                 [np.interp(at, centres[mine], each) for each in probabilities[mine].T], 1
             )
-            name, fps = (names[r] if names else "") or f"{path.stem}_{r}", found.rate_hz or 0.0
-            times = np.round(at / fps, 6).tolist() if fps else [""] * count
+            name = _recording_name(found, r) or f"{path.stem}_{r}"
+            fps = found.rate_hz or 0.0
             cells = {
                 "file": [path.name] * count,
                 "recording": [name] * count,
                 "step": at.tolist(),
-                "time_s": times,
+                "time_s": _times(count, fps),
             }
             if found.subjects:
                 cells["subject"] = [found.subjects[found.groups[r]]] * count
-                cells |= {"side": [sides[r]] * count} if sides[r] else {}
-            truth = None
-            if labelled and found.step_labels is not None:
-                truth = one_hot(number[found.step_labels[first:stop]], len(classes))
-                truth = (
-                    truth
-                    if found.multi is None
-                    else columns_of(found.multi[first:stop], found.classes, classes)
-                )
+            if sides[r]:
+                cells["side"] = [sides[r]] * count
+            truth = _labels_of(found, first, stop, classes) if labelled else None
             absent = found.signal[first:stop, -1] == 0 if found.masked else None
             yield Prediction(name, cells, values, fps, truth, absent)
 
 
-def of_windows(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
+def _sides_of(found: Any, subjects: dict[str, list[str]]) -> list[str]:
+    """Return the side of each recording, such as "held out"; empty texts if unknown.
+
+    subjects  side -> names, of the training
+    """
+    if not found.subjects or not any(subjects.values()):
+        return [""] * len(found.groups)
+    side_of = dict[str, str]()
+    for side, names in subjects.items():
+        side_of |= dict.fromkeys(names, side)
+    return [side_of.get(found.subjects[group], "new") for group in found.groups]
+
+
+def _recording_name(found: Any, number: int) -> str:
+    """Return the name of a recording; empty without a unique name inside the folder."""
+    name = found.names[number] if found.names else ""
+    return name if found.names.count(name) == 1 and stays_below(name) else ""
+
+
+def _times(count: int, fps: float) -> list[Any]:
+    """Return the seconds of frames or steps; empty texts without a rate."""
+    if not fps:
+        return [""] * count
+    return np.round(np.arange(count) / fps, 6).tolist()
+
+
+def _labels_of(found: Any, first: int, stop: int, classes: list[str]) -> np.ndarray | None:
+    """Return the labels (N, C) of steps, of 1, 0, and -1 for a label outside the classes."""
+    if found.step_labels is None:
+        return None
+    if found.multi is not None:
+        return columns_of(found.multi[first:stop], found.classes, classes)
+    number = {name: c for c, name in enumerate(classes)}
+    numbers = np.array([number.get(name, -1) for name in [*found.classes, ""]])
+    return one_hot(numbers[found.step_labels[first:stop]], len(classes))
+
+
+def of_windows(loaded: LoadedModel, options: argparse.Namespace) -> Found:
     """Predict each window of a data set, or of each .npz of a folder."""
     task = loaded.task
-    for path in _archives(asked.data):
-        found = task.new(path, asked.stride or task.cfg.dataset.stride, labelled=False)
+    for path in _archives(options.data):
+        found = task.new(path, options.stride or task.cfg.dataset.stride, labelled=False)
         windows = Windows(found, np.ones(len(found), dtype=bool))
         cells = {"file": [path.name] * len(windows), "recording": windows.recording.tolist()}
         cells["start"] = windows.step.tolist()
@@ -570,45 +589,50 @@ def of_windows(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
             cells["time_s"] = np.round(windows.step / found.rate_hz, 6).tolist()
         if found.subjects:
             cells["subject"] = windows.sources.tolist()
-            known = {name: side for side, names in task.about["subjects"].items() for name in names}
-            cells |= (
-                {"side": [known.get(name, "new") for name in cells["subject"]]} if known else {}
-            )
+            side_of = dict[str, str]()
+            for side, names in task.about["subjects"].items():
+                side_of |= dict.fromkeys(names, side)
+            if side_of:
+                cells["side"] = [side_of.get(name, "new") for name in cells["subject"]]
         yield Prediction(path.name, cells, loaded.classify_all(windows))
 
 
-def of_clips(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
+def of_clips(loaded: LoadedModel, options: argparse.Namespace) -> Found:
     """Predict each trial of a packed folder."""
     about = loaded.task.about
-    clips = loaded.task.fitting(Clips(asked.data, about["shape"][0]))
+    clips = loaded.task.fitting(Clips(options.data, about["shape"][0]))
     cells = {"video": clips.videos.tolist(), "trial": clips.trials.tolist()}
     if about["videos"]:
         sides = {name: videos.side_of(name, about["videos"]) for name in {*cells["video"]}}
         cells["side"] = [sides[name] for name in cells["video"]]
-    yield Prediction(asked.data.name, cells, loaded.classify_all(clips))
+    yield Prediction(options.data.name, cells, loaded.classify_all(clips))
 
 
-def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
-    """Predict each frame of each video, with `only` of one side; yields an error for one that
-    cannot be read or is shorter than a trial."""
+def of_videos(loaded: LoadedModel, options: argparse.Namespace, only: str = "") -> Found:
+    """Predict each frame of each video. Yield an error for an unreadable video and for a video
+    shorter than a trial.
+
+    only  the videos of this side; empty: all
+    """
     videos.import_av()
-    cutting, classes, about = cutting_of(loaded.task, asked), loaded.task.classes, loaded.task.about
-    stride = asked.stride or -(-cutting.span // 4)
-    folder = asked.data if asked.data.is_dir() else asked.data.parent
-    paths = [asked.data]
-    if asked.data.is_dir():
+    cutting, classes, about = (
+        cutting_of(loaded.task, options),
+        loaded.task.classes,
+        loaded.task.about,
+    )
+    stride = options.stride or -(-cutting.span // 4)
+    folder = options.data if options.data.is_dir() else options.data.parent
+    paths = [options.data]
+    if options.data.is_dir():
         paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in videos.SUFFIXES)
     if not paths:
-        what, todo = (
-            "no videos",
-            f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself",
-        )
-        raise LockstepError(what, str(asked.data), todo)
+        todo = f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
+        raise LockstepError("no videos", str(options.data), todo)
     names = [str(path.relative_to(folder)) for path in paths]
-    seen_in, truth_of = annotated(asked, cutting, loaded.task.exclusive)
-    if asked.annotations and not seen_in(names):
+    seen_in, truth_of = annotated(options, cutting, loaded.task.exclusive)
+    if options.annotations and not seen_in(names):
         todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-        raise LockstepError("none of these videos is annotated", str(asked.annotations), todo)
+        raise LockstepError("none of these videos is annotated", str(options.annotations), todo)
     for path, name in zip(paths, names, strict=True):
         side = videos.side_of(os.path.abspath(path), about["videos"])  # whatever folder DATA is
         if only not in ("", side):
@@ -628,47 +652,43 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") ->
         except videos.BrokenVideo as error:
             yield error
             continue
-        rates, count = about["cutting"].get("fps", []), len(probabilities)
-        if (
-            fps
-            and rates
-            and not cutting.fps
-            and not any(abs(fps - rate) < 0.02 * rate for rate in rates)
-        ):
+        count = len(probabilities)
+        rates = about["cutting"].get("fps", [])
+        usual = any(abs(fps - rate) < 0.02 * rate for rate in rates)
+        if fps and rates and not cutting.fps and not usual:
             known = " and ".join(f"{rate:g}" for rate in rates)
             print(
                 f"warning: {name} has {fps:g} frames/s, the run learned from videos of {known}",
                 file=sys.stderr,
             )
-        times = np.round(np.arange(count) / fps, 6).tolist() if fps else [""] * count
-        cells = {"video": [name] * count, "frame": [*range(count)], "time_s": times}
+        cells = {"video": [name] * count, "frame": [*range(count)], "time_s": _times(count, fps)}
         if side:
             cells["side"] = [side] * count
         yield Prediction(name, cells, probabilities, fps, truth_of(name, fps, count, classes))
 
 
 Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
-"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 where nothing is annotated; None
-without any."""
+"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 for no annotation; None for a
+video without annotations."""
 
 
 def annotated(
-    asked: argparse.Namespace, cutting: videos.Cutting, exclusive: bool = True
+    options: argparse.Namespace, cutting: videos.Cutting, exclusive: bool = True
 ) -> tuple[Callable[[list[str]], list[str]], Truth]:
-    """Return a function that keeps those videos that people have annotated, and one for what they
-    saw."""
-    if not asked.annotations:
+    """Return a function that selects the annotated videos, and a function with the annotations of a
+    video."""
+    if not options.annotations:
         return lambda names: [], lambda *_: None
-    if not behaviour.is_labels(asked.annotations):
-        plan, _ = read_annotations(asked.annotations, cutting, [])
+    if not behaviour.is_labels(options.annotations):
+        plan, _ = read_annotations(options.annotations, cutting, [])
 
         def of_trials(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
             found = plan.class_of_frames(video, fps, count, classes)
             return None if found is None else one_hot(found, len(classes))
 
         return lambda names: [name for name in names if name in plan.trials], of_trials
-    found = behaviour.read(asked.annotations, asked.behaviours, asked.offset)
-    labels = {one.stem: one.of(asked.subjects) for one in found}
+    found = behaviour.read(options.annotations, options.behaviours, options.offset)
+    labels = {one.stem: one.of(options.subjects) for one in found}
 
     def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
         if (one := labels.get(behaviour.stem_of(video))) is None:
@@ -676,21 +696,23 @@ def annotated(
         if not exclusive:
             return one.overlapping(count, fps, classes)
         number = {name: c for c, name in enumerate(classes)}
-        numbers = [number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()]
+        numbers = [
+            number.get(name, -1) for name in one.names(count, fps, options.priority).tolist()
+        ]
         return one_hot(np.array(numbers), len(classes))
 
     return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
 
 
-def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
-    """Return the training's cutting, changed by the command line. Raises LockstepError if it does
-    not fit."""
+def cutting_of(task: video.Task, options: argparse.Namespace) -> videos.Cutting:
+    """Return the training's cutting, changed by the command line. Raises LockstepError for options
+    that do not fit the training."""
     length, height, width = task.about["shape"]
     trained = task.about["cutting"]
     if height != width:
         what = f"the model takes pictures of {height} x {width}, and videos become squares"
         raise LockstepError(
-            what, asked.run, "pack the videos as its clips were, and give that folder"
+            what, options.run, "pack the videos as its clips were, and give that folder"
         )
     if not trained:
         words = (
@@ -698,14 +720,12 @@ def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
             "is taken, whole"
         )
         print(words + " (--every and --crop change that)", file=sys.stderr)
-    crop = asked.crop or trained.get("crop")
-    every, rate = (
-        asked.every or trained.get("stride", 1),
-        trained["fps"][0] if trained.get("resampled") else 0.0,
-    )
+    crop = options.crop or trained.get("crop")
+    every = options.every or trained.get("stride", 1)
+    rate = trained["fps"][0] if trained.get("resampled") else 0.0
     cutting = videos.Cutting(length, every, tuple(crop) if crop else None, height, rate)
-    if asked.stride > cutting.span:
-        what = f"--stride {asked.stride} leaves out frames: a trial has {cutting.span}"
+    if options.stride > cutting.span:
+        what = f"--stride {options.stride} leaves out frames: a trial has {cutting.span}"
         raise LockstepError(what, "--stride", f"give {cutting.span} or less")
     return cutting
 
@@ -717,11 +737,11 @@ def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
 def _write(
     out: Path, classes: list[str], found: Found
 ) -> tuple[list[dict[str, Any]], list[LockstepError], Path | None]:
-    """Write the table, and a picture of each video into a new folder next to it, so that nothing is
+    """Write the table, and a picture of each video into a new folder beside the table. Nothing is
     overwritten.
 
-    Returns a summary of each file, an error for each that is left out, and the folder of the
-    pictures if there are any.
+    Returns a summary of each file, an error for each file left out, and the folder of the pictures
+    or None.
     """
     summary: list[dict[str, Any]] = []
     left_out: list[LockstepError] = []
@@ -753,11 +773,8 @@ def _draw(found: Prediction, classes: list[str], folder: Path) -> Path:
 
     path = folder / f"{found.name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    truth, labels = (
-        # Of several labels the first one is drawn.
-        None if each is None else np.where((each == 1).any(1), (each == 1).argmax(1), -1)
-        for each in (found.truth, found.on)
-    )
+    truth = _first_labels(found.truth)
+    labels = _first_labels(found.on)
     picture = video.draw_ethogram(
         found.shown, classes, found.fps or 0.0, found.name, truth, labels=labels
     )
@@ -765,8 +782,16 @@ def _draw(found: Prediction, classes: list[str], folder: Path) -> Path:
     return path
 
 
+def _first_labels(on: np.ndarray | None) -> np.ndarray | None:
+    """Return the first label of each frame for a picture, -1 for none."""
+    if on is None:
+        return None
+    return np.where((on == 1).any(1), (on == 1).argmax(1), -1)
+
+
 def _table(summary: list[dict[str, Any]], classes: list[str]) -> str:
-    """A row for each file, and the mean agreement of the videos that were not trained on."""
+    """Format a row for each file, and the mean agreement of the videos outside the training
+    data."""
     rows = [["", "rows", *classes, "as annotated", "side"]]
     for about in summary:
         shares = [f"{100 * about['labels'][name] / about['rows']:.1f}%" for name in classes]

@@ -1,5 +1,8 @@
-"""A published folder, as tools/publish.py writes it, is read as a run of one checkpoint, so every
-tool that takes RUN takes it. It has no optimizer and cannot be resumed."""
+"""Read a published folder of tools/publish.py as a run with one checkpoint.
+
+Every tool that takes RUN takes a published folder. The folder has no optimizer and cannot be
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ CONFIG, STATE = "config.yaml", "checkpoint.json"
 LAYOUT = 1
 
 _given: dict[Path, str] = {}
-"""The folder that was given, by the checkpoint that stands for it."""
+"""The published folder of each checkpoint that stands for a folder."""
 
 
 def safetensors() -> Any:
-    """Return the module `safetensors.torch`. Raises LockstepError if it cannot be imported."""
+    """Return the module `safetensors.torch`. Raises LockstepError if the import fails."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -38,8 +41,8 @@ def safetensors() -> Any:
 
 
 def as_run(given: Path) -> Path:
-    """Return the path of a run or a checkpoint as it is; for a published folder a checkpoint with a
-    config beside it, which go with this process."""
+    """Return the path of a run or a checkpoint unchanged. For a published folder return a
+    checkpoint, with a config beside the file; both are deleted with this process."""
     if not (given / STATE).is_file():
         return given
     state = read(given)
@@ -54,14 +57,16 @@ def as_run(given: Path) -> Path:
 
 
 def shown(checkpoint: Path | str) -> str:
-    """Return the name of a checkpoint to print: that of the published folder, if it stands for
-    one."""
+    """Return the printed name of a checkpoint: the published folder, if the checkpoint stands for a
+    folder."""
     return _given.get(Path(checkpoint), str(checkpoint))
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint of the published model would hold, without an optimizer. Raises
-    LockstepError (exit code 3) if a file is missing, damaged, or of a newer layout."""
+    """Return the contents of a checkpoint of the published model, without an optimizer.
+
+    Raises LockstepError (exit code 3) if a file is missing, damaged, or of a newer layout.
+    """
     try:
         about = json.loads((folder / STATE).read_bytes())
         config = yaml.safe_load((folder / CONFIG).read_bytes())
@@ -97,14 +102,14 @@ def read(folder: Path) -> dict[str, Any]:
         return state
     except LockstepError:
         raise
-    except Exception as error:  # safetensors, json and yaml have no common error for a damaged file
+    except Exception as error:  # no common exception for a damaged file
         what = f"the published folder is damaged, or not whole ({reason(error)})"
         raise LockstepError(what, str(folder), "get it again", exit_code=3) from error
 
 
 def _task(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the task's name, or the path of its file in the folder: nothing outside of it is ever
-    run."""
+    """Return the task's name, or the path of the task's file in the folder. Files outside of the
+    folder are never run."""
     if not (task := str(config["task"])).endswith(".py"):
         return task
     file = folder.resolve() / Path(task).name
@@ -118,8 +123,8 @@ def _task(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def shared(weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: first name} of entries that are the same tensor under a second name, such as
-    tied weights."""
+    """Return {name: first name} of entries that are a tensor under a second name, such as tied
+    weights."""
     first: dict[Any, str] = {}
     found = {}
     for name, value in weights.items():

@@ -4,8 +4,8 @@ for a vla, LeRobot.
 python tools/save_pretrained.py RUN          to RUN/pretrained_model, from the best checkpoint
 python tools/save_pretrained.py RUN FOLDER
 
-RUN is the folder of a run of the robot task, or one of its checkpoints. --trust runs a task file
-that lies in RUN's own folder.
+RUN is the folder of a run of the robot task, or a checkpoint. --trust runs a task file in RUN's own
+folder.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from engine import config
 from engine.comm.world import World, sync_errors
 from engine.errors import LockstepError
 from plugins.reporting import plan_text
-from tools.running import guarded, in_world
+from tools.running import folder_of, guarded, in_world
 from tools.use.evaluate import of_run
 
 
 def main(argv: list[str]) -> int:
-    trust, argv = "--trust" in argv, [word for word in argv if word != "--trust"]
+    trust = "--trust" in argv
+    argv = [word for word in argv if word != "--trust"]
     if not 1 <= len(argv) <= 2 or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    run = Path(argv[0])
-    folder = (
-        Path(argv[1]) if argv[1:] else (run if run.is_dir() else run.parent) / "pretrained_model"
-    )
+    folder = Path(*argv[1:]) if argv[1:] else folder_of(Path(argv[0])) / "pretrained_model"
 
     def work(args: config.Args, world: World) -> int:
         found = train.build(args, world, split="val")

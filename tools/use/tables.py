@@ -1,4 +1,5 @@
-"""Write what a task predicts, batch by batch: a CSV with a row per sample, or an .npz of arrays."""
+"""Write the predictions of a task batch by batch: a CSV with a row per sample, or an .npz of
+arrays."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from engine.files.atomic import write_atomically
 from engine.gathered import Packed, Ragged
 
 COLUMNS = 4096
-"""The most of a CSV: what has more is a picture, not a row."""
+"""The largest number of columns of a name in a CSV. More numbers are a picture, not a row."""
 
 Part = dict[str, Packed]
 
 
 def finite(value: Any) -> Any:
-    """Return a value with None for what JSON has no number for."""
+    """Return a value with None for numbers outside JSON."""
     if isinstance(value, dict):
         return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -35,8 +36,9 @@ def finite(value: Any) -> Any:
 
 
 def write_table(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
-    """Write the parts, each a batch of one value per sample and name; returns (rows, names). A CSV
-    is written as they come, an .npz at the end. Raises LockstepError where it cannot be."""
+    """Write the parts and return (rows, names). A part is a batch: name -> a value per sample. A
+    CSV is written part by part, an .npz at the end. Raises LockstepError if the file cannot be
+    written."""
     write = _write_npz if out.suffix == ".npz" else _write_csv
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -72,8 +74,8 @@ def _write_csv(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
 
 
 def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
-    """Yield the columns of a name: of numbers one for each element of a sample, of all else one, as
-    JSON."""
+    """Yield the columns of a name: a column for each number of a sample; for other values one
+    column of JSON."""
     if isinstance(values, list):
         yield (
             name,
@@ -90,9 +92,8 @@ def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
             what = f"{name!r} has {shape.numel()} numbers for each sample"
             raise LockstepError(what, "--out", "give a name that ends in .npz")
         places = itertools.product(*map(range, shape))
-        for place, column in zip(
-            places, values.flatten(1).unbind(1) if shape else [values], strict=True
-        ):
+        columns = values.flatten(1).unbind(1) if shape else [values]
+        for place, column in zip(places, columns, strict=True):
             cells = column.tolist()
             yield (
                 "_".join([name, *map(str, place)]),
@@ -121,8 +122,8 @@ def _write_npz(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
 
 def _array(values: Tensor | list[Any]) -> np.ndarray:
     if isinstance(values, Tensor):
-        return (
-            values.float() if values.dtype.itemsize == 2 and values.is_floating_point() else values
-        ).numpy()
+        if values.dtype.itemsize == 2 and values.is_floating_point():
+            values = values.float()  # NumPy has no bfloat16
+        return values.numpy()
     known = all(isinstance(value, (str, int, float)) for value in values)
     return np.array(values if known else [json.dumps(value) for value in values])
