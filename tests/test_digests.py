@@ -131,7 +131,7 @@ def ranks(mine, theirs):
         record = SimpleNamespace(fresh=None)
         workers = SimpleNamespace(buffers=lambda of_norms: {}, digest=lambda: digest(model.parameters()))
         run = SimpleNamespace(
-            model=model, world=world, workers=workers, record=record, progress=SimpleNamespace(step=7)
+            model=model, world=world, reducer=workers, record=record, progress=SimpleNamespace(step=7)
         )
         preflight.compare_weights(run)
 

@@ -95,11 +95,11 @@ STEPS = {
     "conv": ([*HAR, "batch_size=16", EMA, "amp=bf16"], 188),
     "perceptron": ([*HAR, "mode=flatten", EMA, "amp=fp16", *TWO, FETCHED], 412),
     "transformer": ([*HAR, "mode=transformer", "batch_size=16", "amp=bf16", "cache=host"], 391),
-    "video": ([*VIDEO, "batch_size=4", "amp=bf16", FETCHED], 378),
+    "video": ([*VIDEO, "batch_size=4", "amp=bf16", FETCHED], 377),
     "act": ([*ROBOT, *ACT, "amp=bf16"], 684),
     "vla": ([*ROBOT, "amp=bf16"], 705),
     "norms": ([BUFFERS, "batch_size=8", EMA, "amp=bf16", FETCHED, "num_workers=1"], 117),
-    "terms": ([TERMS, "batch_size=6", "amp=bf16", "gradient_accumulation_steps=2"], 379),
+    "terms": ([TERMS, "batch_size=6", "amp=bf16", "gradient_accumulation_steps=2"], 378),
     "virtual": ([*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=4", "ddp.backend=gloo"], 1181),
 }
 """Settings, and the kernels of a step (the most of steps 4 and 5), the loader's thread's among them: one that grows is
@@ -152,7 +152,7 @@ def test_no_wait_in_a_step_whose_rank_votes(gpu, tmp_path, recorded):
     launches = [5, 8, 9, 10, 12]
     assert [seen.kernels[step].get("a graph", 0) for step in launches] == [len(graphs)] * 5
     assert not [(step, what) for step, what in seen.waits if step in launches and "in the thread" not in what]
-    saved = [step for step in (7, 11) if any(each == step and "metrics.py" in what for each, what in seen.waits)]
+    saved = [step for step in (7, 11) if any(each == step and "meter.py" in what for each, what in seen.waits)]
     assert saved == [7, 11], "a step late"
 
 
@@ -245,7 +245,8 @@ def test_memory_that_the_checks_have_cached_is_returned_before_the_first_step(gp
     places = [place for _, place in gpu(TOY, "steps=2", f"check_sums={checked}").waits]
     (at,) = (n for n, place in enumerate(places) if "the return of cached memory" in place)
     first_step = next(n for n, place in enumerate(places) if "/optim/" in place)
-    checks = [n for n, place in enumerate(places[:first_step]) if "/preflight/" in place or "toy.py" in place]
+    checks = [n for n, place in enumerate(places[:first_step])
+              if n != at and ("/preflight/" in place or "toy.py" in place)]  # fmt: skip
     assert max(checks) < at < first_step
 
 

@@ -118,6 +118,7 @@ class Buffers:
         """
         if skipped.device.type == "cpu" and not skipped:  # on a GPU the test is a sync point
             return
+        bad = skipped > 0
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for _, buffer, before in self.changes():
             by_dtype.setdefault(buffer.dtype, []).append((buffer, before))
@@ -126,7 +127,7 @@ class Buffers:
             buffers, kept = zip(*pairs, strict=True)
             now = torch.cat([buffer.flatten() for buffer in buffers])
             then = torch.cat([value.flatten() for value in kept])
-            flat = torch.where(skipped > 0, then, now).split([*map(torch.numel, buffers)])
+            flat = torch.where(bad, then, now).split([*map(torch.numel, buffers)])
             values = [value.view_as(buffer) for value, buffer in zip(flat, buffers, strict=True)]
             torch._foreach_copy_(buffers, values)
 

@@ -295,13 +295,13 @@ class WorkerReducer(VirtualWorkers):
         between."""
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-        exchange = TreeAllReduce(state.spans_by_rank, state._flat_sums(bucket))
+        exchange = TreeAllReduce(state.spans_by_rank, state.flat_sums(bucket))
         state.buckets.append(Bucket(exchange, buffer, future))
         if bucket.is_last():
-            state._finish_buckets()
+            state.finish_buckets()
         return future
 
-    def _flat_sums(self, bucket: dist.GradBucket) -> list[Tensor]:
+    def flat_sums(self, bucket: dist.GradBucket) -> list[Tensor]:
         """Return the sums of each node of this process in the layout of a bucket. The last sums are
         in the bucket itself, with the gradients of the last worker."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -325,7 +325,7 @@ class WorkerReducer(VirtualWorkers):
             flat_sums.append(flat)
         return [*flat_sums, buffer]
 
-    def _finish_buckets(self) -> None:
+    def finish_buckets(self) -> None:
         """(all ranks) Add up all buckets, and complete the futures of DDP."""
         for bucket in self.buckets:
             bucket.exchange.add()
