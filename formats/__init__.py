@@ -39,8 +39,7 @@ class _OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports a moved module by its old name.
 
     Both names refer to the same module object. A class then has one identity, and a pickle of
-    either
-    name can be read.
+    either name can be read.
     """
 
     def find_spec(

@@ -1,8 +1,7 @@
 """Read untrusted data: .npy and .npz files, tables of text, and names for paths.
 
 The headers of arrays must fit the size of the file. Nothing is ever unpickled. A damaged file
-raises
-a one-line LockstepError.
+raises a one-line LockstepError.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[in
     """Return the header of a table and an iterator over (line, cells) of the rows.
 
     Empty lines are skipped. The separator is a comma, semicolon or tab, the most frequent in the
-    header.
-    Names in the header are stripped. Raises LockstepError for a duplicate name, for a cell beyond
-    the
-    header (the row may be shifted), and for a quote that spans lines.
+    header. Names in the header are stripped. Raises LockstepError for a duplicate name, for a cell
+    beyond the header (the row may be shifted), and for a quote that spans lines.
     """
     rows = _csv_rows(path, lines)
     header = [name.strip() for name in next(rows, (1, []))[1]]
@@ -163,8 +160,7 @@ def look_alikes(counts: Mapping[str, int], typos: bool = True) -> list[str]:
     """Return a sentence for each pair of names, {name: count}, that may be the same.
 
     Such names differ only in case, spaces and punctuation. With `typos`, a rare name may also
-    differ
-    from a frequent name in one or two letters.
+    differ from a frequent name in one or two letters.
     """
     found = []
     ordered = sorted(counts, key=lambda name: (counts[name], name))
@@ -193,8 +189,7 @@ def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
     """Start to read rows [f, f + count) of a memory map, for each f in `first`; return at once.
 
     Without the request, each first access to a group of pages waits for the disk. Rows in memory
-    cost
-    some microseconds. The function never fails, because only speed depends on the request.
+    cost some microseconds. The function never fails, because only speed depends on the request.
     """
     memory = mapped if isinstance(mapped, np.memmap) else mapped.base
     assert isinstance(memory, np.memmap) and isinstance(memory.base, mmap.mmap)

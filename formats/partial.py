@@ -15,8 +15,7 @@ class Partial:
     """Creates `folder`: call `begin`, write into `path`, rename `path`, and always call `end`.
 
     A killed process leaves its `path`. The next `begin` for the same folder removes the leftover. A
-    lock
-    distinguishes a leftover from the folder of a live process.
+    lock distinguishes a leftover from the folder of a live process.
     """
 
     def __init__(self, folder: Path):

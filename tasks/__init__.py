@@ -38,8 +38,7 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
     """Compiles a file at each start.
 
     Python identifies bytecode by size and second of the last change. An edit within a second of a
-    start
-    could be ignored.
+    start could be ignored.
     """
 
     def get_code(self, fullname: str) -> CodeType:

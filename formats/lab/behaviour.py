@@ -71,8 +71,7 @@ class Labels:
         """Select the events of the named subjects; without names, select all events.
 
         Raises LockstepError if the file has several subjects and none is named, and for a name that
-        the
-        file lacks.
+        the file lacks.
         """
         there = self.subjects
         if (
@@ -99,8 +98,7 @@ class Labels:
         """Return (count, B) int8: 1 is on, 0 is off, -1 is not annotated.
 
         A state lasts from frame round(start * fps) to the frame before round(stop * fps). Points
-        have no
-        duration. Raises LockstepError for more labelled frames than `count`.
+        have no duration. Raises LockstepError for more labelled frames than `count`.
         """
         if self.frames is not None:
             if len(self.frames) > count:
@@ -120,8 +118,8 @@ class Labels:
         """Return (count,) str, one behaviour per frame.
 
         `background` marks a frame without behaviour; an empty text is not annotated. Of several
-        behaviours,
-        the first in `priority` wins. Raises LockstepError if `priority` has none of the behaviours.
+        behaviours, the first in `priority` wins. Raises LockstepError if `priority` has none of the
+        behaviours.
         """
         seen = self.per_frame(count, fps)
         order = [self.behaviours.index(name) for name in priority if name in self.behaviours]
@@ -147,8 +145,7 @@ class Labels:
         """Return (count, C) int8 for the behaviours `classes`, which may overlap.
 
         1 is on, 0 is off, -1 is not annotated. `background` is on if no other behaviour is. A class
-        that a
-        file of events lacks is off.
+        that a file of events lacks is off.
         """
         seen = self.per_frame(count, fps)
         found = np.full((count, len(classes)), 0 if self.frames is None else -1, dtype=np.int8)
@@ -168,8 +165,7 @@ def first_of(
     """Reduce (N, C) of 1, 0 and -1 to (N,) str, one label each, for the split and the counts.
 
     The label is the first behaviour that is on, else `background`. A row without any annotation
-    gives
-    an empty text.
+    gives an empty text.
     """
     names = np.array([*classes, background, ""])
     on, unseen = (overlapping == 1).any(1), (overlapping < 0).all(1)
@@ -315,8 +311,7 @@ def _frames(
     """Return (N, B) int8 of the columns `names`, and (N,) lines.
 
     The first column is the frame number. A missing frame is not annotated. With `counted`, the
-    first
-    column is not a frame number, and rows are numbered in order.
+    first column is not a frame number, and rows are numbered in order.
     """
     places, found = [header.index(name) for name in names], dict[int, tuple[int, list[int]]]()
     for n, (line, row) in enumerate(rows):

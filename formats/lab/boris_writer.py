@@ -30,8 +30,7 @@ class Video:
     """A video to write: its frames, and its bouts (behaviour, first frame, frame after the last).
 
     variables  independent variables, such as the name of the predicting model, and whether the
-               model
-               was trained on the video
+               model was trained on the video
     """
 
     name: str

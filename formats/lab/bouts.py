@@ -49,8 +49,7 @@ def by_overlap(
     """Match bouts (K, 2) and (L, 2) by overlap; return pairs (index in `true`, in `predicted`).
 
     The intersection of a pair is at least `least` of the union. Each bout has at most one partner.
-    The
-    largest share is matched first; of equal shares, the earliest.
+    The largest share is matched first; of equal shares, the earliest.
     """
     pairs = []
     for n, (first, stop) in enumerate(true.tolist()):
@@ -101,8 +100,7 @@ class Scores:
                  followed by the second
     durations    of every bout in seconds, [annotated, predicted][behaviour]
     latencies    first onset in each video with an onset, in seconds from the first frame of the
-                 video,
-                 indexed like `durations`
+                 video, indexed like `durations`
     """
 
     true: np.ndarray
@@ -133,8 +131,7 @@ class Scores:
         """Return {behaviour: scores}, with "all" for the means.
 
         The means cover the behaviours except `background` that occur or are predicted. "all" also
-        has the
-        kappa of all frames for exclusive labels.
+        has the kappa of all frames for exclusive labels.
         """
         found: dict[str, Any] = {}
         for c, name in enumerate(classes):
@@ -308,9 +305,8 @@ def decide(
 
     With `thresholds`, one per behaviour, several behaviours may be on; `background` is on if no
     behaviour is. Without thresholds, one behaviour is on per frame: the most probable of the
-    behaviours
-    that `smoothing` leaves. If none is left, `background` is on. Without a background class, the
-    previous frame's behaviour continues.
+    behaviours that `smoothing` leaves. If none is left, `background` is on. Without a background
+    class, the previous frame's behaviour continues.
     """
     values = median(probabilities, smoothing.median)
     one = thresholds is None

@@ -127,8 +127,7 @@ def _arff(path: Path) -> Part:
     """Parse an .arff file.
 
     A univariate row has the values and the label. A multivariate row is 'values\\nvalues…',label
-    with a
-    line of values per channel.
+    with a line of values per channel.
     """
     series, labels, lines = [], [], []
     classes: list[str] = []

@@ -265,14 +265,12 @@ def split_by_video(
     side    name of the second part in errors, val or test
 
     Each group is on one side. Trials of a group share cage, light and animal, so a split by trial
-    would
-    make the validation score meaningless.
+    would make the validation score meaningless.
 
     `val_videos` and `val_groups` name the validation part, if given. Otherwise groups are drawn
-    from
-    `seed`. A class that occurs in two or more groups is on both sides if possible. Subject to the
-    classes, moves and swaps of single groups bring `val` as near as possible to `val_share` of all
-    trials and of each class. The same arguments give the same split on any machine.
+    from `seed`. A class that occurs in two or more groups is on both sides if possible. Subject to
+    the classes, moves and swaps of single groups bring `val` as near as possible to `val_share` of
+    all trials and of each class. The same arguments give the same split on any machine.
 
     Raises LockstepError if there are too few groups, or if `val_videos` divide a group.
     """
@@ -336,9 +334,8 @@ def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.nda
     """Choose the validation groups, (V,) bool, from the (V, C) trials per group and class.
 
     Local searches start from random choices until a result is good enough: every class that can be
-    on
-    both sides is on both sides, and the size of `val` is off by at most half a mean group. After a
-    bounded number of searches, the best result is returned.
+    on both sides is on both sides, and the size of `val` is off by at most half a mean group. After
+    a bounded number of searches, the best result is returned.
     """
     found: tuple[float, np.ndarray] | None = None
     for _ in range(max(8, min(64, 4000 // len(table)))):
@@ -369,8 +366,7 @@ def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, 
         """Return the cost (...) of (..., C) trials in val; 0 is a perfect split.
 
         The sum runs class by class. A NumPy sum over an axis rounds differently on other kinds of
-        machines,
-        and ranks on such machines would choose different splits.
+        machines, and ranks on such machines would choose different splits.
         """
         size_off = 10 * (taken.sum(-1) - size) / mean_size
         total = size_off * size_off

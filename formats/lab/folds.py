@@ -14,12 +14,9 @@ def folds(counts: np.ndarray, number: int, seed: int) -> np.ndarray:
     """Return (G,) int64, the fold of each group, from the (G, C) samples per group and class.
 
     Folds are 0 to `number` - 1. No fold is empty. The folds are balanced: neither a move of one
-    group
-    nor a swap of two groups lowers the cost. The cost is the sum, over folds, of the squared shares
-    of
-    each class and of all samples. The cost is lowest for equal folds. The result is a function of
-    the
-    arguments with integer arithmetic only, and is equal on any machine.
+    group nor a swap of two groups lowers the cost. The cost is the sum, over folds, of the squared
+    shares of each class and of all samples. The cost is lowest for equal folds. The result is a
+    function of the arguments with integer arithmetic only, and is equal on any machine.
     """
     groups = len(counts)
     if not 1 < number <= groups:
@@ -92,8 +89,7 @@ def part_to_validate(counts: np.ndarray, share: float, seed: int, fold: int) -> 
     """Return (G,) bool, about a `share` of the groups outside the test fold, from (G, C) samples.
 
     The part is balanced like a fold, and is neither all groups nor none. Each pair of `seed` and
-    `fold`
-    has its own random draws.
+    `fold` has its own random draws.
     """
     number = min(len(counts), max(2, round(1 / share)))
     parts = folds(counts, number, seed)

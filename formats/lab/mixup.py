@@ -15,8 +15,7 @@ class Mixed:
     """A dataset whose samples have partners.
 
     A batch also has `x2` and `y2` of the partners, and `share`, (B,) float64, the share of the
-    first
-    sample in the mixture, drawn from Beta(alpha, alpha).
+    first sample in the mixture, drawn from Beta(alpha, alpha).
 
     Partner and share depend only on the sample's own seed, so any partition of a batch gives equal
     mixtures.

@@ -62,12 +62,10 @@ def resampled(time: np.ndarray, values: np.ndarray, rate_hz: float) -> np.ndarra
     """Resample (N, C) values at (N,) rising times in seconds to (T, C) float32 at `rate_hz`.
 
     The result starts at the first time. Interpolation between samples is linear. For a lower rate,
-    the
-    samples are first resampled evenly at their own rate. A low-pass filter then lowers frequencies
-    above 1.06 times half the new rate by 50 dB or more, because aliasing would show them as a slow
-    motion. The filter is a Kaiser window of 20 periods with its middle at 0.9 times half the new
-    rate.
-    Raises LockstepError without SciPy.
+    the samples are first resampled evenly at their own rate. A low-pass filter then lowers
+    frequencies above 1.06 times half the new rate by 50 dB or more, because aliasing would show
+    them as a slow motion. The filter is a Kaiser window of 20 periods with its middle at 0.9 times
+    half the new rate. Raises LockstepError without SciPy.
     """
     steps, own = steps_at(time, rate_hz), rate_of(time) if len(time) > 1 else rate_hz
     share = Fraction(1)

@@ -50,8 +50,7 @@ class Reading:
 
     columns   names for files without a header; empty: the first line is the header
     channels  names or patterns with *; empty: all columns of numbers without another role, set by
-              the
-              first file
+              the first file
     time      column of the time; "" is guessed, None is none; likewise label, subject and recording
     unit      of the time: one of UNITS, `datetime` (ISO 8601), or a format of strptime
     missing   whether a channel's cell may be empty or NaN

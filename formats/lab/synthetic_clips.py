@@ -73,8 +73,7 @@ def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:
 
     Any number of processes of a machine may call the function at once: one process builds, the rest
     wait. The folder gets its name when complete. Raises LockstepError if the folder has clips of
-    another
-    recipe.
+    another recipe.
     """
     folder = Path(folder)
     try:

@@ -134,10 +134,8 @@ def slide(
     """Return (N, C): each frame's mean probabilities over the trials that contain the frame.
 
     A trial starts every `stride` frames, and the last trial ends with the video. The result is
-    empty
-    for too few frames. A video of `fps` frames/s is resampled to `cutting.fps`, if set, and each
-    frame
-    gets the probabilities of the nearest resampled frame.
+    empty for too few frames. A video of `fps` frames/s is resampled to `cutting.fps`, if set, and
+    each frame gets the probabilities of the nearest resampled frame.
     """
     if fps and cutting.fps not in (0, fps):
         number, ratio = itertools.count(), fps / cutting.fps

@@ -173,8 +173,7 @@ class Windows:
         """Return the (C,) mean and the (C,) standard deviation over the measured steps.
 
         Each step that a window covers counts once. `kept`, (N,) bool, selects windows; None selects
-        all.
-        The channel `valid` has mean 0 and deviation 1.
+        all. The channel `valid` has mean 0 and deviation 1.
         """
         covered = torch.zeros(len(self.signal) + 1, dtype=torch.int64)
         starts = self.starts if kept is None else self.starts[torch.from_numpy(kept)]
@@ -827,8 +826,7 @@ def split(
 
     `val_subjects` have priority. Next comes the predefined split of the dataset if `given`. Else a
     random `val_share` of the subjects is drawn from `seed`. Without subjects, recordings of each
-    class
-    are drawn.
+    class are drawn.
 
     test  (R,) bool, the recordings of the test set, or None; only the rest is split
     """

@@ -256,8 +256,7 @@ def _write_data(
     """Write data/ with each episode's columns `own`, and return measured statistics of the numbers.
 
     Each episode has its own row group, so its pictures can be read separately. Statistics are
-    measured,
-    because quantiles of episodes cannot be combined.
+    measured, because quantiles of episodes cannot be combined.
     """
     pa, pq, schema = need("pyarrow"), need("pyarrow.parquet"), files.schema(given.columns)
     wanted = {

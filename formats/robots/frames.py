@@ -62,13 +62,10 @@ class Frames:
     where  folder of the caches; unused with "none"
 
     A video gives the frame nearest to the row's time. Pillow's bilinear filter resizes both kinds
-    of
-    source and of cache, so the bytes are equal. A depth camera gives whole millimetres, uint16, as
-    LeRobot does with depth_output_unit=mm. Depth is resized by the nearest pixel: a value between
-    two
-    distances may not exist, and 0 often means "unknown". Raises LockstepError with file, episode
-    and
-    frame.
+    of source and of cache, so the bytes are equal. A depth camera gives whole millimetres, uint16,
+    as LeRobot does with depth_output_unit=mm. Depth is resized by the nearest pixel: a value
+    between two distances may not exist, and 0 often means "unknown". Raises LockstepError with
+    file, episode and frame.
     """
 
     def __init__(
@@ -294,8 +291,7 @@ class _Video:
         """Yield the frames nearest to ascending times (n,).
 
         A frame is a Pillow image, or (H, W) uint16 codes for `depth`. A frame is at most `slack`
-        (n,)
-        seconds away. `names` are for messages.
+        (n,) seconds away. `names` are for messages.
         """
         n, before, key, sought = 0, None, np.inf, 0
         frames = self._from(float(times[0]), names[0])

@@ -87,8 +87,7 @@ def texts_of(demos: Demonstrations, style: str) -> Texts:
     The style "task" adds no texts to the tasks.
 
     Raises LockstepError if no row of the read episodes has the style, or if two subtasks begin at
-    the
-    same time.
+    the same time.
     """
     if style == "task":
         return Texts(demos.tasks, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))

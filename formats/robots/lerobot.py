@@ -97,8 +97,7 @@ class Demonstrations:
     stats     {feature: {mean, std, min, max, q01 ... q99}} float64: (D,) or the feature's shape,
               pictures (C, 1, 1). stats.json gives the statistics of the whole dataset. Without the
               file, the statistics of the chosen episodes are aggregated, and measured from the
-              columns
-              where an episode has none. Pictures may have none.
+              columns where an episode has none. Pictures may have none.
     tasks     texts by task_index
     lengths   {episode_index: frames} of the whole dataset, including episodes that are not chosen
     places    {camera: Place of each of the E episodes, None if the dataset names no file}; also of
@@ -150,8 +149,8 @@ def find(root: str, repo_id: str, revision: str = "", download: bool = False) ->
     """Find the folder of a dataset on this machine.
 
     The search order is dataset.root, root/repo_id, LeRobot's cache, the hub's cache. With
-    `download`, a
-    `repo_id` that is in no cache is fetched. Raises LockstepError with every place of the search.
+    `download`, a `repo_id` that is in no cache is fetched. Raises LockstepError with every place of
+    the search.
     """
     tried = (
         [Path(root).expanduser() / inside for inside in dict.fromkeys(["", repo_id])]
@@ -561,8 +560,7 @@ def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray
     """Combine the {mean, std, min, max, count} of one feature over several episodes.
 
     The mean weights each episode by its count. The variance is the variance within episodes plus
-    the
-    variance of the episode means: sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
+    the variance of the episode means: sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
     """
     count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
     mean, std, low, high = (
@@ -743,11 +741,9 @@ class Chunks:
         """Return the batch of B indices. For each feature of a policy the batch holds
 
             <name>         (B, T, ...) if `deltas` has T steps for the feature, else (B, ...);
-                           pictures
-                           are uint8 (..., C, H, W)
+                           pictures are uint8 (..., C, H, W)
             <name>_is_pad  (B, T) bool, with `deltas` only: True outside the episode, where the
-                           first or
-                           the last frame is repeated
+                           first or the last frame is repeated
 
         The batch also has `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own
         `index`), (B,) int64.
@@ -791,8 +787,8 @@ def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray
     """Return (train, val) episodes, both ascending.
 
     Episodes are never divided, because frames of an episode are near copies. With two or more
-    episodes
-    and a `val_share` above 0, each side has at least one. The same arguments give the same split.
+    episodes and a `val_share` above 0, each side has at least one. The same arguments give the same
+    split.
     """
     episodes = np.asarray(episodes, dtype=np.int64)
     if not 0.0 <= val_share < 1.0:

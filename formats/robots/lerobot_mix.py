@@ -39,8 +39,7 @@ class Joined(Demonstrations):
 
     `episodes` counts from 0 through all sets. `columns` also has `dataset_index`. The columns
     `episode_index` and `frame_index` are unchanged from the set. `index` is the set's own index
-    plus
-    the number of frames of all previous sets.
+    plus the number of frames of all previous sets.
 
     names    of the sets, for messages
     parts    the sets, each with the common features; `columns` has only the timestamps
@@ -172,8 +171,7 @@ def joined(named: Mapping[str, Demonstrations], cameras: Sequence[str] = ()) -> 
     """Join K sets by name; a single set is returned unchanged.
 
     Raises LockstepError with the sets' names if fps, action, state or the channels of one of
-    `cameras`
-    (empty: of any camera) differ.
+    `cameras` (empty: of any camera) differ.
     """
     names, sets = [*named], [*named.values()]
     if len(sets) == 1:
@@ -428,8 +426,7 @@ class Chunks(lerobot.Chunks):
         """Return (len,) indices: `counts[k]` of set k, in random order.
 
         The order deals a set's samples from shuffled decks that continue into the next epoch. A
-        sample
-        repeats only after all samples of its set have appeared.
+        sample repeats only after all samples of its set have appeared.
         """
         sets = np.repeat(np.arange(len(self.counts)), self.counts)
         drawn = np.random.default_rng((seed, epoch)).permutation(sets)  # the set at each position

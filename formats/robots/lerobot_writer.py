@@ -41,11 +41,9 @@ class Recorder:
     root      the folder to create
     fps       frames per second
     features  {name: (dtype, shape of one frame)}. A dtype is one of NUMBERS. With the shape (3, H,
-              W),
-              a dtype may be "image" (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4 if
-              the
-              AV1 encoder is missing). With the shape (1, H, W), a dtype may be "depth": uint16
-              millimetres, stored as 4096 distances up to 10 m, 1.5 mm apart at 1 m.
+              W), a dtype may be "image" (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4
+              if the AV1 encoder is missing). With the shape (1, H, W), a dtype may be "depth":
+              uint16 millimetres, stored as 4096 distances up to 10 m, 1.5 mm apart at 1 m.
     names     {feature: names of the numbers}, a list or {"motors": [...]}; LeRobot's replay and
               rollout use these names
     file_mb   size in MiB at which the next episode starts a new file
@@ -55,8 +53,7 @@ class Recorder:
               recording removes such episodes
 
     Raises LockstepError if `root` or finished episodes exist without `resume`, and for frames that
-    do
-    not match `features`.
+    do not match `features`.
     """
 
     def __init__(

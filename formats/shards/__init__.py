@@ -164,14 +164,12 @@ class Shards:
 
     root     folder or address with the index
     decode   converts an entry of a shard (see shard_files) to a sample, such as a dict of tensors.
-             Or
-             override `__getitems__(indices, seeds)` and call `read(indices)` there.
+             Or override `__getitems__(indices, seeds)` and call `read(indices)` there.
     which    numbers of the shards to take, in this order; None: all
     options  folder and size of the cache, lanes, window: see `Options`
 
     A missing or damaged shard, or a shard that differs from the index, raises a LockstepError with
-    the
-    shard's name.
+    the shard's name.
     """
 
     def __init__(
@@ -312,10 +310,8 @@ class Shards:
         """Close the least recently used shards.
 
         Closed are shards beyond the number that the lanes need, and shards that the cache has
-        removed: the
-        disk frees the blocks of a removed file only after closing. At most one removed shard is
-        closed per
-        batch, at a thousandth of the batch's time.
+        removed: the disk frees the blocks of a removed file only after closing. At most one removed
+        shard is closed per batch, at a thousandth of the batch's time.
         """
         while len(self.opened) > max(needed, 2 * self.lanes + 2):
             self.opened.popitem(last=False)[1].close()
@@ -408,8 +404,7 @@ class _Ahead:
     windows.
 
     A failed download fails again when the batch needs the shard, and is reported there. The threads
-    are
-    daemons, so the end of a run does not wait for a download.
+    are daemons, so the end of a run does not wait for a download.
     """
 
     def __init__(self, source: Any):

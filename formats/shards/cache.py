@@ -254,10 +254,8 @@ class Cache:
     """A disk cache for the shards of an address, with at most `limit` bytes including downloads.
 
     The first process that needs a shard downloads the file. Other processes wait for the lock. A
-    file
-    gets its final name once complete with a correct digest. A new shard evicts the least recently
-    used
-    files. A process with an evicted file open can continue to read.
+    file gets its final name once complete with a correct digest. A new shard evicts the least
+    recently used files. A process with an evicted file open can continue to read.
     """
 
     remote = True

@@ -79,8 +79,7 @@ def members(data: Any, checked: bool = False) -> Iterator[tuple[str, int, int, i
     """Yield (name, offset of the first header, offset of the bytes, size) of each file in a tar.
 
     The data may also be a part of a tar between two files. Raises ValueError for data that are not
-    a
-    tar, and with `checked` also for wrong checksums.
+    a tar, and with `checked` also for wrong checksums.
 
     data  bytes, or a memory map
 

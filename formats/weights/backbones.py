@@ -82,8 +82,8 @@ def read(
     key     of the config with the file's path
 
     Raises LockstepError if the file is missing or truncated, if the contents differ from the hash
-    in
-    the file's name, or if a tensor is missing or has another shape. The message names the tensor.
+    in the file's name, or if a tensor is missing or has another shape. The message names the
+    tensor.
     """
     where = f"{key}={path}"
     try:

@@ -122,14 +122,12 @@ def compute_once(
     key      digest of all inputs except the samples
     fetch    returns the samples `begin` to `end`
     size     samples per file and per pass of `compute`, so that the bits do not depend on the
-             process
-             that computes the file
+             process that computes the file
     threads  number of computing threads. Each thread computes one file with one thread of torch,
              because the number of torch's threads may change the bits.
 
     Any number of processes may call the function at once. Each file is computed by one process.
-    Raises
-    LockstepError if the folder is not writable.
+    Raises LockstepError if the folder is not writable.
     """
     spans = [(begin, min(begin + size, total)) for begin in range(0, total, size)]
     table = torch.empty(total, width)

@@ -363,8 +363,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], card: str = "") ->
     """Create a `pretrained_model` folder atomically; replace an existing folder.
 
     `write` fills an empty folder, and `card` becomes README.md. Raises LockstepError if writing
-    fails,
-    or if `folder` is not a `pretrained_model` folder.
+    fails, or if `folder` is not a `pretrained_model` folder.
     """
     folder = Path(folder).resolve()  # replace the target of a link, not the link
     need("safetensors.torch", "policy.pretrained_path")

@@ -32,8 +32,7 @@ class Discs:
     seeds    (n,) integers
     size     H = W of the pictures, in pixels
     command  the command of all worlds, such as "move to the red disc"; None = drawn from COMMANDS
-             by
-             the seed
+             by the seed
 
     commands  the command of each world
     success   (n,) bool: the command is done, now or earlier
@@ -88,8 +87,7 @@ class Discs:
         """Return (n, 2) actions: a point on the way to the target disc.
 
         Once the disc is held, the point is on the way to the centre if commanded. The distance is
-        at most
-        REACH, because a direction can be learned from far fewer layouts than a position.
+        at most REACH, because a direction can be learned from far fewer layouts than a position.
         """
         disc = self.discs[np.arange(len(self.discs)), self.target]
         goal = np.where((self.bring & (self.held == self.target))[:, None], 0.0, disc)

@@ -75,8 +75,8 @@ class PushT:
         """Return the observations.
 
         "observation.state" (n, 2) float32 is the finger's position. "observation.environment_state"
-        (n, 16)
-        float32 has x and y of the block's eight corners. "observation.image" is (n, 3, H, W) uint8.
+        (n, 16) float32 has x and y of the block's eight corners. "observation.image" is (n, 3, H,
+        W) uint8.
         """
         seen = [table.get_obs() for table in self.tables]
         found = {
@@ -167,8 +167,7 @@ class Planner:
         """Return (n,) costs of plans (n, points, 2).
 
         The cost is the distance of the block's outline from the goal's: half at the end and half on
-        the
-        way, because sooner is better. A small term penalises a finger far from the block.
+        the way, because sooner is better. A small term penalises a finger far from the block.
         """
         moves, finger = glide(state[:2], velocity, plans.repeat(self.hold, 1))
         # (n, points, 3)

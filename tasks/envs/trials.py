@@ -67,8 +67,7 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
 
     The robot executes the action plus noise (`noise` is the standard deviation, in `unit`). The
     recording holds the expert's action without noise. The recording therefore shows the recovery
-    from
-    errors (DART, Laskey et al., CoRL 2017).
+    from errors (DART, Laskey et al., CoRL 2017).
     """
     draws = [
         np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2))
@@ -108,15 +107,12 @@ def roll_out(
     actions.
 
     delay   steps of a prediction, at most chunk_steps. Meanwhile the next actions of the last chunk
-            are
-            executed. During the first prediction the world stands still.
+            are executed. During the first prediction the world stands still.
     filmed  number of worlds, from the first, with a film
 
     Returns (n,) bool, success within the horizon, and films (T, 3, H, W) uint8. Each film ends
-    `linger`
-    steps after success. The film of a long trial has about MOST_FRAMES frames. Raises ValueError
-    for
-    chunks that are too short.
+    `linger` steps after success. The film of a long trial has about MOST_FRAMES frames. Raises
+    ValueError for chunks that are too short.
     """
     films: list[list[np.ndarray]] = [[] for _ in range(filmed)]
     last = np.full(len(worlds.commands), worlds.horizon)

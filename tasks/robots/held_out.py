@@ -58,8 +58,7 @@ def beside(
 
     Predicted actions are NaN for a frame without a prediction. The stride is the number of frames
     between predictions: `steps`, or more in a long episode. Each prediction contributes as many
-    actions
-    as the stride.
+    actions as the stride.
 
     members  (T,) samples of `dataset`: the episode's frames, in order
     """

@@ -246,8 +246,7 @@ def _kind(hint: Any, default: Any) -> tuple[Any, Any]:
     """Return the type and the default of a generated field for a field of LeRobot.
 
     The type is a plain type, a Literal, or a list of plain types. Any other type becomes text,
-    parsed
-    as YAML; `null` or empty means None.
+    parsed as YAML; `null` or empty means None.
     """
     inner = [each for each in typing.get_args(hint) if each is not type(None)]
     optional = typing.get_origin(hint) in (typing.Union, types.UnionType) and len(inner) < len(

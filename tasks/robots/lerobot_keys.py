@@ -216,8 +216,7 @@ def of_weights(given: Mapping[str, str], classes: Mapping[str, type]) -> dict[st
     """Return the settings in the config.json of `policy.pretrained_path`.
 
     The settings are the policy's type, sizes, normalisation and rates. A kind of features without
-    an
-    entry in the mapping is not normalised.
+    an entry in the mapping is not normalised.
 
     given    {key: text} of the command line and files
     classes  {type: dataclass of the settings}

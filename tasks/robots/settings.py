@@ -324,8 +324,7 @@ def start_from(cfg: Any, policy: Policy) -> str:
     """Load the weights of `cfg.pretrained_path` into `policy` and return a description.
 
     The normalisation stays the dataset's. Raises LockstepError for weights of another network, even
-    if
-    all shapes match.
+    if all shapes match.
     """
     found = pretrained.load(pretrained.find(cfg.pretrained_path, cfg.pretrained_revision))
     where, there = "policy.pretrained_path", found.config
@@ -401,8 +400,7 @@ def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, s
     """Return {name of a feature in the dataset: name in the policy}.
 
     Raises LockstepError for a missing feature, a feature that is not an observation, and a
-    duplicate
-    name.
+    duplicate name.
     """
     names = dict[str, str]()
     for pair in pairs:
@@ -442,8 +440,7 @@ def renamed(
     """Return the datasets with renamed observations, and {old: new}.
 
     Each dataset is renamed separately, so cameras with different names can become one camera. Each
-    pair
-    must fit at least one dataset.
+    pair must fit at least one dataset.
     """
     found, all_names = dict[str, Demonstrations](), dict[str, str]()
     for name, demos in sets.items():

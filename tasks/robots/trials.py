@@ -121,8 +121,7 @@ def pictures(trials: list[Trial]) -> dict[str, np.ndarray]:
     """Return `trial` and `trial_strip`.
 
     `trial` is a film of SHOWN trials side by side, failed trials first. `trial_strip` has ten
-    frames of
-    the first trial.
+    frames of the first trial.
     """
     chosen = sorted(trials, key=lambda trial: trial.success)[:SHOWN]
     if not chosen:

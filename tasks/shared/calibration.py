@@ -13,8 +13,7 @@ def bins_of(top: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Bin (B,) top probabilities and (B,) bool correctness.
 
     Returns (2, BINS) int64 counts and hits, and (BINS,) float64 sums of the probabilities. Bin m
-    has
-    probabilities above m / BINS, up to (m + 1) / BINS.
+    has probabilities above m / BINS, up to (m + 1) / BINS.
     """
     place = (top.double() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
     # (B, BINS); a scatter has no fixed order of summation
@@ -43,8 +42,7 @@ def fit_temperature(
     The problem is convex in 1 / T and solved by Newton's method on 1 / T in float64.
 
     logits  (N, C);   labels  (N,) class numbers; with `binary` (sigmoids), labels are (N, C) of 1,
-            0
-            and -1, and -1 is ignored
+            0 and -1, and -1 is ignored
 
     Raises ValueError if no finite temperature is the best: every label is the most probable class.
     """

@@ -93,8 +93,7 @@ class Classification(contract.Task):
     C).
 
     A subclass sets `classes`, calls `count` in `datasets()`, and has a section `loss:
-    LossSettings`. A
-    subclass may override `augment`.
+    LossSettings`. A subclass may override `augment`.
 
     splitting  advice for a class that is on one side of the split only
     """
@@ -120,8 +119,7 @@ class Classification(contract.Task):
         """Set `train_counts` and `val_counts` from the (N,) labels of each split.
 
         `test_counts` comes from the dataset `test`. Only `kept` training samples, (N,) bool, count.
-        Raises
-        LockstepError if all kept samples have the same class.
+        Raises LockstepError if all kept samples have the same class.
         """
         if labels.ndim == 2:
             self._count_binary(labels, where, val_labels, kept, test)
@@ -323,8 +321,7 @@ class Classification(contract.Task):
         """Return (total, weight) of the focal loss or of mixtures.
 
         Each label of a mixture counts with its share in the loss and, times its class weight, in
-        the
-        weight.
+        the weight.
         """
         y, weights = batch["y"], self.weights(logits)
         losses, mine = self.losses_of(logits, y), weights[y]
@@ -531,8 +528,7 @@ def average_precision(off: np.ndarray, on: np.ndarray) -> float:
     """Compute the average precision from (L,) counts of negatives and positives.
 
     Counts are by ascending probability. The result is scikit-learn's for probabilities rounded down
-    to
-    their level, and 0 without positives.
+    to their level, and 0 without positives.
     """
     hits, wrong = np.cumsum(on[::-1]), np.cumsum(off[::-1])
     precision = hits / np.maximum(1, hits + wrong)

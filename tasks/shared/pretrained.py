@@ -141,8 +141,7 @@ class FromWeights(Classification):
         """Return the backbone and its head with published weights, or with random weights.
 
         Random weights depend on the seed only, because cached features are computed before the
-        engine seeds
-        the model.
+        engine seeds the model.
         """
         model = self.cfg.model
         fixed = model.batch_norm == "fixed" or (
