@@ -32,7 +32,7 @@ MOVED = {
 }
 MOVED |= {"formats.shard_cache": "formats.shards.cache"}
 MOVED |= {"formats.shard_files": "formats.shards.files"}
-"""{old name: new name} of the modules that have moved."""
+"""{old name: new name} of moved modules."""
 
 
 class _OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
