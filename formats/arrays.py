@@ -181,8 +181,7 @@ def look_alikes(counts: Mapping[str, int], typos: bool = True) -> list[str]:
 
 
 _AT_ONCE = 128 << 10
-"""Bytes per request: Linux silently shortens one that is larger than the disk's usual
-read-ahead."""
+"""Bytes per request. Linux silently shortens a request beyond the disk's usual read-ahead."""
 
 
 def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
