@@ -34,10 +34,10 @@ LAYOUTS = {
     "before 8": {"Behavior", "Status", "Time"},
     "imported": {"time", "subject", "code", "modifier", "comment"},
 }
-"""The columns that tell the layouts apart."""
+"""The columns that distinguish the layouts."""
 
 MOST_S = 1e7
-"""No observation is longer: 115 days."""
+"""Longest accepted observation in seconds: 115 days."""
 
 
 @dataclass(frozen=True)
