@@ -19,7 +19,7 @@ AGGREGATED = (
     "index start,"
     "Image index stop,Image file path start,Image file path stop,Comment start,Comment stop"
 ).split(",")
-"""The columns; the star stands for independent variables."""
+"""The columns; the star is the position of the independent variables."""
 
 IMPORTED = ("time", "subject", "code", "modifier", "comment")
 NOBODY = "No focal subject"  # BORIS' own text
