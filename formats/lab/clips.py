@@ -349,7 +349,7 @@ def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.nda
 
 
 _MISSING = 1e6
-"""Cost of a class on one side only: more than that of any number of trials too many or too few."""
+"""Cost of a class on one side only, above the cost of any surplus or lack of trials."""
 
 
 def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, np.ndarray]:
