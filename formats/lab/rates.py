@@ -10,7 +10,7 @@ import numpy as np
 from engine.contract import LockstepError
 
 GAP = 20
-"""Usual intervals without a sample that cut a recording; samples at random times stay below it."""
+"""Gap in usual intervals that cuts a recording. Samples at random times stay below the limit."""
 
 FEW = 3
 """Usual intervals of a gap that cuts a recording if the gap is also a quarter of a window. Jitter
