@@ -34,7 +34,7 @@ GUESSES = {
     "subject": ("subject", "user", "person", "participant"),
     "recording": ("recording", "session", "trial"),
 }
-"""Names of columns, in any case, that are taken for what they say unless another is given."""
+"""Default column names of each role, in upper or lower case."""
 
 LINES = 1 << 13
 """Lines of text in memory at once."""
