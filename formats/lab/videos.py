@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.contract import LockstepError
 
 SUFFIXES = tuple(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .ogv .webm .wmv".split())
-"""Suffixes of the videos in a folder. A file that is given by its own name may have any."""
+"""Suffixes of the videos in a folder. A file given by name may have any suffix."""
 
 
 class BrokenVideo(LockstepError):
