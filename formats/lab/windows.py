@@ -868,7 +868,7 @@ def choose_test(
 
 
 OTHER_SEED = 1 << 32
-"""Added to the seed of a split for the choice of a test set: a seed of a config is smaller."""
+"""Offset of the seed for the choice of a test set, larger than any seed of a config."""
 
 
 def _named(recordings: Recordings, names: Sequence[str], key: str) -> np.ndarray:
