@@ -20,7 +20,7 @@ from formats.robots.lerobot_files import NUMBERS, OWN, Declared
 
 EPISODES = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 SUMMED = ("meta/info.json", "meta/stats.json", "meta/tasks.parquet")
-"""The files that every addition writes anew."""
+"""The files that every addition rewrites."""
 
 
 @dataclass(frozen=True)
