@@ -39,7 +39,7 @@ VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 TEXTS = ("string", "language")
-"""Types of columns that are not read."""
+"""Types of ignored columns."""
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 FILES = {
     "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -844,8 +844,8 @@ def _whole(row: Mapping[str, Any], name: str, where: str) -> int:
 
 
 _FIELD = re.compile(r"\{(\w+)(?::\d{0,2}d?)?\}")
-"""A template's field: a name and at most a width of two digits. Python's format() takes any width,
-and attributes."""
+"""A template's field: a name and optionally a width of up to two digits. Python's format() would
+accept any width and attributes."""
 
 
 def _fill(template: Any, path: Path, **names: Any) -> str:
