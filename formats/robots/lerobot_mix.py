@@ -30,7 +30,7 @@ from formats.robots.frames import Frames
 from formats.robots.lerobot import Demonstrations, Feature
 
 WHOLE = ("action", "observation.state")
-"""Features whose size all sets must share: those that differ otherwise are left out."""
+"""Features that must have equal size in all sets. Other differing features are omitted."""
 
 
 @dataclass(frozen=True)
