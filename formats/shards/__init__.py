@@ -45,13 +45,13 @@ from formats.shards import cache as shard_cache
 from formats.shards.files import INDEX, Index, Opened, RowGroups, Shard
 
 LANES = (1, 2, 4, 6, 12, 24, 60, 120)
-"""Numbers that most numbers of processes divide; the largest that leaves two shards to a lane is
-taken."""
+"""Candidates with many divisors, for many numbers of processes. The default is the largest
+candidate with at least two shards per lane."""
 LONGEST_WINDOW = 8192
 THREADS = 4
-"""Downloads of one process at once."""
+"""Concurrent downloads per process."""
 ROW_GROUPS = 1 << 30
-"""Bytes of decoded parquet that a process keeps."""
+"""Bytes of decoded parquet in the memory of a process."""
 
 
 @dataclass
@@ -81,8 +81,7 @@ class Options:
 
 
 RESUMABLE = ("root", "val", "cache", "cache_gb", "verify")
-"""Keys of `Options` that may change when a run is resumed: the samples are told by the index's
-digest."""
+"""Keys of `Options` that may change on a resume: the index's digest identifies the samples."""
 
 
 class Order:
