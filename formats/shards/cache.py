@@ -37,14 +37,14 @@ from engine.contract import LockstepError
 from formats.shards.files import Shard, damaged
 
 TIMEOUT_S = 30.0
-"""Until a server that says nothing counts as gone."""
+"""Seconds without data after which a connection fails."""
 TRIES = 6
-"""In a row that bring no byte; waits of half a second to sixteen lie between them."""
+"""Consecutive attempts without a new byte. The delays between attempts are 0.5 to 16 s."""
 LONGEST_WAIT_S = 60.0
 PIECE = 1 << 20
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
 TOUCHED_S = 10.0
-"""A file's time of use is this coarse."""
+"""Resolution of a file's access time in seconds."""
 
 _draw = random.SystemRandom()  # independent of the training's generators
 
