@@ -31,7 +31,7 @@ from engine.contract import LockstepError
 INDEX = "shards.json"
 FORMAT = 1
 BLOCK = 512
-"""Bytes of a header of a tar, and what its files are padded to."""
+"""Bytes of a header in a tar; files are padded to a multiple."""
 ZIPPED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 
 
