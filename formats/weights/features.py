@@ -28,7 +28,7 @@ from engine.contract import Batch, LockstepError
 VERSION = 1  # increase when equal keys would give different features
 
 Compute = Callable[[Tensor], Tensor]
-"""(n, ...) samples -> (n, D) features float32, on the host; the same bits for the same samples."""
+"""(n, ...) samples -> (n, D) features float32 on the host. Equal samples give equal bits."""
 
 
 class Features:
