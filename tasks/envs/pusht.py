@@ -58,8 +58,8 @@ class PushT:
         self.commands = [COMMAND] * len(seeds)
         self.success = np.zeros(len(seeds), bool)
         self.reward = np.zeros(len(seeds))
-        """(n,) the largest share of the outline covered after a step so far, divided by the share
-        for success."""
+        """(n,) the largest covered share of the outline so far, divided by the share for
+        success."""
         self._planners = [Planner(int(seed) % 2**32) for seed in seeds]
 
     @property
