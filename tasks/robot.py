@@ -204,7 +204,7 @@ class Task(contract.Task):
         return self.datasets()[1]
 
     used: Sequence[str] = ()
-    """Of a model that was trained on several datasets, the features that they have in common."""
+    """For a model trained on several datasets: the common features."""
 
     def metadata(self) -> dict[str, Any]:
         return {"features": [*self.demos.features]} if lerobot_mix.names_of(self.demos) else {}
