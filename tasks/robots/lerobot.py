@@ -35,7 +35,7 @@ KNOWN = (
     "smolvla tdmpc vla_jepa "
     "vqbet wall_x xvla gaussian_actor"
 ).split()
-"""Those of lerobot 0.6.1, for words where it is not installed."""
+"""Policies of lerobot 0.6.1, for messages without an installed package."""
 
 REFUSED = {
     "gaussian_actor": (
@@ -53,8 +53,8 @@ OURS = frozenset(
     ).split()
 )
 OURS |= {"pretrained_path", "pretrained_revision", "normalization_mapping", "type"}
-"""Fields of LeRobot's configs that are no settings of a policy here: keys of the run, or from the
-data."""
+"""Fields of LeRobot's configs that are not settings of a policy here. Such a field is a key of the
+run, or follows from the data."""
 
 
 BACKBONE = "pretrained_backbone_weights"
