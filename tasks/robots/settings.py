@@ -120,8 +120,10 @@ class PolicySettings:
 
 @dataclass
 class ActSettings(PolicySettings):
-    """Settings with LeRobot's names and defaults, except the normalisation of ENV: LeRobot's
-    IDENTITY."""
+    """Settings with LeRobot's names and defaults.
+
+    The exception is the normalisation of ENV, which is IDENTITY in LeRobot.
+    """
 
     defaults: ClassVar[dict[str, Any]] = {
         "batch_size": 8,
@@ -308,7 +310,7 @@ NOT_THE_NETWORK = frozenset(
     "freeze_vision_encoder "
     "train_expert_only".split()
 )
-"""Hyper-parameters that may differ from those of pretrained weights."""
+"""Hyper-parameters that may differ from the pretrained weights' config."""
 
 
 def eval_every(cfg: Any) -> int:
