@@ -22,10 +22,10 @@ from tasks.shared.calibration import bins_of, draw_reliability, ece
 from tasks.shared.pictures import text_width
 
 PARTNER = 0x5851F42D4C957F2D
-"""Turns a sample's seed into that of its partner's augmentation."""
+"""Converts a sample's seed to the seed of the partner's augmentation."""
 
 LEVELS = 100
-"""Of a probability, in the counts of a binary evaluation."""
+"""Levels of a probability in the counts of a binary evaluation."""
 
 
 @dataclass
