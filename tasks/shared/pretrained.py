@@ -58,7 +58,7 @@ class FromWeights(Classification):
     shard      samples per file of cached features, and per pass through the backbone
     """
 
-    # A checkpoint of a pretrained backbone has the digests of the weights, so the file may move.
+    # The digests in a checkpoint show whether the pretrained weights are equal.
     resumable_keys = (*Classification.resumable_keys, "model.pretrained")
     choose_by = "model"
     shard = 16
