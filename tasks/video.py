@@ -307,7 +307,7 @@ def _split(clips: Clips, wanted: Dataset) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 OTHER_SEED = 1 << 32
-"""Added to the seed of the split for the choice of what to test on."""
+"""Offset of the split's seed for the choice of the test part."""
 
 
 def _some(names: list[str]) -> str:
