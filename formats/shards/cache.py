@@ -401,7 +401,7 @@ class Cache:
 def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
     """Yield (access time in ns, bytes, path) of each file.
 
-    Skips a file that another process removes without the lock of `room`.
+    A failed download is removed without the lock of `room`, so a file may vanish meanwhile.
     """
     for each in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):
