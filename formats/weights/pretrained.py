@@ -68,7 +68,7 @@ def find(path_or_id: str, revision: str = "", download: bool = False) -> Path:
 
     path_or_id is one of
     - a `pretrained_model` folder, or a file in the folder
-    - the checkpoint folder around it, or the run folder (last checkpoint)
+    - the surrounding checkpoint folder, or the run folder (last checkpoint)
     - a `user/name` in the hub's local cache; `download` fetches a missing id
 
     Raises LockstepError with every place of the search.
@@ -148,7 +148,7 @@ def load(folder: Path) -> Pretrained:
 def _split_old(
     tensors: dict[str, Tensor], config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], Stats]:
-    """Return the weights without prefix, and the statistics that LeRobot 0.3 stored among them.
+    """Return the weights without prefix, and the statistics among the weights (LeRobot until 0.3).
 
     The stored names have underscores for the dots of a feature. The config resolves the dots.
     """
