@@ -2,7 +2,7 @@
 
     frames.npy   uint8 (sum of num_frames, H, W): the gray frames of all trials, concatenated
     trials.csv   columns trial, video, label, first_frame, num_frames; optionally group, the animal
-                 or the cage of each video, which a split never divides; more columns are ignored
+                 or the cage of each video, which a split never divides; other columns are ignored
     classes.txt  one class name a line; a class's number is its line
     cutting.json how the clips were cut from videos, if known: {"crop": [x, y, w, h] or null,
                  "stride": step between frames of the video, "size": height and width, "fps": each
