@@ -301,15 +301,15 @@ class Shards:
 
     def _next(self, shard: int, number: int) -> list[int]:
         seed, epoch = self.now.tolist()
-        if not epoch:  # an evaluation reads them in their order
+        if not epoch:  # an evaluation reads the shards in order
             return [*range(shard + 1, min(shard + 3, len(self.shards)))]
         return self.order_of(seed, epoch - 1).next_shards(shard, number)
 
     def _close_some(self, needed: int) -> None:
         """Close the least recently used shards.
 
-        Closed are shards beyond the number that the lanes need, and shards that the cache has
-        removed: the disk frees the blocks of a removed file only after closing. At most one removed
+        The function closes surplus shards beyond the need of the lanes, and shards removed from the
+        cache: the disk frees the blocks of a removed file only after closing. At most one removed
         shard is closed per batch, at a thousandth of the batch's time.
         """
         while len(self.opened) > max(needed, 2 * self.lanes + 2):
