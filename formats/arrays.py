@@ -82,8 +82,10 @@ def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[in
 
 
 def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells). Raises LockstepError for a row of several lines, caused by a stray
-    quote."""
+    """Yield (line, cells).
+
+    Raises LockstepError for a row of several lines, caused by a stray quote.
+    """
     reader, line = csv.reader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count)), 0
     try:
         for line, cells in enumerate(reader, 1):
