@@ -281,8 +281,7 @@ def median(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def filled(on: np.ndarray, least: int) -> np.ndarray:
-    """Fill gaps of at most `least` frames in (N,) bool, then drop bouts of at most `least`
-    frames."""
+    """Fill short gaps in (N,) bool, then drop short bouts; `least` frames are still short."""
     on = on.copy()
     if least < 1:
         return on
