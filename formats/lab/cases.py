@@ -1,5 +1,4 @@
-"""Read data sets of the UCR and UEA archives: short series with one label, as .tsv, .arff or
-.ts."""
+"""Read data sets of the UCR and UEA archives: short labelled series in .tsv, .arff or .ts."""
 
 from __future__ import annotations
 
