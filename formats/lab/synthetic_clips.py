@@ -210,8 +210,10 @@ class Look:
 
 
 def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray:
-    """Render (T, 6) poses as (T, H, W) uint8; `rng` draws the trial's light, sensor noise and
-    paw."""
+    """Render (T, 6) poses as (T, H, W) uint8.
+
+    rng  draws the trial's light, sensor noise and paw
+    """
     frames, (height, width) = len(pose), look.floor.shape
     image = np.repeat(look.floor[None], frames, 0)
     x, y, heading, length, head, paw = pose.T
@@ -262,8 +264,9 @@ def _ellipse(
     b: np.ndarray,
     shade: float,
 ) -> None:
-    """Blend an ellipse into each frame of image (T, H, W), with an edge smoothed over about a
-    pixel.
+    """Blend an ellipse into each frame of image (T, H, W).
+
+    The edge is smoothed over about a pixel.
 
     All remaining arguments are (T,).
     """
