@@ -116,8 +116,10 @@ class Frames:
         self._videos, self._tables = _LRU(OPEN_VIDEOS), _LRU(PNG_BYTES)
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
-        """Return the pictures of (n,) rows of `demos.columns`: (n, C, H, W) uint8, depths
-        uint16."""
+        """Return the pictures of (n,) rows of `demos.columns`.
+
+        The result is (n, C, H, W) uint8, or uint16 for depths.
+        """
         out = np.empty((len(rows), *self.shapes[camera]), dtype=self.dtypes[camera])
         if self._cache:
             # Rows come from an index of the dataset; mode="raise" would make one more copy.
@@ -244,8 +246,10 @@ _inherited: list[Any] = []
 
 
 class _LRU:
-    """The most recently used values up to a total cost of `limit`; the newest value always
-    stays."""
+    """The most recently used values up to a total cost of `limit`.
+
+    The newest value always stays.
+    """
 
     def __init__(self, limit: int):
         self.limit, self.cost = limit, 0
@@ -615,8 +619,7 @@ class _Cache:
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
     def _is_checked(self) -> bool:
-        """Return whether the files are unchanged since the last successful check of all
-        checksums."""
+        """Return whether the files are unchanged since the last successful check of checksums."""
         try:
             return bool(json.loads(self.checked.read_text()) == self._files())
         except (OSError, ValueError):
