@@ -38,8 +38,10 @@ class Texts:
     count: Tensor
 
     def draw(self, rows: Tensor, seeds: Tensor) -> Tensor:
-        """Draw the index of a text for each of (B,) rows with (B,) seeds, uniformly among the
-        choices."""
+        """Draw the index of a text for each of (B,) rows with (B,) seeds.
+
+        All choices are equally likely.
+        """
         count = self.count[rows]
         return self.choices[
             self.begin[rows] + (uniform(seeds, 1)[:, 0] * count).long().clamp(max=count - 1)
@@ -76,8 +78,7 @@ class WithTexts:
 
 
 def with_texts(both: tuple[Any, Any], said: Texts) -> tuple[Any, Any]:
-    """Return the training and validation samples, with `text_index` if there are additional
-    texts."""
+    """Return the training and validation samples, with `text_index` for additional texts."""
     return (WithTexts(both[0], said), WithTexts(both[1], said)) if len(said.choices) else both
 
 
