@@ -123,8 +123,7 @@ class Demonstrations:
         return [name for name, feature in self.features.items() if feature.is_picture]
 
     def name_of(self, row: int) -> str:
-        """Return a text such as 'episode 3 frame 17' for a row of `columns`; errors begin with
-        it."""
+        """Return a text such as 'episode 3 frame 17' for a row of `columns`, for messages."""
         e = int(np.searchsorted(self.end, row, "right"))
         return f"episode {self.episodes[e]} frame {row - self.start[e]}"
 
@@ -399,8 +398,10 @@ def _choose(
 def _read_columns(
     features: Mapping[str, Feature], chosen: Mapping[int, _Episode]
 ) -> tuple[dict[str, np.ndarray], dict[int, int]]:
-    """Return the concatenated columns of the chosen episodes, and {episode: first row in its
-    file}."""
+    """Return the concatenated columns of the chosen episodes.
+
+    The second result is {episode: first row in its file}.
+    """
     wanted = {
         name: features[name] for name in ("episode_index", "frame_index")
     }  # read first: errors in later columns name episodes
