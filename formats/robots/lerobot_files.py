@@ -1,5 +1,7 @@
-"""Write the files of a LeRobot dataset of version 3.0 like LeRobot 0.6: tables, info.json,
-statistics."""
+"""Write the files of a LeRobot dataset of version 3.0 in the form of LeRobot 0.6.
+
+The files are tables, info.json and statistics.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,7 @@ def place(number: int, per_chunk: int = FILES_PER_CHUNK) -> dict[str, int]:
 
 
 def schema(features: Declared) -> Any:
-    """Return the schema of data/, with the types that the package `datasets` reads from
-    metadata."""
+    """Return the schema of data/ with the metadata types for the package `datasets`."""
     pa = need("pyarrow")
     fields: dict[str, Any] = {}
     known: dict[str, Any] = {}
@@ -200,8 +201,10 @@ def levels(pictures: np.ndarray, count: int) -> np.ndarray:
 
 
 def picture_stats(counts: np.ndarray, values: np.ndarray, frames: int) -> dict[str, np.ndarray]:
-    """Return statistics (C, 1, 1) from (C, L) counts of levels and (L,) ascending values of
-    levels."""
+    """Return statistics (C, 1, 1) from (C, L) counts of levels.
+
+    values  (L,) ascending values of the levels
+    """
     total = counts.sum(1)
     mean = counts @ values / total
     below = np.cumsum(counts, 1) / total[:, None]  # (C, L)
