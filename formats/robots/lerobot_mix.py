@@ -363,8 +363,10 @@ class Pictures:
             yield self.frames[k], here, rows[here] - (self.end[k - 1] if k else 0)
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
-        """Return the pictures of (n,) rows of `demos.columns`: (n, C, H, W) uint8, depths
-        uint16."""
+        """Return the pictures of (n,) rows of `demos.columns`.
+
+        The result is (n, C, H, W) uint8, or uint16 for depths.
+        """
         out = np.empty(
             (len(rows), *self.frames[0].shapes[camera]), dtype=self.frames[0].dtypes[camera]
         )
