@@ -196,8 +196,10 @@ class Recorder:
         self._given = assembly.Declaration(self.fps, columns, self.names, self.robot_type, depths)
 
     def _take(self, there: Mapping[str, Any], who: str) -> None:
-        """Adopt the declaration of `who`. Raises LockstepError if this recorder's declaration
-        differs."""
+        """Adopt the declaration of `who`.
+
+        Raises LockstepError if the recorder's declaration differs.
+        """
         features = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in there["features"].items()
         }
@@ -227,8 +229,10 @@ class Recorder:
     # ---- add episodes
 
     def add_frame(self, frame: Mapping[str, Any], task: str) -> None:
-        """Add a frame, {name: array of the feature's shape}, to the episode of the next
-        `end_episode`."""
+        """Add a frame, {name: array of the feature's shape}, to the current episode.
+
+        `end_episode` writes the episode.
+        """
         self._check_task(task)
         if self._task not in (None, task):
             what = f"a frame of {task!r} in an episode of {self._task!r}"
