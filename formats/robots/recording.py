@@ -116,8 +116,9 @@ class Recording:
         return self.path / f"{number:06d}"
 
     def publish(self, new: Path, before: str) -> None:
-        """Replace `root`, whose digest was `before`, by the complete dataset `new`; remove the
-        episodes.
+        """Replace `root` by the complete dataset `new` and remove the episodes.
+
+        before  the digest of `root` at the start
 
         Raises LockstepError and keeps both datasets if `root` has changed.
         """
@@ -211,8 +212,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _exchanged(a: Path, b: Path) -> bool:
-    """Exchange two folders atomically; return False without support of the system or file
-    system."""
+    """Exchange two folders atomically.
+
+    Returns False without support of the system or the file system.
+    """
     rename: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if rename is None:
