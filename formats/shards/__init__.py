@@ -158,8 +158,7 @@ class Order:
 
 
 class Shards:
-    """A map-style dataset of shards: read in place from a folder, or through a cache from an
-    address.
+    """A map-style dataset of shards in a folder, or at an address through a cache.
 
     root     folder or address with the index
     decode   converts an entry of a shard (see shard_files) to a sample, such as a dict of tensors.
@@ -399,8 +398,7 @@ class Shards:
 
 
 class _Ahead:
-    """Threads that download shards: first the shards of the current batch, then of the next
-    windows.
+    """Threads that download shards: the current batch first, then the next windows.
 
     A failed download fails again when the batch needs the shard, and is reported there. The threads
     are daemons, so the end of a run does not wait for a download.
