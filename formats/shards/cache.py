@@ -62,8 +62,10 @@ def is_url(root: str) -> bool:
 
 
 def joined(root: str, name: str) -> str:
-    """Return the address of a file. Text from a `?` on in `root`, such as a signature, stays
-    last."""
+    """Return the address of a file.
+
+    The part of `root` from a `?` on, such as a signature, stays last.
+    """
     base, mark, query = root.partition("?")
     path = urllib.parse.quote(name) if root.startswith("http") else name
     return f"{base.rstrip('/')}/{path}{mark}{query}"
@@ -316,8 +318,9 @@ class Cache:
 
     @contextlib.contextmanager
     def _part(self, name: str, wait: bool) -> Iterator[int | None]:
-        """Yield the unfinished file `name`, locked and without content; remove a leftover
-        afterwards.
+        """Yield the unfinished file `name`, locked and without content.
+
+        A leftover is removed afterwards.
 
         Yields None if another process has finished the file, or holds the lock and `wait` is False.
         """
