@@ -168,8 +168,7 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
 
 
 def _named(found: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the weights without a common first word of all names, such as `module` from a
-    wrapper."""
+    """Return the weights without a common first word of all names, such as `module`."""
     first = {name.split(".")[0] for name in found}
     if len(first) == 1 and not first & {name.split(".")[0] for name in shapes}:
         return {name.partition(".")[2]: value for name, value in found.items()}
