@@ -278,8 +278,9 @@ def save(
     card: str = "",
     resize: Sequence[int] = (),
 ) -> None:
-    """Write a `pretrained_model` folder in LeRobot's format, atomically; replace an existing
-    folder.
+    """Write a `pretrained_model` folder in LeRobot's format, atomically.
+
+    An existing folder is replaced.
 
     config    hyper-parameters: names and values of LeRobot's own config for the type
     stats     {feature: {"mean": ..., ...}} in recorded units
