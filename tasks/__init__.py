@@ -47,8 +47,10 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 
 
 def _from_path(path: Path) -> ModuleType:
-    """Import a file once, under a unique name in sys.modules, so that pickle can resolve its
-    classes."""
+    """Import a file once.
+
+    The module has a unique name in sys.modules, so that pickle can resolve its classes.
+    """
     name = f"tasks_from_path_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if (folder := str(path.parent)) not in sys.path:
         # The task may import its neighbours. The folder is last, so that it hides no module of the
