@@ -52,8 +52,10 @@ class Worlds(Protocol):
 
 
 class Episode(NamedTuple):
-    """An episode: {name: (T, ...)} of `Worlds.observe`, with "action" (T, A) float32, and the
-    command.
+    """The arrays and the command of an episode.
+
+    features  {name: (T, ...)} of `Worlds.observe`, and "action" (T, A) float32
+    command   text of the command
 
     The command is a text.
     """
@@ -103,8 +105,9 @@ def roll_out(
     delay: int = 0,
     filmed: int = 1,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Run a policy for a trial, or until `stopped()`; predict again after every `chunk_steps`
-    actions.
+    """Run a policy for a trial, or until `stopped()`.
+
+    The policy predicts again after every `chunk_steps` actions.
 
     delay   steps of a prediction, at most chunk_steps. Meanwhile the next actions of the last chunk
             are executed. During the first prediction the world stands still.
