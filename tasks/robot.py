@@ -76,8 +76,10 @@ class Task(contract.Task):
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
-        """Return `eval_every` from LeRobot's two cadences (0 is never), and the policy's
-        optimizer."""
+        """Return defaults from LeRobot: `eval_every` and the policy's optimizer.
+
+        `eval_every` combines LeRobot's two cadences, of which either may be 0 for never.
+        """
         found: dict[str, Any] = {"eval_every": every} if (every := eval_every(cfg)) else {}
         if _lerobot.is_lerobots(cfg.policy):
             return found | _lerobot.presets(cfg)[0]
@@ -428,8 +430,10 @@ class Task(contract.Task):
         return sums
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """Report `action_l1` beside two baselines: the mean action, and the current state as the
-        action."""
+        """Report `action_l1` beside two baselines.
+
+        The baselines are the mean action, and the current state as the action.
+        """
         numbers, count = float(sums["numbers"]), float(sums["count"])
         weight = float(sums["weight"]) if "weight" in sums else numbers
         metrics: dict[str, float] = {
@@ -465,8 +469,10 @@ class Task(contract.Task):
         return trials.pictures(self.films)
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """Return films of trials, and plots of held-out episodes: predicted beside recorded
-        actions."""
+        """Return films of trials and plots of held-out episodes.
+
+        A plot shows predicted beside recorded actions.
+        """
         assert isinstance(model, Policy)
         names = self.demos.features["action"].names
         names = names if len(names) == self.action_dim else [str(n) for n in range(self.action_dim)]
@@ -539,8 +545,10 @@ class Task(contract.Task):
 
 
 class Acting(nn.Module):
-    """A policy for export. The actions (B, chunk, A) float32 are in recorded units, without
-    noise."""
+    """A policy for export.
+
+    The actions (B, chunk, A) float32 are in recorded units, without noise.
+    """
 
     def __init__(self, policy: Policy):
         super().__init__()
