@@ -61,8 +61,10 @@ BACKBONE = "pretrained_backbone_weights"
 
 
 class LeRobotSettings:
-    """Base class of the generated sections. `lerobot_fields`: {name: annotation in LeRobot's
-    class}."""
+    """Base class of the generated sections.
+
+    lerobot_fields  {name: annotation in LeRobot's class}
+    """
 
     lerobot_fields: ClassVar[dict[str, Any]]
 
@@ -361,8 +363,10 @@ class Windows(NamedTuple):
 
     @property
     def history(self) -> list[int]:
-        """Return the frames of the observations relative to the present; [0] for the present
-        alone."""
+        """Return the frames of the observations relative to the present.
+
+        The list is [0] if the policy uses only the present.
+        """
         return next((steps for name, steps in self.deltas.items() if name != "action"), [0])
 
 
