@@ -191,8 +191,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def cannot_resume(path: str) -> LockstepError:
-    """Return the error for LeRobot's own train_config.json, with a command that reuses its
-    settings."""
+    """Return the error for LeRobot's own train_config.json.
+
+    The error has a command that reuses the settings.
+    """
     whole = pretrained.read_json(Path(path))
     there = dict(flat(whole))
     names = ["dataset.repo_id", "dataset.root", "batch_size", "steps", "seed"]
