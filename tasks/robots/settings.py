@@ -314,8 +314,10 @@ NOT_THE_NETWORK = frozenset(
 
 
 def eval_every(cfg: Any) -> int:
-    """Return the optimizer steps between evaluations from LeRobot's two cadences; 0 without
-    both."""
+    """Return the optimizer steps between evaluations from LeRobot's two cadences.
+
+    The result is 0 if neither cadence is set.
+    """
     simulated = simulation.which(cfg.env, bool(cfg.dataset.root or cfg.dataset.repo_id))
     asked = [cfg.eval.loss_every, cfg.eval.trials_every if simulated else -1]
     asked = [every for every in asked if every >= 0]
