@@ -89,8 +89,9 @@ def class_table(
 
 
 class Classification(contract.Task):
-    """A task whose batches have `x` (B, ...) and `y` (B,) int64 and whose model returns logits (B,
-    C).
+    """A task with labelled batches.
+
+    Batches have `x` (B, ...) and `y` (B,) int64. The model maps x to logits (B, C).
 
     A subclass sets `classes`, calls `count` in `datasets()`, and has a section `loss:
     LossSettings`. A subclass may override `augment`.
@@ -174,8 +175,10 @@ class Classification(contract.Task):
             )
 
     def class_weights(self) -> np.ndarray:
-        """Return (C,) weights; binary: weights of the positive labels, a negative label weighs
-        1."""
+        """Return (C,) weights; binary: weights of the positive labels.
+
+        A negative label weighs 1.
+        """
         settings, counts = self.cfg.loss, np.asarray(self.train_counts, dtype=np.float64)
         if self.exclusive:
             return class_weights(self.train_counts, settings.class_weights)
