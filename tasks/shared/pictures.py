@@ -19,8 +19,10 @@ def text_width(line: str, size: int = 14) -> int:
 
 
 def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarray:
-    """Draw lines of text as (18 * lines, width) uint8, white on black; `inverse` is black on
-    white."""
+    """Draw lines of text as (18 * lines, width) uint8, white on black.
+
+    `inverse` is black on white.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     strip, font = (
