@@ -104,8 +104,7 @@ class FromWeights(Classification):
         return bool(self.cfg.model.features == "cached")
 
     def check_backbone(self) -> None:
-        """Raise LockstepError for a backbone's key without a backbone, or for contradictory
-        keys."""
+        """Raise LockstepError for contradictory keys of a backbone, or keys without a backbone."""
         model = self.cfg.model
         if self.backbone(self.cfg) is None:
             usual = BackboneSettings()
@@ -244,15 +243,16 @@ class FromWeights(Classification):
         return made
 
     def raw(self, batch: Batch) -> Batch:
-        """Return a batch of the validation split before the conversion to features, for an
-        export."""
+        """Return a batch of the validation split as raw samples, for an export."""
         if not self._cached:
             return batch
         return batch | {"x": self._raw.__getitems__(batch["lockstep"].index.tolist())["x"]}
 
     def _about(self, net: Backbone) -> tuple[bytes, Path]:
-        """Return a digest of all inputs of the features except the samples' bytes, and the
-        folder."""
+        """Return a digest of the features' inputs and the folder.
+
+        The digest excludes the samples' bytes.
+        """
         digest = hashlib.sha256(f"{VERSION} {type(net).__name__} {self.published_name()}".encode())
         for name, value in net.state_dict(keep_vars=False).items():
             if net.is_part(name):
