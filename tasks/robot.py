@@ -367,8 +367,7 @@ class Task(contract.Task):
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
         steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         # The error is a mean over the steps of the global batch, the KL a mean over its samples.
-        # With
-        # `mean_weight`, both add up over ranks.
+        # With `mean_weight`, both add up over ranks.
         weight = given.mean_weight
         mean_steps = steps.to(error.dtype).mean() if weight is None else weight.to(error.dtype)
         total = (error / (mean_steps * self.action_dim)).sum()

@@ -95,8 +95,7 @@ def _build(folder: Path, recipe: Recipe) -> None:
         generate(folder, recipe)
     except LockstepError:
         # The lock may not reach other machines on the file system. Another machine may have
-        # finished
-        # first.
+        # finished first.
         if not folder.exists():
             raise
 
@@ -175,8 +174,7 @@ def draw_poses(labels: np.ndarray, frames: int, rng: np.random.Generator) -> np.
     wave = 1.0 - np.abs(2.0 * phase - 1.0)  # uniform in [0, 1], because the phase is uniform
     # The mouse faces the direction of its walk and turns at a wall. The remaining classes draw the
     # sign at random. The direction is uniform and independent of the phase. The heading is
-    # therefore
-    # independent of the position in every class.
+    # therefore independent of the position in every class.
     forth = np.where(phase[..., :2] < 0.5, 1.0, -1.0)
     heading = np.arctan2(forth[..., 1] * sine[:, None], forth[..., 0] * cosine[:, None])
     return np.stack(

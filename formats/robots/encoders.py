@@ -151,8 +151,7 @@ def join(paths: Sequence[Path], counts: Sequence[int], fps: float, target: Path)
                 for packet in source.demux(theirs):
                     if packet.dts is not None:  # None marks the end
                         # Reordered pictures are decoded ahead of their time. After a file with a
-                        # single picture, the
-                        # decoding time could fall below the last packet's time.
+                        # single picture, the decoding time could fall below the last packet's time.
                         last = max(packet.dts + shift, last + 1)
                         packet.pts, packet.dts = packet.pts + shift, last
                         packet.stream = stream

@@ -126,8 +126,7 @@ class Frames:
             return np.take(self._map(camera), self._cache.rows(rows), axis=0, out=out, mode="clip")
         if self._process != os.getpid():
             # A forked loader process would share file positions with its parent. Keep the inherited
-            # files
-            # open: closing a decoder would wait for threads that exist only in the parent.
+            # files open: closing a decoder would wait for threads that exist only in the parent.
             _inherited.append((self._videos, self._tables))
             self._reset()
         unique, back = np.unique(rows, return_inverse=True)
@@ -222,8 +221,7 @@ class Frames:
     ) -> Iterator[Any]:
         for frame, row in zip(frames, rows, strict=True):
             # Look up at each use, so that the table stays the most recently used. A table counts as
-            # 1 MiB,
-            # which bounds the open files.
+            # 1 MiB, which bounds the open files.
             table = self._tables.get(place.path, lambda: (_Table(place.path), 2**20))
             group, n = table.find(place.first_row + int(frame))
             name = place.column
@@ -237,8 +235,7 @@ class Frames:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled to a loader process, a memory map would become a copy of the file. Decoders cannot
-        # be
-        # pickled.
+        # be pickled.
         return self.__dict__ | {"_maps": {}, "_videos": None, "_tables": None, "_process": -1}
 
 
@@ -321,8 +318,7 @@ class _Video:
                 key = frame.time if frame.key_frame else key
                 self._between_keys = max(self._between_keys, frame.time - key)
             # A seek is cheaper for a distant time, but only once per time: the key frame may be
-            # equally far
-            # back.
+            # equally far back.
             if (
                 n > sought
                 and n < len(times)

@@ -318,9 +318,9 @@ class Cache:
 
     @contextlib.contextmanager
     def _part(self, name: str, wait: bool) -> Iterator[int | None]:
-        """Yield the unfinished file `name`, locked and without content.
+        """Yield a descriptor of the unfinished file `name`, locked.
 
-        A leftover is removed afterwards.
+        A file that is still unfinished afterwards is removed.
 
         Yields None if another process has finished the file, or holds the lock and `wait` is False.
         """

@@ -1,5 +1,4 @@
-"""Initial weights of ACT's backbone: a ResNet on ImageNet, from a local torchvision or timm
-file."""
+"""Load ImageNet weights of a ResNet into ACT's backbone, from torchvision's or timm's file."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _NAME = re.compile(r"(ResNet\d+_Weights\.)?(IMAGENET1K_V\d|DEFAULT)")
 
 
 def check(policy: Any) -> None:
-    """Raise LockstepError for a name of weights instead of a file, and for a file with other
-    weights."""
+    """Raise LockstepError for a name of weights instead of a file, or for two sources."""
     given = policy.pretrained_backbone_weights
     if not given:
         return

@@ -231,8 +231,7 @@ def of_weights(given: Mapping[str, str], classes: Mapping[str, type]) -> dict[st
         if download:
             raise
         # A resumed run no longer needs the file. For any other run, the error comes before the data
-        # are
-        # read.
+        # are read.
         return {}
     there = pretrained.read_json(folder / pretrained.CONFIG)
     kind, where = str(there.get("type")), str(folder / pretrained.CONFIG)

@@ -61,8 +61,7 @@ def fit_temperature(
         slope, bend = (mean - own).sum(), (p * (z - mean[:, None]) ** 2).sum()
         step = slope / bend if bend > 0 else 0.0
         # Change the temperature by at most a factor of four per step: with nearly certain
-        # predictions,
-        # Newton's method overshoots.
+        # predictions, Newton's method overshoots.
         new = float(np.clip(beta - step, beta / 4, beta * 4))
         if abs(new - beta) <= 1e-12 * beta:
             break
