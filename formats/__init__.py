@@ -1,5 +1,5 @@
 """Formats on disk, in packages: `lab` (sensors, clips, behaviour), `robots` (LeRobot's datasets),
-`shards` (data larger than a disk) and `weights` (published weights, and features made with them).
+`shards` (data larger than a disk) and `weights` (published weights and their features).
 `arrays` and `partial` serve all packages.
 
 A module that has moved into a package can be imported by its old name for two releases.
@@ -32,12 +32,15 @@ MOVED = {
 }
 MOVED |= {"formats.shard_cache": "formats.shards.cache"}
 MOVED |= {"formats.shard_files": "formats.shards.files"}
-"""{old name: new name} of the modules that have moved."""
+"""{old name: new name} of moved modules."""
 
 
 class _OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a moved module by its old name. Both names hold the same module object, so that a
-    class has one identity and a pickle of either name is read."""
+    """Imports a moved module by its old name.
+
+    Both names refer to the same module object. A class then has one identity, and a pickle of
+    either name can be read.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,7 +51,7 @@ class _OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         old = module.__name__
         text = f"{old} has moved: import {MOVED[old]} instead, the old name works for two releases"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-        # The import system returns what is in sys.modules, not the empty module that it has made.
+        # The import system returns the entry of sys.modules, not the new empty module.
         sys.modules[old] = importlib.import_module(MOVED[old])
 
 

@@ -1,7 +1,7 @@
-"""Untrusted data: .npy and .npz files with headers that fit the file's size, tables of text, and
-names for paths.
+"""Read untrusted data: .npy and .npz files, tables of text, and names for paths.
 
-Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
+The headers of arrays must fit the size of the file. Nothing is ever unpickled. A damaged file
+raises a one-line LockstepError.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 
 from engine.contract import LockstepError
 
-# Control characters, except tabs and line ends: no name of a class, a person or a file needs them.
+# Control characters, except tabs and line ends. No name of a class, person or file needs these.
 CONTROL = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 
 _MAGIC = b"\x93NUMPY"
-_MOST_DEFLATED = 1032  # deflate's highest ratio: a larger claim is wrong, or a zip bomb
+_MOST_DEFLATED = 1032  # deflate's highest ratio; a larger ratio is an error or a zip bomb
 
 
 def check_text(text: str, path: Path) -> str:
-    """Return `text`. Raises LockstepError if it has a control character."""
+    """Return `text`. Raises LockstepError for a control character."""
     if found := CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1
         what = f"a control character (#x{ord(found.group()):02x})"
@@ -51,16 +51,15 @@ def text_lines(path: Path) -> list[str]:
 
 
 def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Return the header of a table and an iterator over (line, cells) of its rows, without lines
-    that are empty.
+    """Return the header of a table and an iterator over (line, cells) of the rows.
 
-    Commas, semicolons or tabs separate: what the header has most of. Its names are stripped. Raises
-    LockstepError for a name that stands twice, for a cell beyond the header, whose row may be
-    shifted, and for a quote that swallows lines.
+    Empty lines are skipped. The separator is a comma, semicolon or tab, the most frequent in the
+    header. Names in the header are stripped. Raises LockstepError for a duplicate name, for a cell
+    beyond the header (the row may be shifted), and for a quote that spans lines.
     """
     rows = _csv_rows(path, lines)
     header = [name.strip() for name in next(rows, (1, []))[1]]
-    while header and not header[-1]:  # a spreadsheet's empty columns
+    while header and not header[-1]:  # empty columns of a spreadsheet
         header.pop()
     if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
         raise LockstepError(
@@ -83,8 +82,10 @@ def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[in
 
 
 def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells). Raises LockstepError for a row of several lines, which a stray quote
-    makes of many."""
+    """Yield (line, cells).
+
+    Raises LockstepError for a row of several lines, caused by a stray quote.
+    """
     reader, line = csv.reader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count)), 0
     try:
         for line, cells in enumerate(reader, 1):
@@ -102,7 +103,7 @@ def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name from data can safely name a file in a folder."""
+    """Return whether a name from data is a safe file name in a folder."""
     return (
         name.isprintable()
         and name not in ("", ".", "..")
@@ -112,8 +113,10 @@ def is_file_name(name: str) -> bool:
 
 
 def stays_below(path: str) -> bool:
-    """Return whether a path stays inside its folder. Only the text counts: links in there are the
-    owner's own."""
+    """Return whether a path stays inside its folder.
+
+    The check covers only the text. The owner of the folder is responsible for links.
+    """
     path = os.path.normpath(path)
     return (
         path.isprintable()
@@ -130,8 +133,10 @@ def load_npy(path: Path) -> np.ndarray:
 
 
 def map_npy(path: Path) -> np.ndarray:
-    """Return the array of a .npy file as a read-only memory map; only the header is read. Raises
-    LockstepError."""
+    """Return the array of a .npy file as a read-only memory map. Raises LockstepError.
+
+    Only the header is read.
+    """
     with _wrap_errors(path, ".npy", "save"):
         with open(path, "rb") as file:
             _check_header(file, os.fstat(file.fileno()).st_size)
@@ -139,8 +144,10 @@ def map_npy(path: Path) -> np.ndarray:
 
 
 def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: str) -> np.ndarray:
-    """Map (N,) indices into `names` to indices into `classes`, a model's. Raises LockstepError for
-    a class it lacks."""
+    """Map (N,) indices into `names` to indices into `classes`, the classes of a model.
+
+    Raises LockstepError if `classes` lacks a class.
+    """
     number = {name: c for c, name in enumerate(classes)}
     strange = [names[c] for c in sorted({*labels.tolist()}) if names[c] not in number]
     if strange:
@@ -152,9 +159,11 @@ def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: st
 
 
 def look_alikes(counts: Mapping[str, int], typos: bool = True) -> list[str]:
-    """Return a sentence on each two names, {name: how many}, that may be one: but for case, spaces
-    and punctuation or, with `typos`, where a rare one differs from a frequent one in a letter or
-    two."""
+    """Return a sentence for each pair of names, {name: count}, that may be the same.
+
+    Such names differ only in case, spaces and punctuation. With `typos`, a rare name may also
+    differ from a frequent name in one or two letters.
+    """
     found = []
     ordered = sorted(counts, key=lambda name: (counts[name], name))
     for rare, often in itertools.combinations(ordered, 2):
@@ -174,23 +183,21 @@ def look_alikes(counts: Mapping[str, int], typos: bool = True) -> list[str]:
 
 
 _AT_ONCE = 128 << 10
-"""Bytes per request: Linux silently shortens one that is larger than the disk's usual
-read-ahead."""
+"""Bytes per request. Linux silently shortens a request beyond the disk's usual read-ahead."""
 
 
 def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
-    """Ask the kernel to read rows [f, f + count) of a memory map, for each f in `first`; returns at
-    once.
+    """Start to read rows [f, f + count) of a memory map, for each f in `first`; return at once.
 
-    Otherwise each first access to a group of pages waits for the disk. Rows that are in memory
-    already cost some microseconds. It never fails, because only speed depends on it.
+    Without the request, each first access to a group of pages waits for the disk. Rows in memory
+    cost some microseconds. The function never fails, because only speed depends on the request.
     """
     memory = mapped if isinstance(mapped, np.memmap) else mapped.base
     assert isinstance(memory, np.memmap) and isinstance(memory.base, mmap.mmap)
     if not hasattr(mmap, "MADV_WILLNEED"):  # Windows
         return
     row = mapped.strides[0]
-    # the map itself begins at such a multiple
+    # The offset of the map is a multiple of the granularity.
     begins = memory.offset % mmap.ALLOCATIONGRANULARITY + first * row
     with contextlib.suppress(OSError):
         for begin in begins.tolist():
@@ -230,15 +237,14 @@ def _read(file: IO[bytes], size: int) -> np.ndarray:
 def _is_text(array: np.ndarray) -> bool:
     """Return whether each item is valid text of one line."""
     codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
-    if (codes > 0x10FFFF).any():  # numpy would make a str of it that nothing can handle
+    if (codes > 0x10FFFF).any():  # numpy would return an invalid str
         return False
     text = "".join(array.ravel().tolist())
     return not CONTROL.search(text) and len(text.splitlines()) < 2
 
 
 def _check_header(file: IO[bytes], size: int) -> None:
-    """Raise ValueError unless the `size` bytes of `file` hold the plain array that its header
-    describes."""
+    """Raise ValueError unless the `size` bytes of `file` match the header of a plain array."""
     if not size:
         raise ValueError("the file is empty")
     version = np.lib.format.read_magic(file)
@@ -267,7 +273,7 @@ def _wrap_errors(path: Path, kind: str, function: str) -> Iterator[None]:
     except OSError as error:
         what = f"cannot read {path.name}: {error.strerror or error}"
         raise LockstepError(what, str(path), "put the file there, or name other data") from None
-    except Exception as error:  # on damaged bytes, numpy and zipfile raise nearly anything
+    except Exception as error:  # numpy and zipfile raise many types for damaged bytes
         why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
         what = f"{path.name} is cut short or no {kind} file: {why}"
         raise LockstepError(

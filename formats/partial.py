@@ -1,4 +1,4 @@
-"""A folder that is written under a hidden name beside its place and renamed when complete."""
+"""A folder that is written under a hidden name beside the target and renamed when complete."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 class Partial:
-    """Makes `folder`: call `begin`, write into `path`, rename it, and in any case call `end`.
+    """Creates `folder`: call `begin`, write into `path`, rename `path`, and always call `end`.
 
-    A killed process leaves its `path`, which the next `begin` for the same folder removes. A lock
-    on it tells leftovers from the work of a live process.
+    A killed process leaves its `path`. The next `begin` for the same folder removes the leftover. A
+    lock distinguishes a leftover from the folder of a live process.
     """
 
     def __init__(self, folder: Path):
@@ -25,7 +25,7 @@ class Partial:
 
     def begin(self) -> None:
         for left in self.folder.parent.glob(f".{glob.escape(self.folder.name)}.partial-*"):
-            # a live process has the lock, or the file system has no locks
+            # A live process has the lock, or the file system has no locks.
             with contextlib.suppress(OSError):
                 lock = _locked(left)
                 shutil.rmtree(left, ignore_errors=True)
@@ -43,8 +43,10 @@ class Partial:
 
 
 def _locked(folder: Path) -> int:
-    """Return a file descriptor of the folder that holds its lock. Raises BlockingIOError if another
-    one does."""
+    """Return a file descriptor of the folder with a lock.
+
+    Raises BlockingIOError if another process has the lock.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,4 @@
-"""Each file here is one task. `load` finds it by name, or any other one by the path of its .py
-file."""
+"""Tasks, one per file. `load` imports a task by name, or any task by the path of its .py file."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ RENAMED = {
     "deployed": "export_module",
 }
 RENAMED |= {"foreign": "compat_aliases", "free": "resumable_keys"}
-"""Members of a task as they once were called."""
+"""{old name: new name} of renamed members of a task."""
 
 
 def names() -> list[str]:
@@ -36,8 +35,11 @@ def names() -> list[str]:
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a file at each start. Python finds bytecode by size and second of the last change,
-    so an edit within a second of a start could be ignored."""
+    """Compiles a file at each start.
+
+    Python identifies bytecode by size and second of the last change. An edit within a second of a
+    start could be ignored.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
@@ -45,10 +47,14 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 
 
 def _from_path(path: Path) -> ModuleType:
-    """Import a file once, under its own name in sys.modules, so that pickle finds its classes."""
+    """Import a file once.
+
+    The module has a unique name in sys.modules, so that pickle can resolve its classes.
+    """
     name = f"tasks_from_path_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if (folder := str(path.parent)) not in sys.path:
-        # it may import its neighbours; last, so that none hides a module of the project
+        # The task may import its neighbours. The folder is last, so that it hides no module of the
+        # project.
         sys.path.append(folder)
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(
@@ -78,10 +84,12 @@ def _cannot_import(error: Exception) -> LockstepError:
 
 
 def load(name: str) -> type[Task]:
-    """Return the class `Task` of `tasks/<name>.py`, or of the file at the path `name`. Raises
-    LockstepError."""
+    """Return the class `Task` of `tasks/<name>.py`, or of the file at the path `name`.
+
+    Raises LockstepError.
+    """
     if name.endswith(".py"):
-        if not os.path.isfile(name):  # unlike Path.is_file, it never raises
+        if not os.path.isfile(name):  # unlike Path.is_file, os.path.isfile never raises
             raise LockstepError(
                 f"no task file {name!r}", "task", "give the path of an existing .py file"
             )
@@ -129,7 +137,7 @@ def load(name: str) -> type[Task]:
 
 
 def _may_use_losses(loss: Any) -> bool:
-    """Return whether a `loss` may come to the terms of `losses`, by the names in its code."""
+    """Return whether a `loss` may use the terms of `losses`, by the names in its code."""
     code = getattr(inspect.unwrap(loss), "__code__", None)
     return (
         loss is Task.loss

@@ -1,8 +1,8 @@
 """Human activity recognition: classify the exercise in a window of wearable sensor signals.
 
-The people in validation are never in training. The shipped data (data/watch) are 7 shoulder
-exercises of 10 people with a smartwatch; `formats/lab/windows.py` reads UCI HAR, UEA .ts files and
-your own arrays as well.
+People in validation never appear in training. The shipped data (data/watch) are 7 shoulder
+exercises of 10 people with a smartwatch. `formats/lab/windows.py` also reads UCI HAR, UEA .ts files
+and the user's own arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tasks.shared.classification import Deployed, LossSettings
 from tasks.shared.pretrained import BackboneSettings, FromWeights
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
-# width and depth where the config says 0
+# width and depth for a config value of 0
 SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}
 
 
@@ -115,8 +115,8 @@ class Task(FromWeights):
     split_keys = {"subjects": ("dataset.val_subjects", "dataset.test_subjects")}
     choose_by = "model.mode=harnet"
     shard = 256
-    masked = False  # the last channel says what is padding
-    axes = 3  # of each sensor; 0: the channels are none
+    masked = False  # whether the last channel marks padding
+    axes = 3  # axes of each sensor; 0: the channels are not axes
     aliases = {"mode": "model.mode"}
     defaults = {
         "epochs": 12,
@@ -172,7 +172,7 @@ class Task(FromWeights):
         return self.with_mixup(train_set), val_set
 
     def mix(self, x: Tensor, other: Tensor, share: Tensor) -> Tensor:
-        """Where only one of the two was measured, the mixture counts as padding."""
+        """Mix two windows. A step without both measurements counts as padding."""
         mixed = super().mix(x, other, share)
         if not self.masked:
             return mixed
@@ -184,7 +184,7 @@ class Task(FromWeights):
         return self.test
 
     def _people(self, chosen: np.ndarray) -> list[str]:
-        """Return the subjects of some recordings, or nothing if the data name none."""
+        """Return the subjects of some recordings; empty if the data have no names."""
         found = self.recordings
         return (
             [found.subjects[g] for g in sorted({*found.groups[chosen].tolist()})]
@@ -199,10 +199,10 @@ class Task(FromWeights):
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         super().load_metadata(metadata)
-        # an older one does not name them
+        # An older checkpoint has no subjects.
         self.length, self.about = metadata["length"], {"subjects": {}} | metadata
         self.masked = metadata["names"][-1:] == [windows.VALID]
-        # Overwritten by the weights that are loaded.
+        # The loaded weights overwrite these values.
         self.mean, self.std = torch.zeros(metadata["channels"]), torch.ones(metadata["channels"])
 
     def full_dataset(self) -> windows.Windows:
@@ -215,8 +215,10 @@ class Task(FromWeights):
         return every
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
-        """Read other recordings of the same sensors, with their own classes; call it after
-        `load_metadata`. Raises LockstepError if their windows, channels or rate differ."""
+        """Read other recordings of the same sensors, with their own classes, after `load_metadata`.
+
+        Raises LockstepError if windows, channels or rate differ.
+        """
         found = windows.read(root, self.length, stride, labelled)
         windows.check_alike(
             found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"]
@@ -228,7 +230,7 @@ class Task(FromWeights):
     def export_module(
         self, model: nn.Module
     ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """The module takes windows (B, T, C) in sensor units, as they are stored."""
+        """Return a module that takes windows (B, T, C) in sensor units, in the stored layout."""
         return Deployed(model, by_step=True, binary=not self.exclusive), lambda batch: self.raw(
             batch
         )["x"].transpose(1, 2)
@@ -270,15 +272,17 @@ class Task(FromWeights):
         return Transformer1d(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """(B, C, T) -> (B, C, T), by +, -, *, / and gathers within a sample only: any cut gives the
-        same bits."""
+        """Augment (B, C, T) by +, -, *, / and gathers within a sample only.
+
+        Any partition of a batch therefore gives equal bits.
+        """
         cfg = self.cfg.augment
         if not cfg.enabled:
             return x
         valid = x[:, -1:]
         x = x[:, :-1] if self.masked else x
         _, channels, steps = x.shape
-        # Groups of three axes; else no rotation, and one scale for all.
+        # Rotate groups of three axes. Without such groups, apply a single scale and no rotation.
         sensors = channels // 3 if self.axes == 3 and channels % 3 == 0 else 0
         noise = channels * steps if cfg.jitter else 0
         draws = contract.uniform(seeds, 5 + max(1, sensors) + noise) * 2 - 1  # (B, ...) in [-1, 1)
@@ -290,7 +294,7 @@ class Task(FromWeights):
         )
         if (cfg.speed or cfg.shift) and steps > 1:
             how = 1 + cfg.speed * speed, cfg.shift * steps * shift
-            # where a measured step and padding are mixed, the measured one is repeated
+            # Where a measured step and padding are mixed, repeat the measured step.
             if self.masked:
                 share = resample(valid, *how)
                 valid = (share >= 0.5).to(x.dtype)
@@ -343,8 +347,11 @@ class Task(FromWeights):
 
 
 def check_harnet(found: windows.Recordings) -> None:
-    """Raise LockstepError unless the recordings are what harnet takes: 3 channels of acceleration
-    in g, gravity included, at 30 Hz, in windows of 5, 10 or 30 s."""
+    """Raise LockstepError unless the recordings are valid inputs of harnet.
+
+    Inputs are 3 channels of acceleration in g, gravity included, at 30 Hz, in windows of 5, 10 or
+    30 s.
+    """
     prepare, rate, channels = "tools/prepare_windows.py", found.rate_hz, found.signal.shape[1]
     norm = np.sqrt(
         (found.signal[:: max(1, len(found.signal) // 10**6), :3].astype(np.float64) ** 2).sum(1)
@@ -384,8 +391,10 @@ def check_harnet(found: windows.Recordings) -> None:
 
 
 def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:
-    """Resample x (B, C, T) at a speed (B, 1) about its middle and a shift of (B, 1) steps: linear,
-    ends repeated."""
+    """Resample x (B, C, T) at a speed (B, 1) about the middle, shifted by (B, 1) steps.
+
+    Interpolation is linear; the ends are repeated.
+    """
     steps = x.shape[2]
     middle = (steps - 1) / 2
     at = (torch.arange(steps, device=x.device) - middle) * speed + (middle + shift)  # (B, T)
@@ -397,10 +406,10 @@ def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate all C / 3 sensors of a sample of x (B, C, T) alike; turn (B, 3) is axis * tan(angle /
-    2) (Rodrigues).
+    """Rotate all C / 3 sensors of a sample of x (B, C, T) by the same rotation.
 
-    This form (Cayley's) needs no sine, whose last bit may depend on a sample's place in the batch.
+    turn (B, 3) is axis * tan(angle / 2) (Rodrigues). This form of the rotation (Cayley's) needs no
+    sine, whose last bit may depend on the sample's position in the batch.
     """
     a, b, c = (turn.to(x.dtype)[:, n, None, None] for n in range(3))  # each (B, 1, 1)
     u, v, w = x[:, 0::3], x[:, 1::3], x[:, 2::3]  # each (B, G, T)

@@ -1,9 +1,9 @@
-"""Imitation learning: predict a robot's actions from pictures, state and command, given recorded
-demonstrations.
+"""Imitation learning: predict a robot's actions from pictures, state and command.
 
-The data are in LeRobot's format (formats/robots/lerobot.py). Without a dataset, demonstrations of a
-simulation are recorded at the first start, coloured discs on a table (tasks/envs/discs.py) or PushT
-(tasks/envs/pusht.py), and every evaluation also makes trials of the policy in it.
+The training data are recorded demonstrations in LeRobot's format (formats/robots/lerobot.py).
+Without a dataset, the first start records demonstrations of a simulation: coloured discs on a table
+(tasks/envs/discs.py) or PushT (tasks/envs/pusht.py). Every evaluation then also makes trials of the
+policy in the simulation.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
 
 
 class Task(contract.Task):
-    """Batches hold features by name, and `action` (B, chunk, A) with `action_is_pad` (B, chunk):
-    formats/robots/lerobot.py."""
+    """Batches hold features by name, `action` (B, chunk, A), and `action_is_pad` (B, chunk).
+
+    See formats/robots/lerobot.py.
+    """
 
     Settings = Settings
     monitor = "action_l1"
@@ -65,7 +67,7 @@ class Task(contract.Task):
 
     @classmethod
     def implied(cls, given: dict[str, str]) -> dict[str, tuple[str, str]]:
-        """What the config.json of the weights says that a policy starts from."""
+        """Return the settings in the config.json of the policy's initial weights."""
         if given["config"].endswith("train_config.json") and os.path.isfile(given["config"]):
             raise _lerobot_keys.cannot_resume(given["config"])
         return (
@@ -74,12 +76,14 @@ class Task(contract.Task):
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
-        """The two cadences of LeRobot, of which either may be 0 for never, as one of ours; its
-        policy's optimizer."""
+        """Return defaults from LeRobot: `eval_every` and the policy's optimizer.
+
+        `eval_every` combines LeRobot's two cadences, of which either may be 0 for never.
+        """
         found: dict[str, Any] = {"eval_every": every} if (every := eval_every(cfg)) else {}
         if _lerobot.is_lerobots(cfg.policy):
             return found | _lerobot.presets(cfg)[0]
-        # a policy without cameras has none
+        # A policy without cameras has no rate of a backbone.
         if rate := getattr(cfg.policy, "optimizer_lr_backbone", 0.0):
             found["optim.lr_scale"] = [f"?*backbone.*:{rate / cfg.optim.lr!r}"]
         return found
@@ -92,7 +96,7 @@ class Task(contract.Task):
         cfg, policy = self.cfg, self.cfg.policy
         check(cfg)
         if policy.pretrained_path and not self.resuming:
-            # told before the data are read
+            # Raise before the data are read.
             pretrained.find(policy.pretrained_path, policy.pretrained_revision)
         self.given = bool(cfg.dataset.root or cfg.dataset.repo_id)
         self.simulation = simulation.which(cfg.env, self.given)
@@ -103,15 +107,17 @@ class Task(contract.Task):
         said = language.texts_of(self.demos, cfg.dataset.command)
         self.texts = said.texts
         both = language.with_texts(self._chunks(), said)
-        # no episode of it is trained on
+        # Commands without a training episode.
         self.never = sorted({*both[1].labels.tolist()} - {*both[0].labels.tolist()})
         self._measure(both[0])
         self.val = both[1]
         return both
 
     def _demonstrations(self) -> lerobot.Demonstrations:
-        """Read the sets under the policy's names, as one. Raises LockstepError for what they do not
-        share, or lack."""
+        """Read the datasets under the policy's names and join the datasets.
+
+        Raises LockstepError for missing or differing features.
+        """
         cfg = self.cfg.dataset
         if self.given:
             sets = lerobot_mix.places(cfg.root, cfg.repo_id, cfg.revision, self.cfg.download)
@@ -152,7 +158,7 @@ class Task(contract.Task):
         return demos
 
     def _chunks(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
-        """Cut the demonstrations into the samples to train on and those to validate on."""
+        """Cut the demonstrations into training samples and validation samples."""
         cfg, policy, demos = self.cfg.dataset, self.cfg.policy, self.demos
         train, val = lerobot_mix.split(demos, cfg.eval_split, cfg.split_seed)
         self.shared = not len(val)
@@ -177,7 +183,7 @@ class Task(contract.Task):
         return both
 
     def _measure(self, train: lerobot.Chunks) -> None:
-        """Measure again what the dataset tells of all episodes, if some are excluded."""
+        """Recompute the dataset's statistics if some episodes are excluded."""
         kept, visual = self.kept(train), self.cfg.policy.normalization_mapping.VISUAL
         if not kept.all():
             if (
@@ -200,7 +206,7 @@ class Task(contract.Task):
         return self.datasets()[1]
 
     used: Sequence[str] = ()
-    """Of a model that was trained on several datasets, the features that they have in common."""
+    """For a model trained on several datasets: the common features."""
 
     def metadata(self) -> dict[str, Any]:
         return {"features": [*self.demos.features]} if lerobot_mix.names_of(self.demos) else {}
@@ -209,13 +215,13 @@ class Task(contract.Task):
         self.used = metadata.get("features", ())
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
-        """(H, W) in the batches of a camera's recorded pictures."""
+        """Return the (H, W) in batches for a camera's recorded pictures."""
         if wanted := self.cfg.dataset.resize:
             return wanted[0], wanted[1]
         if self.cfg.policy.type != "vla":
             return height, width
         side, larger = settings_of(self.cfg.policy).image_size, max(height, width)
-        # Keep the aspect ratio: the network pads to its square.
+        # Keep the aspect ratio: the network pads pictures to a square.
         return max(1, round(side * height / larger)), max(1, round(side * width / larger))
 
     def model(self) -> nn.Module:
@@ -243,7 +249,7 @@ class Task(contract.Task):
         return policy
 
     def _backbone_file(self) -> str:
-        """The file of ImageNet's weights that ACT's backbone starts from, if any."""
+        """Return the file of ImageNet's weights for ACT's backbone, if any."""
         cfg = self.cfg.policy
         return str(cfg.pretrained_backbone_weights) if cfg.type == "act" else ""
 
@@ -275,8 +281,10 @@ class Task(contract.Task):
         return policy
 
     def _features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """{name: (LeRobot's type, shape of one frame)} of what the policy sees and gives, pictures
-        channels first."""
+        """Return {name: (LeRobot's type, shape of one frame)} of the policy's inputs and outputs.
+
+        Pictures are channels first.
+        """
         shapes: dict[str, tuple[int, ...]] = {name: (dim,) for name, dim in self.dims.items()}
         shapes |= {"action": (self.action_dim,)} | {
             camera: (3, *size) for camera, size in self.sizes.items()
@@ -286,8 +294,10 @@ class Task(contract.Task):
         }
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
-        """Write a `pretrained_model` folder, which `policy.pretrained_path` takes and, except for a
-        vla, LeRobot."""
+        """Write a `pretrained_model` folder.
+
+        `policy.pretrained_path` accepts the folder, and LeRobot reads the folder except for a vla.
+        """
         features = {
             name: {"type": of, "shape": list(shape)}
             for name, (of, shape) in self._features().items()
@@ -304,7 +314,7 @@ class Task(contract.Task):
                 folder, lambda new: _lerobot.save(policy, new, self.names, resize), card
             )
             return
-        # The statistics of the checkpoint: the dataset may have grown since.
+        # Use the checkpoint's statistics: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
@@ -317,8 +327,10 @@ class Task(contract.Task):
     def export_module(
         self, model: nn.Module
     ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to
-        {"actions"}."""
+        """Return a module that maps batch tensors to {"actions"}.
+
+        The input is {feature name: tensor as in a batch, "words": `encode` of the command}.
+        """
         assert isinstance(model, Policy)
         if isinstance(model, _lerobot.Adapted):
             what = f"{self.cfg.policy.type} is exported by the lerobot package only"
@@ -334,8 +346,10 @@ class Task(contract.Task):
     # ---- training ----
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """The mean error over unpadded steps and dimensions, plus the policy's penalty times the
-        mean KL."""
+        """Return the mean error over unpadded steps and dimensions, plus the penalty.
+
+        The penalty is the policy's factor times the mean KL.
+        """
         augment, given = self.cfg.augment, batch["lockstep"]
         draws = contract.uniform(given.seed, 3 * augment.enabled + self.num_draws)
         inputs = self._with_words(batch)
@@ -343,7 +357,7 @@ class Task(contract.Task):
             changed = {name: recolour(batch[name], draws[:, :3], augment) for name in self.cameras}
             inputs, draws = inputs | changed, draws[:, 3:]
         out = net(inputs, draws)
-        # of how many numbers the loss is a mean, which no loader knows; there is no other term
+        # The denominator of the mean, unknown to the loader; there is no other term.
         if "weight" in out:
             return Loss(
                 out["error"].sum(),
@@ -352,8 +366,8 @@ class Task(contract.Task):
             )
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
         steps = (~batch["action_is_pad"]).sum(1)  # (B,)
-        # The error is a mean over the steps of the global batch, the KL one over its samples: both
-        # add up this way.
+        # The error is a mean over the steps of the global batch, the KL a mean over its samples.
+        # With `mean_weight`, both add up over ranks.
         weight = given.mean_weight
         mean_steps = steps.to(error.dtype).mean() if weight is None else weight.to(error.dtype)
         total = (error / (mean_steps * self.action_dim)).sum()
@@ -373,8 +387,10 @@ class Task(contract.Task):
     # ---- evaluation ----
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Sum the training's error under fixed draws, and the L1 error of the predicted actions in
-        recorded units."""
+        """Sum the training error under fixed draws, and the L1 error of predicted actions.
+
+        The L1 error is in recorded units.
+        """
         assert isinstance(model, Policy)
         inputs = self._with_words(batch)
         seeds = contract.sample_seeds(0, 0, batch["row"])
@@ -400,7 +416,7 @@ class Task(contract.Task):
             sums["weight"] = out["weight"].double().sum()
         state = batch.get("observation.state")
         if state is not None and state.shape[-1] == self.action_dim:
-            state = state[:, -1] if state.ndim > 2 else state  # of the present
+            state = state[:, -1] if state.ndim > 2 else state  # the present frame
             sums["off_hold"] = l1(state[:, None].expand_as(truth))
         if names := lerobot_mix.names_of(self.demos):
             # (B, sets)
@@ -413,8 +429,10 @@ class Task(contract.Task):
         return sums
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """`action_l1` beside two baselines: the mean action, and the current state as the
-        action."""
+        """Report `action_l1` beside two baselines.
+
+        The baselines are the mean action, and the current state as the action.
+        """
         numbers, count = float(sums["numbers"]), float(sums["count"])
         weight = float(sums["weight"]) if "weight" in sums else numbers
         metrics: dict[str, float] = {
@@ -432,7 +450,7 @@ class Task(contract.Task):
         return metrics | trials.metrics(sums)
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        """The chunk of actions from each frame on, in recorded units."""
+        """Return the chunk of actions from each frame on, in recorded units."""
         assert isinstance(model, Policy)
         where: dict[str, Any] = {name: batch[f"{name}_index"] for name in ("episode", "frame")}
         if names := lerobot_mix.names_of(self.demos):
@@ -450,7 +468,10 @@ class Task(contract.Task):
         return trials.pictures(self.films)
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """Films of trials; held-out episodes, as predicted beside as recorded."""
+        """Return films of trials and plots of held-out episodes.
+
+        A plot shows predicted beside recorded actions.
+        """
         assert isinstance(model, Policy)
         names = self.demos.features["action"].names
         names = names if len(names) == self.action_dim else [str(n) for n in range(self.action_dim)]
@@ -523,8 +544,10 @@ class Task(contract.Task):
 
 
 class Acting(nn.Module):
-    """A policy for export: actions (B, chunk, A) float32 in recorded units, predicted without
-    noise."""
+    """A policy for export.
+
+    The actions (B, chunk, A) float32 are in recorded units, without noise.
+    """
 
     def __init__(self, policy: Policy):
         super().__init__()
@@ -535,8 +558,10 @@ class Acting(nn.Module):
 
 
 def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
-    """Change brightness, colour and contrast: x (B, ..., 3, H, W) in 0..255, u (B, 3) in [0, 1) ->
-    float32."""
+    """Change brightness, colour and contrast at random.
+
+    x is (B, ..., 3, H, W) in 0..255, u is (B, 3) in [0, 1); the result is float32.
+    """
     x = x.float()
     amounts = (wanted.brightness, wanted.saturation, wanted.contrast)
     # a copy is a sync point
@@ -551,8 +576,10 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
 
 
 def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot.Demonstrations:
-    """Keep the chosen cameras, in colour, and the numbers as float32 vectors. Raises LockstepError
-    if `action` or everything to act on is missing."""
+    """Keep the chosen cameras, in colour, and the numbers as float32 vectors.
+
+    Raises LockstepError if `action` or all inputs of a policy are missing.
+    """
     used, columns = {}, dict(demos.columns)
     for name, feature in demos.features.items():
         if feature.is_picture and name in cameras:
@@ -576,7 +603,7 @@ def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot
 
 
 def brief(text: str) -> str:
-    """Return a command in quotes, of a long one the beginning."""
+    """Return a command in quotes; of a long command, return the beginning."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 

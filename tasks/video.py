@@ -1,5 +1,7 @@
-"""Behaviour of a mouse in short gray clips: rest, walk, rear, groom, paw withdrawal; split by
-video."""
+"""Classify the behaviour of a mouse in short gray clips; the split is by video.
+
+The behaviours are rest, walk, rear, groom and paw withdrawal.
+"""
 
 from __future__ import annotations
 
@@ -116,9 +118,9 @@ class Task(FromWeights):
     split_keys = {
         each: (f"dataset.val_{each}", f"dataset.test_{each}") for each in ("groups", "videos")
     }
-    # The data's fingerprint knows frames and size.
+    # The data's fingerprint already covers frames and size.
     resumable_keys = (*FromWeights.resumable_keys, "dataset.frames", "dataset.size")
-    ABOUT = "shape", "cutting", "videos"  # what a checkpoint holds of the data, see `metadata`
+    ABOUT = "shape", "cutting", "videos"  # properties of the data in a checkpoint, see `metadata`
     choose_by = "model.name=mc3_18"
     aliases = {
         "root": "dataset.root",
@@ -139,12 +141,12 @@ class Task(FromWeights):
                 wanted.data_seed,
             )
             folder = ensure(GENERATED / recipe.name, recipe)
-        elif not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
+        elif not os.path.isdir(folder):  # unlike Path.is_dir, os.path.isdir never raises
             raise LockstepError(
                 f"no folder {wanted.root!r}", "dataset.root", "make it with tools/prepare_clips.py"
             )
         clips = Clips(folder, frames)
-        # predicted class by sample index; -1: not scored
+        # predicted class by sample index; -1: without a score
         self._guesses = torch.full((len(clips),), -1)
         return clips
 
@@ -210,8 +212,10 @@ class Task(FromWeights):
         return clips
 
     def fitting(self, clips: Clips) -> Clips:
-        """Return other clips, after `load_metadata`; raises LockstepError if they differ in size
-        from the model's."""
+        """Return other clips, after `load_metadata`.
+
+        Raises LockstepError if the size differs from the model's.
+        """
         if [*clips.shape] != self.about["shape"]:
             sizes = [" x ".join(map(str, shape)) for shape in (clips.shape, self.about["shape"])]
             what = f"clips of {sizes[0]}, the model was trained on clips of {sizes[1]}"
@@ -258,7 +262,7 @@ class Task(FromWeights):
             self._guesses[batch["lockstep"].index] = guesses
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """The confusion matrix, and a clip of each class among those that this rank scored."""
+        """Return the confusion matrix, and a clip of each class from the samples of this rank."""
         val, found = self._val, super().pictures(model, batch, sums)
         guesses = self._guesses[: len(val)].cpu().numpy()
         chosen = one_of_each(val.labels, guesses)
@@ -275,8 +279,10 @@ class Task(FromWeights):
 
 
 def _split(clips: Clips, wanted: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the trials to train, to validate and to test on, as indices: first the last of them,
-    then of the rest."""
+    """Return the indices of the trials for training, validation and test.
+
+    The test part is split off first, then the validation part.
+    """
     rest, test = np.arange(len(clips)), np.arange(0)
     for unit, both in (
         ("video", {*wanted.val_videos} & {*wanted.test_videos}),
@@ -301,7 +307,7 @@ def _split(clips: Clips, wanted: Dataset) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 OTHER_SEED = 1 << 32
-"""Added to the seed of the split for the choice of what to test on."""
+"""Offset of the split's seed for the choice of the test part."""
 
 
 def _some(names: list[str]) -> str:
@@ -309,8 +315,7 @@ def _some(names: list[str]) -> str:
 
 
 def _of_a_clip(clips: Clips, wanted: Dataset) -> str:
-    """Return the size of a clip in frames, pixels and seconds, and the setting that it does not
-    follow."""
+    """Return the size of a clip in frames, pixels and seconds, and the setting that differs."""
     frames, height, width = clips.shape
     cut = f", the middle of {clips.longest}" if clips.longest > frames else ""
     lasts = lasting(frames, clips.cutting) if clips.cutting else ""
@@ -326,10 +331,11 @@ def _of_a_clip(clips: Clips, wanted: Dataset) -> str:
 
 
 def one_of_each(labels: np.ndarray, guesses: np.ndarray, most: int = 12) -> np.ndarray:
-    """Choose samples to show, at most `most`: one of each class, a misclassified one if there is
-    any, those first.
+    """Choose at most `most` samples to show: one of each class, preferably a misclassified sample.
 
-    labels, guesses  (N,) class numbers; samples with guess -1 are left out
+    Misclassified samples come first.
+
+    labels, guesses  (N,) class numbers; samples with guess -1 are excluded
     """
     right: list[int] = []
     wrong: list[int] = []
@@ -337,14 +343,16 @@ def one_of_each(labels: np.ndarray, guesses: np.ndarray, most: int = 12) -> np.n
         mine = np.flatnonzero((labels == c) & (guesses >= 0))
         missed = mine[guesses[mine] != c]
         found = missed if len(missed) else mine
-        # The middle one: the first ones of all classes would be of the same few videos.
+        # The middle sample: the first samples of all classes would be of a few videos only.
         (wrong if len(missed) else right).extend(found[len(found) // 2 :][:1])
     return np.array(wrong + right, dtype=np.int64)[:most]
 
 
 def stretched(clips: np.ndarray) -> np.ndarray:
-    """Stretch the contrast of each clip of (N, T, H, W) uint8: its 1st percentile to black, its
-    99th to white."""
+    """Stretch the contrast of each clip of (N, T, H, W) uint8.
+
+    The 1st percentile becomes black, the 99th percentile white.
+    """
     low, high = np.percentile(clips, (1, 99), axis=(1, 2, 3), keepdims=True)
     return np.clip((clips - low) * (255 / np.maximum(high - low, 1)), 0, 255).astype(np.uint8)
 
@@ -359,8 +367,7 @@ def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
         columns = torch.where(u[:, 3:4] < 0.5, columns, columns.flip(1))
     if wanted.flip == "all":
         rows = torch.where(u[:, 4:5] < 0.5, rows, rows.flip(1))
-    # Whole rows of pixels first, then columns: on a CPU a tenth of the time of one gather along all
-    # axes.
+    # Whole rows of pixels first, then columns: on a CPU, a tenth of the time of a joint gather.
     frames = torch.arange(len(x), device=x.device)[:, None] * num_frames + times  # (B, T)
     places = frames[:, :, None] * height + rows[:, None, :]  # (B, T, H)
     x = x.reshape(-1, width).index_select(0, places.flatten()).view(x.shape)
@@ -375,7 +382,7 @@ def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
 
 
 def _moved(length: int, most: float, u: Tensor) -> Tensor:
-    """(B,) draws -> (B, length) indices shifted by up to `most` either way and clamped."""
+    """Convert (B,) draws to (B, length) indices, shifted by up to `most` either way and clamped."""
     steps = torch.floor((2 * int(most) + 1) * u).long() - int(most)  # (B,)
     return (torch.arange(length, device=u.device) + steps[:, None]).clamp(0, length - 1)
 
@@ -389,30 +396,31 @@ def draw_ethogram(
     width: int = 1200,
     labels: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Draw the (N, C) probabilities of a video's frames as a uint8 picture (H, W', 3): a strip of
-    the labels' colours, above it the annotation's if there is one, and below a row per class, as
-    high as its probability and pale where another class is the label. The axis is time, or frames
-    if fps is 0.
+    """Draw the (N, C) probabilities of a video's frames as a uint8 picture (H, W', 3).
 
-    truth  (N,) class numbers, -1 where nothing is annotated
-    width  pixels of the axis; W' adds room for the names
-    labels  (N,) class numbers, -1 for none; the most probable ones by default
+    A strip shows the labels' colours, below the annotation's strip if given. Under the strips, each
+    class has a row with its probability as height, pale where another class is the label. The
+    axis is time, or frames if fps is 0.
+
+    truth  (N,) class numbers, -1 for a frame without annotation
+    width  pixels of the axis; W' adds space for the names
+    labels  (N,) class numbers, -1 for none; by default the most probable class
     """
-    # comes with tensorboard; imported when the first picture is drawn
+    # Pillow comes with tensorboard; the first picture imports Pillow.
     from PIL import Image, ImageDraw, ImageFont
 
     count, num_classes = probabilities.shape
-    # a column of pixels stands for many frames, or for a part of one
+    # A column of pixels covers many frames, or a part of one frame.
     first = np.arange(width) * count // width
     last = np.maximum(first + 1, np.arange(1, width + 1) * count // width)
 
     def columns(values: np.ndarray) -> np.ndarray:
-        """(N, C) values of frames -> (width, C) means per pixel column."""
+        """Average (N, C) values of frames to (width, C), one mean per pixel column."""
         total = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, 0)])
         return (total[last] - total[first]) / (last - first)[:, None]
 
     def strip(labels: np.ndarray) -> np.ndarray:
-        """(N,) class numbers or -1 -> (width, 3) mean colours per pixel column."""
+        """Average the colours of (N,) class numbers or -1 to (width, 3), per pixel column."""
         shares = columns(labels[:, None] == np.arange(num_classes))
         return shares @ colours + (1 - shares.sum(1, keepdims=True)) * 235
 
@@ -482,8 +490,10 @@ def draw_clips(
     wrong: Sequence[bool] | None = None,
     columns: int = 4,
 ) -> np.ndarray:
-    """Tile (N, T, H, W) uint8 into one clip (T, H', W') of at most `columns` per row, each under
-    its caption (equally many lines; black on white where `wrong`)."""
+    """Tile (N, T, H, W) uint8 into a clip (T, H', W') with at most `columns` clips per row.
+
+    Each clip has a caption above (equally many lines; black on white where `wrong`).
+    """
     zoom = max(1, -(-128 // clips.shape[3]))
     clips = clips.repeat(zoom, 2).repeat(zoom, 3)
     count, frames, _, width = clips.shape
@@ -495,7 +505,7 @@ def draw_clips(
         strip = caption(lines, room, inverse=odd)
         tiles.append(np.concatenate([np.repeat(strip[None], frames, 0), clip], 1))
     rows = -(-count // columns)
-    across = -(-count // rows)  # the same number in each row
+    across = -(-count // rows)  # equal number in each row
     tiles += [np.zeros_like(tiles[0])] * (rows * across - count)
     return np.concatenate(
         [np.concatenate(tiles[n : n + across], 2) for n in range(0, rows * across, across)], 1

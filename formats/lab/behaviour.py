@@ -1,11 +1,10 @@
-"""What people saw in videos: one form for the events of BORIS and the frames of DeepEthogram and
-SimBA.
+"""Annotations of behaviour in videos: a common form for BORIS, DeepEthogram and SimBA.
 
 BORIS          tabular and aggregated events, see `formats/lab/boris.py`
-DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour of 1, 0, or -1 for not
+DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour with 1, 0, or -1 for not
                labelled
-SimBA          targets_inserted/VIDEO.csv: a row per frame, the pose, features, and at the end the
-               behaviours, 0 or 1
+SimBA          targets_inserted/VIDEO.csv: a row per frame with the pose, features, and at the end
+               the behaviours, 0 or 1
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BACKGROUND = "background"
 SUFFIX = "_labels.csv"  # of DeepEthogram's files
 TARGETS = "targets_inserted"  # SimBA's folder
 KINDS = (".csv", ".tsv", ".xlsx")
-EXPORT = {".ods", ".xls", ".boris", ".gz", ".pkl"}  # kinds that BORIS writes, and that are not read
+EXPORT = {".ods", ".xls", ".boris", ".gz", ".pkl"}  # unsupported export formats of BORIS
 READ = (
     f"events that BORIS exported, DeepEthogram's VIDEO{SUFFIX}, SimBA's "
     "targets_inserted/VIDEO.csv, or a folder of them"
@@ -38,15 +37,16 @@ READ = (
 
 @dataclass(frozen=True)
 class Labels:
-    """What people saw in one video.
+    """The annotations of one video.
 
-    video       the name of its file, perhaps without the ending
-    path        the file that says so
+    video       file name of the video, possibly without suffix
+    path        the annotation file
     behaviours  B names
-    events      of a file of events: frames outside of each are in no behaviour
-    frames      (N, B) int8 of a file of frames: 1, 0, or -1 where nobody looked; None for events
-    lines       (N,) the line of each of these frames, 0 for one without
-    length_s, fps  of the video, as far as a file of events says; else 0
+    events      of a file of events; frames outside all events have no behaviour
+    frames      (N, B) int8 of a file of frames: 1 is on, 0 is off, -1 is not annotated; None for
+                events
+    lines       (N,) line of each of these frames, 0 for a frame without a line
+    length_s, fps  of the video if a file of events has the values; else 0
     """
 
     video: str
@@ -60,7 +60,7 @@ class Labels:
 
     @property
     def stem(self) -> str:
-        """Its name without folder and ending, by which files of one video find each other."""
+        """Return the name without folder and suffix, which identifies the files of a video."""
         return stem_of(self.video)
 
     @property
@@ -68,8 +68,11 @@ class Labels:
         return sorted({event.subject for event in self.events})
 
     def of(self, subjects: Sequence[str]) -> Labels:
-        """Return the events of these subjects alone; all if none are named. Raises LockstepError
-        for several that are not named, and for a name that the file lacks."""
+        """Select the events of the named subjects; without names, select all events.
+
+        Raises LockstepError if the file has several subjects and none is named, and for a name that
+        the file lacks.
+        """
         there = self.subjects
         if (
             subjects
@@ -92,11 +95,10 @@ class Labels:
         )
 
     def per_frame(self, count: int, fps: float) -> np.ndarray:
-        """Return (count, B) int8: 1 where a behaviour was seen, 0 where not, -1 where nobody
-        looked.
+        """Return (count, B) int8: 1 is on, 0 is off, -1 is not annotated.
 
-        A state lasts from frame round(start * fps) to the one before round(stop * fps); points have
-        no duration. Raises LockstepError for more labelled frames than `count`.
+        A state lasts from frame round(start * fps) to the frame before round(stop * fps). Points
+        have no duration. Raises LockstepError for more labelled frames than `count`.
         """
         if self.frames is not None:
             if len(self.frames) > count:
@@ -113,9 +115,12 @@ class Labels:
     def names(
         self, count: int, fps: float, priority: Sequence[str] = (), background: str = BACKGROUND
     ) -> np.ndarray:
-        """Return (count,) str, the one behaviour of each frame: `background` where there is none,
-        empty where nobody looked. Of several at once the first of `priority` counts. Raises
-        LockstepError if none of them is in it."""
+        """Return (count,) str, one behaviour per frame.
+
+        `background` marks a frame without behaviour; an empty text is not annotated. Of several
+        behaviours, the first in `priority` wins. Raises LockstepError if `priority` has none of the
+        behaviours.
+        """
         seen = self.per_frame(count, fps)
         order = [self.behaviours.index(name) for name in priority if name in self.behaviours]
         at_once = (seen == 1).sum(1) > 1
@@ -137,9 +142,11 @@ class Labels:
     def overlapping(
         self, count: int, fps: float, classes: Sequence[str], background: str = BACKGROUND
     ) -> np.ndarray:
-        """Return (count, C) int8 of the behaviours `classes`, any number of which are on: 1, 0, or
-        -1 where nobody looked. `background` is on where no other one is; an event that is in no
-        file of events did not happen."""
+        """Return (count, C) int8 for the behaviours `classes`, which may overlap.
+
+        1 is on, 0 is off, -1 is not annotated. `background` is on if no other behaviour is. A class
+        that a file of events lacks is off.
+        """
         seen = self.per_frame(count, fps)
         found = np.full((count, len(classes)), 0 if self.frames is None else -1, dtype=np.int8)
         for c, name in enumerate(classes):
@@ -155,34 +162,36 @@ class Labels:
 def first_of(
     overlapping: np.ndarray, classes: Sequence[str], background: str = BACKGROUND
 ) -> np.ndarray:
-    """(N, C) of 1, 0 and -1 -> (N,) str, one label of each for the split and the counts: the first
-    that is on, else `background`, and empty where nobody looked at any."""
+    """Reduce (N, C) of 1, 0 and -1 to (N,) str, one label each, for the split and the counts.
+
+    The label is the first behaviour that is on, else `background`. A row without any annotation
+    gives an empty text.
+    """
     names = np.array([*classes, background, ""])
     on, unseen = (overlapping == 1).any(1), (overlapping < 0).all(1)
     return names[np.where(on, (overlapping == 1).argmax(1), len(classes) + unseen)]
 
 
 def stem_of(name: str) -> str:
-    """C:\\mice\\a.b.mp4 -> a.b"""
+    """Return the stem of a path: C:\\mice\\a.b.mp4 -> a.b"""
     last = re.split(r"[\\/]", name)[-1]
     stem, ending = os.path.splitext(last)
     return stem if ending.lower() in SUFFIXES else last
 
 
 def read(path: Path, behaviours: Sequence[str] = (), offset: str = "") -> list[Labels]:
-    """Return the labels of each video in a file, or in all files of a folder and those below it.
+    """Return the labels of each video in a file, or in all files of a folder and its subfolders.
 
-    behaviours  the columns of SimBA's files that are behaviours; without them those that its
-                project names
-    offset      of BORIS' times, where they have one: `subtract` or `ignore`
-    Raises LockstepError with the file, and the line if there is one.
+    behaviours  columns of SimBA's files with behaviours; by default the project's list
+    offset      treatment of BORIS' time offsets, if any: `subtract` or `ignore`
+    Raises LockstepError with the file, and the line if known.
     """
     if not path.is_dir():
         return _read_file(path, behaviours, offset)
     files = sorted(
         each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file()
     )
-    # beside other tables
+    # The folder may also contain other tables.
     own = [each for each in files if each.name.endswith(SUFFIX) or each.parent.name == TARGETS]
     found = [one for each in own or files for one in _read_file(each, behaviours, offset)]
     if not found:
@@ -199,7 +208,7 @@ def read(path: Path, behaviours: Sequence[str] = (), offset: str = "") -> list[L
 
 
 def is_labels(path: Path) -> bool:
-    """Return whether `read` is for this path; else it is a table of trials."""
+    """Return whether `read` accepts the path; otherwise the path is a table of trials."""
     if path.is_dir() or path.suffix in {".xlsx", *EXPORT} or path.name.endswith(SUFFIX):
         return True
     lines = text_lines(path)
@@ -228,8 +237,7 @@ def _read_file(path: Path, behaviours: Sequence[str], offset: str) -> list[Label
     return found
 
 
-# ---- a row per frame
-# -------------------------------------------------------------------------------------------------
+# ---- a row per frame -----------------------------------------------------------------------------
 
 
 def _deepethogram(path: Path) -> Labels:
@@ -253,7 +261,7 @@ def _is_simba(header: list[str]) -> bool:
 def _simba(path: Path, lines: list[str], header: list[str], behaviours: Sequence[str]) -> Labels:
     named = [*behaviours] or _of_project(path)
     rows = [*csv_rows(path, lines)[1]]
-    if not named:  # the columns at the end that hold nothing but 0 and 1
+    if not named:  # the last columns with only 0 and 1
         for c in range(len(header) - 1, 0, -1):
             if header[c].endswith(("_x", "_y", "_p")) or not {
                 row[c].strip() for _, row in rows
@@ -277,7 +285,7 @@ def _simba(path: Path, lines: list[str], header: list[str], behaviours: Sequence
 
 
 def _of_project(path: Path) -> list[str]:
-    """Return the behaviours that SimBA's project_config.ini names; none without it."""
+    """Return the behaviours in SimBA's project_config.ini; none without the file."""
     config = configparser.ConfigParser(interpolation=None, strict=False)
     for folder in [*path.absolute().parents][:4]:
         try:
@@ -300,9 +308,11 @@ def _frames(
     names: list[str],
     counted: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (N, B) int8 of the columns `names` and (N,) their lines. The first column is the
-    frame, and a frame that is left out was not looked at, unless the rows are `counted` because it
-    is another one."""
+    """Return (N, B) int8 of the columns `names`, and (N,) lines.
+
+    The first column is the frame number. A missing frame is not annotated. With `counted`, the
+    first column is not a frame number, and rows are numbered in order.
+    """
     places, found = [header.index(name) for name in names], dict[int, tuple[int, list[int]]]()
     for n, (line, row) in enumerate(rows):
         where = f"{path}:{line}"

@@ -1,19 +1,18 @@
-"""Events as BORIS exports them: CSV, TSV or .xlsx (pip install openpyxl), of one or of many
-observations.
+"""Read events in BORIS' export formats: CSV, TSV or .xlsx (pip install openpyxl).
+
+A file has one or several observations.
 
     tabular      Observation id, ..., Subject, Behavior, [Modifier #1, ...], Behavior type, Time,
-    Media file name, ...
-                 with a row for each POINT, START and STOP
+                 Media file name, ... with a row for each POINT, START and STOP
     of before 8  lines of a key and a value, then Time, Media file path, Total length, FPS, Subject,
-    Behavior, ...,
-                 Status
+                 Behavior, ..., Status
     aggregated   Observation id, ..., Subject, Behavior, [Modifier #1, ...], Behavior type, Start
                  (s), Stop (s), ...
-    imported     time, subject, code, modifier, comment, of states: what BORIS takes from a
-                 spreadsheet VIDEO.xlsx
+    imported     time, subject, code, modifier, comment, of states: the form of a spreadsheet
+                 VIDEO.xlsx that BORIS imports
 
-Columns are found by their names, in any order; others are not read. The header is the first line
-that has them.
+Columns are identified by name, in any order. More columns are ignored. The header is the first line
+with the required columns.
 """
 
 from __future__ import annotations
@@ -35,16 +34,18 @@ LAYOUTS = {
     "before 8": {"Behavior", "Status", "Time"},
     "imported": {"time", "subject", "code", "modifier", "comment"},
 }
-"""The columns that tell the layouts apart."""
+"""The columns that distinguish the layouts."""
 
 MOST_S = 1e7
-"""No observation is longer: 115 days."""
+"""Longest accepted observation in seconds: 115 days."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A state from start to stop, exclusive; a point where they are one. `line` is the row's in
-    which it begins."""
+    """A state from start to stop, exclusive, or a point with start equal to stop.
+
+    line  line of the row with the start
+    """
 
     behaviour: str
     start_s: float
@@ -59,8 +60,10 @@ class Event:
 
 @dataclass
 class Observation:
-    """The events of one video, sorted by their start; length and frame rate are 0 where the file
-    does not say."""
+    """The events of a video, sorted by start.
+
+    Length and frame rate are 0 if the file lacks the values.
+    """
 
     video: str
     events: list[Event] = field(default_factory=list)
@@ -72,13 +75,13 @@ Rows = list[tuple[int, list[str]]]
 
 
 def layout_of(lines: list[str]) -> str | None:
-    """Return which of LAYOUTS the text of a file is in, None if in none."""
+    """Return the entry of LAYOUTS that fits the text of a file, or None."""
     found = _header([(n, re.split(r"[,;\t]", line)) for n, line in enumerate(lines[:200], 1)])
     return found and found[0]
 
 
 def _header(rows: Rows) -> tuple[str, int] | None:
-    """Return (layout, number of its row) of the first row with the columns of one."""
+    """Return (layout, row number) of the first row with the columns of a layout."""
     for n, (_, cells) in enumerate(rows):
         names = {cell.strip().strip('"') for cell in cells}
         if layout := next((name for name, columns in LAYOUTS.items() if columns <= names), None):
@@ -87,11 +90,12 @@ def _header(rows: Rows) -> tuple[str, int] | None:
 
 
 def read(path: Path, offset: str = "") -> list[Observation]:
-    """Return the observations of a file, in its order, one for each video.
+    """Return the observations of a file in order, one for each video.
 
-    offset  what to do with times that include an offset: `subtract` it, or `ignore` that and take
-    them as they are Raises LockstepError with the line for a START without its STOP, a time that is
-    none, and what else is wrong.
+    offset  treatment of times that include an offset: `subtract` the offset, or `ignore` the offset
+            and keep the times
+    Raises LockstepError with the line for a START without a STOP, an invalid time, and other
+    errors.
     """
     rows = _xlsx(path) if path.suffix.lower() == ".xlsx" else _text(path)
     found = _header(rows)
@@ -141,7 +145,7 @@ def read(path: Path, offset: str = "") -> list[Observation]:
 
 
 class _Row(dict[str, str]):
-    """The cells of a row by column; one that the file lacks is empty."""
+    """The cells of a row by column; a missing column is empty."""
 
     def __missing__(self, _: str) -> str:
         return ""
@@ -166,7 +170,7 @@ class _Row(dict[str, str]):
 
     @property
     def what(self) -> tuple[str, ...]:
-        """What START and STOP alternate for."""
+        """Return the key within which START and STOP alternate."""
         modifiers = [
             f"{name}={value}" for name, value in self.items() if "odifier" in name and value.strip()
         ]
@@ -179,8 +183,10 @@ class _Row(dict[str, str]):
 
 
 def _states(table: list[tuple[int, _Row]], video: str) -> Iterator[tuple[int, _Row]]:
-    """Yield the rows of a spreadsheet for the import with the names of the other layouts. It does
-    not say what begins and what ends: of each state that alternates, in the order of the rows."""
+    """Yield the rows of an import spreadsheet with the column names of the other layouts.
+
+    The spreadsheet does not mark starts and stops. The rows of each state alternate, in order.
+    """
     on: set[tuple[str, ...]] = set()
     for line, row in table:
         named = {
@@ -198,7 +204,7 @@ Found = tuple[str, float, float, str, int]  # behaviour, start, stop, subject, l
 
 
 def _paired(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
-    """Pair the STARTs and STOPs of one video, which need not be in the order of time."""
+    """Pair the STARTs and STOPs of a video, in any order of time."""
     rows = [(_seconds(row["Time"], "Time", f"{path}:{line}"), line, row) for line, row in table]
     started: dict[tuple[str, ...], tuple[float, int]] = {}
     for at, line, row in sorted(rows, key=lambda each: each[0]):
@@ -244,7 +250,7 @@ def _aggregated(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
 
 
 def _shift(path: Path, table: list[tuple[int, _Row]], offset: str) -> float:
-    """Return what to subtract from the times of one video."""
+    """Return the offset to subtract from the times of a video."""
     line, row = table[0]
     if not (seconds := _number(row["Time offset (s)"])) or offset == "ignore":
         return 0.0
@@ -259,7 +265,7 @@ def _shift(path: Path, table: list[tuple[int, _Row]], offset: str) -> float:
 
 
 def _number(text: str) -> float:
-    """Return a number that a file may lack, 0 without it."""
+    """Return the number in an optional cell, 0 for an empty cell."""
     try:
         return float(text)
     except ValueError:
@@ -267,7 +273,7 @@ def _number(text: str) -> float:
 
 
 def _seconds(text: str, name: str, where: str) -> float:
-    """12.5, or 0:00:12.5 -> 12.5"""
+    """Convert a time to seconds: 12.5, or 0:00:12.5 -> 12.5"""
     try:
         value = 0.0
         for part in text.strip().split(":"):
@@ -281,8 +287,10 @@ def _seconds(text: str, name: str, where: str) -> float:
 
 
 def _text(path: Path) -> Rows:
-    """The rows of a text file with the line where each begins: a quoted description may have
-    several."""
+    """Return the rows of a text file with the first line of each.
+
+    A quoted description may have several lines.
+    """
     lines = text_lines(path)
     named = max(lines[:200], key=lambda line: "Behavior" in line, default="")
     reader, rows, line = (
@@ -302,7 +310,7 @@ def _text(path: Path) -> Rows:
 
 
 def _xlsx(path: Path) -> Rows:
-    """The rows of the first sheet, as text."""
+    """Return the rows of the first sheet as text."""
     try:
         import openpyxl
     except ImportError as error:
@@ -316,7 +324,7 @@ def _xlsx(path: Path) -> Rows:
             for n, cells in enumerate(sheet.iter_rows(values_only=True), 1)
         ]
         book.close()
-    except Exception as error:  # on damaged bytes it raises nearly anything
+    except Exception as error:  # openpyxl raises many types for damaged bytes
         why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise LockstepError(
             f"no spreadsheet: {why}", str(path), "export it from BORIS again"

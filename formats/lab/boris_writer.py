@@ -1,5 +1,4 @@
-"""Events in the forms of BORIS: aggregated events as people analyse them, and a spreadsheet that
-BORIS imports."""
+"""Write events in BORIS' forms: aggregated events for analysis, and a spreadsheet for import."""
 
 from __future__ import annotations
 
@@ -20,19 +19,18 @@ AGGREGATED = (
     "index start,"
     "Image index stop,Image file path start,Image file path stop,Comment start,Comment stop"
 ).split(",")
-"""The columns; the star stands for independent variables."""
+"""The columns; the star is the position of the independent variables."""
 
 IMPORTED = ("time", "subject", "code", "modifier", "comment")
-NOBODY = "No focal subject"  # as BORIS writes it
+NOBODY = "No focal subject"  # BORIS' own text
 
 
 @dataclass(frozen=True)
 class Video:
-    """What to write of one: its frames, and its bouts as (behaviour, first frame, frame after the
-    last).
+    """A video to write: its frames, and its bouts (behaviour, first frame, frame after the last).
 
-    variables  independent ones, such as which model has predicted, and whether it was trained on
-    this video
+    variables  independent variables, such as the name of the predicting model, and whether the
+               model was trained on the video
     """
 
     name: str
@@ -91,8 +89,10 @@ def aggregated(videos: Sequence[Video], delimiter: str) -> str:
 
 
 def imported(video: Video) -> bytes:
-    """Return a spreadsheet (.xlsx) that BORIS imports into an observation: a state stands there
-    twice, where it begins and where it ends. Raises LockstepError without openpyxl."""
+    """Return a spreadsheet (.xlsx) that BORIS imports into an observation.
+
+    A state has two rows, start and stop. Raises LockstepError without openpyxl.
+    """
     openpyxl = import_openpyxl()
     book = openpyxl.Workbook(write_only=True)
     sheet = book.create_sheet("events")
@@ -103,7 +103,7 @@ def imported(video: Video) -> bytes:
         for code, *bout in video.bouts
         for starts, frame in zip((1, 0), bout, strict=True)
     ]
-    for frame, _, code in sorted(ends):  # at one time what ends comes before what begins
+    for frame, _, code in sorted(ends):  # at equal times, a stop precedes a start
         sheet.append([video.seconds(frame), video.subject, code, "", comment])
     book.save(file := io.BytesIO())
     return file.getvalue()

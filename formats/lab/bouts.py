@@ -1,10 +1,9 @@
-"""Bouts of behaviour: maximal runs of frames, how they are scored, and how predicted ones are
-smoothed.
+"""Bouts of behaviour (maximal runs of frames): scores, and smoothing of predicted bouts.
 
-Labels of a video are (N, C) of 1, 0 and -1 for N frames and C behaviours: on, off, nobody looked. A
-frame that nobody looked at is in no bout, of neither side: it ends what is predicted there. All
-scores come from whole numbers that add up over videos, and from medians over all bouts, so that
-neither depends on how the videos are divided.
+Labels of a video are (N, C) for N frames and C behaviours: 1 is on, 0 is off, -1 is not annotated.
+A frame that is not annotated belongs to no bout, annotated or predicted, and ends a predicted bout.
+All scores come from integers that add up over videos and from medians over all bouts. The scores
+therefore do not depend on the division into videos.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ IOU, TOLERANCE_S = 0.5, 0.25
 
 
 def one_hot(labels: np.ndarray, count: int) -> np.ndarray:
-    """(N,) class numbers or -1 -> (N, C) int8; rows of -1 where there is none."""
+    """Convert (N,) class numbers to (N, C) int8; a number of -1 gives a row of -1."""
     found = (labels[:, None] == np.arange(count)).astype(np.int8)
     found[labels < 0] = -1
     return found
 
 
 def columns_of(labels: np.ndarray, names: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """(N, len(names)) int8 -> (N, len(classes)): columns by name; of a class that is not there
-    nobody looked."""
+    """Reorder (N, len(names)) int8 columns by name to (N, len(classes)).
+
+    The column of a class that `names` lacks is -1.
+    """
     found = np.full((len(labels), len(classes)), -1, dtype=np.int8)
     for c, name in enumerate(classes):
         if name in names:
@@ -37,8 +38,7 @@ def columns_of(labels: np.ndarray, names: Sequence[str], classes: Sequence[str])
 
 
 def runs(on: np.ndarray) -> np.ndarray:
-    """(N,) bool -> (K, 2) int64: first frame and the one after the last, of each maximal run, in
-    their order."""
+    """Return the maximal runs of (N,) bool in order, as (K, 2) int64: [first frame, end)."""
     edges = np.diff(np.concatenate([[0], np.asarray(on, dtype=np.int8), [0]]))
     return np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1)
 
@@ -46,12 +46,14 @@ def runs(on: np.ndarray) -> np.ndarray:
 def by_overlap(
     true: np.ndarray, predicted: np.ndarray, least: float = IOU
 ) -> list[tuple[int, int]]:
-    """Return the pairs (number in `true`, number in `predicted`) of bouts (K, 2) and (L, 2) whose
-    intersection is at least `least` of their union: one to one, the largest share first, of equal
-    ones the earliest."""
+    """Match bouts (K, 2) and (L, 2) by overlap; return pairs (index in `true`, in `predicted`).
+
+    The intersection of a pair is at least `least` of the union. Each bout has at most one partner.
+    The largest share is matched first; of equal shares, the earliest.
+    """
     pairs = []
     for n, (first, stop) in enumerate(true.tolist()):
-        # those before have ended
+        # Earlier bouts have ended.
         begin = int(np.searchsorted(predicted[:, 1], first, side="right"))
         for m in range(begin, len(predicted)):
             start, end = predicted[m].tolist()
@@ -65,8 +67,11 @@ def by_overlap(
 
 
 def by_onset(true: np.ndarray, predicted: np.ndarray, within: int) -> list[tuple[int, int]]:
-    """Return the pairs of bouts that begin at most `within` frames from each other: one to one, the
-    nearest first, of equally near ones the earliest."""
+    """Match bouts that begin at most `within` frames apart; return pairs of indices.
+
+    Each bout has at most one partner. The nearest pair is matched first; of equally near pairs, the
+    earliest.
+    """
     pairs = []
     for n, first in enumerate(true[:, 0].tolist()):
         low, high = np.searchsorted(predicted[:, 0], [first - within, first + within + 1]).tolist()
@@ -86,16 +91,16 @@ def _one_to_one(pairs: list[tuple[Any, int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Scores:
-    """What some videos add to the scores, by behaviour (C,): add them up in any order.
+    """Summands of the scores by behaviour (C,), from some videos. Add them in any order.
 
-    true, predicted  number of bouts;   overlap, onset  number of these that are matched
-    frames       (C, 2, 2) int64, looked-at frames by [annotated, predicted]
-    confusion    (C, C) int64, frames by [annotated, predicted], where a frame has one label; else 0
-    transitions  (2, C, C) int64, annotated and predicted: bouts of the first that the second
-                 follows without a gap
+    true, predicted  number of bouts;   overlap, onset  number of matched bouts
+    frames       (C, 2, 2) int64, annotated frames by [annotated, predicted] state
+    confusion    (C, C) int64, frames by [annotated, predicted] for exclusive labels; else 0
+    transitions  (2, C, C) int64, annotated and predicted: bouts of the first behaviour directly
+                 followed by the second
     durations    of every bout in seconds, [annotated, predicted][behaviour]
-    latencies    the first onset in each video that has one, in seconds from its first frame, in the
-                 same form
+    latencies    first onset in each video with an onset, in seconds from the first frame of the
+                 video, indexed like `durations`
     """
 
     true: np.ndarray
@@ -123,8 +128,11 @@ class Scores:
         )
 
     def report(self, classes: Sequence[str], background: str) -> dict[str, Any]:
-        """Return {behaviour: scores}, with "all": the means over the behaviours but `background`
-        that occur or are predicted, and kappa of all frames, where a frame has one label."""
+        """Return {behaviour: scores}, with "all" for the means.
+
+        The means cover the behaviours except `background` that occur or are predicted. "all" also
+        has the kappa of all frames for exclusive labels.
+        """
         found: dict[str, Any] = {}
         for c, name in enumerate(classes):
             row: dict[str, Any] = {"true": int(self.true[c]), "predicted": int(self.predicted[c])}
@@ -165,9 +173,11 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def kappa(confusion: np.ndarray) -> float | None:
-    """Return Cohen's kappa of (C, C) counts; None where all is of one class, or nothing. Whole
-    numbers to the end."""
-    table = [[int(count) for count in row] for row in confusion]  # Python's, which do not overflow
+    """Return Cohen's kappa of (C, C) counts; None for a single class or no counts.
+
+    All sums are integers, so the only rounding is in the last division.
+    """
+    table = [[int(count) for count in row] for row in confusion]  # Python integers do not overflow
     total = sum(map(sum, table))
     chance = sum(
         sum(row) * sum(column) for row, column in zip(table, zip(*table, strict=True), strict=True)
@@ -184,9 +194,9 @@ def score(
     tolerance_s: float = TOLERANCE_S,
     least: float = IOU,
 ) -> Scores:
-    """Return the scores of a video from (N, C) annotated labels 1, 0, -1 and (N, C) predicted ones.
+    """Return the scores of a video from (N, C) annotated labels 1, 0, -1 and predicted labels.
 
-    exclusive  a frame has one label, or none: then there are transitions and a kappa of all
+    exclusive  a frame has at most one label, so the scores include transitions and kappa
     """
     looked = true >= 0
     sides = (true == 1), (predicted == 1) & looked
@@ -229,12 +239,12 @@ def score(
 
 @dataclass(frozen=True)
 class Smoothing:
-    """How probabilities of frames become bouts.
+    """Conversion of probabilities of frames to bouts.
 
-    median  frames of the median of each probability over time, an odd number; 1: none
-    least   {behaviour: frames}: gaps of at most so many are filled, then bouts of at most so many
-            dropped
-    fps     the frame rate that these frames are counted at; 0: that of the video
+    median  width in frames (odd) of the median filter over time; 1: no filter
+    least   {behaviour: frames}: first fill gaps up to this length, then drop bouts up to this
+            length
+    fps     frame rate that the frames refer to; 0: the video's rate
     """
 
     median: int = 1
@@ -242,7 +252,7 @@ class Smoothing:
     fps: float = 0.0
 
     def at(self, fps: float) -> Smoothing:
-        """Return the same in frames of a video of `fps` frames/s, lasting as long."""
+        """Return the smoothing of equal duration, in frames of a video of `fps` frames/s."""
         if not (fps and self.fps) or abs(fps - self.fps) < 0.01 * self.fps:
             return self
         ratio = fps / self.fps
@@ -259,20 +269,19 @@ class Smoothing:
 
 
 def median(values: np.ndarray, width: int) -> np.ndarray:
-    """(N, C) -> (N, C): the median over `width` frames around each, the ends repeated."""
+    """Return the (N, C) median over `width` frames around each frame; the ends are repeated."""
     if width <= 1 or not len(values):
         return values
     padded = np.pad(values, ((width // 2, width // 2), (0, 0)), mode="edge")
     # (N, C, width), a view
     windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=0)
-    # bounds the copies
+    # in parts, which bounds the copies
     parts = [np.median(windows[n : n + 4096], axis=2) for n in range(0, len(values), 4096)]
     return np.concatenate(parts)
 
 
 def filled(on: np.ndarray, least: int) -> np.ndarray:
-    """(N,) bool -> the same with gaps of at most `least` frames between two bouts filled, and then
-    bouts of at most `least` frames dropped."""
+    """Fill short gaps in (N,) bool, then drop short bouts; `least` frames are still short."""
     on = on.copy()
     if least < 1:
         return on
@@ -291,11 +300,12 @@ def decide(
     smoothing: Smoothing,
     thresholds: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """(N, C) probabilities -> (N, C) int8, 1 where a behaviour is on.
+    """Convert (N, C) probabilities to (N, C) int8 states, 1 for a behaviour that is on.
 
-    With `thresholds`, one for each, any number is on, and `background` where no other one is.
-    Without, one is: of those left by `smoothing` the most probable, where none is left
-    `background`, or if there is no such class the one before.
+    With `thresholds`, one per behaviour, several behaviours may be on; `background` is on if no
+    behaviour is. Without thresholds, one behaviour is on per frame: the most probable of the
+    behaviours that `smoothing` leaves. If none is left, `background` is on. Without a background
+    class, the previous frame's behaviour continues.
     """
     values = median(probabilities, smoothing.median)
     one = thresholds is None
@@ -317,8 +327,7 @@ def decide(
 
 
 def _carried(labels: np.ndarray) -> np.ndarray:
-    """(N,) class numbers -> the same with each -1 replaced by the last before it, or at the start
-    the first after."""
+    """Replace each -1 in (N,) class numbers by the previous number; at the start, by the next."""
     known = np.flatnonzero(labels >= 0)
     if not len(known):
         return np.zeros_like(labels)
@@ -339,11 +348,11 @@ def choose(
     background: str,
     thresholds: Sequence[float] | None = None,
 ) -> tuple[Smoothing, float, float]:
-    """Return the smoothing with the highest mean F1 of bouts by overlap over the behaviours but
-    `background`, that F1, and the one without smoothing. Of equal ones the least smoothing.
+    """Return (smoothing, its F1, the F1 without smoothing) for the highest mean F1.
 
-    For each width of the median the shortest bout of one behaviour after the other is chosen, as it
-    serves all.
+    F1 is over bouts by overlap, as a mean over the behaviours except `background`. A tie gives the
+    least smoothing. For each width of the median, the shortest bout of each behaviour is chosen in
+    turn, with the effect on all behaviours.
     """
     fps = videos[0][2]
     best, plain = (Smoothing(fps=fps), -1.0), 0.0
@@ -385,8 +394,10 @@ def choose(
 
 
 def _f1(on: Sequence[np.ndarray], videos: Sequence[Video], c: int) -> float | None:
-    """Return the F1 of one behaviour's bouts from (N,) bool of each video; None if it neither
-    occurs nor is found."""
+    """Return the F1 of one behaviour's bouts from (N,) bool of each video.
+
+    Returns None if the behaviour neither occurs nor is predicted.
+    """
     hits = size = 0
     for each, (_, true, _) in zip(on, videos, strict=True):
         found, there = runs(each & (true[:, c] >= 0)), runs(true[:, c] == 1)

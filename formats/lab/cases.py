@@ -1,5 +1,4 @@
-"""Data sets of the UCR and UEA archives: cases, each a short series with one label, as .tsv, .arff
-or .ts."""
+"""Read data sets of the UCR and UEA archives: short labelled series in .tsv, .arff or .ts."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ class Cases:
 
     series   each (T, C) float64; NaN is missing
     labels   (R,) index into `classes`
-    test     (R,) bool, of the file _TEST, or None if there is one file
-    where    file:line of each
+    test     (R,) bool, True for the file _TEST, or None for a single file
+    where    file:line of each case
     """
 
     series: list[np.ndarray]
@@ -36,8 +35,7 @@ class Cases:
 
 
 def find(folder: Path) -> Path | None:
-    """Return the training file of a folder that holds one data set of an archive in any of its
-    forms, or None."""
+    """Return the training file of a folder with an archive's data set in any form, or None."""
     for kind in KINDS:
         found = sorted(
             p for p in folder.glob(f"*_TRAIN{kind}") if not re.search(r"Dimension\d+_TRAIN", p.name)
@@ -51,7 +49,7 @@ def find(folder: Path) -> Path | None:
 
 
 def read(path: Path) -> Cases:
-    """Read a file, or NAME_TRAIN with NAME_TEST beside it. Raises LockstepError."""
+    """Read a file, or NAME_TRAIN with the NAME_TEST beside it. Raises LockstepError."""
     pair = re.fullmatch(r"(.+)_(?:TRAIN|TEST)", path.stem)
     both = (
         [path.with_name(f"{pair[1]}_{part}{path.suffix}") for part in ("TRAIN", "TEST")]
@@ -77,7 +75,7 @@ def read(path: Path) -> Cases:
                     f"{part}:{line}",
                     "add it there",
                 )
-            # what is missing at the end only fills up a table
+            # Missing values at the end only fill the table.
             end = np.flatnonzero(~np.isnan(one).all(1))
             series.append(one[: end[-1] + 1 if len(end) else 0])
             labels.append(names.index(label))
@@ -89,7 +87,7 @@ def read(path: Path) -> Cases:
 
 
 def natural(name: str) -> tuple[bool, float, str]:
-    """Return what names are sorted by: numbers by their value, and before others."""
+    """Return the sort key of a name: numbers by value, and before all text."""
     try:
         return False, float(name), name
     except ValueError:
@@ -97,7 +95,7 @@ def natural(name: str) -> tuple[bool, float, str]:
 
 
 Part = tuple[list[np.ndarray], list[str], list[str], list[int]]
-"""Series, their labels, the classes that a header names or none, and the line of each."""
+"""Series, labels, classes of the header (or none), and the line of each series."""
 
 
 def _ts(path: Path) -> Part:
@@ -125,8 +123,11 @@ def _tsv(path: Path) -> Part:
 
 
 def _arff(path: Path) -> Part:
-    """Univariate: a row of values and the label. Multivariate: 'values\\nvalues…',label, a line of
-    values a channel."""
+    """Parse an .arff file.
+
+    A univariate row has the values and the label. A multivariate row is 'values\\nvalues…',label
+    with a line of values per channel.
+    """
     series, labels, lines = [], [], []
     classes: list[str] = []
     relational = in_data = False
@@ -169,7 +170,7 @@ def _lines(path: Path, encoding: str = "utf-8-sig") -> list[tuple[int, str]]:
 
 
 def _row(text: str, where: str) -> list[str]:
-    """Return the cells of a line with commas, where ' or " quote."""
+    """Return the cells of a line separated by commas, with quotes ' or "."""
     quote = "'" if text.count("'") >= 2 else '"'
     try:
         return next(csv.reader([text], quotechar=quote, skipinitialspace=True))

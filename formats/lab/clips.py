@@ -1,17 +1,17 @@
 """A packed folder of labelled video clips, read by one gather from a memory map.
 
-    frames.npy   uint8 (sum of num_frames, H, W): the gray frames of all trials, one trial after the
-                 other
-    trials.csv   columns trial, video, label, first_frame, num_frames, and group if it is known: the
-                 animal or the cage
-                 of each video, which a split keeps whole; others are not read
-    classes.txt  one class name a line; a class's number is its line cutting.json how the clips were
-    cut out of videos, if they were: {"crop": [x, y, w, h] or null, "stride": frames of
-                 the video from one frame to the next, "size": height and width, "fps": each frame
-                 rate of the videos, "resampled": true if videos of any rate were taken at this one}
-    labels.npy   int8 (trials, classes), where labels may overlap: 1, 0, or -1 where nobody looked
+    frames.npy   uint8 (sum of num_frames, H, W): the gray frames of all trials, concatenated
+    trials.csv   columns trial, video, label, first_frame, num_frames; optionally group, the animal
+                 or the cage of each video, which a split never divides; other columns are ignored
+    classes.txt  one class name a line; a class's number is its line
+    cutting.json how the clips were cut from videos, if known: {"crop": [x, y, w, h] or null,
+                 "stride": step between frames of the video, "size": height and width, "fps": each
+                 frame rate of the videos, "resampled": true if videos of any rate were resampled
+                 to this rate}
+    labels.npy   int8 (trials, classes), for labels that overlap: 1 is on, 0 is off, -1 is not
+                 annotated
 
-The frames may be far larger than memory: only the pages that a batch touches are read.
+The frames may be far larger than memory. A batch reads only the pages of its clips.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ AGAIN = "make the folder again with tools/prepare_clips.py"
 
 
 class Clips:
-    """Clips of one length from a packed folder.
+    """Clips of equal length from a packed folder.
 
     folder    written by `ClipsWriter`
-    frames    T: the middle T frames of each trial are taken; 0 = as many as the shortest trial has
+    frames    T: the middle T frames of each trial are taken; 0 = the length of the shortest trial
     labels    (N,) int64 class numbers
-    videos    (N,) str: the recording that each trial comes from; also called `sources`
-    groups    (N,) str: the animal or cage of each, for `split_by_video`; the video where it is not
-              known
+    videos    (N,) str: the recording of each trial; also called `sources`
+    groups    (N,) str: the animal or cage of each trial, for `split_by_video`; the video if unknown
     classes   names of the C classes
     shape     (T, H, W) of one clip
     longest   frames of the longest trial
-    cutting   how the clips were cut out of their videos, see above; empty if unknown
+    cutting   content of cutting.json (see the module); empty if unknown
 
-    Raises LockstepError, naming file and line, when the folder is incomplete or contradicts itself.
+    Raises LockstepError with file and line if the folder is incomplete or inconsistent.
     """
 
     def __init__(self, folder: str | Path, frames: int = 0):
@@ -91,11 +90,11 @@ class Clips:
 
     @property
     def overlapping(self) -> bool:
-        """Whether a clip may have several labels."""
+        """Return whether a clip may have several labels."""
         return self.multi is not None
 
     def one_hot(self) -> None:
-        """Let `y` be (B, C) int8: 1, 0, or -1 where nobody looked."""
+        """Switch `y` to (B, C) int8 labels: 1 is on, 0 is off, -1 is not annotated."""
         self.targets = one_hot(self.labels, len(self.classes)) if self.multi is None else self.multi
 
     @property
@@ -103,10 +102,10 @@ class Clips:
         return self.videos
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """B indices -> {"x": (B, T, H, W) uint8, "y": (B,) int64}."""
+        """Return the batch of B indices: {"x": (B, T, H, W) uint8, "y": (B,) int64}."""
         chosen = np.asarray(indices, dtype=np.int64)
         rows = self.first[chosen][:, None] + np.arange(self.shape[0])  # (B, T)
-        # Pinned where there is a GPU in use: else the loader would copy the clips once more.
+        # Pinned if a GPU is in use; otherwise the loader would copy the clips once more.
         x = torch.empty(
             (len(chosen), *self.shape), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized()
         )
@@ -115,7 +114,7 @@ class Clips:
         return {"x": x, "y": torch.from_numpy(self.targets[chosen])}
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to read these clips from the disk; returns at once."""
+        """Start to read these clips from the disk; return at once."""
         read_ahead(self._pixels, self.first[np.asarray(indices, dtype=np.int64)], self.shape[0])
 
     def subset(self, indices: np.ndarray) -> Clips:
@@ -128,8 +127,10 @@ class Clips:
         return part
 
     def renumbered(self, classes: list[str]) -> Clips:
-        """Return the clips with labels that index `classes`, a model's. Raises LockstepError for a
-        class it lacks."""
+        """Return the clips with labels that index the `classes` of a model.
+
+        Raises LockstepError if `classes` lacks a class of the clips.
+        """
         same = self.subset(np.arange(len(self)))
         same.labels = same.targets = renumber(
             self.labels, self.classes, classes, str(self.folder / TRIALS)
@@ -140,7 +141,7 @@ class Clips:
         return same
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickled to a loader worker, a memory map would become a copy of the whole file.
+        # Pickled to a loader process, a memory map would become a copy of the whole file.
         return {name: value for name, value in self.__dict__.items() if name != "_pixels"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,12 +150,12 @@ class Clips:
 
 
 class ClipsWriter:
-    """Writes a packed folder trial by trial, under a temporary name until it is complete.
+    """Writes a packed folder trial by trial, under a temporary name until complete.
 
         with ClipsWriter("data/mice", classes=["rest", "walk"]) as writer:
             writer.add(clip, video="cage1.mp4", label="walk")  # clip (T, H, W) uint8
 
-    Leaving the `with` by an exception removes what was written. Raises LockstepError if the folder
+    An exception in the `with` block removes the written files. Raises LockstepError if the folder
     exists already.
     """
 
@@ -193,8 +194,7 @@ class ClipsWriter:
         return self
 
     def add(self, clip: np.ndarray, video: str, label: str, **extra: object) -> None:
-        """Append one trial: clip (T, H, W) uint8, the recording it comes from, its class, and any
-        extra columns."""
+        """Append a trial: clip (T, H, W) uint8, its recording, its class, and extra columns."""
         if clip.dtype != np.uint8 or clip.ndim != 3 or 0 in clip.shape:
             raise LockstepError(
                 f"a clip of shape {clip.shape} and type {clip.dtype}", video, "give (T, H, W) uint8"
@@ -244,7 +244,7 @@ class ClipsWriter:
         self._pixels.write(_npy_header((self.num_frames, *self._size)))
         for file in (self._pixels, self._table):
             file.flush()
-            os.fsync(file.fileno())  # a rename may reach the disk before the contents do
+            os.fsync(file.fileno())  # the rename may reach the disk before the contents
             file.close()
         os.rename(self._partial, self.folder)
 
@@ -259,18 +259,20 @@ def split_by_video(
     val_groups: Sequence[str] = (),
     side: str = "val",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (train, val) indices, both sorted int64, with no group on both sides and similar
-    shares of the classes.
+    """Return (train, val) indices, both sorted int64, with similar class shares on both sides.
 
-    groups  (N,) the animal or cage of each trial; without it a video is a group of its own
-    side    the name of the second part in errors, val or test
+    groups  (N,) the animal or cage of each trial; without groups, each video is a group
+    side    name of the second part in errors, val or test
 
-    Trials of one group share cage, light and animal, so a split by trial would make the validation
-    score meaningless. `val_videos` and `val_groups`, if any are named, are what to validate on.
-    Else groups are drawn from `seed`: a class that occurs in two groups or more is on both sides if
-    possible, and then `val` is as near to `val_share` of all trials, and of each class, as moving
-    and swapping single groups brings it. The same arguments give the same split, on any machine.
-    Raises LockstepError if there are too few groups, or if `val_videos` cut one.
+    Each group is on one side. Trials of a group share cage, light and animal, so a split by trial
+    would make the validation score meaningless.
+
+    `val_videos` and `val_groups` name the validation part, if given. Otherwise groups are drawn
+    from `seed`. A class that occurs in two or more groups is on both sides if possible. Subject to
+    the classes, moves and swaps of single groups bring `val` as near as possible to `val_share` of
+    all trials and of each class. The same arguments give the same split on any machine.
+
+    Raises LockstepError if there are too few groups, or if `val_videos` divide a group.
     """
     videos, labels = np.asarray(videos), np.asarray(labels)
     groups = videos if groups is None else np.asarray(groups)
@@ -298,7 +300,10 @@ def split_by_video(
 
 
 def _named(of: np.ndarray, chosen: Sequence[str], unit: str, side: str) -> np.ndarray:
-    """Return an (N,) bool mask of the trials whose video or group, (N,) names `of`, is `chosen`."""
+    """Return an (N,) bool mask of the trials whose name in `of`, (N,) str, is `chosen`.
+
+    unit  kind of the names, video or group
+    """
     names = np.unique(of).tolist()
     chosen = [name if name in names else os.path.normpath(name) for name in chosen]
     where, known = (
@@ -311,7 +316,7 @@ def _named(of: np.ndarray, chosen: Sequence[str], unit: str, side: str) -> np.nd
 
 
 def _check_whole(videos: np.ndarray, groups: np.ndarray, in_val: np.ndarray, side: str) -> None:
-    """Raise LockstepError if the chosen trials, (N,) bool, are all of them, or cut a group."""
+    """Raise LockstepError if the chosen trials, (N,) bool, are all trials or divide a group."""
     if in_val.all():
         what = "every video is to validate on" if side == "val" else "every video is to test on"
         raise LockstepError(what, f"dataset.{side}_videos", "leave some to train on")
@@ -326,11 +331,11 @@ def _check_whole(videos: np.ndarray, groups: np.ndarray, in_val: np.ndarray, sid
 
 
 def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """(V, C) trials per group and class -> (V,) bool: the groups to validate on.
+    """Choose the validation groups, (V,) bool, from the (V, C) trials per group and class.
 
-    Local searches start from random choices until one ends well: every class that can be is on both
-    sides, and the size of `val` is off by at most half a mean group. If none does, the best of a
-    bounded number of them is returned.
+    Local searches start from random choices until a result is good enough: every class that can be
+    on both sides is on both sides, and the size of `val` is off by at most half a mean group. After
+    a bounded number of searches, the best result is returned.
     """
     found: tuple[float, np.ndarray] | None = None
     for _ in range(max(8, min(64, 4000 // len(table)))):
@@ -344,21 +349,25 @@ def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.nda
 
 
 _MISSING = 1e6
-"""Cost of a class on one side only: more than that of any number of trials too many or too few."""
+"""Cost of a class on one side only, above the cost of any surplus or lack of trials."""
 
 
 def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, np.ndarray]:
-    """Take the first groups of `order` up to the share, then move and swap single ones while the
-    cost falls; returns (cost, (V,) bool)."""
+    """Take groups in `order` up to the share, then move and swap single groups.
+
+    The search stops when the cost no longer falls. Returns (cost, (V,) bool).
+    """
     everything = table.sum(0)
     target, size = everything * share, everything.sum() * share
     spread = (table > 0).sum(0) > 1  # classes that can be on both sides
     mean_size = everything.sum() / len(table)
 
     def cost(taken: np.ndarray) -> np.ndarray:
-        """(..., C) trials in val -> (...), 0 for a perfect split. Summed class by class: a sum over
-        an axis rounds differently on other kinds of machines, and their ranks would choose
-        different splits."""
+        """Return the cost (...) of (..., C) trials in val; 0 is a perfect split.
+
+        The sum runs class by class. A NumPy sum over an axis rounds differently on other kinds of
+        machines, and ranks on such machines would choose different splits.
+        """
         size_off = 10 * (taken.sum(-1) - size) / mean_size
         total = size_off * size_off
         for c in range(len(target)):
@@ -377,7 +386,7 @@ def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, 
         before = best
         sign = np.where(inside, -1.0, 1.0)[:, None]
         costs = cost(taken + sign * table)
-        # neither side ends up empty
+        # Neither side may become empty.
         costs[inside & (inside.sum() == 1) | ~inside & (inside.sum() == most)] = np.inf
         pick = int(costs.argmin())
         if costs[pick] < best:
@@ -436,8 +445,10 @@ def _read_cutting(path: Path) -> dict[str, Any]:
 
 
 def lasting(frames: int, cutting: Mapping[str, Any]) -> str:
-    """Return how long a clip lasts, such as `0.68 s`, for each frame rate of the videos; empty if
-    they are unknown."""
+    """Return the duration of a clip, such as `0.68 s`, for each frame rate of the videos.
+
+    Returns an empty text if the rates are unknown.
+    """
     span = {
         f"{frames * cutting['stride'] / rate:.2f} s": rate
         for rate in sorted(cutting.get("fps", []))
@@ -460,7 +471,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_labels(path: Path, rows: int, classes: int) -> np.ndarray | None:
-    """Return the checked (rows, classes) int8 labels that may overlap, if the folder has any."""
+    """Return the checked (rows, classes) int8 labels that may overlap, or None without the file."""
     if not path.is_file():
         return None
     found = load_npy(path)
@@ -472,8 +483,10 @@ def _read_labels(path: Path, rows: int, classes: int) -> np.ndarray | None:
 
 
 def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str, Any]]:
-    """Return the checked rows of trials.csv, with `label` as the class's number and `line`, the
-    row's line."""
+    """Return the checked rows of trials.csv.
+
+    `label` becomes the class's number; `line` is the row's line.
+    """
     number = {name: c for c, name in enumerate(classes)}
     rows, first = [], dict[str, dict[str, Any]]()
     for line, row in read_table(path, _read_text(path), COLUMNS):
@@ -485,7 +498,7 @@ def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str
 
 
 def check_group(row: Mapping[str, Any], first: Mapping[str, Any], path: Path) -> None:
-    """Raise LockstepError unless two rows of one video, with `line`, are of one group."""
+    """Raise LockstepError unless two rows of a video, with `line`, have the same group."""
     if row[GROUP] != first[GROUP]:
         what = (
             f"{row['video']} is of group {row[GROUP]!r} here and of {first[GROUP]!r} in line "
@@ -501,8 +514,10 @@ def check_group(row: Mapping[str, Any], first: Mapping[str, Any], path: Path) ->
 def read_table(
     path: Path, text: str, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield (line, row) of a table as `csv_rows` reads it; a missing cell is empty. Raises
-    LockstepError if its header lacks `columns`, and for a row without any cell."""
+    """Yield (line, row) of a table as `csv_rows` reads the file; a missing cell is empty.
+
+    Raises LockstepError if the header lacks `columns`, and for a row without any cell.
+    """
     header, rows = csv_rows(path, text.splitlines())
     if missing := [name for name in columns if name not in header]:
         raise LockstepError(
@@ -538,7 +553,7 @@ def _checked(
         raise LockstepError(
             what, where, "the two files do not belong together: make the folder again"
         )
-    video = os.path.normpath(row["video"])  # ./a.mp4 and a.mp4 are one, on one side of the split
+    video = os.path.normpath(row["video"])  # ./a.mp4 and a.mp4 are the same video
     label = number[row["label"]]
     found = {
         "trial": row["trial"],
@@ -551,8 +566,10 @@ def _checked(
 
 
 def _open_frames(path: Path) -> np.ndarray:
-    """Return a read-only view (rows, H, W) uint8 of the file; nothing is read yet. Raises
-    LockstepError."""
+    """Return a read-only view (rows, H, W) uint8 of the file without reading pixels.
+
+    Raises LockstepError.
+    """
     if not path.exists():
         raise LockstepError(f"no {path.name}", str(path.parent), AGAIN)
     pixels = map_npy(path)
@@ -566,8 +583,7 @@ def _open_frames(path: Path) -> np.ndarray:
 
 
 def _npy_header(shape: tuple[int, ...]) -> bytes:
-    """Return the header (NPY 1.0), always 128 bytes, so that the shape can be filled in at the
-    end."""
+    """Return the header (NPY 1.0). Its 128 bytes allow the shape to be filled in at the end."""
     text = repr({"descr": "|u1", "fortran_order": False, "shape": shape}).ljust(117) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1")
 

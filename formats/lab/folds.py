@@ -1,5 +1,7 @@
-"""Folds for cross-validation: which groups (people, animals, videos) are tested together. No group
-is ever cut."""
+"""Folds for cross-validation: the groups (people, animals, videos) that are tested together.
+
+No group is ever divided.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,12 @@ ONE = 1_000_000  # all samples of a class
 
 
 def folds(counts: np.ndarray, number: int, seed: int) -> np.ndarray:
-    """(G, C) samples of each group and class -> (G,) int64, the fold of each group, 0 to `number` -
-    1.
+    """Return (G,) int64, the fold of each group, from the (G, C) samples per group and class.
 
-    No fold is empty. They are balanced: no move of one group and no swap of two makes the sum, over
-    folds, of the squares of their shares of each class and of all samples smaller; it is smallest
-    where all folds are equal. A function of the arguments, with whole numbers alone: the same on
-    any machine.
+    Folds are 0 to `number` - 1. No fold is empty. The folds are balanced: neither a move of one
+    group nor a swap of two groups lowers the cost. The cost is the sum, over folds, of the squared
+    shares of each class and of all samples. The cost is lowest for equal folds. The result is a
+    function of the arguments with integer arithmetic only, and is equal on any machine.
     """
     groups = len(counts)
     if not 1 < number <= groups:
@@ -23,7 +24,7 @@ def folds(counts: np.ndarray, number: int, seed: int) -> np.ndarray:
     if number == groups:
         return np.arange(groups)
     classes = counts[:, counts.sum(0) > 0].astype(np.int64)
-    # All samples count as much as all classes together.
+    # All samples together count as much as all classes together.
     shares = np.concatenate(
         [_of_one(classes), _of_one(classes.sum(1, keepdims=True)) * _root(classes.shape[1])], 1
     )
@@ -35,7 +36,7 @@ def folds(counts: np.ndarray, number: int, seed: int) -> np.ndarray:
         np.zeros(number, np.int64),
     )
     for place, group in enumerate(order.tolist()):
-        # each that is left is needed for an empty fold
+        # An empty fold needs each remaining group.
         must = (members == 0).sum() == groups - place
         costs = 2 * (sums @ shares[group])
         costs[members > 0] += must * (1 << 62)
@@ -48,7 +49,7 @@ def folds(counts: np.ndarray, number: int, seed: int) -> np.ndarray:
 
 
 def _of_one(counts: np.ndarray) -> np.ndarray:
-    """(G, C) counts -> each as a share of its column, in millionths."""
+    """Convert (G, C) counts to shares of their column, in millionths."""
     return ONE * counts // counts.sum(0)
 
 
@@ -58,8 +59,7 @@ def _root(number: int) -> int:
 
 
 def _better(fold: np.ndarray, shares: np.ndarray, number: int) -> bool:
-    """Make the best move of one group or swap of two, in place; return whether there was one that
-    helps."""
+    """Make the best move of one group or swap of two, in place; return whether the cost fell."""
     sums = np.zeros((number, shares.shape[1]), np.int64)
     np.add.at(sums, fold, shares)
     here, everyone = np.arange(len(fold)), np.bincount(fold, minlength=number)
@@ -71,7 +71,7 @@ def _better(fold: np.ndarray, shares: np.ndarray, number: int) -> bool:
     moves[everyone[fold] == 1] = 0
     group, to = divmod(int(moves.argmin()), number)
     if len(fold) <= 2000:  # the table of swaps is square
-        crossed = towards[:, fold]  # (G, G) of a group with the fold of another
+        crossed = towards[:, fold]  # (G, G) of each group with the fold of each group
         between = own[:, None] + own - 2 * (shares @ shares.T)
         swaps = 2 * (crossed + crossed.T - staying[:, None] - staying) + 2 * between
         swaps[fold[:, None] == fold] = 0
@@ -86,8 +86,11 @@ def _better(fold: np.ndarray, shares: np.ndarray, number: int) -> bool:
 
 
 def part_to_validate(counts: np.ndarray, share: float, seed: int, fold: int) -> np.ndarray:
-    """(G, C) samples of the groups that a fold does not test -> (G,) bool: about a `share` of them,
-    balanced as a fold is, but neither all nor none; each of `seed` and `fold` draws its own."""
+    """Return (G,) bool, about a `share` of the groups outside the test fold, from (G, C) samples.
+
+    The part is balanced like a fold, and is neither all groups nor none. Each pair of `seed` and
+    `fold` has its own random draws.
+    """
     number = min(len(counts), max(2, round(1 / share)))
     parts = folds(counts, number, seed)
     return parts == np.random.default_rng((seed, fold)).integers(number)

@@ -1,4 +1,4 @@
-"""Mixup (Zhang et al., ICLR 2018): a training sample and another one, in a share of both."""
+"""Mixup (Zhang et al., ICLR 2018): mix a training sample with another sample."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from engine.contract import Batch
 
 
 class Mixed:
-    """A dataset whose samples have partners: to `x` and `y` come `x2` and `y2` of another sample,
-    and `share`, (B,) float64, that of the first one in the mixture, drawn from Beta(alpha, alpha).
+    """A dataset whose samples have partners.
 
-    Both are drawn from the sample's own seed, and from nothing else: any cut of a batch gives the
-    same mixtures.
+    A batch also has `x2` and `y2` of the partners, and `share`, (B,) float64, the share of the
+    first sample in the mixture, drawn from Beta(alpha, alpha).
 
-    kept  (N,) bool: a partner that is to be left out leaves its sample alone, with a share of 1
+    Partner and share depend only on the sample's own seed, so any partition of a batch gives equal
+    mixtures.
+
+    kept  (N,) bool: a sample whose partner is not kept stays unmixed, with a share of 1
     """
 
     def __init__(self, dataset: Any, alpha: float, kept: np.ndarray):
@@ -28,7 +30,7 @@ class Mixed:
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # while it is unpickled there is none
+        if name.startswith("__") or name == "dataset":  # missing during unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -43,7 +45,7 @@ class Mixed:
         return first | {"x2": both["x"][size:], "y2": both["y"][size:], "share": share}
 
     def partner(self, seed: int) -> tuple[int, float]:
-        """Return the partner's index, and the share of the sample itself."""
+        """Return the partner's index and the share of the sample."""
         rng = np.random.Generator(np.random.PCG64(seed))
         other, share = int(rng.integers(len(self.kept))), float(rng.beta(self.alpha, self.alpha))
         return other, share if self.kept[other] else 1.0

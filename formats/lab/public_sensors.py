@@ -1,5 +1,7 @@
-"""Public sets of sensor recordings as they are published: their columns, labels and people, as
-options of tools/prepare_windows.py. Nothing of them is shipped; their licences are their own.
+"""Public sets of sensor recordings in their published form.
+
+The module has columns, labels and people of each set, as options of tools/prepare_windows.py. No
+data are shipped; each set has its own licence.
 
     pamap2       PAMAP2_Dataset/Protocol: subject10N.dat, 54 columns, 100 Hz (CC BY 4.0)
     wisdm        WISDM_ar_v1.1_raw.txt: user,activity,time,x,y,z; 20 Hz, m/s2
@@ -74,4 +76,4 @@ LIKE: dict[str, dict[str, Any]] = {
         "file_subject": r"(P\d+)",
     },
 }
-"""Options of each; those of the command line overrule them."""
+"""Options of each set; options of the command line have priority."""

@@ -1,5 +1,4 @@
-"""Samples at any times become an even signal: how long a silence may be, what rate they have, and a
-new one."""
+"""Resample irregular samples to an even signal: largest gap, sampling rate, and resampling."""
 
 from __future__ import annotations
 
@@ -11,26 +10,30 @@ import numpy as np
 from engine.contract import LockstepError
 
 GAP = 20
-"""Usual intervals without a sample that cut a recording; samples at random times stay below it."""
+"""Gap in usual intervals that cuts a recording. Samples at random times stay below the limit."""
 
 FEW = 3
-"""Usual intervals that cut one where they are a quarter of a window; a lost sample or two and
-jitter stay below it."""
+"""Usual intervals of a gap that cuts a recording if the gap is also a quarter of a window. Jitter
+or a lost sample or two stay below the limit."""
 
 BLOCK = 50
-"""Intervals whose median is compared with the usual one: for random times it is never FEW times as
-long or as short."""
+"""Intervals per median. For random times, a median is never FEW times longer or shorter than the
+usual interval."""
 
 
 def widest_gap(usual_s: float, window_s: float) -> float:
-    """Return the seconds without a sample from which on a recording is cut: no window is mostly a
-    line."""
+    """Return the seconds without a sample that cut a recording.
+
+    No window then consists mostly of an interpolated line.
+    """
     return min(GAP * usual_s, max(FEW * usual_s, window_s / 4))
 
 
 def changed(time: np.ndarray) -> tuple[int, float] | None:
-    """Return where samples begin to come at another pace, (row, their interval in seconds); (N,)
-    times that rise."""
+    """Return the first change of the sampling interval in (N,) rising times, or None.
+
+    The result is (row, new interval in seconds).
+    """
     intervals = np.diff(time)
     usual = np.median(intervals)
     blocks = np.median(intervals[: len(intervals) // BLOCK * BLOCK].reshape(-1, BLOCK), 1)
@@ -43,9 +46,12 @@ def steps_at(time: np.ndarray, rate_hz: float) -> int:
 
 
 def rate_of(time: np.ndarray) -> float:
-    """Return the samples per second of (N,) times in seconds that rise: where most intervals are
-    alike their mean, because times are often rounded, without those over a lost sample; else the
-    mean of all."""
+    """Return the samples per second of (N,) rising times in seconds.
+
+    If most intervals are alike, the rate comes from their mean, because times are often rounded.
+    Intervals over a lost sample are excluded. Otherwise the rate comes from the mean of all
+    intervals.
+    """
     intervals = np.diff(time)
     usual = np.median(intervals)
     alike = intervals[(intervals > 0.5 * usual) & (intervals < 1.5 * usual)]
@@ -53,12 +59,12 @@ def rate_of(time: np.ndarray) -> float:
 
 
 def resampled(time: np.ndarray, values: np.ndarray, rate_hz: float) -> np.ndarray:
-    """(N,) times in seconds that rise, (N, C) -> (T, C) float32 at `rate_hz`, from the first time
-    on.
+    """Resample (N, C) values at (N,) rising times in seconds to (T, C) float32 at `rate_hz`.
 
-    Linear between samples. To a lower rate the samples are first taken evenly at their own rate,
-    and what is above 1.06 times half the new rate is lowered by 50 dB or more, because it would
-    come back as a slow motion: a Kaiser window's low pass of 20 periods, its middle at 0.9 times
+    The result starts at the first time. Interpolation between samples is linear. For a lower rate,
+    the samples are first resampled evenly at their own rate. A low-pass filter then lowers
+    frequencies above 1.06 times half the new rate by 50 dB or more, because aliasing would show
+    them as a slow motion. The filter is a Kaiser window of 20 periods with its middle at 0.9 times
     half the new rate. Raises LockstepError without SciPy.
     """
     steps, own = steps_at(time, rate_hz), rate_of(time) if len(time) > 1 else rate_hz

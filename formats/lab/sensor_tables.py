@@ -1,7 +1,8 @@
-"""Tables of sensor samples, a row each: text with any separator, gzipped or not, and parquet.
+"""Read tables of sensor samples, one row per sample.
 
-A table is read in blocks of lines, so that a day of one person at 100 Hz takes seconds and no more
-memory than its numbers. What is wrong is named by file, line and column.
+A table is text with any separator, gzipped or not, or parquet. Blocks of lines are read in turn: a
+day of one person at 100 Hz takes seconds and little more memory than its numbers. Errors name file,
+line and column.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GUESSES = {
     "subject": ("subject", "user", "person", "participant"),
     "recording": ("recording", "session", "trial"),
 }
-"""Names of columns, in any case, that are taken for what they say unless another is given."""
+"""Default column names of each role, in upper or lower case."""
 
 LINES = 1 << 13
 """Lines of text in memory at once."""
@@ -45,16 +46,16 @@ PARQUET = (".parquet", ".pq")
 
 @dataclass
 class Reading:
-    """How tables are read; names of columns as in the header.
+    """Settings of the reader; names of columns as in the header.
 
-    columns   the names for files without a header; empty: the first line has them
-    channels  names or patterns with *; empty: all columns of numbers that are nothing else, set by
+    columns   names for files without a header; empty: the first line is the header
+    channels  names or patterns with *; empty: all columns of numbers without another role, set by
               the first file
-    time      its column; "" is guessed, None is none. So label, subject and recording
+    time      column of the time; "" is guessed, None is none; likewise label, subject and recording
     unit      of the time: one of UNITS, `datetime` (ISO 8601), or a format of strptime
     missing   whether a channel's cell may be empty or NaN
-    skip      whether to leave out lines that cannot be read
-    tell      called with the number of lines that were read
+    skip      whether to skip unreadable lines
+    tell      callback with the number of lines read
     """
 
     columns: list[str] = field(default_factory=list)
@@ -72,14 +73,14 @@ class Reading:
 
 @dataclass
 class Sheet:
-    """A file's rows.
+    """The rows of a file.
 
-    lines   (N,) int64, the line of each in its file, or its row from 1 on
-    time    (N,) float64 in seconds since the first, or None
+    lines   (N,) int64, line of each row in its file, or the row number from 1
+    time    (N,) float64 in seconds since the first row, or None
     values  (N, C) float64; NaN is missing
-    texts   {label, subject, recording: ((N,) int64 codes, names)}, of those that the file has
-    used    {what: column} of all that was read, for people
-    notes   sentences on what was left out or taken otherwise
+    texts   {label, subject, recording: ((N,) int64 codes, names)}, for the columns of the file
+    used    {role: column} of all columns that were read, for messages
+    notes   sentences on skipped or changed data
     """
 
     path: Path
@@ -97,13 +98,15 @@ class Sheet:
 
 
 def read(path: Path, how: Reading) -> Sheet:
-    """Read a table; `how.channels` must be what an earlier file had, if there was one. Raises
-    LockstepError."""
+    """Read a table. Raises LockstepError.
+
+    `how.channels` must equal the channels of an earlier file, if any.
+    """
     return _read_parquet(path, how) if path.suffix.lower() in PARQUET else _read_text(path, how)
 
 
 def opened(path: Path, encoding: str = "utf-8-sig") -> IO[str]:
-    """Open a text file, or one that is gzipped."""
+    """Open a text file, gzipped or not."""
     return (
         gzip.open(path, "rt", encoding=encoding)
         if path.suffix == ".gz"
@@ -131,8 +134,10 @@ def blocks(path: Path, lines: int = LINES, encoding: str = "utf-8-sig") -> Itera
 
 
 def _choose(header: list[str], how: Reading, path: Path, numeric: Sequence[bool]) -> dict[str, Any]:
-    """Return {time, label, subject, recording: place or None, channels: places}, and remember the
-    names in `how`."""
+    """Return {time, label, subject, recording: column index or None, channels: indices}.
+
+    The function stores the names in `how`.
+    """
     if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
         raise LockstepError(
             f"the header names {twice[0]} twice", f"{path}:1", "name each column once"
@@ -178,7 +183,7 @@ def _used(header: list[str], places: dict[str, Any]) -> dict[str, str]:
 
 
 def _separator(line: str) -> str:
-    """Return what separates the cells of a line: comma, semicolon, tab, or "" for blanks."""
+    """Return the separator of a line's cells: comma, semicolon, tab, or "" for blanks."""
     line = line.strip().rstrip(";")
     most = max(",;\t", key=line.count)
     return most if most in line else ""
@@ -211,7 +216,7 @@ def _read_text(path: Path, how: Reading) -> Sheet:
 
 
 class _Parser:
-    """Collects the columns that are asked for from blocks of lines."""
+    """Collects the selected columns from blocks of lines."""
 
     def __init__(self, path: Path, block: list[str], how: Reading):
         self.path, self.how = path, how
@@ -221,10 +226,10 @@ class _Parser:
         self.separator = how.separator or _separator(full[0])
         if self.separator == " ":
             self.separator = ""
-        # WISDM ends its lines so
+        # Lines of WISDM end with a semicolon.
         self.trailing = self.separator != ";" and full[-1].rstrip().endswith(";")
         top = [name.strip() for name in self.split(full[:1], 1)[0]]
-        while top and not top[-1]:  # a spreadsheet's empty columns
+        while top and not top[-1]:  # empty columns of a spreadsheet
             top.pop()
         self.header, self.skip_lines = (
             (how.columns, 0) if how.columns else (top, block.index(full[0]) + 1)
@@ -275,7 +280,7 @@ class _Parser:
         rows, lines = self.split(block, first), np.arange(first, first + len(block))
         if first == 1 and self.skip_lines:
             rows, lines = rows[self.skip_lines :], lines[self.skip_lines :]
-        bad: dict[int, str] = {}  # line: what is wrong
+        bad: dict[int, str] = {}  # {line: error}
         if {*map(len, rows)} != {len(self.header)}:
             rows, lines = self._fit(rows, lines, bad)
         columns = [*zip(*rows, strict=True)] if rows else [()] * len(self.header)
@@ -303,8 +308,10 @@ class _Parser:
     def _fit(
         self, rows: list[list[str]], lines: np.ndarray, bad: dict[int, str]
     ) -> tuple[list[list[str]], np.ndarray]:
-        """Return the rows that are not blank with a cell for each column; puts those that have more
-        into `bad`."""
+        """Return the rows that are not blank and have a cell for each column.
+
+        Rows with too many cells go to `bad`.
+        """
         count, full = len(self.header), []
         for n, row in enumerate(rows):
             if any(cell.strip() for cell in row[count:]) or (
@@ -332,7 +339,7 @@ class _Parser:
     def _numbers(
         self, cells: Sequence[str], place: int, lines: np.ndarray, bad: dict[int, str]
     ) -> np.ndarray:
-        """Return (N,) float64, NaN where a cell is missing; puts what is no number into `bad`."""
+        """Return (N,) float64, NaN for a missing cell; invalid numbers go to `bad`."""
         try:
             values = np.fromiter(map(float, cells), np.float64, len(cells))
         except ValueError:
@@ -343,7 +350,7 @@ class _Parser:
         return values
 
     def _number(self, cell: str) -> float:
-        """Return a cell's number, NaN where it is missing, infinity where it is none."""
+        """Return a cell's number, NaN for a missing cell, infinity for an invalid number."""
         if self.separator != "," and DECIMAL_COMMA.fullmatch(cell):
             self.commas, cell = True, cell.replace(",", ".")
         try:
@@ -354,7 +361,7 @@ class _Parser:
     def _time(
         self, columns: Sequence[Sequence[str]], lines: np.ndarray, bad: dict[int, str]
     ) -> np.ndarray | None:
-        """Return (N,) float64 in the table's unit; puts what is no time into `bad`."""
+        """Return (N,) float64 in the table's unit; invalid times go to `bad`."""
         if (place := self.places["time"]) is None:
             return None
         cells, unit = columns[place], self.how.unit
@@ -403,8 +410,10 @@ class _Parser:
 
 
 def _stripped(codes: np.ndarray, names: list[str], path: Path) -> tuple[np.ndarray, list[str]]:
-    """Return codes and names where names that differ in blanks are one. Raises LockstepError for
-    control characters."""
+    """Merge names that differ only in blanks; return codes and names.
+
+    Raises LockstepError for control characters.
+    """
     unique: dict[str, int] = {}
     table = np.array(
         [unique.setdefault(name.strip(), len(unique)) for name in names], dtype=np.int64
@@ -419,15 +428,19 @@ def _stripped(codes: np.ndarray, names: list[str], path: Path) -> tuple[np.ndarr
 
 
 def _since_first(time: np.ndarray, unit: str) -> np.ndarray:
-    """(N,) float64 in a unit -> seconds since the first: a float64 of seconds since 1970 has seven
-    digits after it."""
+    """Convert (N,) float64 in `unit` to seconds since the first time.
+
+    A float64 of seconds since 1970 has seven digits after the decimal point.
+    """
     return (time - time[:1]) * UNITS.get(unit, 1e-6)
 
 
 def _dates(cells: Sequence[str], unit: str) -> np.ndarray:
-    """Return (N,) float64, the microseconds since 1970, where no time zone is written in UTC; NaN
-    for no date."""
-    # NumPy knows no time zones
+    """Return (N,) float64, the microseconds since 1970; NaN for an invalid date.
+
+    A time without a time zone counts as UTC.
+    """
+    # NumPy does not parse time zones.
     if unit == "datetime" and not re.search(r"[+-]\d\d:?\d\d\s*$", cells[0]):
         with contextlib.suppress(ValueError):
             found = np.array([cell.strip().rstrip("Z") for cell in cells], "datetime64[us]")

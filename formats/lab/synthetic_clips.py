@@ -1,11 +1,12 @@
-"""Synthetic trials of a mouse seen from above, in the packed format of `clips`: the task runs with
-no download.
+"""Synthetic trials of a mouse seen from above, in the packed format of `clips`.
 
-Only motion tells the classes apart. A pose has six parameters: position x and y, heading, body
-length, head angle and paw extension. In every class each of them is uniform and independent of the
-others at every single frame; a class only moves its own parameter along a triangle wave of
-uniformly random phase, whose value at any moment is uniform again. So a model of single frames
-cannot beat chance.
+The video task needs no download with these trials.
+
+Only motion separates the classes. A pose has six parameters: position x and y, heading, body
+length, head angle and paw extension. In every class and at every frame, each parameter is uniform
+and independent of the rest. A class moves only its own parameter, along a triangle wave with a
+uniformly random phase. The value of such a wave is uniform at any moment. A model of single frames
+therefore cannot beat chance.
 
     rest          nothing moves
     walk          x and y move, with reflection at the walls of the arena
@@ -29,7 +30,7 @@ from formats.lab.clips import ClipsWriter
 CLASSES = ("rest", "walk", "rear", "groom", "paw_withdraw")
 SHARES = (0.543, 0.2, 0.12, 0.117, 0.02)
 POSE = ("x", "y", "heading", "length", "head", "paw")
-VERSION = 1  # raise it when the same recipe would give other clips
+VERSION = 1  # increase when equal recipes would give different clips
 RECIPE = "recipe.json"
 
 # Cycles per frame, slowest and fastest. A walk's full cycle is there and back across the arena.
@@ -62,7 +63,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Folder name, unique to the recipe if its shares are the default ones."""
+        """Return the folder's name, unique to the recipe with the default shares."""
         shape = f"{self.frames}x{self.size}x{self.size}"
         return f"clips_v{VERSION}_{self.trials}of{self.videos}_{shape}_seed{self.seed}"
 
@@ -70,15 +71,15 @@ class Recipe:
 def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:
     """Return the folder with the recipe's clips, built first if missing.
 
-    Any number of processes of one machine may call it at once: one builds, the others wait. The
-    folder gets its name when it is complete. Raises LockstepError if it holds clips of another
-    recipe.
+    Any number of processes of a machine may call the function at once: one process builds, the rest
+    wait. The folder gets its name when complete. Raises LockstepError if the folder has clips of
+    another recipe.
     """
     folder = Path(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / f".{folder.name}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a killed process releases the lock, too
             if not folder.exists():
                 _build(folder, recipe)
     except OSError as error:
@@ -93,8 +94,8 @@ def _build(folder: Path, recipe: Recipe) -> None:
     try:
         generate(folder, recipe)
     except LockstepError:
-        # The lock may not reach other machines on the same file system: one of them may have been
-        # faster.
+        # The lock may not reach other machines on the file system. Another machine may have
+        # finished first.
         if not folder.exists():
             raise
 
@@ -120,7 +121,7 @@ def _as_json(recipe: Recipe) -> dict[str, object]:
 
 
 def generate(folder: str | Path, recipe: Recipe) -> None:
-    """Write the recipe's clips, one trial at a time: memory does not grow with their number."""
+    """Write the recipe's clips one trial at a time, so that memory does not grow with `trials`."""
     if not 1 <= recipe.videos <= recipe.trials or len(recipe.shares) != len(CLASSES):
         raise LockstepError(
             f"cannot spread {recipe.trials} trials over {recipe.videos} videos", "dataset"
@@ -143,8 +144,10 @@ def generate(folder: str | Path, recipe: Recipe) -> None:
 
 
 def class_counts(trials: int, shares: tuple[float, ...] = SHARES) -> np.ndarray:
-    """Return (C,) trials per class, at least two of each if there are enough: one to train and one
-    to validate on."""
+    """Return (C,) trials per class, with at least two of each class if possible.
+
+    Two trials give one to train on and one to validate on.
+    """
     counts = np.floor(trials * np.asarray(shares) / sum(shares)).astype(np.int64)
     if trials >= 4 * len(shares):
         counts = np.maximum(counts, 2)
@@ -153,23 +156,25 @@ def class_counts(trials: int, shares: tuple[float, ...] = SHARES) -> np.ndarray:
 
 
 def draw_poses(labels: np.ndarray, frames: int, rng: np.random.Generator) -> np.ndarray:
-    """(N,) classes -> (N, T, 6) float64 as named in POSE: the heading in radians, the others in [0,
-    1]."""
+    """Draw poses (N, T, 6) float64 for (N,) classes.
+
+    The last axis is named in POSE: the heading is in radians, the rest is in [0, 1].
+    """
     count = len(labels)
     rates = np.zeros((count, len(CLASSES)))
     for name, (low, high) in _RATES.items():
         rates[:, CLASSES.index(name)] = rng.uniform(low, high, count)
-    rates *= np.arange(len(CLASSES)) == labels[:, None]  # each class moves one thing
+    rates *= np.arange(len(CLASSES)) == labels[:, None]  # each class moves one parameter
     walk, rear, groom, paw = (rates[:, CLASSES.index(name)] for name in _RATES)
     direction = rng.uniform(0, 2 * np.pi, count)
     cosine, sine = np.cos(direction), np.sin(direction)
     rate = np.stack([walk * cosine, walk * sine, rear, groom, paw], 1)  # (N, 5)
     # (N, T, 5)
     phase = (rng.uniform(0, 1, (count, 1, 5)) + rate[:, None] * np.arange(frames)[:, None]) % 1.0
-    wave = 1.0 - np.abs(2.0 * phase - 1.0)  # uniform in [0, 1] as the phase is
-    # The mouse faces where it walks and turns at a wall. Classes that do not walk draw the sign
-    # alike: the direction is uniform and independent of the phase, so the heading is independent of
-    # the place in every class.
+    wave = 1.0 - np.abs(2.0 * phase - 1.0)  # uniform in [0, 1], because the phase is uniform
+    # The mouse faces the direction of its walk and turns at a wall. The remaining classes draw the
+    # sign at random. The direction is uniform and independent of the phase. The heading is
+    # therefore independent of the position in every class.
     forth = np.where(phase[..., :2] < 0.5, 1.0, -1.0)
     heading = np.arctan2(forth[..., 1] * sine[:, None], forth[..., 0] * cosine[:, None])
     return np.stack(
@@ -179,7 +184,7 @@ def draw_poses(labels: np.ndarray, frames: int, rng: np.random.Generator) -> np.
 
 @dataclass
 class Look:
-    """Appearance that the trials of a recording share.
+    """Appearance shared by the trials of a recording.
 
     floor  (H, W) float32 gray levels
     scale  size of the mouse, in pixels per body unit (the frame is 1 high)
@@ -197,13 +202,16 @@ class Look:
         at = np.linspace(0, knots - 1, size)[:, None] - np.arange(knots)
         hat = np.maximum(0, 1 - np.abs(at))  # (size, knots): linear interpolation as a matrix
         floor = rng.uniform(100, 150) + hat @ rng.uniform(-20, 20, (knots, knots)) @ hat.T
-        floor += rng.normal(0, 5, (size, size))  # bedding: it does not move
+        floor += rng.normal(0, 5, (size, size))  # bedding, which does not move
         scale = size * rng.uniform(0.9, 1.15)
         return Look(floor.astype(np.float32), scale, rng.uniform(25, 65), rng.uniform(190, 230))
 
 
 def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray:
-    """(T, 6) poses -> (T, H, W) uint8; `rng` draws the trial's light, sensor noise and paw."""
+    """Render (T, 6) poses as (T, H, W) uint8.
+
+    rng  draws the trial's light, sensor noise and paw
+    """
     frames, (height, width) = len(pose), look.floor.shape
     image = np.repeat(look.floor[None], frames, 0)
     x, y, heading, length, head, paw = pose.T
@@ -211,11 +219,16 @@ def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray
     side = rng.choice([-1.0, 1.0])
     half = 0.09 + 0.08 * length  # half the body's length
     angle = (head - 0.5) * np.deg2rad(130)
-    along, across = half * 0.9 + 0.055 * np.cos(angle), 0.055 * np.sin(angle)  # of the head
+    along, across = (
+        half * 0.9 + 0.055 * np.cos(angle),
+        0.055 * np.sin(angle),
+    )  # position of the head
 
     def stamp(*ellipse: float | np.ndarray, shade: float) -> None:
-        """Draw an ellipse in the mouse's axes and units: forward, left, turn, half-axes, each
-        scalar or (T,)."""
+        """Draw an ellipse in the mouse's axes and units.
+
+        The arguments are forward, left, turn and half-axes, each a scalar or (T,).
+        """
         forward, left, turn, a, b = (value + 0 * x for value in ellipse)
         cosine, sine, scale = np.cos(heading), np.sin(heading), look.scale
         place = (
@@ -249,10 +262,14 @@ def _ellipse(
     b: np.ndarray,
     shade: float,
 ) -> None:
-    """Blend an ellipse into each frame of image (T, H, W), its edge smoothed over about a pixel.
-    All else is (T,)."""
+    """Blend an ellipse into each frame of image (T, H, W).
+
+    The edge is smoothed over about a pixel.
+
+    All remaining arguments are (T,).
+    """
     reach = np.maximum(a, b) + 1.0
-    # Only the box that the ellipse visits in the clip is touched: most of the frame is floor.
+    # Only the bounding box of the ellipse over the clip changes: most of the frame is floor.
     rows = slice(max(0, int((y - reach).min())), max(0, int((y + reach).max()) + 1))
     columns = slice(max(0, int((x - reach).min())), max(0, int((x + reach).max()) + 1))
     box = image[:, rows, columns]

@@ -1,11 +1,9 @@
-"""Tracks of body parts: DeepLabCut's CSV and SLEAP's analysis .h5, and what a network is given of
-them.
+"""Read tracks of body parts from DeepLabCut and SLEAP, and convert tracks to network inputs.
 
-DeepLabCut   header rows scorer, (individuals,) bodyparts, coords; then a row per frame: x, y,
-             likelihood of each part
-SLEAP        tracks (animals, 2, nodes, frames) or, with frames first, (frames, animals, nodes, 2);
-             node_names,
-             track_names, point_scores; needs h5py: pip install h5py
+DeepLabCut   CSV with header rows scorer, (individuals,) bodyparts, coords; then a row per frame: x,
+             y, likelihood of each part
+SLEAP        analysis .h5 with tracks (animals, 2, nodes, frames) or, with frames first, (frames,
+             animals, nodes, 2); node_names, track_names, point_scores; needs h5py: pip install h5py
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ TAIL = "tail_?base|base_?tail|tail_?root|tail_?start|tail_?0|hip|tti"
 class Track:
     """The body parts of one animal in one video.
 
-    video       the name of the video, without its ending
-    animal      its name in the file; empty if the file has but one
+    video       name of the video, without suffix
+    animal      name in the file; empty if the file has only one animal
     parts       P names
-    xy          (N, P, 2) float64 pixels, NaN where a part was not found
-    likelihood  (N, P) from 0 to 1, 0 where it was not found
+    xy          (N, P, 2) float64 pixels, NaN for a missing part
+    likelihood  (N, P) from 0 to 1, 0 for a missing part
     """
 
     path: Path
@@ -49,8 +47,7 @@ class Track:
 
 
 def read(path: Path) -> list[Track]:
-    """Return the track of each animal of a file. Raises LockstepError with the file and the
-    line."""
+    """Return the track of each animal of a file. Raises LockstepError with file and line."""
     kind = path.suffix.lower()
     if kind == ".csv":
         return _deeplabcut(path)
@@ -147,7 +144,7 @@ def _sleap(path: Path) -> list[Track]:
         ) from None
     nodes, xy = _texts(found["node_names"]), np.asarray(found["tracks"], dtype=np.float64)
     scores = np.asarray(found.get("point_scores", []), dtype=np.float64)
-    # (animals, 2, nodes, frames), as SLEAP writes it
+    # SLEAP's own layout: (animals, 2, nodes, frames)
     if xy.ndim == 4 and xy.shape[1:3] == (2, len(nodes)):
         xy, scores = (
             xy.transpose(0, 3, 2, 1),
@@ -191,14 +188,15 @@ def _track(
     )
 
 
-# ---- from tracks to signals
-# ------------------------------------------------------------------------------------------
+# ---- from tracks to signals ----------------------------------------------------------------------
 
 
 def filled(track: Track, least: float, gap: int) -> tuple[np.ndarray, int, int]:
-    """Return (N, P, 2) in which parts of a likelihood below `least` are missing, and gaps of up to
-    `gap` frames between two found ones are filled linearly; longer ones are NaN. Also how many were
-    filled, and how many are missing."""
+    """Return ((N, P, 2) positions, number of filled positions, number of missing positions).
+
+    Positions with a likelihood below `least` are missing. Gaps of up to `gap` frames are filled
+    linearly. Longer gaps are NaN.
+    """
     xy, lost = track.xy.copy(), np.isnan(track.xy[:, :, 0]) | (track.likelihood < least)
     xy[lost], count = np.nan, 0
     for p in range(xy.shape[1]):
@@ -215,8 +213,10 @@ def filled(track: Track, least: float, gap: int) -> tuple[np.ndarray, int, int]:
 def axis(
     parts: Sequence[str], centre: Sequence[str], front: Sequence[str], path: Path
 ) -> tuple[list[int], list[int]]:
-    """Return the numbers of the parts whose mean is the body's centre, and of those it points to.
-    Those that are not named are guessed from the names. Raises LockstepError if there are none."""
+    """Return the indices of the parts for the body's centre, and of the parts for the front.
+
+    Unnamed parts are guessed from the names. Raises LockstepError without a guess.
+    """
     for name in (*centre, *front):
         if name not in parts:
             raise LockstepError(f"no part {name}", str(path), f"the file has {', '.join(parts)}")
@@ -242,15 +242,19 @@ def axis(
 
 @dataclass(frozen=True)
 class Frame:
-    """A coordinate frame that goes with an animal: its centre, and the unit vector to its front,
-    each (N, 2)."""
+    """A coordinate frame attached to an animal: its centre and the unit vector to its front.
+
+    Both are (N, 2).
+    """
 
     centre: np.ndarray
     ahead: np.ndarray
 
     def of(self, xy: np.ndarray) -> np.ndarray:
-        """(N, P, 2) pixels -> the same relative to the centre, x along the body to the front, y
-        across it."""
+        """Convert (N, P, 2) pixels to coordinates relative to the centre.
+
+        x runs along the body to the front, y across the body.
+        """
         away = xy - self.centre[:, None]
         u, v = self.ahead[:, None, 0], self.ahead[:, None, 1]
         return np.stack(
@@ -258,8 +262,10 @@ class Frame:
         )
 
     def speed(self, fps: float) -> np.ndarray:
-        """(N,) pixels per second of the centre, from the frames beside each; NaN beside a missing
-        one."""
+        """Return (N,) speeds of the centre in pixels per second, from the adjacent frames.
+
+        A frame beside a missing frame is NaN.
+        """
         return (
             np.hypot(*np.gradient(self.centre, axis=0).T) * fps
             if len(self.centre) > 1

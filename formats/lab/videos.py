@@ -1,4 +1,4 @@
-"""Videos as gray squares, cut into trials: what preparing clips and predicting videos share.
+"""Read videos as gray squares and cut trials, for the preparation of clips and for prediction.
 
 Needs PyAV: pip install av
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 from engine.contract import LockstepError
 
 SUFFIXES = tuple(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .ogv .webm .wmv".split())
-"""Suffixes of the videos in a folder. A file that is given by its own name may have any."""
+"""Suffixes of the videos in a folder. A file given by name may have any suffix."""
 
 
 class BrokenVideo(LockstepError):
-    """A video that cannot be read; a caller with others may leave it out."""
+    """A video that cannot be read. A caller with several videos may skip the video."""
 
 
 def import_av() -> Any:
@@ -41,8 +41,10 @@ def import_av() -> Any:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Iterator[Any], float]]:
-    """Open a video: yields its frames, decoded as they are consumed, and its average frames per
-    second, 0 if unknown. Raises BrokenVideo, also while frames are read."""
+    """Open a video and yield (frames, average frames per second); 0 if the rate is unknown.
+
+    Frames are decoded on demand. Raises BrokenVideo, also during the reading of frames.
+    """
     av = import_av()
     try:
         with av.open(str(path)) as container:
@@ -53,7 +55,7 @@ def opened(path: Path) -> Iterator[tuple[Iterator[Any], float]]:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             yield container.decode(stream), float(stream.average_rate or stream.guessed_rate or 0)
-    except (av.error.FFmpegError, OSError) as error:  # FileNotFoundError is both
+    except (av.error.FFmpegError, OSError) as error:  # FileNotFoundError belongs to both types
         what = f"cannot read the video: {error.strerror or error}"
         raise BrokenVideo(what, where=str(path), todo="fix it or remove it") from None
 
@@ -61,8 +63,11 @@ def opened(path: Path) -> Iterator[tuple[Iterator[Any], float]]:
 def gray_square(
     frame: Any, crop: tuple[int, int, int, int] | None, size: int, path: Path
 ) -> np.ndarray:
-    """A decoded frame -> (size, size) uint8, 0 black to 255 white, whatever range the video is
-    coded in. Raises LockstepError if the crop (x, y, width, height) is not inside the frame."""
+    """Convert a decoded frame to (size, size) uint8, 0 black to 255 white.
+
+    The result does not depend on the video's coded range. Raises LockstepError if the crop (x, y,
+    width, height) is not inside the frame.
+    """
     from PIL import Image  # comes with tensorboard
 
     picture = frame.to_ndarray(format="gray")
@@ -84,11 +89,11 @@ def gray_square(
 
 @dataclass(frozen=True)
 class Cutting:
-    """How a trial is cut out of a video: `frames` pictures, `every` frames of the video apart.
+    """Settings for cutting a trial: `frames` pictures, `every` frames of the video apart.
 
-    crop  (x, y, width, height) in pixels of the video, or None for all of it
+    crop  (x, y, width, height) in pixels of the video, or None for the full picture
     size  height and width of the pictures
-    fps   the frame rate at which a video of any other rate is taken; 0: its own
+    fps   frame rate to which a video of any other rate is resampled; 0: no resampling
     """
 
     frames: int
@@ -98,21 +103,19 @@ class Cutting:
     fps: float = 0.0
 
     def offsets(self, fps: float) -> np.ndarray:
-        """Return (T,) the frames of a video of `fps` frames/s from a trial's first to each of its
-        own."""
+        """Return (T,) offsets of a trial's frames from its first frame, in frames of the video."""
         return np.rint(
             self.every * np.arange(self.frames) * (fps / self.fps if self.fps else 1.0)
         ).astype(np.int64)
 
     @property
     def span(self) -> int:
-        """Frames of the video from a trial's first to its last one, both included."""
+        """Return the frames of the video from a trial's first frame to its last, both included."""
         return (self.frames - 1) * self.every + 1
 
 
 def resampled(pictures: Iterable[np.ndarray], ratio: float) -> Iterator[np.ndarray]:
-    """Yield the pictures number round(n * ratio), n = 0, 1, ..., of a stream; some twice if ratio <
-    1."""
+    """Yield picture round(n * ratio) of a stream for n = 0, 1, ...; ratio < 1 repeats pictures."""
     n = 0
     for number, picture in enumerate(pictures):
         while round(n * ratio) == number:
@@ -128,12 +131,11 @@ def slide(
     batch_size: int,
     fps: float = 0.0,
 ) -> np.ndarray:
-    """A stream of a video's frames -> (N, C), each frame's mean probabilities over the trials that
-    contain it.
+    """Return (N, C): each frame's mean probabilities over the trials that contain the frame.
 
-    A trial starts every `stride` frames, and the last one ends with the video. Empty if there are
-    too few frames. A video of `fps` frames/s is taken at `cutting.fps`, if it is given, and each
-    frame gets what the nearest one has.
+    A trial starts every `stride` frames, and the last trial ends with the video. The result is
+    empty for too few frames. A video of `fps` frames/s is resampled to `cutting.fps`, if set, and
+    each frame gets the probabilities of the nearest resampled frame.
     """
     if fps and cutting.fps not in (0, fps):
         number, ratio = itertools.count(), fps / cutting.fps
@@ -160,8 +162,10 @@ def slide(
 def _trials(
     pictures: Iterable[np.ndarray], cutting: Cutting, stride: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (the number of its first frame, (T, H, W)) of each trial; no more frames are held than
-    one spans."""
+    """Yield (number of the first frame, (T, H, W)) of each trial.
+
+    Memory holds at most the frames of one trial's span.
+    """
     recent: deque[np.ndarray] = deque(maxlen=cutting.span)
     first = -cutting.span
     for picture in pictures:
@@ -174,12 +178,13 @@ def _trials(
 
 
 def side_of(name: str, sides: dict[str, list[str]]) -> str:
-    """Return the side {"trained on", "held out": names} of a run's own videos that has this one;
-    "new" if none has it, and nothing if an older checkpoint does not know.
+    """Return the side of a run on which a video was used: "trained on", "held out" or "new".
 
-    It is known by its name without the ending and by as much of the path as both give. Where a
-    folder differs the side has a question mark, because a copy lies elsewhere; but the video is new
-    where those of the run differ by folders alone.
+    sides  {side: names} of the run's own videos; empty for an older checkpoint, which gives ""
+
+    A name matches without suffix, by the common length of both paths. If only a folder differs, the
+    side has a question mark, because the video may be a copy. If several videos of the run have the
+    name in different folders, the video is new.
     """
     mine = _steps(name)
     own = [(side, _steps(known)) for side, names in sides.items() for known in names]
@@ -192,6 +197,6 @@ def side_of(name: str, sides: dict[str, list[str]]) -> str:
 
 
 def _steps(name: str) -> tuple[str, ...]:
-    """a/b.mp4 -> (a, b)"""
+    """Split a path without suffix: a/b.mp4 -> (a, b)"""
     stem, ending = os.path.splitext(os.path.normpath(name))
     return tuple((stem if ending.lower() in SUFFIXES else stem + ending).split(os.sep))

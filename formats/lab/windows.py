@@ -1,23 +1,21 @@
-"""Sensor recordings cut into windows: four layouts on disk, one dataset that gathers from the
-recordings.
+"""Read sensor recordings in four layouts and cut the recordings into windows.
 
     UCI HAR folder   {train,test}/Inertial Signals/*.txt, y_*.txt, subject_*.txt,
                      activity_labels.txt
-    .ts              NAME_TRAIN.ts and NAME_TEST.ts of the UEA archive, or one .ts file
+    .ts              NAME_TRAIN.ts and NAME_TEST.ts of the UEA archive, or a single .ts file
     arrays           X.npy (N, T, C), y.npy (N,), subject.npy, with optional _train/_test suffixes;
-                     or one .npz of these
+                     or a single .npz with these arrays
     recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,) or step_label
-                     (sum of lengths,), and
-                     subject (R,) if known
+                     (sum of lengths,), and subject (R,) if known
 
-A step_label is text or a number, and "" or -1 where nobody has labelled; a window has the label of
-its centre, step length // 2, and is left out if that has none. A last channel of the name `valid`
-is no measurement: 1 where the others were measured, 0 where they are padding.
+A step_label is text or a number. An empty text or -1 means that the step is unlabelled. A window
+has the label of its centre step, length // 2. A window with an unlabelled centre is left out. If
+the last channel is named `valid`, the channel is a mask: 1 marks a measured step, 0 marks padding.
 
-The first and the third hold windows already, and so does a .ts file of equal lengths: each is taken
-whole. The others hold recordings of any length, cut into windows of `length` steps that start every
-`stride` steps. The split is by person, not by window, because windows of one person are near copies
-of each other.
+UCI HAR folders, arrays and .ts files of equal lengths already hold windows. Each window is used
+unchanged. The remaining inputs hold recordings of any length. Windows of `length` steps start every
+`stride` steps. The split is by person, not by window, because windows of the same person are near
+copies of each other.
 """
 
 from __future__ import annotations
@@ -48,24 +46,23 @@ FILL = "fill in missing values first, or leave that part out"
 
 @dataclass(frozen=True)
 class Recordings:
-    """R labelled recordings, concatenated in one array, and how to cut them.
+    """R labelled recordings, concatenated in one array, and the settings of the windows.
 
-    signal    (sum of lengths, C) float32, stored channel by channel: a window is then C runs of T
-    steps, four times as
-              fast to gather
-    lengths   (R,) int64, steps of each recording; none is shorter than `length`
-    labels    (R,) int64, index into `classes`; all 0 where each step has a label of its own
-    groups    (R,) int64, index into `subjects`, or the recording's own number if they are unknown
-    val       (R,) bool, the split that the data come with, or None
+    signal    (sum of lengths, C) float32, stored channel by channel. A window is then C runs of T
+              steps, and gathering is four times as fast.
+    lengths   (R,) int64, steps of each recording; at least `length` steps each
+    labels    (R,) int64, index into `classes`; all 0 if `step_labels` is set
+    groups    (R,) int64, index into `subjects`, or the recording's own number without subjects
+    val       (R,) bool, the validation split of the dataset, or None
     subjects  names; empty if unknown
     length, stride  of a window, in steps
     rate_hz   steps per second, or None
     step_labels  (sum of lengths,) int32, index into `classes` or -1; or None
-    axes      3 if each three channels may be the axes of one sensor, which an augmentation turns;
-              0: they are not
-    names     of the recordings, such as those of their videos; empty if unknown
-    multi     (sum of lengths, C) int8, where labels may overlap: 1, 0, or -1 where nobody looked;
-              or None
+    axes      3 if each group of three channels may be the axes of one sensor, which an augmentation
+              rotates; else 0
+    names     of the recordings, for example of their videos; empty if unknown
+    multi     (sum of lengths, C) int8 labels that may overlap: 1 is on, 0 is off, -1 is not
+              annotated; or None
     """
 
     signal: np.ndarray
@@ -90,31 +87,37 @@ class Recordings:
 
     @property
     def masked(self) -> bool:
-        """Whether the last channel says which steps were measured."""
+        """Return whether the last channel marks the measured steps."""
         return self.channels[-1:] == [VALID]
 
     def windows(self) -> np.ndarray:
-        """Return (R,) int64, the windows of each recording, with or without a label; leftover steps
-        at its end are not used."""
+        """Return (R,) int64, the number of windows of each recording, labelled or not.
+
+        Leftover steps at the end of a recording are unused.
+        """
         return (self.lengths - self.length) // self.stride + 1
 
 
 class Windows:
-    """The labelled windows of some recordings as a dataset: `{"x": (B, C, T) float32, "y": (B,)
-    int64}`.
+    """The labelled windows of some recordings as a dataset.
 
-    labels  (N,) int64, one per window;   starts  (N,) int64, row of `signal` where each begins
-    recording  (N,) int64, the recording of each;   step  (N,) int64, the step of that recording
-                                                          where it begins
-    sources  (N,) str, the subject of each, or the recording's number where subjects are unknown
+    A batch is `{"x": (B, C, T) float32, "y": (B,) int64}`.
+
+    labels     (N,) int64, one per window
+    starts     (N,) int64, first row of each window in `signal`
+    recording  (N,) int64, recording of each window
+    step       (N,) int64, first step of each window within the recording
+    sources    (N,) str, subject of each window, or the recording's number without subjects
     """
 
     def __init__(self, recordings: Recordings, chosen: np.ndarray):
-        """chosen  (R,) bool: the recordings to take. Windows are views: the signal is shared, never
-        copied."""
+        """Select the windows of the chosen recordings, (R,) bool.
+
+        Windows are views of the shared signal. The signal is never copied.
+        """
         counts = np.where(chosen, recordings.windows(), 0)
         owner = np.repeat(np.arange(len(recordings)), counts)  # (N,) recording of each window
-        # its number within the recording
+        # number of each window within the recording
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         step = nth * recordings.stride
         starts = (np.cumsum(recordings.lengths) - recordings.lengths)[owner] + step
@@ -144,21 +147,21 @@ class Windows:
 
     @property
     def overlapping(self) -> bool:
-        """Whether a window may have several labels."""
+        """Return whether a window may have several labels."""
         return self.multi is not None
 
     @property
     def targets(self) -> np.ndarray:
-        """(N,) labels, or after `one_hot` (N, C) int8"""
+        """Return the (N,) labels, or (N, C) int8 labels after `one_hot`."""
         return self._y.numpy()
 
     def one_hot(self) -> None:
-        """Let `y` be (B, C) int8: 1, 0, or -1 where nobody looked."""
+        """Switch `y` to (B, C) int8 labels: 1 is on, 0 is off, -1 is not annotated."""
         found = one_hot(self.labels, self._classes) if self.multi is None else self.multi
         self._y = torch.from_numpy(np.ascontiguousarray(found))
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        # a third of what torch takes for a list
+        # An array takes a third of torch's time for a list.
         chosen = torch.from_numpy(np.asarray(indices, np.int64))
         every = self.signal.unfold(0, self.length, 1)  # (steps - T + 1, C, T), a view
         return {"x": every.index_select(0, self.starts[chosen]), "y": self._y[chosen]}
@@ -167,16 +170,18 @@ class Windows:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
     def statistics(self, kept: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """Return (C,) mean and (C,) standard deviation over the measured steps that windows cover,
-        each counted once; of the windows that are `kept`, (N,) bool, or of all. A channel `valid`
-        has mean 0 and deviation 1."""
+        """Return the (C,) mean and the (C,) standard deviation over the measured steps.
+
+        Each step that a window covers counts once. `kept`, (N,) bool, selects windows; None selects
+        all. The channel `valid` has mean 0 and deviation 1.
+        """
         covered = torch.zeros(len(self.signal) + 1, dtype=torch.int64)
         starts = self.starts if kept is None else self.starts[torch.from_numpy(kept)]
         covered.index_add_(0, starts, torch.ones_like(starts))
         covered.index_add_(0, starts + self.length, -torch.ones_like(starts))
         seen = covered.cumsum(0)[:-1] > 0
         rows = (seen & (self.signal[:, -1] > 0) if self.masked else seen).nonzero().squeeze(1)
-        # One channel at a time: less memory.
+        # One channel at a time uses less memory.
         spread = [
             torch.std_mean(channel.index_select(0, rows).double(), correction=0)
             for channel in self.signal.T
@@ -184,7 +189,7 @@ class Windows:
         std, mean = (torch.stack(values) for values in zip(*spread, strict=True))
         if self.masked:
             mean[-1], std[-1] = 0, 1
-        # A dead sensor has no spread: it is shifted to zero, not scaled.
+        # The channel of a dead sensor has no spread. The channel is shifted to zero, not scaled.
         return mean.float(), torch.where(std > 1e-6 * mean.abs().clamp(min=1e-6), std, 1.0).float()
 
 
@@ -195,12 +200,12 @@ class Windows:
 def read(
     root: str | Path, length: int = 128, stride: int = 64, labelled: bool = True
 ) -> Recordings:
-    """Recognise the layout under `root` (a folder or a file, see above) and read it.
+    """Detect the layout under `root` (a folder or a file, see the module) and read the recordings.
 
-    length, stride  in steps; they cut recordings only: data published as windows are taken whole
-    labelled        False: labels may be missing, and are all 0 in any case; not for UCI HAR, which
-                    has them
-    Raises LockstepError with the file, and the line if there is one.
+    length, stride  in steps; only recordings are cut, published windows are used unchanged
+    labelled        False permits missing labels and sets all labels to 0; not for UCI HAR, where
+                    labels are required
+    Raises LockstepError with the file, and the line if known.
     """
     if length < 1 or stride < 1:
         raise LockstepError(
@@ -208,7 +213,7 @@ def read(
         )
     try:
         return _recognise(Path(os.path.expanduser(root)), length, stride, labelled)
-    except OSError as error:  # no permission, a name that is too long
+    except OSError as error:  # no permission, or a name that is too long
         what = f"cannot read: {error.strerror or error}"
         raise LockstepError(
             what, str(error.filename or root), "give a path that you may read"
@@ -216,15 +221,17 @@ def read(
 
 
 def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
-    """Return the recordings with labels that index `classes`, a model's. Raises LockstepError for a
-    class it lacks."""
+    """Return the recordings with labels that index the `classes` of a model.
+
+    Raises LockstepError if `classes` lacks a class of the recordings.
+    """
     names, where, steps = recordings.classes, recordings.where, recordings.step_labels
     if steps is None:
         return replace(
             recordings, labels=renumber(recordings.labels, names, classes, where), classes=classes
         )
     present = np.flatnonzero(np.bincount(steps + 1, minlength=len(names) + 1)[1:])
-    table = np.full(len(names) + 1, -1, np.int32)  # the last is that of -1
+    table = np.full(len(names) + 1, -1, np.int32)  # index -1 reads the last entry
     table[present] = renumber(present, names, classes, where)
     multi = (
         recordings.multi
@@ -237,8 +244,10 @@ def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
 def check_alike(
     new: Recordings, length: int, channels: int, names: list[str], rate_hz: float | None
 ) -> None:
-    """Raise LockstepError unless `new` matches a model's training data in the fields of Recordings
-    that both know."""
+    """Raise LockstepError if `new` differs from a model's training data.
+
+    Only fields of Recordings that are known on both sides are compared.
+    """
     found = new.signal.shape[1]
     if found != channels or (names and new.channels and names != new.channels):
         here, there = (
@@ -363,8 +372,7 @@ def _read_npy(root: Path, labelled: bool) -> Recordings:
 
 
 def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings:
-    """One .ts file, or a _TRAIN.ts with its _TEST.ts, whose recordings become the predefined
-    validation split."""
+    """Read a .ts file. With a _TRAIN.ts, the _TEST.ts becomes the predefined validation split."""
     paths = [path]
     if path.stem.endswith("_TRAIN") or path.stem.endswith("_TEST"):
         name = path.stem.rsplit("_", 1)[0]
@@ -381,7 +389,7 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
         raise LockstepError(what, str(path), "give both the same channels")
     lengths = np.array([len(one) for one in series], dtype=np.int64)
     if len({*lengths.tolist()}) == 1:
-        length = stride = int(lengths[0])  # windows already
+        length = stride = int(lengths[0])  # the file already holds windows
     arrays = {
         "label": np.array([label for part in parts for label in part[1]]),
         "classes": np.array(train[2]),
@@ -395,10 +403,11 @@ TsPart = tuple[list[np.ndarray], list[int], list[str], list[int]]
 
 
 def parse_ts(path: Path, labelled: bool, missing: bool = False) -> TsPart:
-    """Return (recordings, each (T, C) float32; labels; classes; lines). A line is one:
-    channel:channel:…:label.
+    """Return (recordings, each (T, C) float32; labels; classes; lines).
 
-    missing  whether values may be missing, `?` or NaN: they become NaN
+    Each line of the file is one recording: channel:channel:…:label.
+
+    missing  permit missing values, `?` or NaN, and read them as NaN
     """
     header: dict[str, list[str]] = {}
     series: list[np.ndarray] = []
@@ -434,7 +443,7 @@ def parse_ts(path: Path, labelled: bool, missing: bool = False) -> TsPart:
 
 
 def _flag(header: dict[str, list[str]], key: str) -> str:
-    """Return `true` or `false`, the first word of a header's line, or nothing without one."""
+    """Return the first word of a header's line, `true` or `false`; empty without the line."""
     return (header.get(key) or [""])[0].lower()
 
 
@@ -456,8 +465,10 @@ def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
 def _ts_series(
     channels: list[str], header: dict[str, list[str]], where: str, missing: bool
 ) -> np.ndarray:
-    """The channels of one line -> (T, C) float32, checked against the header's @dimensions and
-    @seriesLength."""
+    """Convert the channels of a line to (T, C) float32.
+
+    Raises LockstepError if the header's @dimensions or @seriesLength differ.
+    """
 
     def compare(count: int, unit: str, key: str) -> None:
         stated = header.get(key.lower(), [str(count)])
@@ -478,7 +489,7 @@ def _ts_series(
     if _flag(header, "equallength") != "false":
         compare(sizes[0], "steps", "seriesLength")
     try:
-        # a value too large for float32 becomes infinite and is rejected below
+        # A value too large for float32 becomes infinite and is rejected later.
         with np.errstate(over="ignore"):
             values = np.array(rows, dtype=np.float32).T
     except ValueError as error:
@@ -488,15 +499,16 @@ def _ts_series(
     return np.ascontiguousarray(values)
 
 
-# ---------------------------------------------------------------------------------------- arrays to
-# recordings
+# ---------------------------------------------------------------------------- arrays to recordings
 
 
 def _from_windows(
     parts: list[dict[str, np.ndarray]], path: Path, names: list[str] | None
 ) -> Recordings:
-    """Join training and validation, or one part: X (N, T, C), y (N,), and what `_recordings`
-    reads."""
+    """Join training and validation, or convert a single part.
+
+    Each part has X (N, T, C), y (N,) and the arrays that `_recordings` reads.
+    """
     train, where = parts[0], str(path)
     for number, part in enumerate(parts):
         here = f"{path}, {names[number]}" if names else where
@@ -504,7 +516,7 @@ def _from_windows(
             raise LockstepError("X has no labels y", here, "add y (windows,)")
         _check_numbers(part, "X", "windows, steps, channels", here)
         _check_sizes(part, ("y", "subject", "val"), "X", "window", here)
-        # Checked before the parts are joined, because messages number windows within their file.
+        # Check each part before joining, because messages number windows within their file.
         count, steps, width = part["X"].shape
         _check_finite(part["X"].reshape(-1, width), np.full(count, steps), "window", here)
         if part["X"].shape[1:] != train["X"].shape[1:] or part.keys() != train.keys():
@@ -558,8 +570,10 @@ def _recordings(
     stride: int,
     where: str,
 ) -> Recordings:
-    """Read what all layouts share from `arrays`: label or step_label, and perhaps subject, val,
-    classes, channels and rate_hz."""
+    """Read the arrays that all layouts share.
+
+    The arrays are label or step_label, and optionally subject, val, classes, channels and rate_hz.
+    """
     by_step = "step_label" in arrays
     labels, classes = _classes(arrays["step_label" if by_step else "label"], arrays, where, by_step)
     steps, labels = (
@@ -615,7 +629,7 @@ def _check_numbers(arrays: dict[str, np.ndarray], name: str, axes: str, where: s
 def _check_sizes(
     arrays: dict[str, np.ndarray], names: Sequence[str], of: str, unit: str, where: str
 ) -> None:
-    """Raise LockstepError unless each array that is there has one value for each `unit`."""
+    """Raise LockstepError unless each present array has one value for each `unit`."""
     for name in names:
         if name in arrays and arrays[name].shape != arrays[of].shape[:1]:
             what = f"{name} has shape {arrays[name].shape}, {of} has {arrays[of].shape}"
@@ -623,11 +637,13 @@ def _check_sizes(
 
 
 def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str) -> None:
-    """Raise LockstepError unless signal (sum of lengths, C) is finite; `unit` names the thing that
-    has a length."""
+    """Raise LockstepError unless signal (sum of lengths, C) is finite.
+
+    unit  name of the items that `lengths` counts
+    """
     with np.errstate(over="ignore"):  # a value too large becomes infinite and is rejected
         signal = np.ascontiguousarray(signal, dtype=np.float32)
-    # float32 values cannot overflow it: one pass, no copy
+    # A float64 sum of float32 values cannot overflow: one pass without a copy.
     if np.isfinite(signal.sum(dtype=np.float64)):
         return
     bad = np.flatnonzero(~np.isfinite(signal).all(1))
@@ -642,11 +658,13 @@ def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str
 
 
 def _by_channel(parts: list[np.ndarray]) -> np.ndarray:
-    """Return the steps (S, C) of all parts in one array (sum of S, C) float32, stored channel by
-    channel."""
+    """Join the steps (S, C) of all parts into one array (sum of S, C) float32.
+
+    The array is stored channel by channel.
+    """
     joined, filled = np.empty((sum(map(len, parts)), parts[0].shape[1]), np.float32, order="F"), 0
     for part in parts:
-        for first in range(0, len(part), 8192):  # in pieces that fit into the cache
+        for first in range(0, len(part), 8192):  # pieces fit into the CPU cache
             piece = part[first : first + 8192]
             joined[filled : filled + len(piece)] = piece
             filled += len(piece)
@@ -656,10 +674,11 @@ def _by_channel(parts: list[np.ndarray]) -> np.ndarray:
 def _classes(
     y: np.ndarray, arrays: dict[str, np.ndarray], where: str, by_step: bool = False
 ) -> tuple[np.ndarray, list[str]]:
-    """Stored labels -> indices into `classes`. With names, y counts from 0 into them; else each
-    value is a class.
+    """Convert stored labels to indices into `classes`.
 
-    by_step  "" and -1 are no label, and become -1
+    With class names, y indexes the names from 0. Without names, each distinct value is a class.
+
+    by_step  "" and -1 mean unlabelled, and become -1
     """
     if y.dtype.kind not in "iuU":
         todo = "save them as whole numbers or text: labels.astype(int) or labels.astype(str)"
@@ -746,7 +765,7 @@ def _rate(arrays: dict[str, np.ndarray], where: str) -> float | None:
 
 
 def _table(path: Path) -> np.ndarray:
-    """Numbers in columns -> (lines, columns) float32."""
+    """Read columns of numbers as (lines, columns) float32."""
     lines = text_lines(path)
     if not any(line.strip() for line in lines):
         raise LockstepError("the file is empty", str(path), "fetch it again")
@@ -760,8 +779,10 @@ def _table(path: Path) -> np.ndarray:
 
 
 def _bad_line(path: Path, lines: list[str]) -> LockstepError:
-    """Return an error that names the bad line of a table; numpy's own message counts rows
-    differently."""
+    """Return an error that names the bad line of a table.
+
+    Numpy's own message counts rows differently.
+    """
     width = next(len(line.split()) for line in lines if line.split())
     for number, line in enumerate(lines, 1):
         where, words = f"{path}:{number}", line.split()
@@ -780,7 +801,7 @@ def _bad_line(path: Path, lines: list[str]) -> LockstepError:
 
 
 def _column(path: Path) -> np.ndarray:
-    """One whole number per line -> (lines,) int64."""
+    """Read one whole number per line as (lines,) int64."""
     values = _table(path)
     if values.shape[1] != 1 or (values != values.round()).any() or (abs(values) > 2**24).any():
         raise LockstepError(
@@ -803,10 +824,11 @@ def split(
 ) -> np.ndarray:
     """Return (R,) bool, the recordings to validate on. No group is ever on both sides.
 
-    They are those of `val_subjects` if any; else the split of the data if there is one and `given`;
-    else a random `val_share` of the subjects drawn from `seed` or, if subjects are unknown, of the
-    recordings of each class. test  (R,) bool, the recordings of a third set, if there is one: what
-    is left is split
+    `val_subjects` have priority. Next comes the predefined split of the dataset if `given`. Else a
+    random `val_share` of the subjects is drawn from `seed`. Without subjects, recordings of each
+    class are drawn.
+
+    test  (R,) bool, the recordings of the test set, or None; only the rest is split
     """
     left = np.ones(len(recordings), dtype=bool) if test is None else ~test
     if val_subjects:
@@ -824,10 +846,12 @@ def split(
 def choose_test(
     recordings: Recordings, test_subjects: Sequence[str], test_share: float, seed: int, split: str
 ) -> np.ndarray | None:
-    """Return (R,) bool, the recordings to test on, None for no test set: those of `test_subjects`;
-    else with split="given-test" the second part of the data's own split; else a random
-    `test_share`, drawn as in `split` from other random numbers, and with split="given" not from
-    what the data give to validate on."""
+    """Return (R,) bool, the recordings to test on, or None for no test set.
+
+    `test_subjects` have priority. split="given-test" takes the second part of the predefined split.
+    Else a random `test_share` is drawn as in `split`, with a separate random stream. With
+    split="given", recordings of the predefined validation split are never drawn.
+    """
     if test_subjects:
         return _named(recordings, test_subjects, "test_subjects")
     if split == "given-test":
@@ -844,7 +868,7 @@ def choose_test(
 
 
 OTHER_SEED = 1 << 32
-"""Added to the seed of a split for the choice of a test set: a seed of a config is smaller."""
+"""Offset of the seed for the choice of a test set, larger than any seed of a config."""
 
 
 def _named(recordings: Recordings, names: Sequence[str], key: str) -> np.ndarray:
@@ -860,8 +884,10 @@ def _named(recordings: Recordings, names: Sequence[str], key: str) -> np.ndarray
 
 
 def _drawn(recordings: Recordings, left: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Return (R,) bool: a random share of the subjects that are `left`, (R,) bool, or if these are
-    unknown of the recordings of each class."""
+    """Draw a random share of the `left` subjects, (R,) bool, and return (R,) bool.
+
+    Without subjects, recordings of each class are drawn.
+    """
     if recordings.subjects:
         return np.isin(
             recordings.groups,
@@ -877,8 +903,10 @@ def _drawn(recordings: Recordings, left: np.ndarray, share: float, seed: int) ->
 
 
 def _draw(members: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Return a random share of some groups: at least one, but never all (a lone one stays for
-    training)."""
+    """Draw a random share of some groups: at least one group, but never all.
+
+    A lone group stays in training.
+    """
     count = min(max(1, round(share * len(members))), len(members) - 1)
     return np.random.default_rng(seed).permutation(members)[:count]
 
@@ -886,11 +914,11 @@ def _draw(members: np.ndarray, share: float, seed: int) -> np.ndarray:
 def _check_split(
     recordings: Recordings, sides: dict[str, np.ndarray], test: np.ndarray | None
 ) -> None:
-    """Raise LockstepError unless every group is on one side, and no side is empty."""
+    """Raise LockstepError unless every group is on one side and both sides have recordings."""
     sides = sides if test is None else {**sides, "test": test}
     for (one, first), (other, second) in itertools.combinations(sides.items(), 2):
-        # Python's sets: the first use of NumPy's loads its masked arrays, a tenth of all import
-        # time.
+        # Python's sets: the first use of NumPy's set functions loads masked arrays, a tenth of all
+        # import time.
         if both := sorted(
             {*recordings.groups[first].tolist()} & {*recordings.groups[second].tolist()}
         ):

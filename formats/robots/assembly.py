@@ -1,5 +1,4 @@
-"""Recorded episodes become files of a LeRobot dataset of version 3.0, alone or after those that are
-there."""
+"""Assemble recorded episodes into a LeRobot dataset of version 3.0, new or extended."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from formats.robots.lerobot_files import NUMBERS, OWN, Declared
 
 EPISODES = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 SUMMED = ("meta/info.json", "meta/stats.json", "meta/tasks.parquet")
-"""The files that every addition writes anew."""
+"""The files that every addition rewrites."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A dataset that episodes are added to.
+    """A dataset to extend.
 
-    rows    of its table of episodes, without statistics
-    schema  of that table's last file
+    rows    of the table of episodes, without statistics
+    schema  of the table's last file
     stats   of stats.json
     """
 
@@ -41,7 +40,7 @@ class Base:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return how many episodes and frames there are."""
+        """Return the numbers of episodes and frames."""
         return len(self.demos.lengths), sum(self.demos.lengths.values())
 
     @property
@@ -55,8 +54,7 @@ class Base:
         }
 
     def next_file(self, prefix: str) -> int:
-        """Return the number of the first file that is free under data, videos/NAME or
-        meta/episodes."""
+        """Return the number of the first free file under data, videos/NAME or meta/episodes."""
         used = [
             row[f"{prefix}/chunk_index"] * self.per_chunk + row[f"{prefix}/file_index"]
             for row in self.rows
@@ -67,8 +65,10 @@ class Base:
         return str((self.info["features"][name].get("info") or {}).get("video.codec", ""))
 
     def declared(self) -> dict[str, Any]:
-        """Return what a Recorder of this dataset is given. Raises LockstepError if it has what none
-        can write."""
+        """Return the arguments of a Recorder for the dataset.
+
+        Raises LockstepError for a property that a Recorder cannot write.
+        """
         features, names, path = Declared(), dict[str, Any](), self.demos.root / "meta" / "info.json"
         for name, feature in self.demos.features.items():
             dtype = "depth" if feature.depth and feature.dtype == "video" else feature.dtype
@@ -90,7 +90,7 @@ class Base:
 
 
 def read_base(root: Path) -> Base:
-    """Read a dataset. Raises LockstepError unless episodes can be added to it."""
+    """Read a dataset. Raises LockstepError if the dataset cannot be extended."""
     demos, path = lerobot.read(root), root / "meta" / "info.json"
     info, todo = (
         lerobot._json(lerobot._text(path), path),
@@ -113,16 +113,16 @@ def read_base(root: Path) -> Base:
 
 
 def _placed(table: Path) -> dict[str, int]:
-    """Return the numbers in the name chunk-000/file-000.parquet, which a row should have, too."""
+    """Return the numbers in chunk-000/file-000.parquet, for the columns of a row."""
     chunk, file = (int(name.partition("-")[2]) for name in (table.parent.name, table.stem))
     return {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a Recorder was given, and how a dataset keeps it.
+    """The arguments of a Recorder, and their form in a dataset.
 
-    columns  all features, those of BOOKKEEPING too, in the order of their columns
+    columns  all features including BOOKKEEPING, in the order of their columns
     """
 
     fps: float
@@ -132,8 +132,10 @@ class Declaration:
     depths: dict[str, Depth]
 
     def values(self, name: str) -> np.ndarray:
-        """Return what a picture's levels stand for in statistics: 0 to 1, or distances in the
-        dataset's unit."""
+        """Return the values of a picture's levels in statistics: 0 to 1, or distances.
+
+        Distances are in the dataset's unit.
+        """
         if name in self.depths:
             return self.depths[name].millimetres() / self.depths[name].factor
         return np.arange(256) / 255
@@ -142,8 +144,7 @@ class Declaration:
 def assemble(
     new: Path, staged: recording.Recording, given: Declaration, base: Base | None, file_mb: float
 ) -> None:
-    """Make the folder `new`: the dataset with the episodes of `base`, and after them those of
-    `staged`."""
+    """Create the dataset folder `new`: the episodes of `base`, then the episodes of `staged`."""
     from tqdm import tqdm
 
     if base:
@@ -205,7 +206,7 @@ def assemble(
 
 
 class _Packer:
-    """Puts the episodes' files of one kind together into files of about `limit` bytes."""
+    """Joins the episodes' files of one kind into files of about `limit` bytes."""
 
     def __init__(
         self, new: Path, staged: recording.Recording, base: Base | None, limit: int, shown: Any
@@ -215,8 +216,10 @@ class _Packer:
     def groups(
         self, inside: str, prefix: str, template: str, rows: list[dict[str, Any]], **names: str
     ) -> Iterator[tuple[Path, dict[int, Path]]]:
-        """Yield (a file to write, {episode of `rows`: its file `inside` the episode's folder}), and
-        note in `rows`, under `prefix`, which file it is."""
+        """Yield (target file, {episode of `rows`: the episode's file `inside` its folder}).
+
+        The function writes the target's numbers into `rows` under `prefix`.
+        """
         paths = [self.staged.folder_of(n) / inside for n in range(len(rows))]
         number, per_chunk = 0, files.FILES_PER_CHUNK
         if self.base:
@@ -236,8 +239,10 @@ class _Packer:
                 group, size, number = {}, 0, number + 1
 
     def _codec(self, inside: str, n: int) -> str | None:
-        """Return what the n-th episode's video is coded in: an encoder that was there may be
-        missing on a resume."""
+        """Return the codec of the n-th episode's video.
+
+        The codec may change on a resume, if an encoder is no longer installed.
+        """
         return dict(self.staged.episodes[n]["codecs"]).get(inside.removesuffix(".mp4"))
 
 
@@ -248,9 +253,11 @@ def _write_data(
     given: Declaration,
     base: Base | None,
 ) -> Stats:
-    """Write data/, with each episode's columns `own`, in a row group for each: its pictures can be
-    read without others. Returns statistics of the numbers, measured: episodes' quantiles cannot be
-    combined."""
+    """Write data/ with each episode's columns `own`, and return measured statistics of the numbers.
+
+    Each episode has its own row group, so its pictures can be read separately. Statistics are
+    measured, because quantiles of episodes cannot be combined.
+    """
     pa, pq, schema = need("pyarrow"), need("pyarrow.parquet"), files.schema(given.columns)
     wanted = {
         n: shape
@@ -289,8 +296,10 @@ def _write_videos(packer: _Packer, rows: list[dict[str, Any]], name: str, fps: f
 
 
 def _aggregated(episodes: list[dict[str, Any]], given: Declaration, base: Base | None) -> Stats:
-    """Return the statistics that are not measured again: of pictures, from the counts of their
-    levels, and of BOOKKEEPING; with those of `base`, by count."""
+    """Return the statistics of pictures and of BOOKKEEPING, which need no new measurement.
+
+    Pictures use the counts of their levels. The statistics of `base` are combined by count.
+    """
     parts: dict[str, list[Any]] = {
         name: [
             {key: np.array(value) for key, value in it["stats"][name].items()} for it in episodes
@@ -305,7 +314,7 @@ def _aggregated(episodes: list[dict[str, Any]], given: Declaration, base: Base |
     for name, own in parts.items():
         before = [base.stats.get(name, {})] if base else []
         known = all({"mean", "std", "min", "max", "count"} <= set(part) for part in before)
-        # Statistics of a part would be wrong of the whole: then there are none.
+        # Statistics of a part would be wrong for the whole dataset: omit them.
         stats[name] = (
             (files.together([*before, *own]) if len(before) + len(own) > 1 else own[0])
             if known

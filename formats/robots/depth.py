@@ -1,5 +1,4 @@
-"""Depth maps as LeRobot 0.6 stores them: distances as codes of 12 bits, in a video of one
-channel."""
+"""Depth maps in LeRobot 0.6's format: distances as 12-bit codes in a video of one channel."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ CODES = 4096
 
 @dataclass(frozen=True)
 class Depth:
-    """How a camera's distances z are coded, with LeRobot's defaults:
+    """Coding of a camera's distances z, with LeRobot's defaults:
 
-        code = round(4095 (f(z) - f(depth_min)) / (f(depth_max) - f(depth_min))),  f(z) = log(z +
-        shift), or z itself
+        code = round(4095 (f(z) - f(depth_min)) / (f(depth_max) - f(depth_min)))
+        f(z) = log(z + shift), or z
 
     depth_min, depth_max, shift  in metres
-    unit  "mm" or "m": of distances that are not coded, and of the dataset's statistics
+    unit  "mm" or "m": unit of uncoded distances and of the dataset's statistics
     """
 
     depth_min: float = 0.01
@@ -33,19 +32,21 @@ class Depth:
 
     @property
     def factor(self) -> int:
-        """From `unit` to millimetres."""
+        """Return the millimetres per `unit`."""
         return 1000 if self.unit == "m" else 1
 
     def millimetres(self) -> np.ndarray:
-        """(4096,) uint16: the distance of each code, in float32 and then rounded, as LeRobot
-        computes it."""
+        """Return (4096,) uint16, the distance of each code.
+
+        As in LeRobot, distances are computed in float32 and then rounded.
+        """
         low, high = self._ends(1)
         z = torch.arange(CODES, dtype=torch.float32) * ((high - low) / (CODES - 1)) + low
         z = (z.exp() - self.shift if self.use_log else z).clamp(self.depth_min, self.depth_max)
         return (z * 1000).round().clamp(0, 65535).numpy().astype(np.uint16)
 
     def codes(self, millimetres: np.ndarray) -> np.ndarray:
-        """Distances of any shape -> uint16 codes; one out of range becomes the nearest."""
+        """Convert distances of any shape to uint16 codes, clipped to the range."""
         low, high = self._ends(1000)
         z = millimetres.astype(np.float32)
         z = np.log(z + np.float32(1000 * self.shift)) if self.use_log else z
@@ -57,7 +58,7 @@ class Depth:
         return (math.log(low + shift), math.log(high + shift)) if self.use_log else (low, high)
 
     def about(self) -> dict[str, Any]:
-        """Return what `depth_of` reads, as LeRobot writes it into a feature's `info`."""
+        """Return the values for `depth_of`, in LeRobot's form of a feature's `info`."""
         own = asdict(self)
         return {"is_depth_map": True, "depth_unit": own.pop("unit")} | {
             f"video.{name}": n for name, n in own.items()
@@ -65,8 +66,7 @@ class Depth:
 
 
 def depth_of(raw: Mapping[str, Any]) -> Depth | None:
-    """Return how a feature of info.json codes distances; None if it is of colours. Raises
-    ValueError."""
+    """Return the distance coding of a feature of info.json; None for colours. Raises ValueError."""
     info = (raw.get("video_info") or {}) | (raw.get("info") or {})
     if not (info.get("is_depth_map") or info.get("video.is_depth_map")):
         return None

@@ -1,5 +1,4 @@
-"""Pictures into mp4 files, one for each episode, and such files one after the other into a longer
-one."""
+"""Encode pictures into mp4 files, one for each episode, and join mp4 files without decoding."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from formats.robots.lerobot import need
 
 
 class Kind(NamedTuple):
-    """An encoder of FFmpeg: the codec that it writes, its options, and those that LeRobot has names
-    of its own for."""
+    """An encoder of FFmpeg: its codec, its options, and the options with a name in LeRobot."""
 
     encoder: str
     codec: str
@@ -27,19 +25,19 @@ class Kind(NamedTuple):
     options: dict[str, str]
 
 
-# g=2: reaching any frame decodes at most two. No B-frames: pictures are encoded in order. Depths
-# have those that LeRobot's have, or it could not put such a video behind one of these.
+# g=2: reaching any frame decodes at most two. No B-frames: pictures are encoded in order. Depth
+# videos have B-frames like LeRobot's. Otherwise LeRobot could not append depth videos.
 COLOUR = (
     Kind("libsvtav1", "av1", "yuv420p", {"g": "2", "crf": "30", "preset": "8"}),
     Kind("libx264", "h264", "yuv420p", {"g": "2", "crf": "20", "bf": "0"}),
     Kind("mpeg4", "mpeg4", "yuv420p", {"g": "2", "bf": "0", "qmin": "2", "qmax": "4"}),
 )
-MOST_AHEAD = 16  # pictures that a picture is decoded before it is shown
+MOST_AHEAD = 16  # largest lead of decoding over showing, in pictures
 DEPTH = (Kind("libx265", "hevc", "gray12le", {"g": "2", "crf": "30", "x265-params": "lossless=1"}),)
 
 
 def about(codec: str) -> dict[str, Any]:
-    """Return a codec's settings under the names that LeRobot 0.6 gives them in info.json."""
+    """Return a codec's settings under LeRobot 0.6's names in info.json."""
     kind = next(kind for kind in COLOUR + DEPTH if kind.codec == codec)
     rest = dict(kind.options)
     own: dict[str, Any] = {
@@ -52,8 +50,10 @@ def about(codec: str) -> dict[str, Any]:
 
 
 class Encoder:
-    """An mp4 file that pictures are added to. The codecs of `kinds` are tried in their order,
-    `first` before others."""
+    """An mp4 file under construction.
+
+    The codecs of `kinds` are tried in order, with `first` before all.
+    """
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Encoder:
     ):
         self.path, self.count = path, 0
         self._av = need("av")
-        os.environ.setdefault("SVT_LOG", "1")  # or the encoder prints its settings for each file
+        os.environ.setdefault("SVT_LOG", "1")  # else the encoder prints its settings for each file
         self._rate = Fraction(fps).limit_denominator(1001)
         for kind in sorted(kinds, key=lambda kind: kind.codec != first):
             try:
                 self._begin(kind, size)
                 return
-            # not built in, or it does not take pictures this small
+            # The encoder is not built in, or rejects pictures of a small size.
             except (self._av.error.FFmpegError, ValueError):
                 self._container.close()
                 path.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ class Encoder:
         self.codec = kind.codec
 
     def add(self, pictures: np.ndarray) -> None:
-        """Append (T, 3, H, W) uint8, or (T, 1, H, W) uint16 codes of depths."""
+        """Append pictures (T, 3, H, W) uint8, or codes of depths (T, 1, H, W) uint16."""
         for picture in pictures:
             frame = self._depth(picture[0]) if len(picture) == 1 else self._colour(picture)
             frame.pts, frame.time_base = self.count, 1 / self._rate
@@ -105,8 +105,8 @@ class Encoder:
     @staticmethod
     def _mux(container: Any, packets: list[Any]) -> None:
         for packet in packets:
-            # Of one or two pictures, which stay in their order, x265 leaves the time of decoding
-            # unset.
+            # For a file of one or two pictures, x265 leaves the decoding time unset; the order is
+            # unchanged.
             if packet.dts is None or not packet.pts - MOST_AHEAD <= packet.dts <= packet.pts:
                 packet.dts = packet.pts
             container.mux(packet)
@@ -119,7 +119,7 @@ class Encoder:
     def _depth(self, codes: np.ndarray) -> Any:
         height, width = codes.shape
         frame = self._av.VideoFrame(width, height, "gray12le")
-        # longer than a row of pixels
+        # The line size may exceed a row of pixels.
         rows = np.frombuffer(frame.planes[0], np.uint16).reshape(height, -1)
         rows[:] = 0
         rows[:, :width] = codes
@@ -133,8 +133,10 @@ class Encoder:
 
 
 def join(paths: Sequence[Path], counts: Sequence[int], fps: float, target: Path) -> None:
-    """Write mp4 files of one codec one after the other, without decoding; `counts` is how many
-    pictures each has."""
+    """Concatenate mp4 files of one codec without decoding.
+
+    counts  number of pictures in each file
+    """
     av, tick, before, last = need("av"), 1 / Fraction(fps).limit_denominator(1001), 0, -(1 << 62)
     stream: Any = None
     with as_os_error(), av.open(str(target), "w") as out:
@@ -142,14 +144,14 @@ def join(paths: Sequence[Path], counts: Sequence[int], fps: float, target: Path)
             with av.open(str(path)) as source:
                 theirs = source.streams.video[0]
                 if stream is None:
-                    # a decoder cannot encode
+                    # A decoder cannot encode: opaque=True copies the stream's parameters.
                     stream = out.add_stream_from_template(theirs, opaque=True)
                     stream.time_base = theirs.time_base
                 shift = round(before * tick / theirs.time_base)
                 for packet in source.demux(theirs):
-                    if packet.dts is not None:  # else it is the end
-                        # Pictures out of order are decoded ahead of their time, after one alone too
-                        # far ahead.
+                    if packet.dts is not None:  # None marks the end
+                        # Reordered pictures are decoded ahead of their time. After a file with a
+                        # single picture, the decoding time could fall below the last packet's time.
                         last = max(packet.dts + shift, last + 1)
                         packet.pts, packet.dts = packet.pts + shift, last
                         packet.stream = stream
@@ -167,9 +169,11 @@ def as_os_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _usual_priority() -> Iterator[None]:
-    """Restore the scheduling policy afterwards: run by root, SVT-AV1 makes the calling thread
-    real-time, and so every process that it starts later. Two of these that wait for each other
-    starve a machine of two cores."""
+    """Restore the scheduling policy of the thread afterwards.
+
+    Run by root, SVT-AV1 makes the calling thread real-time. All processes started later inherit the
+    policy. Two real-time processes that wait for each other starve a machine with two cores.
+    """
     if not hasattr(os, "sched_getscheduler"):
         yield
         return
@@ -182,7 +186,7 @@ def _usual_priority() -> Iterator[None]:
 
 
 def png(picture: np.ndarray) -> bytes:
-    """(3, H, W) uint8 -> a file's content."""
+    """Encode a picture (3, H, W) uint8 as the bytes of a PNG file."""
     image, file = need("PIL.Image"), io.BytesIO()
     image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(
         file, "PNG", compress_level=1

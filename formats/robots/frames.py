@@ -1,21 +1,20 @@
-"""The pictures of demonstrations by row: from a memory map that is built once per machine, or
-decoded at each use.
+"""Pictures of demonstrations by row.
+
+Pictures come from a memory map that is built once per machine, or are decoded at each use.
 
     frames = Frames(demos, size=(96, 96), cache="memmap", where=Path("cache"))
     frames.get("observation.images.top", rows)  # (n,) rows of demos.columns -> (n, C, 96, 96) uint8
 
-The cache is a folder in `where`, whose name holds a digest of the dataset and the size:
+The cache is a folder in `where`. The folder's name has a digest of the dataset and the size:
 
-    <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes
-    are there; .u16 of a
-                    depth camera
-    episodes.jsonl  a line per decoded episode: camera, episode, its file's size and time, CRC-32 of
-    its bytes. It is
-                    written after they are on the disk; an episode without a line, or whose file
-                    changed, is decoded.
-    checked.json    size and time of these files when all checksums were right: if they differ, all
-                    are read again
-    lock            held by the process that builds
+    <camera>.u8     uint8 (frames of the whole dataset, C, H, W), a sparse file with the chosen
+                    episodes; .u16 for a depth camera
+    episodes.jsonl  a line per decoded episode: camera, episode, size and time of the source file,
+                    CRC-32 of the bytes. The line is written after the bytes are on the disk. An
+                    episode without a line or with a changed source file is decoded.
+    checked.json    size and time of these files at the last successful check of all checksums. If
+                    size or time differ, all bytes are checked again.
+    lock            lock of the process that builds the cache
 """
 
 from __future__ import annotations
@@ -57,15 +56,16 @@ LEAVE_OUT = "copy the file again, or leave the episode out with dataset.exclude_
 class Frames:
     """Pictures of `demos`, all cameras.
 
-    sizes  {camera: (H, W)} to resize to; other cameras stay as recorded cache  "memmap": decode
-    every chosen episode now, unless an earlier run did; "none": decode on demand where  the folder
-    of the caches; "none" does not use it
+    sizes  {camera: (H, W)} to resize to; other cameras keep the recorded size
+    cache  "memmap": decode every chosen episode now, unless already cached; "none": decode on
+           demand
+    where  folder of the caches; unused with "none"
 
-    A video gives the frame nearest to the row's time. Both kinds of source and of cache are resized
-    by Pillow's bilinear filter and give the same bytes. A depth camera gives whole millimetres,
-    uint16, as LeRobot does with depth_output_unit=mm; it is resized to the nearest, because between
-    two distances there may be nothing, and 0 is often "unknown". Raises LockstepError naming file,
-    episode and frame.
+    A video gives the frame nearest to the row's time. Pillow's bilinear filter resizes both kinds
+    of source and of cache, so the bytes are equal. A depth camera gives whole millimetres, uint16,
+    as LeRobot does with depth_output_unit=mm. Depth is resized by the nearest pixel: a value
+    between two distances may not exist, and 0 often means "unknown". Raises LockstepError with
+    file, episode and frame.
     """
 
     def __init__(
@@ -116,15 +116,17 @@ class Frames:
         self._videos, self._tables = _LRU(OPEN_VIDEOS), _LRU(PNG_BYTES)
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
-        """(n,) rows of `demos.columns` -> (n, C, H, W) uint8, depths uint16."""
+        """Return the pictures of (n,) rows of `demos.columns`.
+
+        The result is (n, C, H, W) uint8, or uint16 for depths.
+        """
         out = np.empty((len(rows), *self.shapes[camera]), dtype=self.dtypes[camera])
         if self._cache:
-            # Rows come from an index of this dataset; mode="raise" would copy everything once more.
+            # Rows come from an index of the dataset; mode="raise" would make one more copy.
             return np.take(self._map(camera), self._cache.rows(rows), axis=0, out=out, mode="clip")
         if self._process != os.getpid():
-            # A forked loader process would share file positions with its parent. Inherited files
-            # are kept, not closed: closing a decoder would wait for threads that exist in the
-            # parent only.
+            # A forked loader process would share file positions with its parent. Keep the inherited
+            # files open: closing a decoder would wait for threads that exist only in the parent.
             _inherited.append((self._videos, self._tables))
             self._reset()
         unique, back = np.unique(rows, return_inverse=True)
@@ -139,7 +141,7 @@ class Frames:
         return np.take(found, back, axis=0, out=out)
 
     def prefetch(self, camera: str, rows: np.ndarray) -> None:
-        """Begin to read these rows from the disk if there is a cache; returns at once."""
+        """Start to read these rows from a cache on disk, if any; return at once."""
         if self._cache:
             read_ahead(self._map(camera), self._cache.rows(np.unique(rows)), 1)
 
@@ -152,8 +154,10 @@ class Frames:
     def decode(
         self, camera: str, e: int, rows: np.ndarray, threads: int = 1
     ) -> Iterator[np.ndarray]:
-        """Yield the pictures (C, H, W) of ascending rows of the e-th chosen episode; `threads` 0 is
-        one per core."""
+        """Yield the pictures (C, H, W) of ascending rows of the e-th chosen episode.
+
+        threads  of the decoder; 0 is one per core
+        """
         place = self.places[camera][e]
         if self.demos.features[camera].dtype == "image":
             pictures: Iterator[Any] = self._pngs(camera, place, rows - self.demos.start[e], rows)
@@ -169,8 +173,10 @@ class Frames:
             yield fit(image, camera, int(row), place.path)
 
     def _fit_depth(self, image: Any, camera: str, row: int, path: Path) -> np.ndarray:
-        """Codes of a video, or a Pillow image of distances in the camera's unit -> (1, H, W)
-        millimetres."""
+        """Convert codes of a video, or a Pillow image of distances, to (1, H, W) millimetres.
+
+        The distances of an image are in the camera's unit.
+        """
         _, height, width = self.shapes[camera]
         if isinstance(image, np.ndarray):
             depths = self._millimetres[camera][np.minimum(image, CODES - 1)]
@@ -214,8 +220,8 @@ class Frames:
         self, camera: str, place: Place, frames: np.ndarray, rows: np.ndarray
     ) -> Iterator[Any]:
         for frame, row in zip(frames, rows, strict=True):
-            # Looked up each time, so that it stays the most recently used. It counts as 1 MiB to
-            # bound the open files.
+            # Look up at each use, so that the table stays the most recently used. A table counts as
+            # 1 MiB, which bounds the open files.
             table = self._tables.get(place.path, lambda: (_Table(place.path), 2**20))
             group, n = table.find(place.first_row + int(frame))
             name = place.column
@@ -223,12 +229,12 @@ class Frames:
             yield _open_png(column[n].as_py(), self.demos, int(row), place.path)
 
     def close(self) -> None:
-        """Close every file; they are opened again on demand."""
+        """Close every file; the next use opens the file again."""
         self._videos.close()
         self._tables.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickled to a loader process, a memory map would become a copy of the file; decoders cannot
+        # Pickled to a loader process, a memory map would become a copy of the file. Decoders cannot
         # be pickled.
         return self.__dict__ | {"_maps": {}, "_videos": None, "_tables": None, "_process": -1}
 
@@ -237,7 +243,10 @@ _inherited: list[Any] = []
 
 
 class _LRU:
-    """The most recently used values up to a total cost of `limit`; the newest always stays."""
+    """The most recently used values up to a total cost of `limit`.
+
+    The newest value always stays.
+    """
 
     def __init__(self, limit: int):
         self.limit, self.cost = limit, 0
@@ -264,7 +273,7 @@ class _LRU:
 
 
 class _Video:
-    """An open video that gives the frame nearest to a time."""
+    """An open video. `nearest` gives the frame nearest to a time."""
 
     def __init__(self, path: Path, name: str, threads: int = 1):
         self._av, self.path = need("av"), path
@@ -275,13 +284,16 @@ class _Video:
             raise LockstepError(f"{name}: no video that can be decoded", str(path), LEAVE_OUT)
         self._stream.codec_context.thread_count = threads  # 0: one per core
         self._stream.codec_context.thread_type = "AUTO"
-        self._between_keys = 0.0  # longest time from a key frame seen so far, in seconds
+        self._between_keys = 0.0  # longest seen time from a key frame, in seconds
 
     def nearest(
         self, times: np.ndarray, slack: np.ndarray, names: Sequence[str], depth: bool = False
     ) -> Iterator[Any]:
-        """Yield Pillow images, or (H, W) uint16 codes of `depth`, at ascending times (n,), at most
-        `slack` (n,) away, in seconds; `names` for messages."""
+        """Yield the frames nearest to ascending times (n,).
+
+        A frame is a Pillow image, or (H, W) uint16 codes for `depth`. A frame is at most `slack`
+        (n,) seconds away. `names` are for messages.
+        """
         n, before, key, sought = 0, None, np.inf, 0
         frames = self._from(float(times[0]), names[0])
         while n < len(times):
@@ -305,8 +317,8 @@ class _Video:
             if frame:
                 key = frame.time if frame.key_frame else key
                 self._between_keys = max(self._between_keys, frame.time - key)
-            # Far ahead a seek is cheaper, but only once per time: the key frame that it finds may
-            # lie as far back.
+            # A seek is cheaper for a distant time, but only once per time: the key frame may be
+            # equally far back.
             if (
                 n > sought
                 and n < len(times)
@@ -336,7 +348,7 @@ class _Video:
         if frame.is_corrupt:
             raise LockstepError(f"{name}: a damaged picture", str(self.path), LEAVE_OUT)
         gray = frame if frame.format.name == "gray12le" else frame.reformat(format="gray12le")
-        # longer than a row of pixels
+        # The line size may exceed a row of pixels.
         rows = np.frombuffer(gray.planes[0], np.uint16).reshape(gray.height, -1)
         return rows[:, : gray.width].copy()
 
@@ -357,7 +369,7 @@ class _Video:
 
 
 class _Table:
-    """A parquet file whose pictures are read by row group."""
+    """A parquet file with pictures, read by row group."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -367,7 +379,7 @@ class _Table:
         self._ends = np.cumsum([meta.row_group(g).num_rows for g in range(meta.num_row_groups)])
 
     def find(self, row: int) -> tuple[int, int]:
-        """Return (row group, row in it)."""
+        """Return (row group, row within the group)."""
         group = int(np.searchsorted(self._ends, row, "right"))
         return group, row - int(self._ends[group - 1] if group else 0)
 
@@ -377,7 +389,8 @@ class _Table:
                 camera
             )
         array = column.combine_chunks()
-        # If the package `datasets` is imported, pictures have its own type around the plain one.
+        # With the package `datasets` imported, pictures have an extension type around the plain
+        # type.
         return getattr(array, "storage", array), column.nbytes
 
     def _wrap_errors(self) -> contextlib.AbstractContextManager[None]:
@@ -393,7 +406,7 @@ def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
     """Decode {bytes, path} or bare bytes to a Pillow image."""
     content = stored.get("bytes") if isinstance(stored, dict) else stored
     path_inside = stored.get("path") if isinstance(stored, dict) else None
-    # Pillow raises any of these for a damaged file.
+    # Pillow raises each of these errors for a damaged file.
     with _wrap_errors(
         f"{demos.name_of(row)}: the picture cannot be decoded", path, TypeError, SyntaxError
     ):
@@ -408,7 +421,7 @@ def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
 
 @contextlib.contextmanager
 def _wrap_errors(what: str, path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn what a library raises for a damaged file into a LockstepError of one line."""
+    """Convert a library's error for a damaged file to a one-line LockstepError."""
     errors: tuple[type[Exception], ...] = (OSError, ValueError, *kinds)
     try:
         yield
@@ -419,12 +432,11 @@ def _wrap_errors(what: str, path: Path, *kinds: type[Exception]) -> Iterator[Non
         raise LockstepError(f"{what}: {reason}"[:300], str(path), LEAVE_OUT) from None
 
 
-# ---- the cache
-# --------------------------------------------------------------------------------------------------
+# ---- the cache -----------------------------------------------------------------------------------
 
 
 class _Cache:
-    """The memory maps of one dataset at one size; the constructor builds what is missing."""
+    """The memory maps of a dataset at one size; the constructor builds missing parts."""
 
     def __init__(self, frames: Frames, where: Path):
         demos = frames.demos
@@ -462,7 +474,7 @@ class _Cache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "lock", "a") as lock:
-                _wait_for(lock, self.folder)  # released with the file, by a killed process too
+                _wait_for(lock, self.folder)  # a killed process releases the lock, too
                 self._build(frames)
         except OSError as error:
             todo = "make room, or give a different dataset.cache_dir, or dataset.cache=none"
@@ -473,7 +485,7 @@ class _Cache:
         return self.folder / f"{camera}.u{8 * self._dtypes[camera].itemsize}"
 
     def open(self, camera: str) -> np.ndarray:
-        """(frames of the whole dataset, C, H, W), read-only."""
+        """Return the read-only map (frames of the whole dataset, C, H, W)."""
         return np.memmap(
             self.path(camera),
             self._dtypes[camera],
@@ -482,7 +494,7 @@ class _Cache:
         )
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
-        """(n,) rows of demos.columns -> rows of the maps."""
+        """Convert (n,) rows of demos.columns to rows of the maps."""
         e = np.searchsorted(self._demos.end, rows, "right")
         return self.begin[e] + (rows - self._demos.start[e])
 
@@ -516,10 +528,9 @@ class _Cache:
             )
             raise LockstepError(what, str(self.folder), todo)
         count = int(sum(lengths[e] for _, e in missing))
-        # Decoders are closed on failure too: a process forked later would wait for threads that it
-        # does not have.
+        # Close decoders on failure, too: a process forked later would wait for missing threads.
         with contextlib.closing(frames), _bar(count) as bar, open(self.journal, "ab") as journal:
-            # A video may hold many episodes: it is opened once and read in order.
+            # A video may hold many episodes: open once and read in order.
             for (camera, _), group in groupby(
                 sorted(missing, key=self._order), key=lambda key: self._order(key)[:2]
             ):
@@ -529,7 +540,7 @@ class _Cache:
                     target.truncate(self.total * sizes[camera])
                     for key in group:
                         crc = self._write_episode(frames, *key, target.fileno(), bar)
-                        os.fsync(target.fileno())  # before its line is
+                        os.fsync(target.fileno())  # the bytes reach the disk before the line
                         line = {
                             "camera": camera,
                             "episode": int(demos.episodes[key[1]]),
@@ -546,8 +557,10 @@ class _Cache:
         return key[0], str(place.path), place.first_row, place.start_s
 
     def _write_episode(self, frames: Frames, camera: str, e: int, target: int, bar: Any) -> int:
-        """Decode into the file; returns the CRC-32. By pwrite, because on a full disk writing to a
-        map kills."""
+        """Decode an episode into the file and return the CRC-32.
+
+        The function uses pwrite: on a full disk, a write to a memory map kills the process.
+        """
         rows = np.arange(self._demos.start[e], self._demos.end[e])
         at, crc = int(self.begin[e]) * self._sizes[camera], 0
         for picture in frames.decode(camera, e, rows, threads=0):
@@ -559,17 +572,19 @@ class _Cache:
         return crc
 
     def _stamp(self, camera: str, e: int) -> list[Any]:
-        """Return values that change when an episode's pictures do."""
+        """Return values that change with an episode's pictures."""
         place = self._places[camera][e]
         stat = place.path.stat()
         return [stat.st_size, stat.st_mtime_ns, place.start_s, place.first_row]
 
     def _good_lines(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """Return the journal's last line of each (camera, episode), without those whose bytes are
-        not in the map."""
+        """Return the journal's last line of each (camera, episode).
+
+        Lines whose bytes are not in the map are omitted.
+        """
         lines: dict[tuple[str, int], dict[str, Any]] = {}
         for text in self.journal.read_bytes().splitlines() if self.journal.exists() else []:
-            # a line that a kill cut short
+            # A kill may have truncated a line.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
                 lines[line["camera"], line["episode"]] = line
@@ -600,7 +615,7 @@ class _Cache:
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
     def _is_checked(self) -> bool:
-        """Return whether the files are unchanged since all checksums were right."""
+        """Return whether the files are unchanged since the last successful check of checksums."""
         try:
             return bool(json.loads(self.checked.read_text()) == self._files())
         except (OSError, ValueError):

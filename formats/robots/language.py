@@ -1,9 +1,8 @@
-"""What is told of a robot's demonstrations beside their tasks: LeRobot 0.6's column
-`language_persistent`.
+"""Texts of a robot's demonstrations beside the tasks: LeRobot 0.6's column `language_persistent`.
 
 Each frame of an episode has the same list of rows {role, content, style, timestamp, camera,
-tool_calls}. Rows of the style task_aug are the task in other words; one of the style subtask holds
-from its timestamp until the next.
+tool_calls}. A row of the style task_aug rephrases the task. A row of the style subtask is valid
+from its timestamp until the next subtask.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ COLUMN = "language_persistent"
 
 @dataclass(frozen=True)
 class Texts:
-    """What may be said at each frame.
+    """The possible commands at each frame.
 
-    texts    those of the tasks, by task_index, and after them the others
-    choices  numbers of texts; the frame in row r of `demos.columns` has choices[begin[r] : begin[r]
-             + count[r]]
+    texts    texts of the tasks, by task_index, then all remaining texts
+    choices  indices of texts; the frame in row r of `demos.columns` has
+             choices[begin[r] : begin[r] + count[r]]
     """
 
     texts: list[str]
@@ -39,8 +38,10 @@ class Texts:
     count: Tensor
 
     def draw(self, rows: Tensor, seeds: Tensor) -> Tensor:
-        """(B,) rows and seeds of samples -> (B,) the number of a text for each, all choices equally
-        likely."""
+        """Draw the index of a text for each of (B,) rows with (B,) seeds.
+
+        All choices are equally likely.
+        """
         count = self.count[rows]
         return self.choices[
             self.begin[rows] + (uniform(seeds, 1)[:, 0] * count).long().clamp(max=count - 1)
@@ -48,8 +49,7 @@ class Texts:
 
 
 class WithTexts:
-    """Samples whose batches have `text_index`, drawn from the samples' seeds; in all else those of
-    `chunks`."""
+    """Samples of `chunks` whose batches also have `text_index`, drawn from the samples' seeds."""
 
     def __init__(self, chunks: Any, said: Texts):
         self.chunks, self.said = chunks, said
@@ -58,12 +58,12 @@ class WithTexts:
         return len(self.chunks)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "chunks":  # not there yet while it is unpickled
+        if name.startswith("__") or name == "chunks":  # missing during unpickling
             raise AttributeError(name)
         return getattr(self.chunks, name)
 
     def __getitems__(self, indices: Sequence[int], seeds: Tensor | None = None) -> Batch:
-        if seeds is None:  # those that an evaluation gives
+        if seeds is None:  # the seeds of an evaluation
             seeds = mix(sample_seeds(0, 0, torch.as_tensor(indices))) & ((1 << 63) - 1)
         batch: Batch = self.chunks.__getitems__(indices)
         return batch | {
@@ -78,17 +78,17 @@ class WithTexts:
 
 
 def with_texts(both: tuple[Any, Any], said: Texts) -> tuple[Any, Any]:
-    """Return the samples of the training and the validation, with texts of their own where some are
-    said."""
+    """Return the training and validation samples, with `text_index` for additional texts."""
     return (WithTexts(both[0], said), WithTexts(both[1], said)) if len(said.choices) else both
 
 
 def texts_of(demos: Demonstrations, style: str) -> Texts:
-    """Return what is said with the rows of a style, "task_aug" or "subtask"; a frame without any
-    keeps its task. Of the style "task" nothing is said beside the tasks.
+    """Return the texts of a style, "task_aug" or "subtask"; a frame without a text keeps its task.
 
-    Raises LockstepError if no row of the read episodes has the style, or two subtasks begin at
-    once.
+    The style "task" adds no texts to the tasks.
+
+    Raises LockstepError if no row of the read episodes has the style, or if two subtasks begin at
+    the same time.
     """
     if style == "task":
         return Texts(demos.tasks, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
@@ -120,7 +120,7 @@ def texts_of(demos: Demonstrations, style: str) -> Texts:
             begin[frames], count[frames] = len(choices), len(said)
             choices += said
         elif said:
-            # as precise as those of the frames
+            # Use the precision of the frames' timestamps.
             starts = np.array([row["timestamp"] for row in rows], np.float32)
             order = np.argsort(starts)
             if (np.diff(starts[order]) == 0).any():
@@ -137,7 +137,7 @@ def texts_of(demos: Demonstrations, style: str) -> Texts:
 
 
 def _rows(demos: Demonstrations, e: int) -> list[dict[str, Any]]:
-    """Return the rows of the e-th episode that have a text, from its first frame."""
+    """Return the rows of the e-th episode that have a text, from the episode's first frame."""
     if isinstance(demos, Joined):
         k = int(np.searchsorted(demos.first, e, "right")) - 1
         return _rows(demos.parts[k], e - int(demos.first[k]))

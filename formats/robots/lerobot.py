@@ -1,17 +1,17 @@
-"""Robot demonstrations as LeRobot stores them, versions 2.0, 2.1 and 3.0, read without conversion
-or lerobot.
+"""Read robot demonstrations in LeRobot's format, versions 2.0, 2.1 and 3.0.
 
-    meta/info.json                 fps, features {name: dtype, shape, names}, where the other files
-                                   are
+No conversion and no `lerobot` package is needed.
+
+    meta/info.json                 fps, features {name: dtype, shape, names}, paths of the files
     meta/episodes*, meta/tasks*    one row per episode, one per task; .jsonl before version 3,
                                    .parquet since
     data/**.parquet                a row per frame: observation.*, action*, timestamp, frame_index,
                                    episode_index, ...
-    videos/**.mp4                  the pictures of features of dtype "video"; those of dtype "image"
+    videos/**.mp4                  pictures of features of dtype "video"; pictures of dtype "image"
                                    are PNG in data/
 
-The numbers of all chosen episodes are held in memory, as arrays in the order of episode_index, then
-frame: a batch is one gather per feature. Pictures come from `formats.robots.frames`.
+The numbers of all chosen episodes are kept in memory, as arrays in the order of episode_index, then
+frame. A batch is one gather per feature. Pictures come from `formats.robots.frames`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 TEXTS = ("string", "language")
-"""Types of columns that are not read."""
+"""Types of ignored columns."""
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 FILES = {
     "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -62,7 +62,7 @@ class Feature:
     shape  of one frame; pictures are (C, H, W), whatever the order on disk
     names  of its numbers, flat; may be empty
     kind   VISUAL, STATE, ENV, ACTION, or None: not for a policy
-    depth  of a depth camera: how its distances are coded
+    depth  coding of the distances of a depth camera
     """
 
     dtype: str
@@ -75,8 +75,10 @@ class Feature:
 
 @dataclass(frozen=True)
 class Place:
-    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a
-    table's `column`."""
+    """The position of an episode's pictures.
+
+    The pictures begin `start_s` seconds into a video, or at `first_row` of a table's `column`.
+    """
 
     path: Path
     start_s: float = 0.0
@@ -86,22 +88,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """E episodes of N frames together.
+    """E episodes with N frames in total.
 
-    columns   {name: (N, ...)} float32 or int64; the five of BOOKKEEPING are (N,), all others (N,
-              *shape)
+    columns   {name: (N, ...)} float32 or int64; the five of BOOKKEEPING are (N,), the rest
+              (N, *shape)
     episodes  (E,) int64, episode_index of each, ascending
-    start, end  (E,) int64, its rows in `columns`
+    start, end  (E,) int64, row range of each episode in `columns`
     stats     {feature: {mean, std, min, max, q01 ... q99}} float64: (D,) or the feature's shape,
-              pictures (C, 1, 1).
-              From stats.json, of the whole dataset; without it, of the chosen episodes: aggregated
-              from the episodes' own, and measured from the columns where those lack any. Pictures
-              may have none.
+              pictures (C, 1, 1). stats.json gives the statistics of the whole dataset. Without the
+              file, the statistics of the chosen episodes are aggregated, and measured from the
+              columns where an episode has none. Pictures may have none.
     tasks     texts by task_index
-    lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen
-              included
-    places    {camera: Place of each of the E episodes, None where the dataset names no file}; of
-              texts, too
+    lengths   {episode_index: frames} of the whole dataset, including episodes that are not chosen
+    places    {camera: Place of each of the E episodes, None if the dataset names no file}; also of
+              texts
     """
 
     root: Path
@@ -123,14 +123,16 @@ class Demonstrations:
         return [name for name, feature in self.features.items() if feature.is_picture]
 
     def name_of(self, row: int) -> str:
-        """Return 'episode 3 frame 17' or the like for a row of `columns`: errors begin with it."""
+        """Return a text such as 'episode 3 frame 17' for a row of `columns`, for messages."""
         e = int(np.searchsorted(self.end, row, "right"))
         return f"episode {self.episodes[e]} frame {row - self.start[e]}"
 
 
 def need(module: str, where: str = "dataset") -> Any:
-    """Import an optional package where it is used. Raises LockstepError with the command that
-    installs it."""
+    """Import an optional package at its first use.
+
+    Raises LockstepError with the command that installs the package.
+    """
     package = module.split(".")[0].replace("PIL", "pillow")
     try:
         return importlib.import_module(module)
@@ -139,16 +141,15 @@ def need(module: str, where: str = "dataset") -> Any:
         raise LockstepError(what, where, f"pip install {package}") from None
 
 
-# ---- where a dataset is
-# ---------------------------------------------------------------------------------------------
+# ---- find a dataset ------------------------------------------------------------------------------
 
 
 def find(root: str, repo_id: str, revision: str = "", download: bool = False) -> Path:
-    """Find a dataset's folder: dataset.root, root/repo_id, then LeRobot's and the hub's caches on
-    this machine.
+    """Find the folder of a dataset on this machine.
 
-    With `download` a `repo_id` that is in none of them is fetched first. Raises LockstepError with
-    every place that was tried.
+    The search order is dataset.root, root/repo_id, LeRobot's cache, the hub's cache. With
+    `download`, a `repo_id` that is in no cache is fetched. Raises LockstepError with every place of
+    the search.
     """
     tried = (
         [Path(root).expanduser() / inside for inside in dict.fromkeys(["", repo_id])]
@@ -200,9 +201,9 @@ def read(
 ) -> Demonstrations:
     """Read the numbers of a dataset.
 
-    episodes, exclude  episode_index of those to take (empty: all) and of those to leave out
-    tolerance_s  how far a timestamp may be from frame_index / fps, in seconds Raises LockstepError
-    with file, episode and frame where the dataset is incomplete or contradicts itself.
+    episodes, exclude  episode_index of the episodes to take (empty: all) and to leave out
+    tolerance_s  largest distance of a timestamp from frame_index / fps, in seconds
+    Raises LockstepError with file, episode and frame if the dataset is incomplete or inconsistent.
     """
     root = Path(root)
     info_path = root / "meta" / "info.json"
@@ -281,7 +282,7 @@ def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
         raise LockstepError(
             what, str(path), "give a dtype and a shape of whole numbers, pictures three"
         )
-    if is_picture and not is_file_name(name):  # the name becomes part of paths
+    if is_picture and not is_file_name(name):  # paths contain the name
         what = f"{name[:120]!r} cannot be a camera's name"
         raise LockstepError(
             what, str(path), "rename the feature: a name without /, of at most 200 bytes"
@@ -307,7 +308,7 @@ def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
 
 
 def _kind(name: str) -> str | None:
-    """Return what a policy takes numbers of this name for."""
+    """Return the policy's kind for a feature of numbers with this name, or None."""
     if name == "observation.environment_state":
         return ENV
     return (
@@ -316,7 +317,7 @@ def _kind(name: str) -> str | None:
 
 
 def _flat_names(names: Any) -> list[str]:
-    """Flatten names: lists, lists of lists and {"motors": [...]} are all in use."""
+    """Flatten names. Datasets use lists, lists of lists and {"motors": [...]}."""
     if isinstance(names, dict):
         names = [value for value in names.values() if isinstance(value, list)] or list(names)
     if isinstance(names, list):
@@ -327,8 +328,10 @@ def _flat_names(names: Any) -> list[str]:
 def _episodes(
     root: Path, info: Mapping[str, Any], features: Mapping[str, Feature], is_old: bool
 ) -> dict[int, _Episode]:
-    """Read the table of episodes; before version 3 each had a file of its own, whose name follows
-    from its number."""
+    """Read the table of episodes.
+
+    Before version 3, each episode had its own file, whose name follows from the episode's number.
+    """
     meta = root / "meta"
     tables = [meta / "episodes.jsonl"] if is_old else sorted(meta.glob("episodes/*/*.parquet"))
     if not tables:
@@ -395,11 +398,13 @@ def _choose(
 def _read_columns(
     features: Mapping[str, Feature], chosen: Mapping[int, _Episode]
 ) -> tuple[dict[str, np.ndarray], dict[int, int]]:
-    """Return the chosen episodes' columns, concatenated, and {episode: its first row in its
-    file}."""
+    """Return the concatenated columns of the chosen episodes.
+
+    The second result is {episode: first row in its file}.
+    """
     wanted = {
         name: features[name] for name in ("episode_index", "frame_index")
-    }  # first: errors of the others name them
+    }  # read first: errors in later columns name episodes
     wanted |= {n: f for n, f in features.items() if not f.is_picture and f.dtype not in TEXTS}
     members: dict[Path, list[int]] = {}
     for e, episode in chosen.items():
@@ -449,8 +454,10 @@ def _read_file(path: Path, wanted: Mapping[str, Feature], prefix: str) -> dict[s
 def _to_numpy(
     column: Any, name: str, feature: Feature, name_of: Callable[[int], str], path: Path
 ) -> np.ndarray:
-    """An arrow column of numbers, or of lists of one length -> (N, *shape), or (N,) if it is of
-    BOOKKEEPING."""
+    """Convert an arrow column of numbers or of equally long lists to (N, *shape).
+
+    A column of BOOKKEEPING becomes (N,).
+    """
     pa, compute = need("pyarrow"), need("pyarrow.compute")
     array = column.combine_chunks()
     count, per_row, todo = len(array), 1, "fix or exclude the episode"
@@ -500,7 +507,7 @@ def _check_rows(demos: Demonstrations) -> None:
             )
     what = "frame_index does not count 0, 1, 2 ... from there"
     refuse(columns["frame_index"] != frame, what, "fix it, or exclude the episode")
-    # After half an hour the float32 that timestamps are stored in is coarser than the usual
+    # Timestamps are stored as float32. After half an hour their spacing exceeds the usual
     # tolerance.
     allowed = demos.tolerance_s + np.spacing(columns["timestamp"].astype(np.float32))
     wrong = np.abs(columns["timestamp"].astype(np.float64) - frame / demos.fps) > allowed
@@ -515,8 +522,10 @@ def _check_rows(demos: Demonstrations) -> None:
 
 
 def _read_tasks(path: Path) -> list[str]:
-    """Return the texts by task_index. The name of their column varies: it is the one that is not
-    task_index."""
+    """Return the texts by task_index.
+
+    The name of the text column varies. The function takes the column that is not task_index.
+    """
     texts: dict[int, str] = {}
     for where, row in _rows(path):
         words = [
@@ -529,7 +538,7 @@ def _read_tasks(path: Path) -> list[str]:
 
 
 def renamed(demos: Demonstrations, names: Mapping[str, str]) -> Demonstrations:
-    """Return the demonstrations with other names of observations, {old: new}."""
+    """Return the demonstrations with renamed observations, {old: new}."""
 
     def new(of: Mapping[str, T]) -> dict[str, T]:
         return {names.get(name, name): value for name, value in of.items()}
@@ -549,11 +558,10 @@ def renamed(demos: Demonstrations, names: Mapping[str, str]) -> Demonstrations:
 
 
 def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Combine one feature's {mean, std, min, max, count} of several episodes into those of all
-    together.
+    """Combine the {mean, std, min, max, count} of one feature over several episodes.
 
-    The mean weights each episode by its count; the variance is that within episodes plus that of
-    their means: sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
+    The mean weights each episode by its count. The variance is the variance within episodes plus
+    the variance of the episode means: sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
     """
     count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
     mean, std, low, high = (
@@ -572,8 +580,10 @@ def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray
 
 
 def measure(column: np.ndarray) -> dict[str, np.ndarray]:
-    """(N, ...) numbers -> {mean, std, min, max, q01 ... q99}, each float64 (...), and count
-    (1,)."""
+    """Measure (N, ...) numbers: {mean, std, min, max, q01 ... q99}, each float64 (...).
+
+    The result also has count (1,).
+    """
     wide = column.astype(np.float64)
     stats = {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}
     stats["count"] = np.array([len(wide)])
@@ -583,8 +593,10 @@ def measure(column: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _stored_stats(root: Path, chosen: Sequence[int]) -> Stats:
-    """Return the statistics that the dataset holds, without episodes' quantiles, which cannot be
-    combined."""
+    """Return the stored statistics of the dataset.
+
+    Quantiles of episodes are omitted, because quantiles cannot be combined.
+    """
     whole, each = root / "meta" / "stats.json", root / "meta" / "episodes_stats.jsonl"
     if whole.is_file():
         return {name: _arrays(stats) for name, stats in _json(_text(whole), whole).items()}
@@ -597,7 +609,8 @@ def _stored_stats(root: Path, chosen: Sequence[int]) -> Stats:
             for name, stats in row.get("stats", {}).items():
                 parts.setdefault(name, []).append(_arrays(stats))
     basic = {"mean", "std", "min", "max", "count"}
-    # A feature that some episode lacks is measured instead: statistics of a part would be wrong.
+    # A feature that an episode lacks is measured: statistics of a part of the frames would be
+    # wrong.
     return {
         name: aggregate(part)
         for name, part in parts.items()
@@ -613,12 +626,12 @@ def _arrays(stats: Any) -> dict[str, np.ndarray]:
 
 
 def _stats(demos: Demonstrations, stored: Stats) -> Stats:
-    """Return the `stored` statistics where they fit the feature's shape, else measured ones."""
+    """Return `stored` statistics with the feature's shape; measure the rest."""
     names = ("mean", "std", "min", "max", *QUANTILES)
     stats: Stats = {}
     for name, feature in demos.features.items():
         shape = (feature.shape[0], 1, 1) if feature.is_picture else feature.shape
-        scale = feature.depth.factor if feature.depth else 1  # of depths in millimetres
+        scale = feature.depth.factor if feature.depth else 1  # millimetres per stored unit of depth
         fits = {
             key: scale * value.reshape(shape)
             for key, value in stored.get(name, {}).items()
@@ -633,8 +646,10 @@ def _stats(demos: Demonstrations, stored: Stats) -> Stats:
 
 
 def measured_again(demos: Demonstrations, rows: np.ndarray) -> Demonstrations:
-    """Return the demonstrations with statistics of these rows of `columns` alone, (N,) bool;
-    pictures have none."""
+    """Return the demonstrations with statistics of these rows of `columns` only, (N,) bool.
+
+    Pictures have no statistics in the result.
+    """
     some = replace(demos, columns={name: column[rows] for name, column in demos.columns.items()})
     return replace(demos, stats=_stats(some, {}))
 
@@ -646,11 +661,11 @@ def measured_again(demos: Demonstrations, rows: np.ndarray) -> Demonstrations:
 class Chunks:
     """Windows over time around each frame of some episodes.
 
-    episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
-    deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49],
+    episodes  (e,) episode_index of the chosen episodes; each frame is a sample
+    deltas    {feature: frames relative to the sample's frame}, e.g. {"action": [0, 1, ..., 49],
               "observation.state": [-1, 0]}
     pictures  `formats.robots.frames.Frames` with the cameras' pictures; None: batches have none
-    skipped   frames at the end of each episode that are no samples
+    skipped   frames at the end of each episode that are not samples
     labels    (len,) int64: each sample's task_index
     sources   (len,) str: each sample's episode_index
     weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas`
@@ -690,7 +705,9 @@ class Chunks:
         rows = [np.arange(a, a + count) for a, count in zip(first, counts, strict=True)]
         # (len,) of `demos.columns`
         self.rows = torch.from_numpy(np.concatenate([np.arange(0), *rows]))
-        self.first = torch.from_numpy(np.repeat(first, counts))  # (len,) its episode's first row
+        self.first = torch.from_numpy(
+            np.repeat(first, counts)
+        )  # (len,) first row of the sample's episode
         self.last = torch.from_numpy(np.repeat(end - 1, counts))
         self.deltas = {
             name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()
@@ -722,15 +739,15 @@ class Chunks:
         return len(self.rows)
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """B indices -> for each feature of a policy
+        """Return the batch of B indices. For each feature of a policy the batch holds
 
-            <name>         (B, T, ...) where `deltas` has T steps for it, else (B, ...); pictures
-                           uint8 (..., C, H, W)
-            <name>_is_pad  (B, T) bool, with `deltas` only: beyond the episode, whose first or last
-                           frame is repeated
+            <name>         (B, T, ...) if `deltas` has T steps for the feature, else (B, ...);
+                           pictures are uint8 (..., C, H, W)
+            <name>_is_pad  (B, T) bool, with `deltas` only: True outside the episode, where the
+                           first or the last frame is repeated
 
-        and `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own `index`), (B,)
-        int64.
+        The batch also has `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own
+        `index`), (B,) int64.
         """
         chosen = torch.as_tensor(indices)
         rows = self.rows[chosen]
@@ -751,26 +768,28 @@ class Chunks:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to read the pictures of these samples from the disk; returns at once."""
+        """Start to read the pictures of these samples from the disk; return at once."""
         chosen = torch.as_tensor(indices)
         for name in self.cameras:
             at = self._window(name, chosen)[0] if name in self.deltas else self.rows[chosen]
             self.pictures.prefetch(name, at.view(-1).numpy())
 
     def _window(self, name: str, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (B, T) rows of a feature around the samples `chosen`, and which of them would
-        be outside."""
+        """Return the (B, T) rows of a feature around the `chosen` samples, and a mask.
+
+        The mask is True for rows outside the episode.
+        """
         at = self.rows[chosen, None] + self.deltas[name]
         inside = at.clamp(self.first[chosen, None], self.last[chosen, None])
         return inside, inside != at
 
 
 def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (train, val) episodes, both ascending; whole ones, because frames of an episode are
-    near copies.
+    """Return (train, val) episodes, both ascending.
 
-    At least one each if there are two or more and `val_share` is above 0. The same arguments give
-    the same split.
+    Episodes are never divided, because frames of an episode are near copies. With two or more
+    episodes and a `val_share` above 0, each side has at least one. The same arguments give the same
+    split.
     """
     episodes = np.asarray(episodes, dtype=np.int64)
     if not 0.0 <= val_share < 1.0:
@@ -808,7 +827,7 @@ def _json(text: str, where: str | Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (its place for messages, a row) of a .jsonl or .parquet file."""
+    """Yield (location for messages, row) of a .jsonl or .parquet file."""
     if path.suffix == ".parquet":
         for number, row in enumerate(_table(path).to_pylist()):
             yield f"{path}:{number}", row
@@ -826,8 +845,8 @@ def _whole(row: Mapping[str, Any], name: str, where: str) -> int:
 
 
 _FIELD = re.compile(r"\{(\w+)(?::\d{0,2}d?)?\}")
-"""A template's field: a name and at most a width of two digits. Python's format() takes any width,
-and attributes."""
+"""A template's field: a name and optionally a width of up to two digits. Python's format() would
+accept any width and attributes."""
 
 
 def _fill(template: Any, path: Path, **names: Any) -> str:
@@ -843,7 +862,7 @@ def _fill(template: Any, path: Path, **names: Any) -> str:
 
 
 def value_at(place: Place) -> Any:
-    """Return what a table's column holds at the first row of an episode."""
+    """Return the value of a table's column at the first row of an episode."""
     pa, pq = need("pyarrow"), need("pyarrow.parquet")
     try:
         file, row = pq.ParquetFile(place.path), place.first_row
@@ -862,8 +881,11 @@ def value_at(place: Place) -> Any:
 
 
 def _table(path: Path, columns: Sequence[str] = (), prefix: str = "") -> Any:
-    """Read columns of a parquet file; without any given, all but episodes' statistics, which are
-    most of the bytes."""
+    """Read columns of a parquet file.
+
+    Without `columns`, read all columns except the statistics of episodes, which are most of the
+    bytes.
+    """
     pa, pq = need("pyarrow"), need("pyarrow.parquet")
     try:
         file = pq.ParquetFile(path)

@@ -1,5 +1,7 @@
-"""The files of a LeRobot dataset of version 3.0 as LeRobot 0.6 writes them: tables, info.json,
-statistics."""
+"""Write the files of a LeRobot dataset of version 3.0 in the form of LeRobot 0.6.
+
+The files are tables, info.json and statistics.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,7 @@ def place(number: int, per_chunk: int = FILES_PER_CHUNK) -> dict[str, int]:
 
 
 def schema(features: Declared) -> Any:
-    """Return the schema of data/, with the types that the package `datasets` looks for in its
-    metadata."""
+    """Return the schema of data/ with the metadata types for the package `datasets`."""
     pa = need("pyarrow")
     fields: dict[str, Any] = {}
     known: dict[str, Any] = {}
@@ -81,7 +82,7 @@ def table(columns: Mapping[str, np.ndarray], features: Declared) -> Any:
 
 
 def numbers(column: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A column of `table` -> (T, *shape)."""
+    """Convert a column of `table` to (T, *shape)."""
     array = column.combine_chunks()
     while hasattr(array, "flatten") and need("pyarrow").types.is_nested(array.type):
         array = array.flatten()
@@ -98,7 +99,7 @@ def write_episodes(path: Path, rows: list[dict[str, Any]], like: Any = None) -> 
 
 
 def write_tasks(path: Path, tasks: Sequence[str]) -> None:
-    """Write the table as pandas would, because LeRobot takes the texts from its index."""
+    """Write the table in pandas' format, because LeRobot reads the texts from the index."""
     pa, pq = need("pyarrow"), need("pyarrow.parquet")
     content = pa.table(
         {
@@ -143,7 +144,7 @@ def info(
     robot_type: str,
     codecs: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return info.json of a dataset without episodes; `codecs` are those of its videos."""
+    """Return info.json of a dataset without episodes; `codecs` are the codecs of the videos."""
     about: dict[str, Any] = {}
     for name, (dtype, shape) in features.items():
         about[name] = {"dtype": dtype, "shape": list(shape), "names": names.get(name)}
@@ -177,7 +178,7 @@ def info(
 
 
 def flat(stats: Stats) -> dict[str, dict[str, Any]]:
-    """Return statistics as JSON takes them."""
+    """Return statistics as values for JSON."""
     return {
         name: {key: np.asarray(value).tolist() for key, value in one.items()}
         for name, one in stats.items()
@@ -189,8 +190,10 @@ def flat(stats: Stats) -> dict[str, dict[str, Any]]:
 
 
 def levels(pictures: np.ndarray, count: int) -> np.ndarray:
-    """(T, C, H, W) whole numbers below `count` -> (C, count): how often each is there, in about a
-    hundred pictures."""
+    """Count the levels of (T, C, H, W) whole numbers below `count`: (C, count).
+
+    The counts cover about a hundred pictures.
+    """
     some = pictures[:: -(-len(pictures) // 100)]
     return np.stack(
         [np.bincount(some[:, c].reshape(-1), minlength=count) for c in range(pictures.shape[1])]
@@ -198,7 +201,10 @@ def levels(pictures: np.ndarray, count: int) -> np.ndarray:
 
 
 def picture_stats(counts: np.ndarray, values: np.ndarray, frames: int) -> dict[str, np.ndarray]:
-    """(C, L) counts of levels, (L,) what each stands for, ascending -> statistics (C, 1, 1)."""
+    """Return statistics (C, 1, 1) from (C, L) counts of levels.
+
+    values  (L,) ascending values of the levels
+    """
     total = counts.sum(1)
     mean = counts @ values / total
     below = np.cumsum(counts, 1) / total[:, None]  # (C, L)
@@ -214,8 +220,10 @@ def picture_stats(counts: np.ndarray, values: np.ndarray, frames: int) -> dict[s
 
 
 def together(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Combine one feature's statistics of several episodes; quantiles are means weighted by count,
-    as in LeRobot."""
+    """Combine the statistics of one feature over several episodes.
+
+    As in LeRobot, quantiles are means weighted by count.
+    """
     stats = aggregate(parts)
     count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
     known = [name for name in QUANTILES if all(name in part for part in parts)]

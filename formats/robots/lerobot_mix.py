@@ -1,15 +1,15 @@
-"""Several LeRobot datasets as one, each frame once an epoch or by weights.
+"""Join several LeRobot datasets. An epoch has each frame once, or frames by weights.
 
     demos = joined(read(places(["data/a", "data/b"], "")))
-        a `Joined`; of one set its own `Demonstrations`
-    train, val = split(demos, 0.1, seed=0)                   whole episodes of each set
+        a `Joined`; for a single set, its own `Demonstrations`
+    train, val = split(demos, 0.1, seed=0)                   complete episodes of each set
     chunks(demos, train, deltas, pictures(...), weights)
-        with `epoch_order`, which the loader asks
+        with the `epoch_order` that the loader calls
 
-Numbers lie end to end, in the order of the sets; tasks are numbered anew, by their text. Pictures
-stay with their set, whose cache is the one that a training on it alone uses. Statistics are of all
-frames, each counted once, whatever the weights: those of numbers are measured, those of pictures
-come from each set's own, by its number of frames.
+Numbers are concatenated in the order of the sets. Tasks are renumbered by text. Pictures stay with
+their set, and a set's cache is the same as in a training on the set alone. Statistics cover all
+frames, each counted once, whatever the weights. Statistics of numbers are measured. Statistics of
+pictures combine the stored statistics of the sets, weighted by frames.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from formats.robots.frames import Frames
 from formats.robots.lerobot import Demonstrations, Feature
 
 WHOLE = ("action", "observation.state")
-"""Features whose size all sets must share: those that differ otherwise are left out."""
+"""Features that must have equal size in all sets. Other differing features are omitted."""
 
 
 @dataclass(frozen=True)
 class Joined(Demonstrations):
-    """K sets as one: `episodes` counts from 0 through all of them, `columns` have `dataset_index`,
-    too, and their `episode_index` and `frame_index` are those of the set; `index` is the set's plus
-    the frames of the sets before.
+    """K sets joined.
 
-    names    of the sets, for people
-    parts    the sets, each with the features that all have, and of its columns the timestamps alone
+    `episodes` counts from 0 through all sets. `columns` also has `dataset_index`. The columns
+    `episode_index` and `frame_index` are unchanged from the set. `index` is the set's own index
+    plus the number of frames of all previous sets.
+
+    names    of the sets, for messages
+    parts    the sets, each with the common features; `columns` has only the timestamps
     first    (K + 1,) int64: the episodes of set k are first[k] to first[k + 1]
-    notes    what was left out, and what differs, a sentence each
+    notes    sentences on omitted features and on differences between sets
     """
 
     names: list[str]
@@ -59,8 +61,7 @@ class Joined(Demonstrations):
         )
 
 
-# ---- where they are
-# --------------------------------------------------------------------------------------------------
+# ---- find the sets -------------------------------------------------------------------------------
 
 
 def places(
@@ -69,9 +70,10 @@ def places(
     revision: str = "",
     download: bool = False,
 ) -> dict[str, Path]:
-    """Return {name: folder} of the sets that `dataset.root` and `dataset.repo_id` name, each one
-    text or several: one of each for every set, or one root that all lie in. Raises LockstepError
-    where one is not there, or is there twice.
+    """Return {name: folder} of the sets in `dataset.root` and `dataset.repo_id`.
+
+    Each setting is one text or several: one root and one id per set, or a common root for all sets.
+    Raises LockstepError for a set that is missing or listed twice.
     """
     roots, ids = ([each] if isinstance(each, str) else [*each] for each in (root, repo_id))
     roots, ids = ([*filter(None, each)] for each in (roots, ids))
@@ -102,8 +104,10 @@ def places(
 
 
 def of_each(asked: Sequence[int | str], names: Sequence[str], key: str) -> list[list[int]]:
-    """Return each set's own episodes of `asked`, which names them as 3, or as NAME:3 where there
-    are several sets. Raises LockstepError for others."""
+    """Return the own episode numbers of each set that `asked` lists.
+
+    An entry is 3, or NAME:3 with several sets. Raises LockstepError for any other entry.
+    """
     found: list[list[int]] = [[] for _ in names]
     for item in map(str, asked):
         name, _, number = item.rpartition(":")
@@ -127,7 +131,7 @@ def read(
 ) -> dict[str, Demonstrations]:
     """Read the sets of `places`, by name.
 
-    episodes, exclude  see `of_each`; of a set that `episodes` does not name, all are taken
+    episodes, exclude  see `of_each`; a set without an entry in `episodes` gives all episodes
     """
     names = [*found]
     chosen, left = of_each(episodes, names, "episodes"), of_each(exclude, names, "exclude_episodes")
@@ -136,8 +140,7 @@ def read(
 
 
 def only(demos: Demonstrations, names: Sequence[str]) -> Demonstrations:
-    """Return the demonstrations without features of a policy that are not among `names`, if there
-    are any."""
+    """Keep only the policy features among `names`. Empty `names` keep all features."""
     if not names:
         return demos
     gone = {name for name, feature in demos.features.items() if feature.kind and name not in names}
@@ -147,8 +150,10 @@ def only(demos: Demonstrations, names: Sequence[str]) -> Demonstrations:
 
 
 def of_other_data(dataset: Any) -> dict[str, Any]:
-    """Return what to change in the settings of a training on several sets to score all frames,
-    where `root` may now be a set by itself."""
+    """Return the settings to change for scoring all frames of other data.
+
+    The training was on several sets. The new `root` may be a single set.
+    """
     changes: dict[str, Any] = {"dataset.weights": []}
     if (
         isinstance(dataset.root, str)
@@ -163,8 +168,11 @@ def of_other_data(dataset: Any) -> dict[str, Any]:
 
 
 def joined(named: Mapping[str, Demonstrations], cameras: Sequence[str] = ()) -> Demonstrations:
-    """Join K sets by name; one set stays as it is. Raises LockstepError, which names them, where
-    fps, action, state or the channels of one of `cameras` (empty: of any) differ."""
+    """Join K sets by name; a single set is returned unchanged.
+
+    Raises LockstepError with the sets' names if fps, action, state or the channels of one of
+    `cameras` (empty: of any camera) differ.
+    """
     names, sets = [*named], [*named.values()]
     if len(sets) == 1:
         return sets[0]
@@ -210,7 +218,7 @@ def joined(named: Mapping[str, Demonstrations], cameras: Sequence[str] = ()) -> 
         start=np.concatenate([demos.start + at for demos, at in zip(sets, starts, strict=True)]),
         end=np.concatenate([demos.end + at for demos, at in zip(sets, starts, strict=True)]),
         stats={},
-        lengths={},  # of the set: see `parts`
+        lengths={},  # each set has its own lengths, see `parts`
         places={},
         tolerance_s=sets[0].tolerance_s,
         names=names,
@@ -224,7 +232,7 @@ def joined(named: Mapping[str, Demonstrations], cameras: Sequence[str] = ()) -> 
 
 
 def _same(what: str, of_each: Mapping[str, str], todo: str) -> None:
-    """Raise LockstepError unless all sets have one value."""
+    """Raise LockstepError unless all sets have the same value."""
     (one, value), *others = of_each.items()
     if other := next((name for name, theirs in others if theirs != value), ""):
         raise LockstepError(
@@ -235,7 +243,7 @@ def _same(what: str, of_each: Mapping[str, str], todo: str) -> None:
 def _common(
     of_sets: Sequence[Mapping[str, Feature]], names: Sequence[str], cameras: Sequence[str]
 ) -> tuple[dict[str, Feature], list[str]]:
-    """Return the features that all sets have alike, and notes on the others."""
+    """Return the features that all sets share, and notes on the rest."""
     kept, notes = dict[str, Feature](), list[str]()
     for name in dict.fromkeys(name for features in of_sets for name in features):
         there = {
@@ -281,14 +289,16 @@ def _common(
 
 
 def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Whole numbers and floats make float32; NumPy would take float64."""
+    """Concatenate arrays. Whole numbers with floats give float32; NumPy would give float64."""
     kind = np.float32 if any(part.dtype.kind == "f" for part in parts) else np.int64
     return np.concatenate([part.astype(kind, copy=False) for part in parts])
 
 
 def _of_pictures(demos: Joined) -> lerobot.Stats:
-    """Return {camera: {mean, std, min, max}} of those of which each set tells it, by its number of
-    frames."""
+    """Combine the picture statistics {camera: {mean, std, min, max}}, weighted by frames.
+
+    Only statistics that every set provides are combined.
+    """
     names, stats = ("mean", "std", "min", "max"), {}
     for camera in demos.cameras:
         told = [part.stats.get(camera, {}) for part in demos.parts]
@@ -300,8 +310,7 @@ def _of_pictures(demos: Joined) -> lerobot.Stats:
 
 
 def split(demos: Demonstrations, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split each set as if it were alone, by `lerobot.split`; return (train, val) of
-    `demos.episodes`."""
+    """Split each set separately by `lerobot.split`; return (train, val) of `demos.episodes`."""
     first = demos.first if isinstance(demos, Joined) else np.array([0, len(demos.episodes)])
     parts = [
         lerobot.split(demos.episodes[a:b], val_share, seed) for a, b in itertools.pairwise(first)
@@ -311,8 +320,10 @@ def split(demos: Demonstrations, val_share: float, seed: int) -> tuple[np.ndarra
 
 
 def size_of(demos: Demonstrations, camera: str, fitted: Any) -> tuple[int, int]:
-    """Return the (H, W) of a camera's pictures in the batches: `fitted(H, W)` of those recorded.
-    Raises LockstepError where that differs between sets."""
+    """Return the (H, W) of a camera's pictures in the batches: `fitted(H, W)` of the recorded size.
+
+    Raises LockstepError if the result differs between sets.
+    """
     names, parts = (demos.names, demos.parts) if isinstance(demos, Joined) else ([""], [demos])
     sizes = {
         name: fitted(*part.features[camera].shape[1:])
@@ -333,7 +344,7 @@ def size_of(demos: Demonstrations, camera: str, fitted: Any) -> tuple[int, int]:
 
 
 class Pictures:
-    """The pictures of `demos`, as those of `Frames`: each set has its own."""
+    """The pictures of `demos`, with the interface of `Frames`; each set has its own `Frames`."""
 
     def __init__(
         self, demos: Joined, sizes: Mapping[str, tuple[int, int]], cache: str, where: str | Path
@@ -345,14 +356,17 @@ class Pictures:
         ]
 
     def _parts(self, rows: np.ndarray) -> Iterable[tuple[Frames, np.ndarray, np.ndarray]]:
-        """Yield (frames of a set, (n,) bool which rows are its, these rows in it)."""
+        """Yield (frames of a set, (n,) bool mask of the set's rows, row numbers within the set)."""
         owner = np.searchsorted(self.end, rows, "right")
         for k in np.unique(owner).tolist():
             here = owner == k
             yield self.frames[k], here, rows[here] - (self.end[k - 1] if k else 0)
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
-        """(n,) rows of `demos.columns` -> (n, C, H, W) uint8, depths uint16."""
+        """Return the pictures of (n,) rows of `demos.columns`.
+
+        The result is (n, C, H, W) uint8, or uint16 for depths.
+        """
         out = np.empty(
             (len(rows), *self.frames[0].shapes[camera]), dtype=self.frames[0].dtypes[camera]
         )
@@ -366,7 +380,7 @@ class Pictures:
 
 
 def _as_in(demos: Joined, part: Demonstrations) -> dict[str, Feature]:
-    """Return the cameras of a set, as many channels as in `demos`, as large as its own."""
+    """Return a set's cameras with the channels of `demos` and the set's own picture size."""
     return {
         name: replace(
             part.features[name],
@@ -377,12 +391,11 @@ def _as_in(demos: Joined, part: Demonstrations) -> dict[str, Feature]:
 
 
 class Chunks(lerobot.Chunks):
-    """`lerobot.Chunks` of several sets: batches have `dataset_index` (B,) int64, too.
+    """`lerobot.Chunks` of several sets; batches also have `dataset_index` (B,) int64.
 
-    weights      of the sets, for training: `epoch_order` then deals them in these shares; none:
-                 each frame once
-    datasets     (len,) str, the name of each sample's set
-    sources      (len,) str: NAME:3, the set and the number of the episode in it
+    weights      shares of the sets in training, which `epoch_order` follows; empty: each frame once
+    datasets     (len,) str, name of each sample's set
+    sources      (len,) str, such as NAME:3: the set and the number of the episode within the set
     """
 
     def __init__(
@@ -412,11 +425,13 @@ class Chunks(lerobot.Chunks):
         self.epoch_order = self._dealt if len(weights) else None
 
     def _dealt(self, seed: int, epoch: int) -> np.ndarray:
-        """(len,) indices: `counts[k]` of set k, in random order. A set is dealt from decks that
-        reach from one epoch into the next: no sample repeats before all others of its set have
-        come."""
+        """Return (len,) indices: `counts[k]` of set k, in random order.
+
+        The order deals a set's samples from shuffled decks that continue into the next epoch. A
+        sample repeats only after all samples of its set have appeared.
+        """
         sets = np.repeat(np.arange(len(self.counts)), self.counts)
-        drawn = np.random.default_rng((seed, epoch)).permutation(sets)  # the set of each place
+        drawn = np.random.default_rng((seed, epoch)).permutation(sets)  # the set at each position
         order = np.empty(len(drawn), dtype=np.int64)
         for k, count in enumerate(self.counts.tolist()):
             members = np.flatnonzero(self.owner == k)
@@ -431,9 +446,11 @@ class Chunks(lerobot.Chunks):
 
 
 def shares(weights: Sequence[float], total: int, names: Sequence[str]) -> np.ndarray:
-    """(K,) int64: `total` in the shares of the weights, by largest remainder, of equal ones the
-    first. The weights are taken as the decimals that they were typed as. Raises LockstepError for a
-    set that gets nothing."""
+    """Return (K,) int64: `total` divided in the shares of the weights.
+
+    The method is the largest remainder; a tie goes to the first set. The weights are read as typed
+    decimals. Raises LockstepError for a set with share 0.
+    """
     exact = [Fraction(repr(weight)) for weight in weights]
     quotas = [total * weight / sum(exact) for weight in exact]
     counts = [int(quota) for quota in quotas]
@@ -451,7 +468,7 @@ def shares(weights: Sequence[float], total: int, names: Sequence[str]) -> np.nda
 
 
 def names_of(demos: Demonstrations) -> list[str]:
-    """Return the names of the sets that are joined; empty of one."""
+    """Return the names of the joined sets; empty for a single set."""
     return demos.names if isinstance(demos, Joined) else []
 
 
@@ -469,14 +486,14 @@ def chunks(
     weights: Sequence[float] = (),
     skipped: int = 0,
 ) -> lerobot.Chunks:
-    """Return the samples of one set or of several, see `lerobot.Chunks`."""
+    """Return the samples of a single set or of several sets, see `lerobot.Chunks`."""
     if isinstance(demos, Joined):
         return Chunks(demos, episodes, deltas, frames, weights, skipped)
     return lerobot.Chunks(demos, episodes, deltas, frames, skipped)
 
 
 def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
-    """Raise LockstepError unless there is one weight for each of several sets, or none at all."""
+    """Raise LockstepError unless `weights` is empty or has one weight for each of several sets."""
     if weights and (len(names) != len(weights) or len(names) == 1):
         what = f"{amount(len(weights), 'weight')} for {amount(len(names), 'dataset')}"
         todo = f"give one for each of {', '.join(names)}, or none" if len(names) > 1 else "drop it"
@@ -484,8 +501,7 @@ def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
 
 
 def told(demos: Demonstrations, train: lerobot.Chunks, val: lerobot.Chunks) -> list[str]:
-    """Return a line for each of several sets: its episodes and frames, and how many of its samples
-    an epoch has."""
+    """Return a line for each of several sets: episodes, frames and samples per epoch."""
     if not (isinstance(demos, Joined) and isinstance(train, Chunks) and isinstance(val, Chunks)):
         return []
     lines, longest = list[str](), max(map(len, demos.names))

@@ -1,16 +1,17 @@
-"""Record demonstrations as a LeRobot dataset of version 3.0, which LeRobot and
-`formats.robots.lerobot` read.
+"""Record demonstrations as a LeRobot dataset of version 3.0.
+
+LeRobot and `formats.robots.lerobot` read the dataset.
 
     with Recorder("data/reach", fps=10, features={
         "observation.state": ("float32", (2,)),
         "observation.images.top": ("image", (3, 32, 32)),
         "action": ("float32", (2,)),
     }, names={"action": ["x", "y"]}) as recorder:
-        recorder.add_episode({"observation.state": states, ...}, task="move to the red disc")  #
-        arrays (T, ...)
+        # arrays (T, ...)
+        recorder.add_episode({"observation.state": states, ...}, task="move to the red disc")
 
-The dataset gets its name when the block ends. An episode that was finished before is not lost to a
-kill or an error: `resume=True` goes on after it, and adds to a dataset that is complete. See
+The dataset gets its name at the end of the block. A finished episode survives a kill or an error.
+`resume=True` continues after the last finished episode, or adds to a complete dataset. See
 formats/robots/recording.py.
 """
 
@@ -35,25 +36,24 @@ from formats.robots.lerobot_files import NUMBERS, OWN, PICTURES
 
 
 class Recorder:
-    """Writes episodes one after the other; the end of its `with` block completes the dataset.
+    """Writes episodes one after another; the end of the `with` block completes the dataset.
 
-    root      the folder to make
+    root      the folder to create
     fps       frames per second
-    features  {name: (dtype, shape of one frame)}; a dtype is one of NUMBERS, or, with the shape (3,
-              H, W), "image"
-              (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4 where there is no encoder),
-              or, with the shape (1, H, W), "depth": uint16 millimetres, kept as 4096 distances up
-              to 10 m, 1.5 mm apart at 1 m
-    names     {feature: what its numbers are}, a list or {"motors": [...]}: LeRobot's replay and
-              rollout go by them
-    file_mb   size in MiB from which the next episode goes into a new file
-    resume    go on with a recording that was killed, or add to the dataset `root`; begin one where
-              there is neither
-    keep      finished episodes survive a kill or an error until `resume`. Without it the next
-              recording removes them
+    features  {name: (dtype, shape of one frame)}. A dtype is one of NUMBERS. With the shape (3, H,
+              W), a dtype may be "image" (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4
+              if the AV1 encoder is missing). With the shape (1, H, W), a dtype may be "depth":
+              uint16 millimetres, stored as 4096 distances up to 10 m, 1.5 mm apart at 1 m.
+    names     {feature: names of the numbers}, a list or {"motors": [...]}; LeRobot's replay and
+              rollout use these names
+    file_mb   size in MiB at which the next episode starts a new file
+    resume    continue a killed recording, or add to the dataset `root`; start a new recording if
+              neither exists
+    keep      finished episodes survive a kill or an error until `resume`. Without `keep`, the next
+              recording removes such episodes
 
-    Raises LockstepError if `root` exists or finished episodes of it do, unless resumed; and for
-    frames that do not match `features`.
+    Raises LockstepError if `root` or finished episodes exist without `resume`, and for frames that
+    do not match `features`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Recorder:
         self._check_declaration()
         need("pyarrow.parquet")
         if self.root.exists() and resume:
-            self.root = self.root.resolve()  # a link stays one
+            self.root = self.root.resolve()  # keep a link at the original path
         elif self.root.exists() or self.root.is_symlink():
             todo = "remove it, choose a new one, or add to it with resume=True"
             raise LockstepError("the folder exists already", str(root), todo)
@@ -97,8 +97,7 @@ class Recorder:
 
     @classmethod
     def resume(cls, root: str | Path, file_mb: float = 100.0) -> Recorder:
-        """Go on with a recording that was killed, or add to a dataset, with what was declared
-        then."""
+        """Continue a killed recording, or add to a dataset, with the stored declaration."""
         path = Path(root)
         about = recording.Recording(path.resolve(), True).path / "about.json"
         if about.exists():
@@ -152,7 +151,7 @@ class Recorder:
                     f"{name} has {count} names and the shape {shape}", where, "give a name to each"
                 )
 
-    # ---- beginning
+    # ---- start
 
     def __enter__(self) -> Recorder:
         try:
@@ -197,8 +196,10 @@ class Recorder:
         self._given = assembly.Declaration(self.fps, columns, self.names, self.robot_type, depths)
 
     def _take(self, there: Mapping[str, Any], who: str) -> None:
-        """Take what `who` has declared. Raises LockstepError if this recorder was told something
-        else."""
+        """Adopt the declaration of `who`.
+
+        Raises LockstepError if the recorder's declaration differs.
+        """
         features = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in there["features"].items()
         }
@@ -222,14 +223,16 @@ class Recorder:
 
     @property
     def num_episodes(self) -> int:
-        """Of the dataset, with those that were there before."""
+        """Return the number of episodes of the dataset, including the base dataset."""
         return self._first + len(self._recording.episodes)
 
-    # ---- adding
+    # ---- add episodes
 
     def add_frame(self, frame: Mapping[str, Any], task: str) -> None:
-        """Add one frame, {name: array of the feature's shape}, to the episode that `end_episode`
-        writes."""
+        """Add a frame, {name: array of the feature's shape}, to the current episode.
+
+        `end_episode` writes the episode.
+        """
         self._check_task(task)
         if self._task not in (None, task):
             what = f"a frame of {task!r} in an episode of {self._task!r}"
@@ -244,7 +247,7 @@ class Recorder:
         self._task = task
 
     def end_episode(self) -> None:
-        """Write the frames that were added since the last call."""
+        """Write the frames added since the last call as an episode."""
         if self._task is None:
             raise LockstepError("an episode without frames", self._here(), "call add_frame() first")
         frames, task = self._frames, self._task
@@ -254,11 +257,11 @@ class Recorder:
         )
 
     def drop_episode(self) -> None:
-        """Forget the frames that were added since the last `end_episode`."""
+        """Discard the frames added since the last `end_episode`."""
         self._frames, self._task = [], None
 
     def add_episode(self, arrays: Mapping[str, Any], task: str) -> None:
-        """Write a whole episode: {name: (T, ...)} for each feature, and its task as text."""
+        """Write a complete episode: {name: (T, ...)} for each feature, and the task as text."""
         if self._frames:
             raise LockstepError(
                 "an episode inside an episode", self._here(), "call end_episode() first"
@@ -274,11 +277,13 @@ class Recorder:
             raise _cannot_write(self.root, error) from None
 
     def _check_task(self, task: Any) -> None:
-        """Raise LockstepError unless it is a text that can be written: all else would be found at
-        the end."""
+        """Raise LockstepError unless the task is a text that can be written.
+
+        Without the check, the error would appear at the end of the recording.
+        """
         try:
             is_text = isinstance(task, str) and bool(task.strip()) and bool(task.encode())
-        except UnicodeEncodeError:  # half of a character, as undecodable arguments have
+        except UnicodeEncodeError:  # a lone surrogate, as in undecodable arguments
             is_text = False
         if not is_text:
             raise LockstepError(
@@ -289,7 +294,7 @@ class Recorder:
         return f"{self.root}: episode {self.num_episodes}"
 
     def _check(self, arrays: Mapping[str, Any], first: int) -> dict[str, np.ndarray]:
-        """Return the arrays in their declared types; messages count frames from `first`."""
+        """Convert the arrays to the declared types; messages count frames from `first`."""
         where = self._here()
         if set(arrays) != set(self.features):
             odd = sorted(set(arrays) ^ set(self.features))
@@ -384,7 +389,7 @@ class Recorder:
                 "codecs": codecs,
             }
 
-    # ---- ending
+    # ---- complete the dataset
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

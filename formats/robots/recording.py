@@ -1,13 +1,12 @@
-"""Episodes on their way into a dataset: a finished one survives a kill, and the dataset changes in
-one step.
+"""Staging of recorded episodes. A finished episode survives a kill; the dataset changes atomically.
 
 .NAME.recording/     beside the dataset NAME
-    about.json       what is recorded, and the digest of the dataset that it is added to
-    000012/          a finished episode: the folder gets this name when all of it is on the disk
-    dataset/         the new dataset while it is put together; it and NAME then change places
-    ending           the new dataset's digest, from just before that step: NAME of that digest has
-                     these episodes
-    replaced/        the old dataset, where a file system cannot exchange two folders
+    about.json       the declaration of the recording, and the digest of the base dataset
+    000012/          a finished episode: the folder gets the name when all bytes are on the disk
+    dataset/         the new dataset during assembly, exchanged with NAME at the end
+    ending           digest of the new dataset, written just before the exchange: a NAME with the
+                     digest contains these episodes
+    replaced/        the old dataset, for a file system that cannot exchange two folders
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ EPISODE = "episode.json"
 class Recording:
     """The folder of an unfinished recording of `root`, locked from `begin` to `end`.
 
-    keep      finished episodes stay if the process dies or fails
-    episodes  of the finished ones, what `EPISODE` holds
+    keep      finished episodes survive the death or failure of the process
+    episodes  content of `EPISODE` for each finished episode
     """
 
     def __init__(self, root: Path, keep: bool):
@@ -43,8 +42,10 @@ class Recording:
         self._lock = -1
 
     def begin(self) -> bool:
-        """Take the lock, end what was killed while it ended, and return whether there are episodes
-        to go on with. Raises LockstepError if another process records."""
+        """Take the lock, complete an interrupted exchange, and return whether episodes are left.
+
+        Raises LockstepError if another process records.
+        """
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -58,11 +59,11 @@ class Recording:
                 )
                 raise LockstepError(what, str(self.root), todo) from None
             except OSError:
-                pass  # a file system without locks
+                pass  # the file system has no locks
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.path).st_ino == os.fstat(self._lock).st_ino:
                     break
-            self._unlock()  # its last owner removed it
+            self._unlock()  # the previous owner removed the folder
         self._end_what_was_killed()
         found = sorted(self.path.glob(f"[0-9]*/{EPISODE}"))
         self.episodes = [json.loads(path.read_text(encoding="utf-8")) for path in found]
@@ -80,8 +81,10 @@ class Recording:
         ending.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the episodes; the folder and its lock stay. What says that they are in the dataset
-        goes last."""
+        """Remove the episodes; keep the folder and its lock.
+
+        The file `ending` is removed last, because `ending` marks episodes that the dataset has.
+        """
         for left in sorted(self.path.iterdir(), key=lambda left: left.name == "ending"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         self.episodes = []
@@ -94,8 +97,7 @@ class Recording:
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Give (the folder of the next episode, the dict of what is to be known about it) to
-        fill."""
+        """Yield (folder of the next episode, dict of the episode's metadata), both to be filled."""
         final = self.path / f"{len(self.episodes):06d}"
         folder, about = final.with_suffix(".new"), dict[str, Any]()
         folder.mkdir()
@@ -114,8 +116,12 @@ class Recording:
         return self.path / f"{number:06d}"
 
     def publish(self, new: Path, before: str) -> None:
-        """Put the complete dataset `new` in the place of `root`, whose digest was `before`, and
-        remove the episodes. Raises LockstepError, and leaves both, if `root` has changed since."""
+        """Replace `root` by the complete dataset `new` and remove the episodes.
+
+        before  the digest of `root` at the start
+
+        Raises LockstepError and keeps both datasets if `root` has changed.
+        """
         sync(new)
         _write(self.path / "ending", digest(new))
         sync(self.path, deep=False)
@@ -131,10 +137,12 @@ class Recording:
         self.clear()
 
     def end(self) -> bool:
-        """Give up the lock, and return whether finished episodes are left; without any the folder
-        goes."""
+        """Release the lock, and return whether finished episodes are left.
+
+        Without finished episodes, the folder is removed.
+        """
         if left := self.keep and bool(self.episodes):
-            # `ending` may tell that the episodes are in
+            # Keep `ending`, which may mark the episodes as added.
             shutil.rmtree(self.path / "dataset", ignore_errors=True)
         else:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -150,8 +158,10 @@ class Recording:
 
 
 def digest(root: Path) -> str:
-    """Return a digest of a dataset's meta/, which every change of its episodes changes; "" if there
-    is none."""
+    """Return a digest of a dataset's meta/, or "" without a dataset.
+
+    Every change of the episodes changes meta/.
+    """
     total, meta = hashlib.sha256(), root / "meta"
     if not meta.is_dir():
         return ""
@@ -163,8 +173,10 @@ def digest(root: Path) -> str:
 
 
 def linked(root: Path, new: Path, *without: str) -> None:
-    """Make `new` a copy of a dataset, by hard links where the file system has them: no file of it
-    may be written into. Leaves out the files `without`."""
+    """Copy a dataset to `new` by hard links if possible, without the files in `without`.
+
+    Never write into a linked file: the original would change.
+    """
 
     def copy(source: str, target: str) -> None:
         if os.path.relpath(source, root) not in without:
@@ -177,8 +189,10 @@ def linked(root: Path, new: Path, *without: str) -> None:
 
 
 def sync(folder: Path, deep: bool = True) -> None:
-    """Wait until a folder is on the disk, with all that is in it if `deep`: a rename may get there
-    before contents."""
+    """Flush a folder to the disk, with all its files if `deep`.
+
+    Without the flush, a rename may reach the disk before the contents.
+    """
     for path in [*(folder.rglob("*") if deep else ()), folder]:
         if not path.is_symlink():
             handle = os.open(path, os.O_RDONLY)
@@ -198,7 +212,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _exchanged(a: Path, b: Path) -> bool:
-    """Exchange two folders in one step; return False where the system or the file system cannot."""
+    """Exchange two folders atomically.
+
+    Returns False without support of the system or the file system.
+    """
     rename: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if rename is None:

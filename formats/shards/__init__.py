@@ -1,22 +1,22 @@
-"""Data larger than a disk: a dataset of shards, map-style, in an order that can be entered
-anywhere.
+"""A map-style dataset of shards, for data larger than a disk. An epoch can start at any position.
 
     shards: Options = section(Options)      # in a task's settings
     pair(self.cfg.shards, decode)           # in its `datasets`: (train, val)
-    Shards("https://host/train", decode)    # the same by hand; or a folder, or s3://...; each has
-                                            an index
+    Shards("https://host/train", decode)    # by hand; or a folder, or s3://...; with an index
 
-A sample's number is its place in the shards laid end to end. In place of a permutation of all
-numbers, `epoch_order` gives the loader an `Order`, which is arithmetic and some small permutations:
+The shards are concatenated, and a sample's number is its position in the concatenation. A
+permutation of all numbers would need too much memory. `epoch_order` gives the loader an `Order`,
+which computes positions from small permutations:
 
-    1. the shards are shuffled, laid end to end, and cut into `lanes` stretches of equal length, to
-    within one sample; 2. each lane is cut into windows, and each window is shuffled in itself; 3.
-    position k of the epoch is number k // lanes of lane k % lanes.
+    1. Shuffle and concatenate the shards. Cut the concatenation into `lanes` of equal length (to
+       within one sample).
+    2. Cut each lane into windows and shuffle within each window.
+    3. Position k of the epoch is number k // lanes of lane k % lanes.
 
-So where a run stands is one integer, nothing depends on the number of processes or on what was read
-before, and memory does not grow with the number of samples. Where the number of processes divides
-`lanes` and the global batch, each lane is one process's alone, and only the lanes - 1 shards that a
-cut goes through are read by two.
+The state of a run is therefore one integer. The order depends neither on the number of processes
+nor on earlier reads. Memory does not grow with the number of samples. If the number of processes
+divides `lanes` and the global batch, only one process reads each lane. Two processes then read only
+the lanes - 1 shards at the boundaries of lanes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from formats.shards import cache as shard_cache
 from formats.shards.files import INDEX, Index, Opened, RowGroups, Shard
 
 LANES = (1, 2, 4, 6, 12, 24, 60, 120)
-"""Numbers that most numbers of processes divide; the largest that leaves two shards to a lane is
-taken."""
+"""Candidates with many divisors, for many numbers of processes. The default is the largest
+candidate with at least two shards per lane."""
 LONGEST_WINDOW = 8192
 THREADS = 4
-"""Downloads of one process at once."""
+"""Concurrent downloads per process."""
 ROW_GROUPS = 1 << 30
-"""Bytes of decoded parquet that a process keeps."""
+"""Bytes of decoded parquet in the memory of a process."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,13 @@ class Options:
 
 
 RESUMABLE = ("root", "val", "cache", "cache_gb", "verify")
-"""Keys of `Options` that may change when a run is resumed: the samples are told by the index's
-digest."""
+"""Keys of `Options` that may change on a resume: the index's digest identifies the samples."""
 
 
 class Order:
-    """The samples of an epoch: a sequence that is computed where it is read, and never listed.
+    """The samples of an epoch: a sequence whose items are computed on access, never listed.
 
-    counts  (shards,) samples of each
+    counts  (shards,) samples of each shard
 
     Memory: O(shards + lanes * window).
     """
@@ -96,8 +95,10 @@ class Order:
     def __init__(self, counts: np.ndarray, seed: int, epoch: int, lanes: int, window: int):
         self.lanes, self.window = lanes, window
         self.shuffled = np.random.default_rng((seed, epoch)).permutation(len(counts))
-        self.ends = np.cumsum(counts[self.shuffled])  # of the shards in their row
-        # a sample's number, less its place in the row
+        self.ends = np.cumsum(
+            counts[self.shuffled]
+        )  # end of each shuffled shard in the concatenation
+        # a sample's number minus its position in the shuffled concatenation
         self.shift = np.cumsum(counts)[self.shuffled] - self.ends
         # the first `longer` lanes have one sample more
         self.short, self.longer = divmod(int(self.ends[-1]), lanes)
@@ -118,7 +119,7 @@ class Order:
         return int(self.ends[-1])
 
     def __getitem__(self, positions: slice | np.ndarray) -> np.ndarray:
-        """(n,) positions of the epoch, or a slice of them -> (n,) int64 numbers of samples."""
+        """Return the (n,) int64 sample numbers at (n,) positions of the epoch, or at a slice."""
         k = (
             np.arange(*positions.indices(len(self)))
             if isinstance(positions, slice)
@@ -138,8 +139,10 @@ class Order:
         return place + self.shift[np.searchsorted(self.ends, place, side="right")]
 
     def next_shards(self, shard: int, number: int) -> list[int]:
-        """Return the shards that the lane of this sample, of this shard, comes to in its next
-        window."""
+        """Return the shards of the next window of this sample's lane.
+
+        shard, number  the sample's shard and number
+        """
         row = int(np.flatnonzero(self.shuffled == shard)[0])
         place, cut = number - int(self.shift[row]), self.longer * (self.short + 1)
         lane = (
@@ -155,17 +158,16 @@ class Order:
 
 
 class Shards:
-    """A map-style dataset of shards, read in place from a folder, through a cache from an address.
+    """A map-style dataset of shards in a folder, or at an address through a cache.
 
     root     folder or address with the index
-    decode   makes a sample, such as a dict of tensors, of what the shard has: see shard_files. Or
-             override
-             `__getitems__(indices, seeds)`, and call `read(indices)` in it.
+    decode   converts an entry of a shard (see shard_files) to a sample, such as a dict of tensors.
+             Or override `__getitems__(indices, seeds)` and call `read(indices)` there.
     which    numbers of the shards to take, in this order; None: all
     options  folder and size of the cache, lanes, window: see `Options`
 
-    A shard that is missing, damaged or another than its index says ends the run by a LockstepError
-    that names it.
+    A missing or damaged shard, or a shard that differs from the index, raises a LockstepError with
+    the shard's name.
     """
 
     def __init__(
@@ -202,10 +204,10 @@ class Shards:
         if self.source.remote and limit < 2 * largest:
             what = f"a cache of {size(limit)}, and a shard has up to {size(largest)}"
             raise LockstepError(what, "shards.cache_gb", f"give at least {2 * largest / 1e9:.3g}")
-        # What a fork must share: a rank's loader processes are told the epoch, and which files need
-        # no second digest.
+        # Shared with forked loader processes: the epoch, and the files whose digest is already
+        # checked.
         shared = np.frombuffer(mmap.mmap(-1, 8 * (len(self.index.shards) + 3)), dtype=np.int64)
-        # (seed, epoch + 1); mtime in ns of a file that was right
+        # (seed, epoch + 1); mtime in ns of each checked file
         self.now, self.checked = shared[:2], shared[2:]
         self.offsets: np.ndarray | None = None
         self.groups, self.opened, self.touched = (
@@ -216,7 +218,7 @@ class Shards:
         self.ahead: _Ahead | None = None
         self.order_of = functools.lru_cache(2)(self._order)
 
-    # ---- what the loader asks for ----
+    # ---- interface of the loader ----
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -230,8 +232,10 @@ class Shards:
 
     @property
     def digest(self) -> str:
-        """Of the samples, their number and their order; the loader compares it instead of
-        samples."""
+        """Return a digest of the samples, their number and their order.
+
+        The loader compares the digest and need not read samples.
+        """
         return hashlib.sha256(f"{self.index.digest} {self.which}".encode()).hexdigest()
 
     def _order(self, seed: int, epoch: int) -> Order:
@@ -240,7 +244,7 @@ class Shards:
     # ---- reading ----
 
     def read(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples of these numbers as the shards have them."""
+        """Return the samples with these numbers, as stored in the shards."""
         numbers = np.asarray(indices, dtype=np.int64)
         shards = np.searchsorted(self.ends, numbers, side="right")
         opened = self._all_open(shards, numbers)
@@ -260,8 +264,7 @@ class Shards:
         return self.offsets
 
     def _all_open(self, shards: np.ndarray, numbers: np.ndarray) -> dict[int, Opened]:
-        """Return the shards, opened. Those that are still to come are downloaded side by side, then
-        the next ones."""
+        """Return the shards, opened. Download missing shards in parallel, then the next shards."""
         wanted, firsts = np.unique(shards, return_index=True)
         new = [
             (s, n)
@@ -275,7 +278,7 @@ class Shards:
             missing = [
                 self.shards[s] for s, _ in new if not self.source.path(self.shards[s]).exists()
             ]
-            for shard in missing[1:]:  # this thread takes the first
+            for shard in missing[1:]:  # this thread downloads the first
                 self.ahead.want(shard, now=True)
         for s, at in new:
             self.opened[s] = Opened(
@@ -297,14 +300,17 @@ class Shards:
 
     def _next(self, shard: int, number: int) -> list[int]:
         seed, epoch = self.now.tolist()
-        if not epoch:  # an evaluation reads them in their order
+        if not epoch:  # an evaluation reads the shards in order
             return [*range(shard + 1, min(shard + 3, len(self.shards)))]
         return self.order_of(seed, epoch - 1).next_shards(shard, number)
 
     def _close_some(self, needed: int) -> None:
-        """Close what was used longest ago: more than the lanes need, and what the cache has
-        removed, whose blocks the disk frees only then. One of the latter a batch, which is a
-        thousandth of its time."""
+        """Close the least recently used shards.
+
+        The function closes surplus shards beyond the need of the lanes, and shards removed from the
+        cache: the disk frees the blocks of a removed file only after closing. At most one removed
+        shard is closed per batch, at a thousandth of the batch's time.
+        """
         while len(self.opened) > max(needed, 2 * self.lanes + 2):
             self.opened.popitem(last=False)[1].close()
         if self.source.remote and len(self.opened) > needed:
@@ -313,12 +319,13 @@ class Shards:
                 self.opened.pop(s).close()
 
     def _checked_handle(self, shard: Shard, number: int) -> int:
-        """Return a descriptor of a shard whose bytes are those of the index. A damaged file of the
-        cache is fetched anew.
+        """Return a descriptor of a shard whose bytes match the index.
 
-        number  its place in `checked`
+        A damaged file of the cache is fetched again.
+
+        number  index of the shard in `checked`
         """
-        for _ in range(8):  # it may be removed between its download and its opening
+        for _ in range(8):  # the file may vanish between download and open
             try:
                 handle = os.open(self.source.path(shard), os.O_RDONLY)
             except FileNotFoundError:
@@ -348,11 +355,10 @@ class Shards:
             f"{shard.name} was removed again before it was read", str(self.folder), todo
         )
 
-    # ---- what a task tells ----
+    # ---- messages of a task ----
 
     def told(self) -> str:
-        """Return a line: how many shards of what size, in which order, and what this machine
-        needs."""
+        """Return a line on the shards: number, size, order, and needs of this machine."""
         mean = int(np.mean([shard.bytes for shard in self.shards]))
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         here = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
@@ -392,9 +398,11 @@ class Shards:
 
 
 class _Ahead:
-    """Threads that download shards: those that a batch waits for first, then those of the next
-    windows. What fails here fails again where it is needed, and is told there. Daemons: the end of
-    a run does not wait for a download."""
+    """Threads that download shards: the current batch first, then the next windows.
+
+    A failed download fails again when the batch needs the shard, and is reported there. The threads
+    are daemons, so the end of a run does not wait for a download.
+    """
 
     def __init__(self, source: Any):
         self.source, self.process, self.count = source, os.getpid(), itertools.count()
@@ -423,7 +431,7 @@ def digest_of(handle: int) -> str:
 
 
 def size(count: float) -> str:
-    """Return e.g. 96 MB."""
+    """Return a text such as 96 MB."""
     unit = next(n for n in (4, 3, 2, 1, 0) if count >= 1000**n or not n)
     return f"{count / 1000**unit:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[unit]}"
 
@@ -435,7 +443,7 @@ def cache_folder(wanted: str) -> Path:
 
 
 def read_index(root: str) -> Index:
-    """Raises LockstepError where there is none."""
+    """Read the index. Raises LockstepError if there is none."""
     where = shard_cache.joined(root, INDEX)
     try:
         return Index.read(shard_cache.read_whole(root, INDEX), where)
@@ -445,8 +453,11 @@ def read_index(root: str) -> Index:
 
 
 def split(index: Index, share: float) -> tuple[list[int], list[int]]:
-    """Return the shards to train on and to validate on: whole ones, drawn by a seed of their own,
-    until they have `share` of the samples; at least one of each."""
+    """Return the shards to train on and the shards to validate on.
+
+    Shards are drawn with a fixed seed until the validation shards have `share` of the samples. Each
+    side has at least one shard.
+    """
     if len(index.shards) < 2:
         what = "one shard cannot be split into training and validation"
         raise LockstepError(
@@ -462,7 +473,7 @@ def split(index: Index, share: float) -> tuple[list[int], list[int]]:
 def pair(
     options: Options, decode: Any = None, kind: type[Shards] = Shards
 ) -> tuple[Shards, Shards | None]:
-    """Return the sets to train and to validate on: (train, val), as `Task.datasets` does.
+    """Return the datasets (train, val), as `Task.datasets` does.
 
     kind  a subclass with its own `__getitems__`
     """

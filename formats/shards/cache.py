@@ -1,14 +1,15 @@
-"""Where shards come from: a folder, read in place; an address, through a cache that the processes
-of a machine share.
+"""Access shards in a folder, or at an address through a disk cache.
 
-    <cache>/<sha256>.tar        whole, and its digest was right
-    <cache>/unfinished/<sha256>.tar   on its way, locked by the process that writes it; else left
-                                      over, and removed
-    <cache>/unfinished/room           locked while a shard is given its room
+A folder is read in place. All processes of a machine share one cache:
 
-http:// and https:// are read by the standard library, so that the commonest address needs no
-package (it knows proxies, redirects, Range and Retry-After's headers); all others by fsspec: s3://,
-gs://, hf://, ...
+    <cache>/<sha256>.tar        a complete shard with a correct digest
+    <cache>/unfinished/<sha256>.tar   a download, locked by the writing process; an unlocked file is
+                                      a leftover and is removed
+    <cache>/unfinished/room           lock for the allocation of disk space
+
+The standard library reads http:// and https://, so the most common addresses need no package. The
+reader supports proxies, redirects, and the headers Range and Retry-After. fsspec reads all other
+protocols: s3://, gs://, hf://, ...
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from engine.contract import LockstepError
 from formats.shards.files import Shard, damaged
 
 TIMEOUT_S = 30.0
-"""Until a server that says nothing counts as gone."""
+"""Seconds without data after which a connection fails."""
 TRIES = 6
-"""In a row that bring no byte; waits of half a second to sixteen lie between them."""
+"""Consecutive attempts without a new byte. The delays between attempts are 0.5 to 16 s."""
 LONGEST_WAIT_S = 60.0
 PIECE = 1 << 20
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
 TOUCHED_S = 10.0
-"""A file's time of use is this coarse."""
+"""Resolution of a file's access time in seconds."""
 
-_draw = random.SystemRandom()  # not from the generators of the training
+_draw = random.SystemRandom()  # independent of the training's generators
 
 
 class Wrong(Exception):
-    """What a server gives is not what the index describes."""
+    """The data of a server differ from the index."""
 
 
 class Later(Exception):
-    """The server asks to wait. Its first argument is the number of seconds."""
+    """The server requests a delay. The first argument is the number of seconds."""
 
 
 def is_url(root: str) -> bool:
@@ -61,20 +62,21 @@ def is_url(root: str) -> bool:
 
 
 def joined(root: str, name: str) -> str:
-    """Return the address of a file; what follows a `?` in `root`, such as a signature, stays at the
-    end."""
+    """Return the address of a file.
+
+    The part of `root` from a `?` on, such as a signature, stays last.
+    """
     base, mark, query = root.partition("?")
     path = urllib.parse.quote(name) if root.startswith("http") else name
     return f"{base.rstrip('/')}/{path}{mark}{query}"
 
 
-# ---- reading an address
-# ----------------------------------------------------------------------------------------------
+# ---- read an address -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _from_http(url: str, start: int, size: int, tag: str) -> Iterator[tuple[int, str, Any]]:
-    """Give (where the bytes begin, the tag of this version, a file). `size` -1: any."""
+    """Yield (offset of the first byte, version tag, a file). `size` -1 accepts any size."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "lockstep"}
     if start:
         headers |= {"Range": f"bytes={start}-"} | ({"If-Range": tag} if tag else {})
@@ -111,7 +113,7 @@ def _from_http(url: str, start: int, size: int, tag: str) -> Iterator[tuple[int,
 
 
 def _seconds(asked: str) -> float:
-    """Return the seconds that a Retry-After asks for, which is a number or a date."""
+    """Return the seconds of a Retry-After header, which is a number or a date."""
     if asked.isdecimal():
         return float(asked)
     with contextlib.suppress(TypeError, ValueError):
@@ -128,7 +130,7 @@ def _from_fsspec(url: str, start: int, size: int, tag: str) -> Iterator[tuple[in
         raise LockstepError("this address needs fsspec", url, todo) from None
     try:
         opened = fsspec.open(url, "rb")
-    except (ImportError, ValueError) as error:  # the package of this protocol; no such protocol
+    except (ImportError, ValueError) as error:  # missing package, or unknown protocol
         raise LockstepError(
             f"fsspec cannot read it: {error}", url, "install what it names"
         ) from None
@@ -140,12 +142,13 @@ def _from_fsspec(url: str, start: int, size: int, tag: str) -> Iterator[tuple[in
 
 
 def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: str = "") -> None:
-    """Read an address and hand on its bytes: `write(where, piece)`. What breaks is taken up again
-    where it broke off.
+    """Download an address and pass the bytes to `write(offset, piece)`.
 
-    size, sha256  what the index says; -1 and empty: unknown
+    A broken connection resumes at the last byte.
 
-    Raises LockstepError, which names the address, once TRIES in a row have brought nothing.
+    size, sha256  of the index; -1 and empty: unknown
+
+    Raises LockstepError with the address after TRIES consecutive attempts without new bytes.
     """
     reader = _from_http if url.startswith(("http://", "https://")) else _from_fsspec
     failed, wrong, done, tag, digest, problem = 0, 0, 0, "", hashlib.sha256(), ""
@@ -156,9 +159,9 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
         try:
             with reader(url, done, size, tag) as (begin, tag, file):
                 if begin != done:
-                    # it gives the whole again: no ranges, or another version
+                    # The server restarts the file: no ranges, or a new version.
                     done, digest = 0, hashlib.sha256()
-                # what has arrived: less is lost with a connection
+                # read1 returns the bytes so far, so a broken connection loses less
                 some = getattr(file, "read1", file.read)
                 while piece := some(PIECE):
                     if done + len(piece) > size >= 0:
@@ -168,7 +171,7 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
                     write(done, piece)
                     digest.update(piece)
                     done += len(piece)
-                length = getattr(file, "length", None)  # of http.client: what is still to come
+                length = getattr(file, "length", None)  # of http.client: remaining bytes
             if done < size or (size < 0 and length):
                 raise ConnectionError(
                     f"it ended after {done:,} bytes" + (f" of {size:,}" if size >= 0 else "")
@@ -208,24 +211,23 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
 
 
 def read_whole(root: str, name: str) -> bytes:
-    """Return a small file of a folder or an address."""
+    """Return the content of a small file in a folder or at an address."""
     if not is_url(root):
         return Path(root, name).read_bytes()
     whole = bytearray()
 
     def write(at: int, piece: bytes) -> None:
-        whole[at:] = piece  # what follows is of a download that has begun again
+        whole[at:] = piece  # a restarted download overwrites the rest
 
     download(joined(root, name), -1, write)
     return bytes(whole)
 
 
-# ---- where shards lie
-# ------------------------------------------------------------------------------------------------
+# ---- locations of shards -------------------------------------------------------------------------
 
 
 class Folder:
-    """Shards that are read where they lie."""
+    """Shards in a folder, read in place."""
 
     remote = False
 
@@ -247,16 +249,15 @@ class Folder:
         )
 
     def touch(self, handle: int) -> None:
-        """Nothing is removed here, so nobody asks when a file was used."""
+        """Do nothing: a folder never removes shards, so access times are not needed."""
 
 
 class Cache:
-    """The shards of an address on this machine's disk, of at most `limit` bytes together with those
-    on their way.
+    """A disk cache for the shards of an address, with at most `limit` bytes including downloads.
 
-    Whoever needs a shard first downloads it, the others wait for its lock. It is given its name
-    once it is whole and its digest is right. Of those used longest ago as many are removed as a new
-    one needs; who has one open reads on.
+    The first process that needs a shard downloads the file. Other processes wait for the lock. A
+    file gets its final name once complete with a correct digest. A new shard evicts the least
+    recently used files. A process with an evicted file open can continue to read.
     """
 
     remote = True
@@ -279,20 +280,23 @@ class Cache:
 
     def touch(self, handle: int) -> None:
         about = os.fstat(handle)
-        # mtime stays: it tells whether a file is the one that was checked
+        # Keep mtime, which identifies a checked file.
         with contextlib.suppress(OSError):
             os.utime(handle, ns=(time.time_ns(), about.st_mtime_ns))
 
     def reject(self, shard: Shard, handle: int, what: str) -> None:
-        """Remove a damaged file, so that it is fetched again."""
+        """Remove a damaged file, so that the shard is fetched again."""
         with self._room(), contextlib.suppress(FileNotFoundError):
             if _is_at(handle, self.path(shard)):
                 self.path(shard).unlink()
 
     def fetch(self, shard: Shard, ahead: bool = False) -> None:
-        """Download a shard unless it is there; wait if another process does. `ahead`: only if
-        nobody else does, and there is room. Raises LockstepError where it cannot be read, or is
-        another one."""
+        """Download a shard unless cached; wait if another process downloads the shard.
+
+        ahead  download only if no other process does and disk space is left
+
+        Raises LockstepError if the shard is unreadable or differs from the index.
+        """
         path = self.path(shard)
         while not path.exists():
             with self._part(path.name, wait=not ahead) as part:
@@ -309,15 +313,19 @@ class Cache:
                     return
             if ahead:
                 return
-            # without a lock of one's own, or two would wait for each other
+            # Hold no lock here: two processes could wait for each other.
             self._wait_for_another()
 
     @contextlib.contextmanager
     def _part(self, name: str, wait: bool) -> Iterator[int | None]:
-        """Give the unfinished file of that name, locked; None if another process has had it, or has
-        it and one does not `wait`. It is removed afterwards if it is still there."""
+        """Yield a descriptor of the unfinished file `name`, locked.
+
+        A file that is still unfinished afterwards is removed.
+
+        Yields None if another process has finished the file, or holds the lock and `wait` is False.
+        """
         path = self.work / name
-        with self._room():  # or it might be swept before it is locked
+        with self._room():  # excludes a sweep between open and lock
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             mine = _locked(handle)
         try:
@@ -326,7 +334,7 @@ class Cache:
                 return
             if not mine:
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            if not _is_at(handle, path):  # it was renamed or removed meanwhile
+            if not _is_at(handle, path):  # another process renamed or removed the file
                 yield None
                 return
             try:
@@ -353,8 +361,10 @@ class Cache:
             _unlocked(handle)
 
     def _given_room(self, part: int, size: int, ahead: bool) -> bool:
-        """Make room for `size` bytes and take it, by the length of the file `part`; return whether
-        that was done: not while what others fetch leaves too little."""
+        """Reserve `size` bytes by extending the file `part`; evict files if necessary.
+
+        Returns False if concurrent downloads leave too little space.
+        """
         with self._room():
             self._sweep()
             coming = sum(length for _, length, _ in _files(self.work))
@@ -370,7 +380,7 @@ class Cache:
         return True
 
     def _wait_for_another(self) -> None:
-        """Return once a file that another process downloads is there, or given up."""
+        """Return once another process has finished or abandoned a download."""
         for _, length, path in _files(self.work):
             with contextlib.suppress(FileNotFoundError):
                 if length:
@@ -380,7 +390,7 @@ class Cache:
                     return
 
     def _sweep(self) -> None:
-        """Remove what killed processes have left on its way: nobody holds its lock."""
+        """Remove the unlocked downloads of killed processes."""
         for path in self.work.iterdir():
             if path.name == "room":
                 continue
@@ -392,8 +402,10 @@ class Cache:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield (time of its last use in ns, bytes, path) of each file. One that fails is removed
-    without `room`'s lock."""
+    """Yield (access time in ns, bytes, path) of each file.
+
+    A failed download is removed without the lock of `room`, so a file may vanish meanwhile.
+    """
     for each in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):
             if each.is_file():
@@ -402,7 +414,7 @@ def _files(folder: Path) -> Iterator[tuple[int, int, str]]:
 
 
 def _locked(handle: int) -> bool:
-    """Take the lock of a file unless another one has it."""
+    """Lock a file; return False if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -411,8 +423,7 @@ def _locked(handle: int) -> bool:
 
 
 def _unlocked(handle: int) -> None:
-    """Close a file and give up its lock, which a process that was forked meanwhile would keep with
-    its copy."""
+    """Unlock and close a file. A concurrently forked process would keep the lock with its copy."""
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 

@@ -1,15 +1,15 @@
-"""Shards on disk: what is in a tar, a jsonl or a parquet file, and the index over many of them.
+"""Read shards on disk (tar, jsonl, parquet) and the index of a set of shards.
 
-    shards.json              kind, names, bytes, samples and SHA-256 of the shards;
-                             tools/index_shards.py makes it
-    shards-<digest>.offsets  int64, little-endian: of each shard where its samples begin, and where
-                             the last one ends
+    shards.json              kind, names, bytes, samples and SHA-256 of the shards, written by
+                             tools/index_shards.py
+    shards-<digest>.offsets  int64, little-endian: for each shard the offsets of its samples, and
+                             the end of the last sample
 
-A tar is laid out as WebDataset's are: the files of a sample lie together and share their name up to
-the first dot of its last part; the rest, in small letters, is the file's kind. A sample is then
-{"__key__": name, kind: bytes, ...}. A line of jsonl and a row of parquet are the dict that they
-hold. No sample is parsed before it is asked for: it is one read of the bytes between two offsets,
-and parquet decodes a row group at a time.
+A tar has WebDataset's layout: the files of a sample are adjacent. The text before the first dot of
+the last path component is the key of the sample. The rest, in lower case, is the kind of the file.
+A sample is then {"__key__": name, kind: bytes, ...}. A line of jsonl or a row of parquet is a dict.
+A sample is parsed on access only: one read of the bytes between two offsets. Parquet decodes a row
+group at a time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from engine.contract import LockstepError
 INDEX = "shards.json"
 FORMAT = 1
 BLOCK = 512
-"""Bytes of a header of a tar, and what its files are padded to."""
+"""Bytes of a header in a tar; files are padded to a multiple."""
 ZIPPED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 
 
 class Shard(NamedTuple):
-    """A file of samples, as the index describes it.
+    """A file of samples, as described by the index.
 
-    first  its first entry in the file of offsets, of samples + 1
+    first  first entry of the shard in the file of offsets; a shard has samples + 1 entries
     """
 
     name: str
@@ -53,8 +53,11 @@ class Shard(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What is in a shard. offsets: (samples + 1,) int64; of parquet empty. held: the bytes of its
-    largest row group."""
+    """The contents of a shard.
+
+    offsets  (samples + 1,) int64; empty for parquet
+    held     bytes of the largest row group
+    """
 
     samples: int
     offsets: np.ndarray
@@ -62,8 +65,7 @@ class Scanned(NamedTuple):
 
 
 def damaged(what: str, where: Any, todo: str = "") -> LockstepError:
-    """Return the error of a shard that cannot be read; the run ends with exit code 5, as with any
-    sample."""
+    """Return the error of an unreadable shard. As for any bad sample, the run exits with code 5."""
     return LockstepError(
         what, str(where), todo or "make the shard anew, and then the index", exit_code=5
     )
@@ -74,9 +76,10 @@ def damaged(what: str, where: Any, todo: str = "") -> LockstepError:
 
 
 def members(data: Any, checked: bool = False) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, where its first header begins, where its bytes begin, their number) of each file
-    in a tar, or in a piece of one between two files. Raises ValueError for what is no tar, with
-    `checked` for wrong checksums, too.
+    """Yield (name, offset of the first header, offset of the bytes, size) of each file in a tar.
+
+    The data may also be a part of a tar between two files. Raises ValueError for data that are not
+    a tar, and with `checked` also for wrong checksums.
 
     data  bytes, or a memory map
 
@@ -107,7 +110,7 @@ def members(data: Any, checked: bool = False) -> Iterator[tuple[str, int, int, i
         elif kind in b"L":
             given["path"] = data[begin : begin + size].partition(b"\0")[0]
         elif kind in b"5gKV":
-            first = first if kind in b"K" else -1  # a folder, or what is said of the archive
+            first = first if kind in b"K" else -1  # a folder, or a header of the archive
         else:
             name = header[:100].partition(b"\0")[0].decode("utf-8", "replace")
             raise ValueError(
@@ -120,7 +123,7 @@ def members(data: Any, checked: bool = False) -> Iterator[tuple[str, int, int, i
 
 
 def _number(field: bytes) -> int:
-    """Return an octal number, or one in GNU's base 256."""
+    """Return the value of an octal number or of a number in GNU's base 256."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big")
     try:
@@ -145,8 +148,10 @@ def _records(data: bytes) -> dict[str, bytes]:
 
 
 def parted(name: str) -> tuple[str, str]:
-    """Return the sample's key and the file's kind; two empty texts of a file that belongs to no
-    sample."""
+    """Return (key of the sample, kind of the file).
+
+    Both texts are empty for a file that belongs to no sample.
+    """
     cut = name.find(".", name.rfind("/") + 1)
     if cut <= name.rfind("/") + 1 or (
         name.startswith("__") and name.partition("/")[0].endswith("__")
@@ -231,7 +236,7 @@ def scan_parquet(path: Path) -> Scanned:
 
 
 class RowGroups:
-    """Decoded row groups, the last ones used, of at most `limit` bytes and one group."""
+    """The most recently used decoded row groups, at most `limit` bytes and one group."""
 
     def __init__(self, limit: int):
         self.limit, self.held, self.bytes = limit, OrderedDict[tuple[str, int], Any](), 0
@@ -258,7 +263,7 @@ SCANS: dict[str, Callable[[Path], Scanned]] = {
 
 
 def scan(path: Path) -> Scanned:
-    """Return what is in a shard. Raises LockstepError where it is damaged, empty, or no shard."""
+    """Scan a shard. Raises LockstepError if the file is damaged, empty, or not a shard."""
     try:
         if not path.stat().st_size:
             raise ValueError("it is empty")
@@ -273,7 +278,7 @@ def scan(path: Path) -> Scanned:
             raise ValueError("it has no sample")
     except LockstepError:
         raise
-    except Exception as error:  # pyarrow has its own kinds
+    except Exception as error:  # pyarrow has its own error types
         what = (
             "the shard cannot be read: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -283,9 +288,9 @@ def scan(path: Path) -> Scanned:
 
 
 class Opened:
-    """A shard that is open to read, by offsets or by row groups.
+    """An open shard, read by offsets or by row groups.
 
-    handle  a descriptor, which this owns
+    handle  a descriptor, owned and closed by the object
     """
 
     def __init__(self, shard: Shard, handle: int, groups: RowGroups):
@@ -295,7 +300,7 @@ class Opened:
             json.loads if shard.suffix == ".jsonl" else tar_sample
         )
         if shard.suffix == ".parquet":
-            # A map, because a forked loader process would share the file's position.
+            # Use a memory map, because a forked loader process would share the file position.
             self.file = _parquet(
                 import_module("pyarrow").BufferReader(mmap.mmap(handle, 0, prot=mmap.PROT_READ))
             )
@@ -309,7 +314,7 @@ class Opened:
         os.close(self.handle)
 
     def between(self, begin: int, end: int) -> Any:
-        """Return the sample whose bytes these are."""
+        """Return the sample in the bytes from `begin` to `end`."""
         data = os.pread(self.handle, end - begin, begin)
         if len(data) != end - begin:
             raise damaged(f"it ends before byte {end}", self.shard.name)
@@ -321,18 +326,18 @@ class Opened:
             ) from None
 
     def row(self, number: int) -> Any:
-        """Return a row of parquet."""
+        """Return a row of a parquet shard."""
         group = int(np.searchsorted(self.ends, number, side="right"))
         place = number - (int(self.ends[group - 1]) if group else 0)
         return self.groups.get(self.shard, self.file, group).slice(place, 1).to_pylist()[0]
 
 
 class Index(NamedTuple):
-    """The shards of a folder, in their order.
+    """The shards of a folder, in order.
 
-    root     where the shards lie, if not beside the index
-    offsets  the file of offsets as a shard; None of parquet
-    held     bytes of the largest row group, of parquet
+    root     address of the shards, if not beside the index
+    offsets  the file of offsets as a shard; None for parquet
+    held     bytes of the largest row group, for parquet
     """
 
     kind: str
@@ -343,7 +348,7 @@ class Index(NamedTuple):
 
     @classmethod
     def read(cls, text: bytes, where: str) -> Index:
-        """Raises LockstepError where the text is no index."""
+        """Parse an index. Raises LockstepError if the text is not an index."""
         todo = f"make it: python tools/index_shards.py {where.removesuffix(INDEX).rstrip('/')}"
         try:
             found = json.loads(text)
@@ -382,6 +387,6 @@ class Index(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of the samples and their order; names and places do not count."""
+        """Return a digest of the samples and their order; names and addresses are excluded."""
         each = [(shard.samples, shard.sha256) for shard in self.shards]
         return hashlib.sha256(repr((self.kind, each)).encode()).hexdigest()

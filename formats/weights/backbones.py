@@ -1,8 +1,7 @@
-"""Published weights of backbones: where each file is to be had, and how to read one from a local
-file.
+"""Published weights of backbones: the source of each file, and a reader for local files.
 
-Nothing is downloaded and nothing is unpickled. A file is a state dict that torch.save has written,
-or safetensors, with names of its publisher; weights of the published head are not read.
+Nothing is downloaded and nothing is unpickled. A file is a state dict in torch.save's format or
+safetensors, with the publisher's names. Weights of the published head are ignored.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ HASH = re.compile(r"-([0-9a-f]{8,64})\.\w+$")  # the first digits of the SHA-256
 
 
 class Published(NamedTuple):
-    """Where a file of weights is published, and on which terms.
+    """Source and licence of a file of weights.
 
-    head  first words of the names of weights that are not used
+    head  first words of the names of ignored weights
     """
 
     file: str
@@ -63,7 +62,7 @@ PUBLISHED = {
 
 
 def how_to_get(name: str) -> str:
-    """Return how a person gets the weights of a backbone: file, size, hash, licence, place."""
+    """Return instructions for the weights of a backbone: file, size, hash, licence, source."""
     file, size, where, licence, _ = PUBLISHED[name]
     digits = HASH.search(file)
     known = f"SHA-256 {digits[1]}..." if digits else "no hash is published"
@@ -77,14 +76,14 @@ def how_to_get(name: str) -> str:
 def read(
     path: Path, name: str, shapes: Mapping[str, tuple[int, ...]], key: str = KEY
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the weights of the backbone `name` by the names in `shapes`, and a line on the file
-    they come from.
+    """Return the weights of the backbone `name` by the names in `shapes`, and a line on the file.
 
-    shapes  {name: shape} of all tensors that the backbone needs
-    key     of the config that names the file
+    shapes  {name: shape} of all required tensors
+    key     of the config with the file's path
 
-    Raises LockstepError if the file is missing, is no whole state dict, has other contents than the
-    hash in its name tells, or lacks a tensor of that shape, which the message names.
+    Raises LockstepError if the file is missing or truncated, if the contents differ from the hash
+    in the file's name, or if a tensor is missing or has another shape. The message names the
+    tensor.
     """
     where = f"{key}={path}"
     try:
@@ -116,7 +115,7 @@ def read(
     counts = [
         each for each in weights if each.endswith(".num_batches_tracked") and each not in shapes
     ]
-    for each in counts:  # of norms that are fixed here
+    for each in counts:  # counters of norms, which are fixed here
         del weights[each]
     if fault := _fault(weights, shapes):
         todo = f"give weights of {name}, whole; {how_to_get(name)}"
@@ -133,8 +132,10 @@ def read(
 
 
 def _state_dict(path: Path, where: str) -> dict[str, Any]:
-    """Return what torch.save, or safetensors, has written. Raises OSError, or LockstepError if it
-    is anything but a dict of tensors."""
+    """Read a file of torch.save or of safetensors.
+
+    Raises OSError, or LockstepError if the content is not a dict of tensors.
+    """
     load = (
         need("safetensors.torch", where.split("=")[0]).load
         if path.suffix == ".safetensors"
@@ -147,7 +148,7 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
                 if load
                 else torch.load(file, map_location="cpu", weights_only=True)
             )
-        except Exception as error:  # torch has no common error for a damaged file
+        except Exception as error:  # torch raises many types for a damaged file
             why = (str(error).splitlines() or [type(error).__name__])[0][:120]
             what = f"the weights cannot be read ({why}): the file is damaged, or no file of weights"
             raise LockstepError(
@@ -167,8 +168,7 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
 
 
 def _named(found: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the weights without the word that all names begin with, such as `module`, where
-    training was wrapped."""
+    """Return the weights without a common first word of all names, such as `module`."""
     first = {name.split(".")[0] for name in found}
     if len(first) == 1 and not first & {name.split(".")[0] for name in shapes}:
         return {name.partition(".")[2]: value for name, value in found.items()}
@@ -176,8 +176,7 @@ def _named(found: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _fault(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return what is wrong with the first tensor that is missing, odd or unknown; empty if nothing
-    is."""
+    """Describe the first missing, wrong or unknown tensor; return "" if all tensors are correct."""
     for name, shape in shapes.items():
         value = weights.get(name)
         if value is None:
@@ -203,6 +202,5 @@ def _sha256(path: Path) -> str:
 
 
 def cache_folder(wanted: str) -> Path:
-    """Return the folder of what is computed once: `wanted`, $LOCKSTEP_CACHE, or
-    ~/.cache/lockstep."""
+    """Return the cache folder: `wanted`, else $LOCKSTEP_CACHE, else ~/.cache/lockstep."""
     return Path(os.path.expanduser(wanted or os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep")))

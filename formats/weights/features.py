@@ -1,10 +1,9 @@
-"""Features of samples, computed once by a frozen network and kept in files.
+"""Cache files for features of samples, computed once by a frozen network.
 
-A file holds the features of some samples that follow each other, float32 (n, D), and after them the
-SHA-256 of these bytes. Its name is a digest of all that decides them: the network, its weights and
-its code, and the samples' own bytes. So a sample that changes, or another network, finds no file,
-and what is the same is found again, whatever folder or split it is in. A file appears when it is
-whole; one that is damaged is made anew.
+A file holds the features of consecutive samples, float32 (n, D), followed by the SHA-256 of these
+bytes. The file's name is a digest of all inputs: the network's weights and code, and the bytes of
+the samples. A changed sample or network therefore has no file yet. Equal inputs share a file,
+whatever their folder or split. A file appears only when complete. A damaged file is recomputed.
 """
 
 from __future__ import annotations
@@ -26,25 +25,24 @@ from tqdm import tqdm
 
 from engine.contract import Batch, LockstepError
 
-VERSION = 1  # raise it when the same key would give other features
+VERSION = 1  # increase when equal keys would give different features
 
 Compute = Callable[[Tensor], Tensor]
-"""(n, ...) samples -> (n, D) features float32, on the host; the same bits for the same samples."""
+"""(n, ...) samples -> (n, D) features float32 on the host. Equal samples give equal bits."""
 
 
 class Features:
     """A dataset of features: {"x": (B, D) float32, "y": (B,) int64}.
 
-    table    (V, M, D): of each version of all samples; the first is the sample as it is
-    rows     (N,) which of the M samples these are
+    table    (V, M, D): V versions of M samples; the first version is the unchanged sample
+    rows     (N,) indices into the M samples
     samples  the dataset of the raw samples, with `labels` and `sources`; kept as `raw`
-    views    whether samples are to be trained on: then a batch has all other versions, too,
-             {"views": (B, V - 1, D)}
+    views    True for training: a batch also has the remaining versions, {"views": (B, V - 1, D)}
     """
 
     def __init__(self, table: Tensor, rows: np.ndarray, samples: Any, views: bool):
         self.raw, self.labels, self.sources = samples, samples.labels, samples.sources
-        self.groups = getattr(samples, "groups", None)  # of clips: what no split cuts
+        self.groups = getattr(samples, "groups", None)  # of clips: units that a split never divides
         self.table, self.rows, self.views = table, torch.from_numpy(rows), views and len(table) > 1
         self._y = torch.from_numpy(np.asarray(samples.labels, dtype=np.int64))
 
@@ -59,8 +57,10 @@ class Features:
 
 
 def statistics(table: Tensor, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the (D,) mean and standard deviation of these rows in all versions. NumPy adds row
-    after row, in one thread: torch's sum may depend on the number of threads."""
+    """Return the (D,) mean and standard deviation of `rows` over all versions.
+
+    NumPy adds row after row in one thread. A sum in torch may depend on the number of threads.
+    """
     pieces = [
         (each, rows[n : n + 4096]) for each in table.numpy() for n in range(0, len(rows), 4096)
     ]
@@ -68,13 +68,13 @@ def statistics(table: Tensor, rows: np.ndarray) -> tuple[Tensor, Tensor]:
     mean = np.sum([each[some].sum(0, dtype=np.float64) for each, some in pieces], 0) / count
     variance = np.sum([((each[some] - mean) ** 2).sum(0) for each, some in pieces], 0) / count
     std = np.sqrt(variance)
-    # A feature that is the same for all samples is shifted to zero, not scaled.
+    # A constant feature is shifted to zero, not scaled.
     std[std <= 1e-6 * np.maximum(np.abs(mean), 1e-6)] = 1.0
     return torch.from_numpy(mean).float(), torch.from_numpy(std).float()
 
 
 class Shard:
-    """The file of n samples that follow each other."""
+    """The file of n consecutive samples."""
 
     def __init__(self, folder: Path, key: bytes, samples: Tensor):
         digest = hashlib.sha256(key)
@@ -83,7 +83,7 @@ class Shard:
         self.count, self.path = len(samples), folder / f"{digest.hexdigest()[:32]}.features"
 
     def read(self, width: int) -> Tensor | None:
-        """Return (n, width), or None if there is no such file, or a damaged one."""
+        """Return (n, width), or None for a missing or damaged file."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -94,7 +94,7 @@ class Shard:
         return torch.frombuffer(bytearray(values), dtype=torch.float32).view(self.count, width)
 
     def write(self, features: Tensor) -> None:
-        """Write (n, D) float32 under another name, flush, and rename."""
+        """Write (n, D) float32 under a temporary name, flush, and rename."""
         values = features.contiguous().numpy().tobytes()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
@@ -117,18 +117,17 @@ def compute_once(
     compute: Compute,
     threads: int,
 ) -> tuple[Tensor, str]:
-    """Return (total, width) features, and a line on how many were there, computed or found damaged.
+    """Return (total, width) features, and a line on the counts: cached, computed, damaged.
 
-    key      a digest of all that decides the features, but for the samples
-    fetch    returns samples `begin` to `end`
-    size     samples of a file and of a pass of `compute`, so that the bits do not depend on who
-             computes it
+    key      digest of all inputs except the samples
+    fetch    returns the samples `begin` to `end`
+    size     samples per file and per pass of `compute`, so that the bits do not depend on the
+             process that computes the file
+    threads  number of computing threads. Each thread computes one file with one thread of torch,
+             because the number of torch's threads may change the bits.
 
-    threads  that compute, each a file by itself in one thread of torch, because their number may
-    change the bits
-
-    Any number of processes may call it at once: a file is computed by one of them. Raises
-    LockstepError if the folder cannot be written.
+    Any number of processes may call the function at once. Each file is computed by one process.
+    Raises LockstepError if the folder is not writable.
     """
     spans = [(begin, min(begin + size, total)) for begin in range(0, total, size)]
     table = torch.empty(total, width)
@@ -162,7 +161,7 @@ def compute_once(
 
 
 def _all(one: Callable[..., bool], todo: list[Any], count: int, threads: int) -> None:
-    """Make the missing files, at first those that no other process is making."""
+    """Compute the missing files, first the files that no other process computes."""
     shown = tqdm(
         total=count, desc="Computing features", unit="sample", delay=2, disable=None, leave=False
     )
@@ -199,13 +198,15 @@ def _make(
     compute: Compute,
     table: Tensor,
 ) -> bool:
-    """Put the features of one file into the table, computed unless another process has; return
-    False if one is at it and this one is not to wait."""
+    """Put the features of a file into the table; compute the file if missing.
+
+    Returns False if another process computes the file and `wait` is False.
+    """
     begin, end, shard, _ = each
     lock = shard.path.with_suffix(".lock")
     with open(lock, "a") as file:
         try:
-            # released with the file
+            # The lock is released with the file.
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
@@ -213,7 +214,7 @@ def _make(
         if found is None:
             shard.write(found := compute(fetch(begin, end)))
         table[begin:end] = found
-        lock.unlink(missing_ok=True)  # whoever waits for it finds the file
+        lock.unlink(missing_ok=True)  # a waiting process then finds the file
     return True
 
 

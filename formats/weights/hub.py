@@ -1,5 +1,4 @@
-"""Where LeRobot and the hub keep on this machine what was downloaded, and the download, where it is
-asked for."""
+"""Local caches of LeRobot and of the hub, and downloads on request."""
 
 from __future__ import annotations
 
@@ -25,8 +24,10 @@ def repository(kind: str, repo_id: str) -> Path:
 
 
 def commit(repository: Path, revision: str = "") -> str:
-    """Return the commit that the revision (a branch, a tag, a commit; empty: main) names, or a
-    placeholder for messages."""
+    """Return the commit of a revision (a branch, a tag, a commit; empty: main).
+
+    Returns a placeholder for messages if the revision is unknown.
+    """
     name = revision or "main"
     try:
         found = (repository / "refs" / name).read_text(encoding="utf-8", errors="replace").strip()
@@ -36,10 +37,10 @@ def commit(repository: Path, revision: str = "") -> str:
 
 
 def download(kind: str, repo_id: str, revision: str = "") -> None:
-    """Download a repository into the hub's cache: one of any number of processes, while the others
-    wait for it.
+    """Download a repository into the hub's cache.
 
-    Raises LockstepError if the package huggingface_hub is missing, or for what the hub answers.
+    Of several processes, one downloads and the rest wait. Raises LockstepError if the package
+    huggingface_hub is missing, or with the hub's error.
     """
     try:
         import huggingface_hub
@@ -50,12 +51,12 @@ def download(kind: str, repo_id: str, revision: str = "") -> None:
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with open(cached.parent / f".{cached.name}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a killed process releases the lock, too
             if not (cached / "snapshots" / commit(cached, revision)).is_dir():
                 huggingface_hub.snapshot_download(
                     repo_id, repo_type=kind.removesuffix("s"), revision=revision or None
                 )
-    except Exception as error:  # its own classes, those of its network library, and OSError
+    except Exception as error:  # errors of the hub, of its network library, and OSError
         why = " ".join((str(error) or type(error).__name__).split())[:200]
         todo = "see the name, the network and `hf auth login`, or copy the folder here"
         raise LockstepError(f"cannot download {repo_id}: {why}", "download", todo) from None

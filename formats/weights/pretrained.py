@@ -1,16 +1,15 @@
-"""LeRobot's `pretrained_model` folders: find and read them, load a network's weights, and write
-what LeRobot reads.
+"""Find, read, load and write LeRobot's `pretrained_model` folders.
 
-    config.json                 the policy's type, its features and its hyper-parameters
+    config.json                 the policy's type, features and hyper-parameters
     model.safetensors           the weights, each name with a leading `model.`
-    README.md                   a model card, so that the folder can be uploaded to the hub as it is
-    policy_preprocessor.json    the steps applied to an observation; and, with the step's number,
-                                policy_preprocessor_step_3_normalizer_processor.safetensors:
-                                `<feature>.<stat>`
-    policy_postprocessor.json   the steps applied to an action; likewise, in
-    policy_postprocessor_step_0_...
+    README.md                   a model card, so that the folder can be uploaded to the hub
+    policy_preprocessor.json    the processing steps of an observation. The statistics are in
+                                policy_preprocessor_step_3_normalizer_processor.safetensors (with
+                                the step's number), named `<feature>.<stat>`
+    policy_postprocessor.json   the processing steps of an action. The statistics are in
+                                policy_postprocessor_step_0_...
 
-Until LeRobot 0.3 the statistics were among the weights; such folders are read too. Nothing is ever
+Until LeRobot 0.3 the statistics were among the weights. Such folders are supported. No file is ever
 unpickled.
 """
 
@@ -52,7 +51,7 @@ class Pretrained(NamedTuple):
     config   config.json: "type", "input_features", "output_features", "normalization_mapping",
              hyper-parameters
     weights  the network's state, without the leading `model.`
-    stats    of its training data; {} if the folder has none
+    stats    of the training data; {} if the folder has none
     """
 
     config: dict[str, Any]
@@ -65,11 +64,14 @@ class Pretrained(NamedTuple):
 
 
 def find(path_or_id: str, revision: str = "", download: bool = False) -> Path:
-    """Find the folder with config.json, given a `pretrained_model` folder or a file in it, the
-    folder of the checkpoint or the run (its last checkpoint) around it, or a `user/name` in the
-    hub's local cache, with `download` fetched first if it is not there.
+    """Find the folder with config.json.
 
-    Raises LockstepError with every place that was tried.
+    path_or_id is one of
+    - a `pretrained_model` folder, or a file in the folder
+    - the surrounding checkpoint folder, or the run folder (last checkpoint)
+    - a `user/name` in the hub's local cache; `download` fetches a missing id
+
+    Raises LockstepError with every place of the search.
     """
     tried: list[Path] = []
     try:
@@ -87,7 +89,7 @@ def find(path_or_id: str, revision: str = "", download: bool = False) -> Path:
             tried.append(folder)
             if (folder / CONFIG).is_file():
                 return folder
-    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown `~user`
+    except (OSError, RuntimeError) as error:  # a name too long, or an unknown `~user`
         why = getattr(error, "strerror", None) or error
         raise LockstepError(
             f"cannot look there: {why}", f"policy.pretrained_path={_plain(path_or_id)}"
@@ -122,8 +124,10 @@ def _candidates(path_or_id: str, revision: str = "") -> Iterable[Path]:
 
 
 def load(folder: Path) -> Pretrained:
-    """Read a `pretrained_model` folder, on the CPU. Raises LockstepError, naming the file, if one
-    is missing or bad."""
+    """Read a `pretrained_model` folder to the CPU.
+
+    Raises LockstepError with the file's name for a missing or invalid file.
+    """
     config = read_json(folder / CONFIG)
     weights = _read_tensors(folder / WEIGHTS)
     stats: Stats = {}
@@ -144,10 +148,9 @@ def load(folder: Path) -> Pretrained:
 def _split_old(
     tensors: dict[str, Tensor], config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], Stats]:
-    """Return the weights without their prefix, and the statistics that LeRobot kept among them
-    until version 0.3.
+    """Return the weights without prefix, and the statistics among the weights (LeRobot until 0.3).
 
-    There a feature's dots are underscores; the config tells which of them are dots.
+    The stored names have underscores for the dots of a feature. The config resolves the dots.
     """
     features = [
         name for key in ("input_features", "output_features") for name in _mapping(config.get(key))
@@ -159,7 +162,7 @@ def _split_old(
         old = _OLD.fullmatch(key)
         if old is None:
             weights[key.removeprefix("model.")] = value
-        elif value.isfinite().all():  # infinity: never set
+        elif value.isfinite().all():  # infinity marks an unset value
             stats.setdefault(dotted.get(old[1], old[1]), {})[old[2]] = value
     return weights, stats
 
@@ -169,7 +172,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping that a file of the folder holds. Raises LockstepError if there is none."""
+    """Read a JSON file of the folder. Raises LockstepError if the content is not a mapping."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -200,7 +203,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise _cannot("read", path, error) from None
     except LockstepError:
         raise
-    # its own error class on damaged bytes, torch's and Python's on absurd shapes
+    # safetensors raises its own error for damaged bytes, torch and Python for absurd shapes.
     except Exception as error:
         why = _plain(str(error) or type(error).__name__)
         what = f"{path.name} is cut short or no safetensors file: {why}"
@@ -219,9 +222,9 @@ def _cannot(verb: str, path: Path, error: Exception) -> LockstepError:
 
 
 def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
-    """Load `weights` into `net` and return one line about those that do not fit, or "".
+    """Load `weights` into `net` and return a line on mismatches, or "".
 
-    Raises LockstepError with that line if `strict`, and in any case if none fits; `net` is then
+    Raises LockstepError with the line if `strict`, and always if no weight fits; `net` is then
     unchanged.
     """
     expected = net.state_dict()
@@ -255,7 +258,7 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the start of `text`, printable in a message of one line."""
+    """Return the start of `text`, printable in a one-line message."""
     return text[:120] if text.isprintable() else ascii(text[:120])
 
 
@@ -275,21 +278,21 @@ def save(
     card: str = "",
     resize: Sequence[int] = (),
 ) -> None:
-    """Write a `pretrained_model` folder as LeRobot does, complete or not at all; an existing one is
-    replaced.
+    """Write a `pretrained_model` folder in LeRobot's format, atomically.
 
-    config    hyper-parameters: names and values that LeRobot's own config of that type knows
+    An existing folder is replaced.
+
+    config    hyper-parameters: names and values of LeRobot's own config for the type
     stats     {feature: {"mean": ..., ...}} in recorded units
     features  {feature: {"type": "STATE" | "VISUAL" | "ENV" | "ACTION", "shape": [...]}}, channels
               first
-    modes     {feature: mode} as for `Normalizer`; a missing one is IDENTITY
-    names     {an observation's name on the robot: its name in `features`}, where the two differ
+    modes     {feature: mode} as for `Normalizer`; a missing feature is IDENTITY
+    names     {name of an observation on the robot: name in `features`}, where the names differ
     card      README.md, see `card_of`
-    resize    (height, width) that pictures are brought to first; empty = as the robot's cameras
-              give them
+    resize    (height, width) for pictures as the first step; empty = unchanged camera size
 
-    Raises LockstepError if it cannot be written, if the features of one type have several modes,
-    which the layout cannot express, or if `folder` exists and holds something else.
+    Raises LockstepError if writing fails, if the features of one type have several modes (not
+    expressible in the format), or if `folder` exists and is not a `pretrained_model` folder.
     """
 
     by_type = _modes_by_type(features, modes)
@@ -315,11 +318,10 @@ def save(
 def card_of(
     policy_type: str, features: Mapping[str, Mapping[str, Any]], datasets: list[str]
 ) -> str:
-    """Return a model card: front matter that the hub reads, what the policy sees and gives, and the
-    line that uses it.
+    """Return a model card: front matter for the hub, features, and a line of code for use.
 
     features, policy_type  as for `save`
-    datasets  their ids on the hub, or their folders' names
+    datasets  their ids on the hub, or the names of their folders
     """
     ids = [name for name in datasets if _ID.fullmatch(name)]
     front = {
@@ -359,10 +361,12 @@ def card_of(
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], card: str = "") -> None:
-    """Make a `pretrained_model` folder by a function that fills an empty one, with its card,
-    complete or not at all; an existing one is replaced. Raises LockstepError if it cannot be
-    written, or if `folder` holds something else."""
-    folder = Path(folder).resolve()  # a link's target is replaced, not the link
+    """Create a `pretrained_model` folder atomically; replace an existing folder.
+
+    `write` fills an empty folder, and `card` becomes README.md. Raises LockstepError if writing
+    fails, or if `folder` is not a `pretrained_model` folder.
+    """
+    folder = Path(folder).resolve()  # replace the target of a link, not the link
     need("safetensors.torch", "policy.pretrained_path")
     partial = Partial(folder)
     new = partial.path
@@ -380,7 +384,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], card: str = "") ->
         (new / "README.md").write_text(card, encoding="utf-8")
         for path in new.iterdir():
             with open(path, "rb") as opened:
-                os.fsync(opened.fileno())  # a rename may reach the disk before the contents do
+                os.fsync(opened.fileno())  # the rename may reach the disk before the contents
         _replace(new, folder)
     except (OSError, need("safetensors").SafetensorError) as error:
         raise _cannot("write", folder, error) from None
@@ -393,14 +397,17 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _write_tensors(path: Path, values: Mapping[str, Tensor]) -> None:
-    # Copied, because safetensors refuses tensors that share memory.
+    # Copy, because safetensors rejects tensors that share memory.
     own = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in values.items()}
     need("safetensors.torch").save_file(own, path, metadata={"format": "pt"})
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`. No system call swaps folders portably: a crash between the two
-    renames leaves the old one as `.NAME.old` next to it."""
+    """Rename `new` to `folder`.
+
+    No system call swaps folders portably. A crash between the two renames leaves the old folder as
+    `.NAME.old` beside the new folder.
+    """
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -437,8 +444,7 @@ def _config(
     features: Mapping[str, Mapping[str, Any]],
     by_type: Mapping[str, str],
 ) -> dict[str, Any]:
-    # LeRobot's default would download ImageNet's weights, only to overwrite them with those in the
-    # folder.
+    # LeRobot's default would download ImageNet's weights and then overwrite them with the folder's.
     quiet = {"pretrained_backbone_weights": None} if policy_type == "act" else {}
     return {
         "type": policy_type,
@@ -459,7 +465,7 @@ def _processors(
     names: Mapping[str, str],
     resize: Sequence[int],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return {pipeline: its steps}, as LeRobot's own writer describes them."""
+    """Return {pipeline: steps} in the form of LeRobot's own writer."""
     actions = {name: feature for name, feature in features.items() if feature["type"] == "ACTION"}
     rename = _step("rename_observations_processor", rename_map=dict(names))
     to_cpu = _step("device_processor", device="cpu", float_dtype=None)

@@ -1,10 +1,9 @@
-"""Coloured discs on a table, and a magnet that takes commands: a simulated robot that needs nothing
-but NumPy.
+"""Coloured discs on a table, and a magnet that follows commands: a simulated robot on NumPy alone.
 
 The table is [-1, 1] x [-1, 1], x to the right and y downwards in the picture. An action is the
-magnet's target, which it approaches at SPEED. The first disc that it touches sticks to it for good,
-so the wrong disc is a failure. Only the command tells which disc is meant, and only the picture
-tells where it lies.
+magnet's target, which the magnet approaches at SPEED. The first touched disc sticks to the magnet
+permanently, so a wrong disc is a failure. Only the command identifies the target disc, and only the
+picture shows the disc's position.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ STATE, CAMERA, ACTION = "observation.state", "observation.images.top", "action"
 
 RADIUS = 0.18  # of a disc, in table units
 SPEED = 0.15  # table units per step
-REACH = 0.3  # how far ahead the expert's actions lie: two steps
-TOLERANCE = 0.1  # how far from the centre a brought disc may be
+REACH = 0.3  # largest distance of the expert's actions: two steps
+TOLERANCE = 0.1  # largest distance of a brought disc from the centre
 HORIZON = 40
 LINGER = 3  # steps of a recording and a film after success
 _TABLE, _MARK, _MAGNET = (226, 221, 211), (190, 184, 172), (35, 35, 40)
@@ -32,8 +31,8 @@ class Discs:
 
     seeds    (n,) integers
     size     H = W of the pictures, in pixels
-    command  the command of all worlds, such as "move to the red disc"; None = one of COMMANDS by
-             the seed
+    command  the command of all worlds, such as "move to the red disc"; None = drawn from COMMANDS
+             by the seed
 
     commands  the command of each world
     success   (n,) bool: the command is done, now or earlier
@@ -45,7 +44,7 @@ class Discs:
         self.size = size
         start = [_begin(int(seed) % 2**64, command) for seed in seeds]
         self.bring = np.array([one.bring for one in start], bool)  # (n,)
-        # (n,) the disc that is meant
+        # (n,) the target disc of the command
         self.target = np.array([one.target for one in start], np.int64)
         self.discs = np.array([one.places[1:] for one in start]).reshape(-1, len(COLOURS), 2)
         self.magnet = np.array([one.places[0] for one in start]).reshape(-1, 2)
@@ -66,12 +65,15 @@ class Discs:
         }
 
     def observe(self) -> dict[str, np.ndarray]:
-        """Return {"observation.state": (n, 2) float32, the magnet; "observation.images.top": (n, 3,
-        H, W) uint8}."""
+        """Return the observations.
+
+        "observation.state" (n, 2) float32 is the magnet's position. "observation.images.top" is
+        (n, 3, H, W) uint8.
+        """
         return {STATE: self.magnet.astype(np.float32), CAMERA: self.render()}
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
-        """Return (n, 3, H, W) uint8, edges smoothed over a pixel."""
+        """Return the pictures (n, 3, H, W) uint8, with edges smoothed over a pixel."""
         magnet, discs = self.magnet[which], self.discs[which]
         image = np.empty((len(magnet), 3, self.size, self.size), np.float32)
         image[:] = np.reshape(_TABLE, (3, 1, 1))
@@ -82,11 +84,10 @@ class Discs:
         return np.rint(image).astype(np.uint8)
 
     def expert(self) -> np.ndarray:
-        """Return (n, 2) actions: a point on the way to the disc that is meant, and once it is held,
-        on the way to the centre if commanded.
+        """Return (n, 2) actions: a point on the way to the target disc.
 
-        It is at most REACH ahead, because a direction can be learned from far fewer layouts than a
-        place.
+        Once the disc is held, the point is on the way to the centre if commanded. The distance is
+        at most REACH, because a direction can be learned from far fewer layouts than a position.
         """
         disc = self.discs[np.arange(len(self.discs)), self.target]
         goal = np.where((self.bring & (self.held == self.target))[:, None], 0.0, disc)
@@ -120,7 +121,7 @@ class _Start(NamedTuple):
 
 
 def _begin(seed: int, command: str | None) -> _Start:
-    """Draw worlds until the command can be done in straight lines."""
+    """Draw worlds until straight lines can complete the command."""
     rng = np.random.default_rng(seed)
     bring, target = bool(rng.integers(len(VERBS))), int(rng.integers(len(COLOURS)))
     if command is not None:
@@ -133,8 +134,10 @@ def _begin(seed: int, command: str | None) -> _Start:
 
 
 def _is_open(places: np.ndarray, target: int) -> bool:
-    """Return whether nothing touches, no disc is at the centre, and the ways leave room for errors
-    of the magnet, which cannot release a wrong disc."""
+    """Return whether no discs touch, no disc is at the centre, and the paths are wide enough.
+
+    The magnet cannot release a wrong disc, so a path must tolerate errors of the magnet.
+    """
     apart = np.hypot(*np.moveaxis(places[:, None] - places, 2, 0)) + 9.0 * np.eye(len(places))
     if apart.min() < 2.2 * RADIUS or np.hypot(*places[1:].T).min() < 2 * RADIUS:
         return False  # most draws end here, before the costlier half

@@ -1,8 +1,8 @@
-"""PushT (Chi et al., RSS 2023): push a T-shaped block onto its outline with a round finger, in
-gym-pusht's physics.
+"""PushT (Chi et al., RSS 2023): push a T-shaped block onto its outline with a round finger.
 
-The names are those of lerobot/pusht and lerobot/pusht_keypoints, so that policies trained on their
-human demonstrations can be tried here. Lengths are the simulation's: the table is 512 wide.
+The physics are gym-pusht's. The names of features are the names in lerobot/pusht and
+lerobot/pusht_keypoints, so that policies trained on these human demonstrations can be tried here.
+Lengths are the simulation's: the table is 512 wide.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class PushT:
 
     seeds     (n,) integers
     size      H = W of the pictures, in pixels
-    pictures  whether `observe` returns them; they are most of a step's cost
+    pictures  whether `observe` returns pictures, the largest part of a step's cost
 
-    Success is 95 % of the outline covered, and ends a trial.
+    Success means that 95 % of the outline is covered, and ends a trial.
     """
 
     fps, horizon, patience, linger, unit = 10, 300, 120, 0, 256.0
@@ -58,8 +58,8 @@ class PushT:
         self.commands = [COMMAND] * len(seeds)
         self.success = np.zeros(len(seeds), bool)
         self.reward = np.zeros(len(seeds))
-        """(n,) the largest share of the outline covered after a step so far, divided by the share
-        for success."""
+        """(n,) the largest covered share of the outline so far, divided by the share for
+        success."""
         self._planners = [Planner(int(seed) % 2**32) for seed in seeds]
 
     @property
@@ -72,9 +72,12 @@ class PushT:
         return numbers | ({CAMERA: ("image", (3, self.size, self.size))} if self.pictures else {})
 
     def observe(self) -> dict[str, np.ndarray]:
-        """Return {"observation.state": (n, 2) float32, the finger; "observation.environment_state":
-        (n, 16) float32, x and y of the block's eight corners; "observation.image": (n, 3, H, W)
-        uint8}."""
+        """Return the observations.
+
+        "observation.state" (n, 2) float32 is the finger's position. "observation.environment_state"
+        (n, 16) float32 has x and y of the block's eight corners. "observation.image" is (n, 3, H,
+        W) uint8.
+        """
         seen = [table.get_obs() for table in self.tables]
         found = {
             STATE: np.array([one["agent_pos"] for one in seen], np.float32),
@@ -83,8 +86,8 @@ class PushT:
         return found | ({CAMERA: self.render()} if self.pictures else {})
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
-        """Return (n, 3, H, W) uint8."""
-        # its public render has another size
+        """Return the pictures (n, 3, H, W) uint8."""
+        # The environment's public render has another size.
         pictures = [table._render() for table in self.tables[which]]
         return np.stack(pictures).transpose(0, 3, 1, 2)
 
@@ -98,7 +101,7 @@ class PushT:
         return actions
 
     def step(self, actions: np.ndarray) -> None:
-        """Advance one step; actions (n, 2) are targets, to which a spring pulls the finger."""
+        """Advance one step. A spring pulls the finger to the actions (n, 2), which are targets."""
         for i in np.flatnonzero(~self.success):
             _, reward, _, _, info = self.tables[i].step(
                 np.clip(actions[i], 0.0, 512.0).astype(np.float64)
@@ -107,13 +110,12 @@ class PushT:
 
 
 class Planner:
-    """Plans by simulation: of many sequences of way-points it picks the one after which the block
-    lies best.
+    """Plans by simulation: choose the sequence of way-points with the best final pose of the block.
 
-    Every sequence runs in a copy of the physics. Some are random walks, some push from outside
-    through a point of the block, some are small changes of the last plan; then the best few are
-    changed a little more (the cross-entropy method, de Boer et al. 2005). It plans 1.5 s ahead and
-    keeps the first 0.3 s.
+    Each of many sequences runs in a copy of the physics. Some sequences are random walks, some push
+    from outside through a point of the block, some are small changes of the last plan. The best few
+    sequences are then changed slightly (the cross-entropy method, de Boer et al. 2005). The planner
+    plans 1.5 s ahead and keeps the first 0.3 s.
     """
 
     tries, points, hold = 96, 5, 3  # hold: actions (0.1 s each) per way-point
@@ -125,8 +127,10 @@ class Planner:
         self.age = 0
 
     def next(self, state: np.ndarray, velocity: np.ndarray) -> np.ndarray:
-        """Return the current way-point (2,); state (5,) is the finger's x and y, the block's x, y
-        and angle."""
+        """Return the current way-point (2,).
+
+        state  (5,): x and y of the finger, x, y and angle of the block
+        """
         if self.age % self.hold == 0:
             self.plan = self._search(state, velocity)
         self.age += 1
@@ -160,9 +164,11 @@ class Planner:
         return self.rng.normal(0, 1, shape) * self.rng.choice(sizes, (shape[0], 1, 1))
 
     def _costs(self, state: np.ndarray, velocity: np.ndarray, plans: np.ndarray) -> np.ndarray:
-        """Return (n,) costs of plans (n, points, 2): the distance of the block's outline from the
-        goal's, half at the end and half on the way, because sooner is better; plus a little for a
-        finger that is far from the block."""
+        """Return (n,) costs of plans (n, points, 2).
+
+        The cost is the distance of the block's outline from the goal's: half at the end and half on
+        the way, because sooner is better. A small term penalises a finger far from the block.
+        """
         moves, finger = glide(state[:2], velocity, plans.repeat(self.hold, 1))
         # (n, points, 3)
         poses = np.array([self.box.run(state, steps, 10 * self.hold) for steps in moves.tolist()])
@@ -173,7 +179,7 @@ class Planner:
 
 
 def outline(pose: np.ndarray) -> np.ndarray:
-    """Poses (..., 3) of the block -> positions (..., points, 2) of its OUTLINE."""
+    """Convert poses (..., 3) of the block to positions (..., points, 2) of its OUTLINE."""
     cos, sin = np.cos(pose[..., 2, None]), np.sin(pose[..., 2, None])
     x, y = OUTLINE.T
     return np.stack(
@@ -184,7 +190,7 @@ def outline(pose: np.ndarray) -> np.ndarray:
 def glide(
     place: np.ndarray, velocity: np.ndarray, actions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Actions (n, T, 2) -> the finger's velocities (n, 10 T, 2) and its last position (n, 2).
+    """Return the finger's velocities (n, 10 T, 2) and last position (n, 2) for actions (n, T, 2).
 
     Nothing can stop the finger, so no physics is needed; the spring is gym-pusht's.
     """
@@ -198,7 +204,7 @@ def glide(
 
 
 class Box:
-    """A table to simulate plans on: gym-pusht's, without its pictures and callbacks."""
+    """gym-pusht's table for the simulation of plans, without pictures and callbacks."""
 
     def __init__(self) -> None:
         import pymunk
@@ -215,11 +221,13 @@ class Box:
     def run(
         self, state: np.ndarray, moves: list[list[float]], every: int
     ) -> list[tuple[float, float, float]]:
-        """Return the block's x, y and angle after each `every` steps; `moves` are the finger's
-        velocities by step."""
+        """Return the block's x, y and angle after each `every` steps.
+
+        moves  velocities of the finger by step
+        """
         finger, block, space = self.finger, self.block, self.space
         finger.position = state[0], state[1]
-        # first: it turns the block about its centre of mass, which is not its position
+        # Set the angle first: the block turns about its centre of mass, not about its position.
         block.angle = state[4]
         block.position = state[2], state[3]
         block.velocity, block.angular_velocity = (0.0, 0.0), 0.0

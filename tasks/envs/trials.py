@@ -15,12 +15,12 @@ class Worlds(Protocol):
     """A batch of n worlds, each a pure function of its seed and its actions.
 
     fps, horizon  steps per second, and the steps after which a trial has failed
-    patience      steps after which a demonstration is given up
+    patience      steps after which a demonstration is abandoned
     linger        steps of a recording after success
     unit          half the table's side, the unit of noise
     commands      (n,) the command of each world
     success       (n,) bool: the command is done, now or earlier
-    reward        (n,) the best so far, 0 to 1 for success
+    reward        (n,) the best reward so far, 0 to 1 for success
     """
 
     fps: int
@@ -36,13 +36,13 @@ class Worlds(Protocol):
 
     @property
     def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """{name: (dtype, shape of one frame)} of the observations and of the action."""
+        """Return {name: (dtype, shape of one frame)} of the observations and of the action."""
 
     def observe(self) -> dict[str, np.ndarray]:
-        """Return {name: (n, ...)}."""
+        """Return the observations {name: (n, ...)}."""
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
-        """Return (n, 3, H, W) uint8."""
+        """Return the pictures (n, 3, H, W) uint8."""
 
     def expert(self) -> np.ndarray:
         """Return (n, A) actions that lead to success."""
@@ -52,19 +52,24 @@ class Worlds(Protocol):
 
 
 class Episode(NamedTuple):
-    """features: {name: (T, ...)} of `Worlds.observe`, and "action" (T, A) float32; command: its
-    text."""
+    """The arrays and the command of an episode.
+
+    features  {name: (T, ...)} of `Worlds.observe`, and "action" (T, A) float32
+    command   text of the command
+
+    The command is a text.
+    """
 
     features: dict[str, np.ndarray]
     command: str
 
 
 def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Iterator[Episode]:
-    """Yield the expert's recordings in the worlds of these seeds, without those that fail.
+    """Yield the expert's successful recordings in the worlds of the seeds.
 
-    The robot executes the action plus noise (`noise` is its standard deviation, in `unit`), the
-    recording holds the expert's: so it shows how to recover from an error (DART, Laskey et al.,
-    CoRL 2017).
+    The robot executes the action plus noise (`noise` is the standard deviation, in `unit`). The
+    recording holds the expert's action without noise. The recording therefore shows the recovery
+    from errors (DART, Laskey et al., CoRL 2017).
     """
     draws = [
         np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2))
@@ -88,9 +93,8 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
 
 
 Policy = Callable[..., np.ndarray]
-"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions. Where it is late, a third
-argument is the first of them, (n, delay, A), which are executed while it predicts, or None at the
-start."""
+"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions. A delayed policy gets a
+third argument: the actions (n, delay, A) executed during the prediction, or None at the start."""
 
 
 def roll_out(
@@ -101,17 +105,16 @@ def roll_out(
     delay: int = 0,
     filmed: int = 1,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Run a policy for a trial, or until `stopped()`; it predicts again after every `chunk_steps`
-    actions.
+    """Run a policy for a trial, or until `stopped()`.
 
-    delay   steps that a prediction takes, at most chunk_steps: meanwhile the next actions of the
-    last chunk are
-            executed. The first chunk is waited for, in a world that stands still.
-    filmed  the first worlds, of which films are made
+    The policy predicts again after every `chunk_steps` actions.
 
+    delay   steps of a prediction, at most chunk_steps. Meanwhile the next actions of the last chunk
+            are executed. During the first prediction the world stands still.
+    filmed  number of worlds, from the first, with a film
 
-    Returns (n,) bool, its success within the horizon, and films (T, 3, H, W) uint8, each of which
-    ends `linger` steps after success; of a long trial they have some MOST_FRAMES frames. Raises
+    Returns (n,) bool, success within the horizon, and films (T, 3, H, W) uint8. Each film ends
+    `linger` steps after success. The film of a long trial has about MOST_FRAMES frames. Raises
     ValueError for chunks that are too short.
     """
     films: list[list[np.ndarray]] = [[] for _ in range(filmed)]

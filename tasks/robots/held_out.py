@@ -1,5 +1,4 @@
-"""Held-out episodes as pictures: what a policy would have done beside what was done, a plot for
-each number."""
+"""Held-out episodes as pictures: predicted beside recorded actions, a plot for each number."""
 
 from __future__ import annotations
 
@@ -55,9 +54,11 @@ def pictures(
 def beside(
     task: Any, model: Policy, dataset: Any, members: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the actions (T, D) recorded in an episode, those predicted, NaN where none was, and
-    the frames from one prediction to the next: `steps`, or more in a long episode. From each, that
-    many actions are kept.
+    """Return the actions (T, D) recorded in an episode, the predicted actions, and the stride.
+
+    Predicted actions are NaN for a frame without a prediction. The stride is the number of frames
+    between predictions: `steps`, or more in a long episode. Each prediction contributes as many
+    actions as the stride.
 
     members  (T,) samples of `dataset`: the episode's frames, in order
     """
@@ -71,7 +72,7 @@ def beside(
             name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)
         }
         chunk = model.act(task._with_words(batch)).float().cpu().numpy()
-        # from the present on
+        # The chunk's actions from the present on.
         window = slice(task.windows.first, task.windows.first + chunk.shape[1])
         truths, pads = (
             batch["action"][:, window].cpu().numpy(),

@@ -1,5 +1,4 @@
-"""The start of ACT's eyes: ImageNet's weights of a ResNet, from a local file of torchvision's or
-timm's."""
+"""Load ImageNet weights of a ResNet into ACT's backbone, from torchvision's or timm's file."""
 
 from __future__ import annotations
 
@@ -18,13 +17,12 @@ _NAME = re.compile(r"(ResNet\d+_Weights\.)?(IMAGENET1K_V\d|DEFAULT)")
 
 
 def check(policy: Any) -> None:
-    """Raise LockstepError for a name of weights instead of a file, and for a file beside other
-    weights."""
+    """Raise LockstepError for a name of weights instead of a file, or for two sources."""
     given = policy.pretrained_backbone_weights
     if not given:
         return
     if _NAME.fullmatch(given):
-        if policy.pretrained_path:  # as in LeRobot: these weights hold those of the backbone
+        if policy.pretrained_path:  # as in LeRobot: these weights include the backbone's
             return
         how = backbones.how_to_get(policy.vision_backbone)
         raise LockstepError(
@@ -38,12 +36,11 @@ def check(policy: Any) -> None:
 
 
 def start(policy: Any, backbone: nn.Module | None, imagenet_stats: bool) -> str:
-    """Load the weights of the config's file into the backbone, None without cameras; return lines
-    on them.
+    """Load the weights of the config's file into the backbone (None without cameras); return lines.
 
-    imagenet_stats  whether pictures are normalised as those that the weights have learned from
+    imagenet_stats  whether pictures are normalised like the training pictures of the weights
 
-    Raises LockstepError if they are of another network, or there is nothing to see.
+    Raises LockstepError for weights of another network, or without cameras.
     """
     if backbone is None:
         raise LockstepError("there is no camera, so nothing to see with", KEY, "drop it")

@@ -1,7 +1,7 @@
-"""Policies of the installed `lerobot` package as types of `policy.type`: their settings, data,
-defaults and promises.
+"""Provide the policies of the installed `lerobot` package as values of `policy.type`.
 
-Nothing of the package is imported before such a type is asked for.
+The module has their settings, data, defaults and exactness guarantees. No module of the package is
+imported before a config uses such a type.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KNOWN = (
     "smolvla tdmpc vla_jepa "
     "vqbet wall_x xvla gaussian_actor"
 ).split()
-"""Those of lerobot 0.6.1, for words where it is not installed."""
+"""Policies of lerobot 0.6.1, for messages without an installed package."""
 
 REFUSED = {
     "gaussian_actor": (
@@ -53,40 +53,44 @@ OURS = frozenset(
     ).split()
 )
 OURS |= {"pretrained_path", "pretrained_revision", "normalization_mapping", "type"}
-"""Fields of LeRobot's configs that are no settings of a policy here: keys of the run, or from the
-data."""
+"""Fields of LeRobot's configs that are not settings of a policy here. Such a field is a key of the
+run, or follows from the data."""
 
 
 BACKBONE = "pretrained_backbone_weights"
 
 
 class LeRobotSettings:
-    """Marks the sections that are made here. `lerobot_fields`: {name: annotation of LeRobot's
-    dataclass}."""
+    """Base class of the generated sections.
+
+    lerobot_fields  {name: annotation in LeRobot's class}
+    """
 
     lerobot_fields: ClassVar[dict[str, Any]]
 
 
 def is_lerobots(policy: Any) -> bool:
-    """Return whether a config's section `policy` is of a class of LeRobot's."""
+    """Return whether a config's section `policy` belongs to a LeRobot policy."""
     return isinstance(policy, LeRobotSettings)
 
 
 def knows(name: str) -> bool:
-    """Return whether NAME is a policy of the installed lerobot package, which this imports; False
-    without it."""
+    """Return whether the installed lerobot package has policy NAME; False without the package.
+
+    The function imports lerobot.
+    """
     return find_spec("lerobot") is not None and name in _choices()
 
 
-# ---- types
-# --------------------------------------------------------------------------------------------------
+# ---- types ---------------------------------------------------------------------------------------
 
 
 class Kinds(dict[str, type]):
-    """{policy.type: its section}: our own, and one for each policy of the installed lerobot, made
-    when it is asked for.
+    """{policy.type: its section}: the native policies, and each policy of the installed lerobot.
 
-    ours   our own
+    A section of a lerobot policy is generated at its first use.
+
+    ours   names of the native policies
     base   the settings of every policy, to inherit
     modes  the section of normalisation, to inherit
     """
@@ -96,7 +100,7 @@ class Kinds(dict[str, type]):
         self.base, self.modes, self.ours = base, modes, ", ".join(ours)
 
     def __contains__(self, name: object) -> bool:
-        """Raises LockstepError for a policy that there is not."""
+        """Return True, or raise LockstepError for an unknown policy."""
         if super().__contains__(name):
             return True
         name, ours = str(name), self.ours
@@ -147,8 +151,8 @@ def _version() -> str:
 
 @contextmanager
 def _theirs(what: str, where: str = "policy.type", todo: str = "") -> Iterator[None]:
-    """Turn an error of LeRobot's code into one line. Nothing is downloaded."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
+    """Convert an error of LeRobot's code to one line. Downloads are disabled."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads the variable at its import
     try:
         yield
     except LockstepError:
@@ -171,7 +175,7 @@ def _theirs(what: str, where: str = "policy.type", todo: str = "") -> Iterator[N
 
 
 def _section_of(name: str, base: type, modes: type) -> type:
-    """Make the dataclass of settings from LeRobot's own."""
+    """Generate the dataclass of settings from LeRobot's own dataclass."""
     with _theirs(f"has no settings of {name}", f"policy.type={name}"):
         cls = _choices()[name]
         hints = {
@@ -185,7 +189,7 @@ def _section_of(name: str, base: type, modes: type) -> type:
     about = f"of LeRobot's {cls.__name__}"
     made: list[tuple[str, Any, Any]] = [("type", str, option(name, about))]
     for field, hint in hints.items():
-        # LeRobot's default would be downloaded.
+        # LeRobot's default would start a download.
         kind, default = _kind(hint, None if field == BACKBONE else plain[field])
         made.append((field, kind, option(default, about)))
     made.append(
@@ -227,7 +231,7 @@ def _name(kind: Any) -> str:
 def _hint(cls: type, field: dataclasses.Field[Any]) -> Any:
     try:
         return typing.get_type_hints(cls)[field.name]
-    except Exception:  # a type that only their type checker imports
+    except Exception:  # a type imported under TYPE_CHECKING only
         return field.type
 
 
@@ -241,8 +245,11 @@ PLAIN = (bool, int, float, str)
 
 
 def _kind(hint: Any, default: Any) -> tuple[Any, Any]:
-    """Return the type and default of our field for one of LeRobot's: a plain type, a Literal, a
-    list of plain ones, or text, as YAML: `null` or empty for None."""
+    """Return the type and the default of a generated field for a field of LeRobot.
+
+    The type is a plain type, a Literal, or a list of plain types. Any other type becomes text,
+    parsed as YAML; `null` or empty means None.
+    """
     inner = [each for each in typing.get_args(hint) if each is not type(None)]
     optional = typing.get_origin(hint) in (typing.Union, types.UnionType) and len(inner) < len(
         typing.get_args(hint)
@@ -274,8 +281,10 @@ def _as_text(value: Any) -> str:
 
 
 def _values(policy: Any) -> dict[str, Any]:
-    """Return the settings as arguments of LeRobot's config. Raises LockstepError for a text that is
-    no such value."""
+    """Return the settings as arguments of LeRobot's config.
+
+    Raises LockstepError for a text that is not a valid value.
+    """
     found: dict[str, Any] = {}
     for name, hint in policy.lerobot_fields.items():
         value = getattr(policy, name)
@@ -300,15 +309,14 @@ def _shown(hint: Any) -> str:
     )
 
 
-# ---- LeRobot's config and what follows from it
-# ----------------------------------------------------------------------
+# ---- LeRobot's config and derived values ---------------------------------------------------------
 
 
 def config_of(policy: Any, features: dict[str, tuple[str, tuple[int, ...]]] | None = None) -> Any:
     """Return LeRobot's config of these settings.
 
     features  {name: ("STATE" | "ENV" | "VISUAL" | "ACTION", shape)} of the data
-    Raises LockstepError with LeRobot's words if it refuses them.
+    Raises LockstepError with LeRobot's message if the config rejects the values.
     """
     values = _values(policy)
     with _theirs(f"refuses the settings of {policy.type}", "policy"):
@@ -342,11 +350,11 @@ def config_of(policy: Any, features: dict[str, tuple[str, tuple[int, ...]]] | No
 
 
 class Windows(NamedTuple):
-    """What a policy looks at.
+    """The frames that a policy uses.
 
-    deltas  {feature: frames relative to the sample's}, as for `formats.robots.lerobot.Chunks`
-    skipped  frames at the end of each episode that it is not trained from
-    first   the place of the present in the window of actions
+    deltas  {feature: frames relative to the sample's frame}, as for `formats.robots.lerobot.Chunks`
+    skipped  frames at the end of each episode without training samples
+    first   index of the present in the window of actions
     """
 
     deltas: dict[str, list[int]]
@@ -355,16 +363,19 @@ class Windows(NamedTuple):
 
     @property
     def history(self) -> list[int]:
-        """Frames of the observations relative to the present; [0] where only that is seen."""
+        """Return the frames of the observations relative to the present.
+
+        The list is [0] if the policy uses only the present.
+        """
         return next((steps for name, steps in self.deltas.items() if name != "action"), [0])
 
 
 def windows(policy: Any, observations: list[str]) -> Windows:
-    """Return the windows over time of LeRobot's policy."""
+    """Return the time windows of LeRobot's policy."""
     config = config_of(policy)
     with _theirs(f"has no windows of {policy.type}", "policy"):
         action, seen = list(config.action_delta_indices or [0]), config.observation_delta_indices
-    # One frame alone needs no axis of time: that is how these policies are called on a robot.
+    # A single frame needs no axis of time: a robot calls these policies without the axis.
     deltas = {"action": action} | {
         name: list(seen) for name in (observations if seen and list(seen) != [0] else [])
     }
@@ -381,24 +392,22 @@ def windows(policy: Any, observations: list[str]) -> Windows:
 
 
 def steps_of(policy: Any) -> int:
-    """Return how many actions of a chunk are executed."""
+    """Return the number of executed actions per chunk."""
     return int(getattr(policy, "n_action_steps", 0) or getattr(policy, "action_chunk_size", 0) or 1)
 
 
-# ---- what is promised
-# -----------------------------------------------------------------------------------------------
+# ---- exactness guarantees ------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
-    """What is known of a policy's forward pass.
+    """Properties of a policy's forward pass.
 
-    counts  what its mean is over: "samples" (all entries of all samples), "steps" that are not
-    padding, or the
-            name of a mask that its preprocessor makes
-    why     what is not exact, and why; empty where all is
+    counts  denominator of the mean loss: "samples" (all entries of all samples), "steps" (unpadded
+            steps), or the name of a mask from the preprocessor
+    why     reason for an inexact result; empty if the policy is exact
     spread  see `models.lerobot_policy.Drawn`
-    unused  it has weights without gradients
-    buffers  `ddp.buffers`: it learns some
+    unused  whether some weights have no gradients
+    buffers  value of `ddp.buffers`, for a policy that learns buffers
     """
 
     counts: str = "samples"
@@ -432,7 +441,7 @@ def rule_of(kind: str) -> Rule:
 
 
 def counts_of(policy: Any, config: Any) -> str:
-    """Return what the mean of a policy's loss is over, see `Rule.counts`."""
+    """Return the denominator of a policy's mean loss, see `Rule.counts`."""
     if (
         getattr(config, "do_mask_loss_for_padding", False)
         or getattr(config, "supervise_padding_actions", True) is False
@@ -442,8 +451,7 @@ def counts_of(policy: Any, config: Any) -> str:
 
 
 def weigh_by(counts: str) -> Callable[[dict[str, Any]], Tensor]:
-    """Return the function that counts, for each sample of a processed batch, what its loss is a
-    mean over."""
+    """Return the function that computes each sample's denominator from a processed batch."""
 
     def weigh(batch: dict[str, Any]) -> Tensor:
         if counts == "steps":
@@ -459,7 +467,7 @@ def weigh_by(counts: str) -> Callable[[dict[str, Any]], Tensor]:
 
 
 def notes(cfg: Any) -> list[str]:
-    """Return lines for the start of a run: what is promised, and what is not as LeRobot does it."""
+    """Return lines for the start of a run: guarantees, and differences from LeRobot."""
     policy = cfg.policy
     lines = [promise(policy), *(f"{policy.type}: {note}" for note in presets(cfg)[1])]
     backbone = getattr(policy, BACKBONE, None)
@@ -470,7 +478,7 @@ def notes(cfg: Any) -> list[str]:
 
 
 def promise(policy: Any) -> str:
-    """Return a line on what is the same on any cut of a batch."""
+    """Return a line on the results that are equal on any partition of a batch."""
     config = config_of(policy)
     rule, counts = rule_of(policy.type), counts_of(policy, config)
     with _theirs(f"has no class of {policy.type}", f"policy.type={policy.type}"):
@@ -498,18 +506,19 @@ def promise(policy: Any) -> str:
     return f"{line}: the same step on any cut of the batch{more}"
 
 
-# ---- defaults of the run
-# --------------------------------------------------------------------------------------------
+# ---- defaults of the run -------------------------------------------------------------------------
 
 
 def presets(cfg: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return ({key: value} of LeRobot's own optimizer and schedule for the policy, what they are
-    here otherwise)."""
+    """Return LeRobot's optimizer and schedule for the policy.
+
+    The result is ({key: value} of LeRobot's preset, notes on differences from the preset).
+    """
     config = config_of(cfg.policy)
     with _theirs(f"has no optimizer of {cfg.policy.type}", "policy"):
         optimizer, schedule = config.get_optimizer_preset(), config.get_scheduler_preset()
     found, notes = _optimizer(optimizer, config)
-    if not cfg.virtual_workers:  # they average buffers by themselves
+    if not cfg.virtual_workers:  # virtual workers average buffers already
         found["ddp.buffers"] = rule_of(cfg.policy.type).buffers
     if schedule is None:
         return found | {"schedule.kind": "constant"}, notes
@@ -522,7 +531,7 @@ def presets(cfg: Any) -> tuple[dict[str, Any], list[str]]:
         found["schedule.kind"] = "linear"
     elif (span := int(getattr(schedule, "num_decay_steps", 0) or 0)) > 0:
         found["schedule.final_share"] = float(schedule.decay_lr) / float(schedule.peak_lr)
-        short = bool(steps) and steps < span  # then LeRobot shortens both
+        short = bool(steps) and steps < span  # LeRobot then shortens both
         found["schedule.horizon"] = 0 if short else span
         found["schedule.warmup_steps"] = warmup * steps // span if short else warmup
     elif kind not in ("", "cosine") or "VQBeT" in name:
@@ -563,15 +572,13 @@ def _optimizer(preset: Any, config: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def texts(cls: Any, there: Mapping[str, Any]) -> dict[str, str]:
-    """Return {policy.KEY: text} of a config.json of LeRobot's, of the keys that the section `cls`
-    has."""
-    # its weights are in the folder, too
+    """Return {policy.KEY: text} from LeRobot's config.json, for the keys of the section `cls`."""
+    # The folder also has the backbone's weights.
     names = (cls.lerobot_fields.keys() & there.keys()) - {BACKBONE}
     return {f"policy.{name}": _as_text(there[name]) or "null" for name in sorted(names)}
 
 
-# ---- the model
-# --------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 def build(
@@ -584,7 +591,7 @@ def build(
 
     features  see `config_of`
     stats     {feature: {statistic: array}} of the training data
-    folder    a `pretrained_model` to start from, or None
+    folder    initial `pretrained_model`, or None
     """
     kind, config = policy.type, config_of(policy, features)
     with _theirs(f"cannot build {kind}", f"policy.type={kind}"):
@@ -625,7 +632,7 @@ def build(
 
 
 def _check_backbone(name: str | None) -> None:
-    """Raise LockstepError if torchvision would download these weights."""
+    """Raise LockstepError if torchvision would download the named weights."""
     if name is None:
         return
     import torchvision
@@ -644,12 +651,12 @@ def _check_backbone(name: str | None) -> None:
 def save(
     model: Adapted, folder: Path, names: Mapping[str, str], resize: Sequence[int] = ()
 ) -> None:
-    """Write config.json, model.safetensors and both pipelines into an empty folder, all by
-    LeRobot's own writers.
+    """Write config.json, model.safetensors and both pipelines into an empty folder.
 
-    names   {a feature's name on the robot: its name in the policy}, which the first step applies
-    resize  (height, width) that pictures are brought to next; empty = as the robot's cameras give
-            them
+    All files are written by LeRobot's own code.
+
+    names   {name of a feature on the robot: name in the policy}, applied by the first step
+    resize  (height, width) for pictures, applied by the second step; empty = unchanged camera size
     """
     with _theirs("cannot save the policy", str(folder)):
         policy, (before, after) = model.net.policy, model.pipelines()
@@ -674,12 +681,12 @@ Asked = Callable[[dict[str, Any], list[str]], Any]
 
 
 def with_history(predict: Asked, history: list[int], steps: int) -> tuple[Asked, int]:
-    """Return (a policy for `tasks.envs.trials.roll_out`, after how many steps it is to be asked
-    again).
+    """Return (a policy for `tasks.envs.trials.roll_out`, number of steps between its calls).
 
-    Where more than the present is seen (`history`: frames relative to it), it is asked at every
-    step and remembers what it has seen: before every `steps` actions, `predict` gets observations
-    (n, T, ...).
+    history  observed frames relative to the present
+
+    With more than the present in `history`, the policy is called at every step and stores the
+    observations. Before every `steps` actions, `predict` gets observations (n, T, ...).
     """
     if history == [0]:
         return predict, steps

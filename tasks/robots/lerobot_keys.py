@@ -1,6 +1,8 @@
-"""LeRobot's command line in this project's words: every key of its training's config (0.6.1, and
-what its main branch adds), as a key here, as a note, or as a refusal with its reason; and what a
-policy's config.json says."""
+"""Map every key of LeRobot's training config (0.6.1 and its main branch) to this project.
+
+A key becomes a key here, a note, or an error with a reason. The module also reads a policy's
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,11 @@ TRAINED = "weights are trained in full; examples/own_lora.py trains LoRA's with 
 
 
 def without_effect(cfg: Any) -> dict[str, tuple[Any, str]]:
-    """Return LeRobot's keys that set nothing here: {key or section: (the only value it may have,
-    None: any; reason)}. A section that has a value is refused as a whole. The first that fits
-    counts."""
+    """Return LeRobot's keys without effect here.
+
+    The result is {key or section: (the only permitted value, None: any; reason)}. A section with a
+    value is rejected as a whole. The first matching entry counts.
+    """
     pusht = cfg.env.type == "pusht"
     return {
         # the policy
@@ -178,7 +182,7 @@ def without_effect(cfg: Any) -> dict[str, tuple[Any, str]]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) of the scalars in nested mappings, but null."""
+    """Yield (dotted key, text) of the scalars in nested mappings, except null."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")
@@ -187,8 +191,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def cannot_resume(path: str) -> LockstepError:
-    """Return the error for LeRobot's own train_config.json, with the line that takes what can be
-    taken."""
+    """Return the error for LeRobot's own train_config.json.
+
+    The error has a command that reuses the settings.
+    """
     whole = pretrained.read_json(Path(path))
     there = dict(flat(whole))
     names = ["dataset.repo_id", "dataset.root", "batch_size", "steps", "seed"]
@@ -209,12 +215,13 @@ def cannot_resume(path: str) -> LockstepError:
 
 
 def of_weights(given: Mapping[str, str], classes: Mapping[str, type]) -> dict[str, tuple[str, str]]:
-    """Return the settings in the config.json of `policy.pretrained_path`: the policy's type, its
-    sizes and its normalisation, where a kind of features that the mapping lacks is not normalised,
-    and its rates.
+    """Return the settings in the config.json of `policy.pretrained_path`.
+
+    The settings are the policy's type, sizes, normalisation and rates. A kind of features without
+    an entry in the mapping is not normalised.
 
     given    {key: text} of the command line and files
-    classes  {type: dataclass of its settings}
+    classes  {type: dataclass of the settings}
     """
     path, revision = given["policy.pretrained_path"], given.get("policy.pretrained_revision", "")
     download = given.get("download", "").lower() in ("true", "yes", "on", "1")
@@ -223,8 +230,8 @@ def of_weights(given: Mapping[str, str], classes: Mapping[str, type]) -> dict[st
     except LockstepError:
         if download:
             raise
-        # a run that is resumed does not need it any more; one that does is told before its data are
-        # read
+        # A resumed run no longer needs the file. For any other run, the error comes before the data
+        # are read.
         return {}
     there = pretrained.read_json(folder / pretrained.CONFIG)
     kind, where = str(there.get("type")), str(folder / pretrained.CONFIG)
@@ -253,6 +260,6 @@ def of_weights(given: Mapping[str, str], classes: Mapping[str, type]) -> dict[st
             }
             modes |= there["normalization_mapping"]
         else:
-            modes = {"ENV": "IDENTITY"}  # no policy of LeRobot's names it
+            modes = {"ENV": "IDENTITY"}  # no policy of LeRobot has an entry for ENV
         found |= {f"policy.normalization_mapping.{key}": str(mode) for key, mode in modes.items()}
     return {key: (text, where) for key, text in found.items()}

@@ -1,5 +1,4 @@
-"""Settings of the robot task, under LeRobot's names where it has them, and the checks that take
-several of them."""
+"""Settings of the robot task, under LeRobot's names where possible, and their joint checks."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tasks.envs import discs
 from tasks.robots import imagenet, simulation
 from tasks.robots import lerobot as _lerobot
 
-NEVER = 10**9  # steps: an evaluation at the end alone
+NEVER = 10**9  # steps: evaluate only at the end
 Kind = Literal["act", "vla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
@@ -121,7 +120,10 @@ class PolicySettings:
 
 @dataclass(frozen=True)
 class ActSettings(PolicySettings):
-    """LeRobot's names and defaults, but for the normalisation of ENV, which is IDENTITY there."""
+    """Settings with LeRobot's names and defaults.
+
+    The exception is the normalisation of ENV, which is IDENTITY in LeRobot.
+    """
 
     defaults: ClassVar[dict[str, Any]] = {
         "batch_size": 8,
@@ -284,8 +286,10 @@ class Settings(contract.Settings):
 
 
 def settings_of(policy: Any) -> Any:
-    """Return the config's section as the network's hyper-parameters. Raises ValueError if they do
-    not fit together."""
+    """Return the config's section as the network's hyper-parameters.
+
+    Raises ValueError for an inconsistent combination.
+    """
     cls: Any = act.ACTConfig if policy.type == "act" else vla.VLASettings
     fields = {
         name: value for name, value in vars(policy).items() if name in cls.__dataclass_fields__
@@ -295,7 +299,7 @@ def settings_of(policy: Any) -> Any:
 
 
 def steps_of(policy: Any) -> int:
-    """Return how many actions of a chunk are executed."""
+    """Return the number of executed actions per chunk."""
     if _lerobot.is_lerobots(policy):
         return _lerobot.steps_of(policy)
     return int(policy.n_action_steps or policy.chunk_size)
@@ -306,12 +310,14 @@ NOT_THE_NETWORK = frozenset(
     "freeze_vision_encoder "
     "train_expert_only".split()
 )
-"""Hyper-parameters that may differ from those of pretrained weights."""
+"""Hyper-parameters that may differ from the pretrained weights' config."""
 
 
 def eval_every(cfg: Any) -> int:
-    """Return the optimizer steps between evaluations that LeRobot's two cadences ask for; 0 where
-    none is given."""
+    """Return the optimizer steps between evaluations from LeRobot's two cadences.
+
+    The result is 0 if neither cadence is set.
+    """
     simulated = simulation.which(cfg.env, bool(cfg.dataset.root or cfg.dataset.repo_id))
     asked = [cfg.eval.loss_every, cfg.eval.trials_every if simulated else -1]
     asked = [every for every in asked if every >= 0]
@@ -319,9 +325,11 @@ def eval_every(cfg: Any) -> int:
 
 
 def start_from(cfg: Any, policy: Policy) -> str:
-    """Load the weights of `cfg.pretrained_path` into `policy` and return a description of them; the
-    normalisation stays that of the data. Raises LockstepError for weights of another network, even
-    if all shapes match."""
+    """Load the weights of `cfg.pretrained_path` into `policy` and return a description.
+
+    The normalisation stays the dataset's. Raises LockstepError for weights of another network, even
+    if all shapes match.
+    """
     found = pretrained.load(pretrained.find(cfg.pretrained_path, cfg.pretrained_revision))
     where, there = "policy.pretrained_path", found.config
     if there.get("type") != cfg.type:
@@ -356,27 +364,29 @@ def start_from(cfg: Any, policy: Policy) -> str:
 
 
 def _cameras_of(there: dict[str, Any]) -> list[str]:
-    """Return the cameras that a config.json names."""
+    """Return the cameras in a config.json."""
     return [
         name for name, f in (there.get("input_features") or {}).items() if f.get("type") == "VISUAL"
     ]
 
 
 def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str, Any]:
-    """Return {key: config.json's value} of the settings that differ and make another function of
-    the same weights."""
+    """Return {key: config.json's value} of the settings that differ and change the function.
+
+    Only settings count that change the function of the same weights.
+    """
     here = asdict(settings_of(cfg))
     names = [
         name
         for name in here
         if name not in NOT_THE_NETWORK and there.get(name, here[name]) != here[name]
     ]
-    # a preset's own sizes follow from its name
+    # The sizes of a preset follow from the preset's name.
     names = [name for name in names if hasattr(cfg, name)] or names
     differing = {f"policy.{name}": there[name] for name in names}
     features, ours = there.get("input_features") or {}, cfg.normalization_mapping
-    # In LeRobot a type that the mapping does not name is not normalised, and the mapping of no
-    # policy names ENV.
+    # In LeRobot, a type without an entry in the mapping is not normalised. No policy's mapping has
+    # an entry for ENV.
     default = {mode.name: mode.default for mode in fields(ours)} | {"ENV": "IDENTITY"}
     modes = there.get("normalization_mapping", default) or {}
     for kind in sorted(
@@ -391,8 +401,11 @@ def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str,
 
 
 def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, str]:
-    """Return {a feature's name in the dataset: its name in the policy}. Raises LockstepError for
-    one that is not there or not an observation, and for two of one name."""
+    """Return {name of a feature in the dataset: name in the policy}.
+
+    Raises LockstepError for a missing feature, a feature that is not an observation, and a
+    duplicate name.
+    """
     names = dict[str, str]()
     for pair in pairs:
         old, _, new = (part.strip() for part in pair.partition(":"))
@@ -428,9 +441,11 @@ def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, s
 def renamed(
     pairs: list[str], sets: dict[str, Demonstrations]
 ) -> tuple[dict[str, Demonstrations], dict[str, str]]:
-    """Return the datasets with other names of observations, and {old: new}. Of several datasets
-    each is renamed by itself, so that what one calls front and another top can be one camera; each
-    pair must fit one of them."""
+    """Return the datasets with renamed observations, and {old: new}.
+
+    Each dataset is renamed separately, so cameras with different names can become one camera. Each
+    pair must fit at least one dataset.
+    """
     found, all_names = dict[str, Demonstrations](), dict[str, str]()
     for name, demos in sets.items():
         others = {
@@ -451,7 +466,7 @@ def renamed(
 
 
 def check(cfg: Any) -> None:
-    """Raise LockstepError for settings that do not fit together."""
+    """Raise LockstepError for inconsistent settings."""
     policy = cfg.policy
     if policy.type == "act":
         imagenet.check(policy)
@@ -480,7 +495,7 @@ def check(cfg: Any) -> None:
             raise LockstepError(
                 "late predictions are for act and vla", f"eval.delay={cfg.eval.delay}", "drop it"
             )
-        return  # its own class checks the rest
+        return  # LeRobot's class checks the rest
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
         raise LockstepError(what, "policy.n_action_steps", "give at most chunk_size")
@@ -518,8 +533,7 @@ def check(cfg: Any) -> None:
 
 
 def refuse_depths(demos: Demonstrations, cameras: list[str]) -> None:
-    """Raise LockstepError if a depth camera is to be trained on: the networks see colours, 8 bits
-    of each."""
+    """Raise LockstepError for a depth camera: the networks use colours with 8 bits per channel."""
     if depths := [camera for camera in cameras if demos.features[camera].depth]:
         rest = ",".join(camera for camera in cameras if camera not in depths) or "none"
         what = f"{depths[0]} is a depth camera, and the policies see colours"

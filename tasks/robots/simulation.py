@@ -1,5 +1,4 @@
-"""The robot task's simulated worlds: chosen by the config, recorded as demonstrations, checked
-against a dataset."""
+"""The robot task's simulated worlds: choose by config, record demonstrations, check a dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from formats.robots.lerobot_writer import Recorder
 from tasks.envs import discs, pusht, trials
 
 GENERATED = Path(__file__).resolve().parents[2] / "data" / "generated"
-RECIPE = 2  # version of the demonstrations; raise it when the same config would give different ones
+RECIPE = 2  # version of the demonstrations; increase when equal configs would give others
 AT_ONCE = 25  # worlds simulated as one batch
 FRESH = 10**9
 """The first seed of the trials; the seeds of demonstrations are smaller."""
@@ -25,7 +24,7 @@ SIZES = {"discs": 32, "pusht": 96}  # H = W of the pictures, in pixels
 
 
 def which(env: Any, given: bool) -> str:
-    """Return "discs", "pusht", or "" for none; `given` says whether there is a dataset."""
+    """Return "discs", "pusht", or "" for none; `given` is True if the config has a dataset."""
     if env.type == "auto":
         return "" if given else "discs"
     return "" if env.type == "none" else str(env.type)
@@ -34,8 +33,10 @@ def which(env: Any, given: bool) -> str:
 def worlds(
     env: Any, kind: str, seeds: np.ndarray, size: int = 0, pictures: bool = True
 ) -> trials.Worlds:
-    """Return a world per seed, with pictures of `size` pixels (0: `env.size`, or else the default
-    of `kind`)."""
+    """Return a world per seed, with pictures of `size` pixels.
+
+    A size of 0 means `env.size`, or else the default of `kind`.
+    """
     size = size or env.size or SIZES[kind]
     if kind == "pusht":
         return pusht.PushT(seeds, size, pictures)
@@ -43,15 +44,17 @@ def worlds(
 
 
 def recorded(env: Any, kind: str) -> Path:
-    """Return the folder of the demonstrations, recorded first if missing, by one of any number of
-    processes. Raises LockstepError if it cannot be written."""
+    """Return the folder of the demonstrations, recorded first if missing.
+
+    Of several processes, one records. Raises LockstepError if the folder is not writable.
+    """
     size = env.size or SIZES[kind]
     name = f"{kind}_v{RECIPE}_{env.demonstrations}x{size}_seed{env.data_seed}_noise{env.noise:g}"
     folder = GENERATED / "_".join([name, *re.findall(r"\w+", env.command)])
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / f".{folder.name}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a killed process releases the lock, too
             if not folder.exists():
                 record(folder, env, kind)
     except OSError as error:
@@ -94,9 +97,12 @@ def check_fits(
     names: dict[str, str],
     given: bool,
 ) -> None:
-    """Raise LockstepError unless the worlds have the `wanted` features in the dataset's shapes and,
-    where a dataset is given, it has the commands that the trials will use. names: {a world's name:
-    the policy's}."""
+    """Raise LockstepError unless the worlds have the `wanted` features in the dataset's shapes.
+
+    A given dataset must also have the commands of the trials.
+
+    names  {a world's name: the policy's}
+    """
     there = {names[name]: feature for name, feature in features(env, kind).items()}
     for name in wanted:
         feature = demos.features[name]

@@ -1,4 +1,4 @@
-"""Trials of a robot's policy in a simulation: how they are driven, filmed and counted."""
+"""Make, film and count trials of a robot's policy in a simulation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tasks.shared.pictures import caption, captioned
 
 SHOWN = 4  # films of an evaluation
 TILE = 288  # pixels of a film's side, at least
-GREEN, ORANGE = (0, 158, 115), (213, 94, 0)  # that all people tell apart (Okabe and Ito)
+GREEN, ORANGE = (0, 158, 115), (213, 94, 0)  # safe for colour blindness (Okabe and Ito)
 
 
 class Trial(NamedTuple):
-    """A filmed trial: its number, the command, the outcome, and the pictures (T, 3, H, W) uint8."""
+    """A filmed trial: number, command, outcome, and pictures (T, 3, H, W) uint8."""
 
     number: int
     command: str
@@ -39,7 +39,7 @@ class Trial(NamedTuple):
 def make(
     task: Any, model: Policy, which: range, stopped: Callable[[], bool]
 ) -> tuple[Sums, list[Trial]]:
-    """Make the trials `which` of a robot task; return their totals and their films."""
+    """Make the trials `which` of a robot task; return totals and films."""
     cfg, device = task.cfg, next(model.parameters()).device
     coefficient = getattr(cfg.policy, "temporal_ensemble_coeff", 0.0)
     blend = act.TemporalEnsemble(coefficient) if coefficient else None
@@ -55,11 +55,12 @@ def make(
         batch = {name: torch.from_numpy(value).to(device) for name, value in named.items()}
         batch |= {name: _shrunk(batch[name], task.sizes[name]) for name in task.cameras}
         if task.encode:
-            # A policy trained on one task knows its wording only, whatever the simulation calls it.
+            # A policy trained on one task knows only the task's wording, whatever the simulation's
+            # text.
             texts = commands if len(task.demos.tasks) > 1 else task.demos.tasks * len(commands)
             batch["words"] = task.encode(texts).to(device)
-        # Noise picks one of several ways instead of their mean; seeded by trial and look, whatever
-        # the rank.
+        # Noise selects one of several ways instead of their mean. The seed depends on trial and
+        # prediction, not on the rank.
         seeds_now = contract.sample_seeds(next(looks), 0, torch.tensor(which, device=device))
         given = () if committed is None or not told else (torch.from_numpy(committed).to(device),)
         chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise), *given)
@@ -68,12 +69,12 @@ def make(
     totals, trials = dict.fromkeys(("successes", "rewards", "trials"), 0.0), list[Trial]()
     if len(which):
         seeds = simulation.FRESH + np.array(which, dtype=np.int64)
-        # as large as in the data
+        # Render at the size of the recorded pictures.
         recorded = [task.demos.features[name].shape[1] for name in task.cameras]
         worlds = simulation.worlds(
             cfg.env, task.simulation, seeds, max(recorded, default=0), bool(recorded)
         )
-        # the first batch, which is rank 0's on any number of processes
+        # The first batch belongs to rank 0 for any number of processes.
         filmed = len(which) if 0 in which else 0
         asked, steps = _lerobot.with_history(policy, task.windows.history, steps_of(cfg.policy))
         success, films = roll_out(asked, worlds, steps, stopped, delay, filmed)
@@ -86,8 +87,10 @@ def make(
 
 
 def metrics(sums: Sums) -> dict[str, float]:
-    """Return the rate of success with its 95 % interval, and the mean of the best rewards; {}
-    without a trial."""
+    """Return the success rate with the 95 % interval, and the mean of the best rewards.
+
+    The result is {} without a trial.
+    """
     count = float(sums["trials"]) if "trials" in sums else 0.0
     if not count:
         return {}
@@ -103,8 +106,10 @@ def metrics(sums: Sums) -> dict[str, float]:
 
 
 def interval(rate: float, count: float, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a rate of `count` trials (Wilson, 1927), which is
-    inside of 0 to 1 and not empty where all trials, or none, succeed."""
+    """Return the 95 % confidence interval of a rate over `count` trials (Wilson, 1927).
+
+    The interval is inside 0 to 1, and not empty if all trials or none succeed.
+    """
     middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
     half = (
         z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
@@ -113,8 +118,11 @@ def interval(rate: float, count: float, z: float = 1.959963984540054) -> tuple[f
 
 
 def pictures(trials: list[Trial]) -> dict[str, np.ndarray]:
-    """Return `trial`, a film of SHOWN of them side by side, those that failed first, and
-    `trial_strip`, ten frames of the first one."""
+    """Return `trial` and `trial_strip`.
+
+    `trial` is a film of SHOWN trials side by side, failed trials first. `trial_strip` has ten
+    frames of the first trial.
+    """
     chosen = sorted(trials, key=lambda trial: trial.success)[:SHOWN]
     if not chosen:
         return {}
@@ -139,14 +147,16 @@ def _words(trial: Trial) -> str:
 
 
 def _enlarged(film: np.ndarray) -> np.ndarray:
-    """(T, 3, H, W) -> (T, H, W, 3), at least TILE wide"""
+    """Enlarge (T, 3, H, W) to (T, H, W, 3), at least TILE wide."""
     times = max(1, TILE // film.shape[-1])
     return film.transpose(0, 2, 3, 1).repeat(times, 1).repeat(times, 2)
 
 
 def _tile(trial: Trial, length: int) -> np.ndarray:
-    """Return (length, H, W, 3): a film under two lines of words and a bar in the colour of its
-    outcome; its last frame stays."""
+    """Return (length, H, W, 3): a film under two lines of text and a bar in the outcome's colour.
+
+    The last frame of the film is repeated.
+    """
     film = _enlarged(trial.film)
     film = np.concatenate([film, np.repeat(film[-1:], length - len(film), 0)])
     words = caption(
@@ -162,8 +172,7 @@ def _tile(trial: Trial, length: int) -> np.ndarray:
 
 
 def _shrunk(pictures: Tensor, size: tuple[int, int]) -> Tensor:
-    """Shrink (B, 3, H, W) uint8 to (B, 3, *size) as in batches, by the filter of
-    formats/robots/frames.py."""
+    """Shrink (B, 3, H, W) uint8 to (B, 3, *size) by the filter of formats/robots/frames.py."""
     if size == tuple(pictures.shape[2:]):
         return pictures
     return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()

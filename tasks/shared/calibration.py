@@ -1,5 +1,4 @@
-"""Calibration: is a class predicted with probability p right in p of the cases? Bins, a picture, a
-temperature."""
+"""Calibration: compare predicted probabilities with frequencies. Bins, a picture, a temperature."""
 
 from __future__ import annotations
 
@@ -11,11 +10,13 @@ BINS = 15
 
 
 def bins_of(top: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) top probabilities and (B,) bool whether the prediction is right -> (2, BINS) int64
-    counts and hits, and (BINS,) float64 sums of the probabilities. Bin m holds those above m /
-    BINS, up to (m + 1) / BINS."""
+    """Bin (B,) top probabilities and (B,) bool correctness.
+
+    Returns (2, BINS) int64 counts and hits, and (BINS,) float64 sums of the probabilities. Bin m
+    has probabilities above m / BINS, up to (m + 1) / BINS.
+    """
     place = (top.double() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
-    # (B, BINS); no scatter, which has no fixed order
+    # (B, BINS); a scatter has no fixed order of summation
     inside = place[:, None] == torch.arange(BINS, device=top.device)
     return torch.stack([inside.sum(0), (inside & right[:, None]).sum(0)]), (
         inside * top.double()[:, None]
@@ -23,8 +24,9 @@ def bins_of(top: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ece(counts: np.ndarray, shares: np.ndarray) -> float:
-    """Return the expected calibration error (Guo et al., ICML 2017): the mean of |accuracy -
-    confidence| over the bins, weighted by their counts.
+    """Return the expected calibration error (Guo et al., ICML 2017).
+
+    The error is the mean of |accuracy - confidence| over the bins, weighted by counts.
 
     counts  (2, BINS) counts and hits;   shares  (BINS,) sums of the top probabilities
     """
@@ -35,13 +37,14 @@ def ece(counts: np.ndarray, shares: np.ndarray) -> float:
 def fit_temperature(
     logits: np.ndarray, labels: np.ndarray, binary: bool = False, steps: int = 50
 ) -> float:
-    """Return the temperature T > 0 with the least cross-entropy of softmax(logits / T), by Newton's
-    method on 1 / T in float64: it is convex in 1 / T.
+    """Return the temperature T > 0 with the least cross-entropy of softmax(logits / T).
 
-    logits  (N, C);   labels  (N,) class numbers; with `binary` (N, C) of 1, 0 and -1, which is left
-    out: sigmoids
+    The problem is convex in 1 / T and solved by Newton's method on 1 / T in float64.
 
-    Raises ValueError where no finite one is the best: every label is the most probable.
+    logits  (N, C);   labels  (N,) class numbers; with `binary` (sigmoids), labels are (N, C) of 1,
+            0 and -1, and -1 is ignored
+
+    Raises ValueError if no finite temperature is the best: every label is the most probable class.
     """
     z = np.asarray(logits, dtype=np.float64)
     if binary:  # sigmoid(z) is the softmax of (0, z)
@@ -57,8 +60,8 @@ def fit_temperature(
         mean = (p * z).sum(1)
         slope, bend = (mean - own).sum(), (p * (z - mean[:, None]) ** 2).sum()
         step = slope / bend if bend > 0 else 0.0
-        # A temperature changes by at most a factor of four at once: where nearly all is sure,
-        # Newton overshoots.
+        # Change the temperature by at most a factor of four per step: with nearly certain
+        # predictions, Newton's method overshoots.
         new = float(np.clip(beta - step, beta / 4, beta * 4))
         if abs(new - beta) <= 1e-12 * beta:
             break
@@ -67,9 +70,11 @@ def fit_temperature(
 
 
 def draw_reliability(counts: np.ndarray, shares: np.ndarray, size: int = 360) -> np.ndarray:
-    """Draw how often predictions are right, by bin of their probability: uint8 (H, W, 3). Bars in
-    blue, what is missing to the diagonal in red, and below how many predictions each bin has."""
-    # comes with tensorboard; imported when the first picture is drawn
+    """Draw the accuracy by bin of the probability: uint8 (H, W, 3).
+
+    Bars are blue, the gap to the diagonal is red. Below is the number of predictions in each bin.
+    """
+    # Pillow comes with tensorboard; the first picture imports Pillow.
     from PIL import Image, ImageDraw, ImageFont
 
     left, top, low = 52, 34, 60

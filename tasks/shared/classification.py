@@ -1,5 +1,7 @@
-"""Shared by tasks with one label per sample: class weights, the weighted loss, the confusion
-matrix, its metrics."""
+"""Base of tasks with one label per sample.
+
+The module has class weights, the weighted loss, the confusion matrix and its metrics.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from tasks.shared.calibration import bins_of, draw_reliability, ece
 from tasks.shared.pictures import text_width
 
 PARTNER = 0x5851F42D4C957F2D
-"""Turns a sample's seed into that of its partner's augmentation."""
+"""Converts a sample's seed to the seed of the partner's augmentation."""
 
 LEVELS = 100
-"""Of a probability, in the counts of a binary evaluation."""
+"""Levels of a probability in the counts of a binary evaluation."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class LossSettings:
 
 
 def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndarray:
-    """(C,) samples per class -> (C,) weights; a class without samples gets 0.
+    """Compute (C,) weights from (C,) samples per class; a class without samples gets 0.
 
     inverse    N / (C n_c), so that the average weight of a sample is 1 (scikit-learn's "balanced")
     effective  (1 - beta) / (1 - beta^n_c), scaled to the same average (Cui et al., CVPR 2019)
@@ -69,8 +71,10 @@ def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndar
 def class_table(
     classes: list[str], counts: np.ndarray, weights: np.ndarray, **others: np.ndarray | None
 ) -> str:
-    """Format a table of the training classes: counts, shares, weights and, if given, the counts in
-    `others`."""
+    """Format a table of the training classes: counts, shares, weights.
+
+    The table also has the counts in `others`, if given.
+    """
     bar = "=" * 60
     rows = [
         f"Class {c} ({name:<15}): {counts[c]:6d} samples "
@@ -85,20 +89,21 @@ def class_table(
 
 
 class Classification(contract.Task):
-    """A task whose batches hold `x` (B, ...) and `y` (B,) int64 and whose model maps x to logits
-    (B, C).
+    """A task with labelled batches.
 
-    A subclass sets `classes` and calls `count` in `datasets()`, has a section `loss: LossSettings`,
-    and may override `augment`.
+    Batches have `x` (B, ...) and `y` (B,) int64. The model maps x to logits (B, C).
 
-    splitting  the advice printed for a class that is on one side of the split only
+    A subclass sets `classes`, calls `count` in `datasets()`, and has a section `loss:
+    LossSettings`. A subclass may override `augment`.
+
+    splitting  advice for a class that is on one side of the split only
     """
 
     monitor = "macro_f1"
     higher_is_better = True
     classes: list[str]
     train_counts: np.ndarray  # (C,) int64
-    # (C,) int64, binary: samples of which it is known whether the class is on
+    # (C,) int64, binary: samples with a known state of the class
     looked_counts: np.ndarray
     val_counts: np.ndarray | None = None
     test_counts: np.ndarray | None = None
@@ -112,9 +117,11 @@ class Classification(contract.Task):
         kept: np.ndarray | None = None,
         test: Any = None,
     ) -> None:
-        """Set `train_counts` and `val_counts` from the (N,) labels of each split, and `test_counts`
-        from the dataset `test`; of those to train on only what is `kept`, (N,) bool, counts. Raises
-        LockstepError if all of these are of one class."""
+        """Set `train_counts` and `val_counts` from the (N,) labels of each split.
+
+        `test_counts` comes from the dataset `test`. Only `kept` training samples, (N,) bool, count.
+        Raises LockstepError if all kept samples have the same class.
+        """
         if labels.ndim == 2:
             self._count_binary(labels, where, val_labels, kept, test)
             return
@@ -168,7 +175,10 @@ class Classification(contract.Task):
             )
 
     def class_weights(self) -> np.ndarray:
-        """Return (C,) weights; binary: those of what is on, where what is off weighs 1."""
+        """Return (C,) weights; binary: weights of the positive labels.
+
+        A negative label weighs 1.
+        """
         settings, counts = self.cfg.loss, np.asarray(self.train_counts, dtype=np.float64)
         if self.exclusive:
             return class_weights(self.train_counts, settings.class_weights)
@@ -180,8 +190,7 @@ class Classification(contract.Task):
         )
 
     def class_summary(self) -> str:
-        """Return the table of classes, with a warning about those that one side of the split
-        lacks."""
+        """Return the table of classes, with a warning for classes on one side of the split only."""
         weights, val = self.class_weights(), self.val_counts
         warnings = [
             class_table(self.classes, self.train_counts, weights, val=val, test=self.test_counts)
@@ -225,12 +234,14 @@ class Classification(contract.Task):
 
     @property
     def exclusive(self) -> bool:
-        """Whether a sample has one class, and not any number of them."""
+        """Return whether each sample has exactly one class."""
         return bool(self.cfg.loss.kind == "softmax")
 
     def with_targets(self, *parts: Any) -> None:
-        """Give datasets with `one_hot` and `overlapping` the `y` that the loss takes. Raises
-        LockstepError for labels that overlap, where it takes one."""
+        """Set the `y` of datasets with `one_hot` and `overlapping` to the form that the loss needs.
+
+        Raises LockstepError if labels overlap and the loss needs a single label.
+        """
         for part in parts:
             if part is not None and self.exclusive and part.overlapping:
                 todo = "give loss.kind=binary, or make the data without --multi"
@@ -249,17 +260,21 @@ class Classification(contract.Task):
             raise contract.LockstepError("cached features", key, todo)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(B, C) -> (B, C)"""
+        """Convert logits (B, C) to probabilities (B, C)."""
         return logits.softmax(1) if self.exclusive else logits.sigmoid()
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Change the inputs at random on their device, drawing from `contract.uniform(seeds, k)`
-        and nothing else."""
+        """Change the inputs at random on their device.
+
+        `contract.uniform(seeds, k)` is the only source of random numbers.
+        """
         return x
 
     def weights(self, like: Tensor) -> Tensor:
-        """Return (C,) class weights on the device of `like`, cached because the copy is a sync
-        point."""
+        """Return (C,) class weights on the device of `like`.
+
+        The weights are cached, because the copy is a sync point.
+        """
         cached: Tensor | None = getattr(self, "_weights", None)
         if cached is None or cached.device != like.device or cached.dtype != like.dtype:
             values = self.class_weights()
@@ -276,7 +291,7 @@ class Classification(contract.Task):
         return rest | {"x": self.mix(x, second, batch["share"]), "mixed": batch["share"]}
 
     def mix(self, x: Tensor, other: Tensor, share: Tensor) -> Tensor:
-        """Return the mixtures of (B, ...) inputs in (B,) shares of the first."""
+        """Mix (B, ...) inputs; `share` (B,) is the share of `x`."""
         first = share.to(x.dtype if x.is_floating_point() else torch.float32).view(
             -1, *[1] * (x.dim() - 1)
         )
@@ -284,15 +299,17 @@ class Classification(contract.Task):
         return mixed if x.is_floating_point() else mixed.round().to(x.dtype)
 
     def with_mixup(self, train: Any) -> Any:
-        """Return the dataset to train on with partners, if `augment.mixup` asks for them."""
+        """Return the training dataset with mixup partners if `augment.mixup` is on."""
         if not (alpha := self.cfg.augment.mixup):
             return train
         return Mixed(train, alpha, self.kept(train))
 
     def losses_of(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the (B,) weighted losses. The focal loss (Lin et al., ICCV 2017) is (1 - p)^gamma
-        times each, where p is the probability of the label; the weight by which a sum is divided
-        does not change."""
+        """Return the (B,) weighted losses.
+
+        The focal loss (Lin et al., ICCV 2017) multiplies each loss by (1 - p)^gamma, where p is the
+        probability of the label. The total weight, the divisor of the sum, is unchanged.
+        """
         settings, weights = self.cfg.loss, self.weights(logits)
         losses = F.cross_entropy(
             logits, y, weight=weights, label_smoothing=settings.label_smoothing, reduction="none"
@@ -300,12 +317,15 @@ class Classification(contract.Task):
         if not settings.focal:
             return losses
         sure = logits.log_softmax(1).gather(1, y[:, None]).squeeze(1)
-        # Clamped: at p = 1 the slope of a power below 1 is infinite.
+        # Clamp: at p = 1, the slope of a power below 1 is infinite.
         return losses * (-torch.expm1(sure)).clamp(min=1e-12) ** settings.focal
 
     def _unusual_loss(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (total, weight) of the focal loss, and of mixtures: each label counts with its
-        share, also in the weight, as its class does."""
+        """Return (total, weight) of the focal loss or of mixtures.
+
+        Each label of a mixture counts with its share in the loss and, times its class weight, in
+        the weight.
+        """
         y, weights = batch["y"], self.weights(logits)
         losses, mine = self.losses_of(logits, y), weights[y]
         if "mixed" in batch:
@@ -317,8 +337,7 @@ class Classification(contract.Task):
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         y = batch["y"]
         logits = net(batch["x"])  # (B, C)
-        # Where autocast does not cast them, logits may be bf16 or fp16; the loss is summed in at
-        # least fp32.
+        # Without autocast's cast, logits may be bf16 or fp16. Sum the loss in at least fp32.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         if not self.exclusive:
             return self._binary_loss(logits, batch)
@@ -349,7 +368,7 @@ class Classification(contract.Task):
         num_classes, guesses = logits.shape[1], logits.argmax(1)
         counts, shares = bins_of(logits.softmax(1).amax(1), guesses == y)
         self.guessed(batch, guesses)
-        # Not bincount, which is a sync point: it asks for the largest.
+        # bincount would be a sync point, because it reads the largest value.
         cells = y.new_zeros(num_classes**2).scatter_add_(
             0, y * num_classes + guesses, torch.ones_like(y)
         )
@@ -390,8 +409,7 @@ class Classification(contract.Task):
     def _binary_score(self, logits: Tensor, y: Tensor) -> Sums:
         losses, weights = self._binary_parts(logits, y)
         place = (logits.sigmoid() * LEVELS).floor().long().clamp(max=LEVELS - 1)  # (B, C)
-        # Of each class: how many samples that are off, and that are on, have a probability of each
-        # level.
+        # For each class, count negative and positive samples by level of probability.
         cells = (torch.arange(y.shape[1], device=y.device) * 2 + (y == 1)) * LEVELS + place
         levels = torch.zeros(y.shape[1] * 2 * LEVELS, dtype=torch.int64, device=y.device)
         levels.scatter_add_(0, cells.flatten(), (y >= 0).long().flatten())
@@ -427,15 +445,17 @@ class Classification(contract.Task):
         }
 
     def guessed(self, batch: Batch, guesses: Tensor) -> None:
-        """Hook: an evaluation predicted (B,) class numbers, on the batch's device; keep them for
-        `pictures`."""
+        """Receive (B,) predicted class numbers of an evaluation, on the batch's device.
+
+        A task overrides the hook to keep the numbers for `pictures`.
+        """
 
     def report(self, sums: Sums) -> dict[str, float]:
         if "levels" in sums:
             return self._binary_report(sums)
         matrix = sums["confusion"].cpu().numpy().astype(np.float64)
         precision, recall, f1 = precision_recall_f1(matrix)
-        # Classes that neither occur nor are predicted have no F1; the mean is over the others.
+        # A class that neither occurs nor is predicted has no F1 and is excluded from the mean.
         known = (matrix.sum(0) + matrix.sum(1)) > 0
         metrics: dict[str, Any] = {
             "loss": float(sums["loss_total"] / sums["loss_weight"])
@@ -444,7 +464,7 @@ class Classification(contract.Task):
             "accuracy": float(np.trace(matrix) / max(1.0, matrix.sum())),
             "macro_f1": float(f1[known].mean()) if known.any() else 0.0,
         }
-        if "bins" in sums:  # a task with a `score` of its own may have none
+        if "bins" in sums:  # a task's own `score` may omit the bins
             metrics["ece"] = ece(sums["bins"].cpu().numpy(), sums["bin_shares"].cpu().numpy())
         for c, name in enumerate(self.classes):
             metrics |= {
@@ -490,7 +510,7 @@ def _some(names: list[str]) -> str:
 
 
 class Deployed(nn.Module):
-    """A classifier for export: it returns {"logits", "probabilities"}, each (B, C) float32.
+    """A classifier for export that returns {"logits", "probabilities"}, each (B, C) float32.
 
     by_step  the input is (B, T, channels), as sensor data are stored, not (B, channels, T)
     """
@@ -508,16 +528,21 @@ class Deployed(nn.Module):
 
 
 def average_precision(off: np.ndarray, on: np.ndarray) -> float:
-    """(L,) counts of negatives and positives by rising probability -> the average precision, 0
-    without positives: scikit-learn's, of probabilities rounded down to their level."""
+    """Compute the average precision from (L,) counts of negatives and positives.
+
+    Counts are by ascending probability. The result is scikit-learn's for probabilities rounded down
+    to their level, and 0 without positives.
+    """
     hits, wrong = np.cumsum(on[::-1]), np.cumsum(off[::-1])
     precision = hits / np.maximum(1, hits + wrong)
     return float((precision * on[::-1]).sum() / max(1, on.sum()))
 
 
 def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(C, C) counts [true, predicted] -> three (C,) arrays, 0 where a denominator is 0
-    (scikit-learn's default)."""
+    """Return (C,) precision, recall and F1 from (C, C) counts [true, predicted].
+
+    A value with denominator 0 is 0 (scikit-learn's default).
+    """
     hits = np.diag(matrix).astype(np.float64)
     predicted, actual = matrix.sum(0), matrix.sum(1)
 
@@ -528,9 +553,11 @@ def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def draw_confusion(matrix: np.ndarray, classes: list[str]) -> np.ndarray:
-    """(C, C) counts [true, predicted] -> uint8 picture (H, W, 3): rows are the truth, shade is the
-    row's share."""
-    # comes with tensorboard; imported when the first picture is drawn
+    """Draw (C, C) counts [true, predicted] as a uint8 picture (H, W, 3).
+
+    Rows are the truth. The shade of a cell is its share of the row.
+    """
+    # Pillow comes with tensorboard; the first picture imports Pillow.
     from PIL import Image, ImageDraw, ImageFont
 
     num_classes, title = len(classes), "rows: true, columns: predicted"
@@ -546,7 +573,7 @@ def draw_confusion(matrix: np.ndarray, classes: list[str]) -> np.ndarray:
     for c, name in enumerate(names):
         middle = cell * c + cell // 2
         pen.text((left - 6, top + middle), name, fill="black", font=font, anchor="rm")
-        upright = Image.new("L", (longest, 20))  # names are wider than a cell: they run upwards
+        upright = Image.new("L", (longest, 20))  # names exceed a cell's width, so draw them upwards
         ImageDraw.Draw(upright).text((6, 10), name, fill=255, font=font, anchor="lm")
         upright = upright.rotate(90, expand=True)
         picture.paste("black", (left + middle - 10, top - longest), upright)

@@ -1,5 +1,7 @@
-"""Text and curves in the pictures of an evaluation. Pillow comes with tensorboard; the first
-picture imports it."""
+"""Text and curves in the pictures of an evaluation.
+
+Pillow comes with tensorboard. The first picture imports Pillow.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ def text_width(line: str, size: int = 14) -> int:
 
 
 def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarray:
-    """Draw lines of text as (18 * lines, width) uint8, white on black; `inverse` is black on
-    white."""
+    """Draw lines of text as (18 * lines, width) uint8, white on black.
+
+    `inverse` is black on white.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     strip, font = (
@@ -32,30 +36,29 @@ def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarr
 
 
 def captioned(film: np.ndarray, line: str) -> np.ndarray:
-    """(T, H, W, 3) uint8 -> (T, 18 + H, W, 3), with the same line of text above every frame."""
+    """Add a line of text above every frame: (T, H, W, 3) uint8 -> (T, 18 + H, W, 3)."""
     strip = caption([line], film.shape[2])[None, :, :, None]
     return np.concatenate([np.broadcast_to(strip, (len(film), *strip.shape[1:3], 3)), film], 1)
 
 
 class Line(NamedTuple):
-    """A curve of a plot: (T,) values, NaN where there is none; its colour; its width in half
-    pixels."""
+    """A curve of a plot: (T,) values, NaN for no value; colour; width in half pixels."""
 
     values: np.ndarray
     colour: tuple[int, int, int]
     width: int
 
 
-PLOT, MOST_PLOTS = (400, 130), 24  # pixels (W, H) of each, and how many a picture has at most
+PLOT, MOST_PLOTS = (400, 130), 24  # pixels (W, H) per plot, and most plots per picture
 _MARGIN = (58, 24, 10, 12)  # pixels left of, above, right of and below the axes
 
 
 def plots(title: str, given: Sequence[tuple[str, Sequence[Line]]]) -> np.ndarray:
-    """Draw a plot for each of `given`, (its title, its curves), under a title -> (H, W, 3) uint8,
-    on white.
+    """Draw a plot for each of `given`, (title, curves), under a title: (H, W, 3) uint8 on white.
 
-    All curves have one length, and each plot an axis of its own, with its lowest and highest value
-    beside it.
+    All curves have equal length. Each plot has its own axis, labelled with the lowest and the
+    highest
+    value.
     """
     kept = given[:MOST_PLOTS]
     columns = 1 if len(kept) < 3 else 2 if len(kept) < 9 else 3
@@ -71,7 +74,7 @@ def plots(title: str, given: Sequence[tuple[str, Sequence[Line]]]) -> np.ndarray
 
 
 def _plot(name: str, lines: Sequence[Line]) -> np.ndarray:
-    """Draw curves at twice the size and shrink them, so that they are smooth."""
+    """Draw curves at twice the size and shrink the picture, for smooth curves."""
     from PIL import Image, ImageDraw, ImageFont
 
     width, height = PLOT

@@ -1,5 +1,7 @@
-"""Shared by tasks whose model may be a published backbone: its weights from a file, its rates, its
-cached features."""
+"""Base of tasks whose model may be a published backbone.
+
+The module loads the backbone's weights from a file, sets its rates and caches its features.
+"""
 
 from __future__ import annotations
 
@@ -50,29 +52,27 @@ class BackboneSettings:
 
 
 class FromWeights(Classification):
-    """A task whose config has a section `model: BackboneSettings` and whose model may be a
-    `Backbone`.
+    """A task whose config has `model: BackboneSettings` and whose model may be a `Backbone`.
 
-    choose_by  the key that chooses a backbone, for messages
-    shard      samples of a file of cached features, and of a pass through the backbone
+    choose_by  key that chooses a backbone, for messages
+    shard      samples per file of cached features, and per pass through the backbone
     """
 
-    # a checkpoint tells whether it is the same
+    # The digests in a checkpoint show whether the pretrained weights are equal.
     resumable_keys = (*Classification.resumable_keys, "model.pretrained")
     choose_by = "model"
     shard = 16
     # (D,) mean and (D,) standard deviation of cached features
     _statistics: tuple[Tensor, Tensor] | None = None
-    _told = ""  # a line on them
+    _told = ""  # a line on the cached features
 
     @classmethod
     def backbone(cls, cfg: Any) -> type[Backbone] | None:
-        """Return the class of the backbone that the config chooses, None for a model of the task's
-        own."""
+        """Return the class of the config's backbone, None for a model of the task itself."""
         raise NotImplementedError
 
     def published_name(self) -> str:
-        """Return the name in `backbones.PUBLISHED` of the chosen backbone."""
+        """Return the name of the chosen backbone in `backbones.PUBLISHED`."""
         raise NotImplementedError
 
     def new_backbone(self, fixed_norms: bool) -> Backbone:
@@ -80,8 +80,10 @@ class FromWeights(Classification):
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
-        """A pretrained backbone is trained at a tenth of the head's rate; on cached features the
-        head trains alone."""
+        """Return the rates: a tenth of the head's rate for a pretrained backbone.
+
+        On cached features, only the head is trained.
+        """
         kind, model = cls.backbone(cfg), cfg.model
         if kind is None:
             return {}
@@ -102,8 +104,7 @@ class FromWeights(Classification):
         return bool(self.cfg.model.features == "cached")
 
     def check_backbone(self) -> None:
-        """Raise LockstepError if a key of a backbone is set and none is chosen, or keys contradict
-        each other."""
+        """Raise LockstepError for contradictory keys of a backbone, or keys without a backbone."""
         model = self.cfg.model
         if self.backbone(self.cfg) is None:
             usual = BackboneSettings()
@@ -136,8 +137,11 @@ class FromWeights(Classification):
         return net
 
     def _backbone_net(self) -> Backbone:
-        """Return the backbone and its head: the published weights, or random ones by the seed
-        alone, because cached features are computed before the engine seeds the model's."""
+        """Return the backbone and its head with published weights, or with random weights.
+
+        Random weights depend on the seed only, because cached features are computed before the
+        engine seeds the model.
+        """
         model = self.cfg.model
         fixed = model.batch_norm == "fixed" or (
             model.batch_norm == "auto" and bool(model.pretrained)
@@ -147,7 +151,7 @@ class FromWeights(Classification):
             net = self.new_backbone(fixed)
         self._is_part = net.is_part
         told: list[str] = []
-        # A checkpoint of a trained backbone holds it whole.
+        # A checkpoint of a trained backbone has all weights.
         if model.pretrained and (self._cached or not self.resuming):
             weights, line = backbones.read(
                 Path(model.pretrained).expanduser(), self.published_name(), net.shapes()
@@ -176,17 +180,21 @@ class FromWeights(Classification):
         )
 
     def saved(self, name: str) -> bool:
-        """Of a frozen backbone a checkpoint holds the digests, as of any weights that are
-        another's."""
+        """Return whether a checkpoint has the full values of a weight.
+
+        For a frozen backbone, a checkpoint has only digests, as for any external weights.
+        """
         return not (self._cached and self.backbone(self.cfg) and self._is_part(name))
 
     # ---- cached features ----
 
     def in_features(self, everything: Any, *parts: tuple[Any, np.ndarray]) -> list[Any]:
-        """Return the datasets of `parts`, (dataset, (n,) rows of `everything`), in features if they
-        are to be cached: first the one to train on, then the one to validate on, and any others.
+        """Convert the datasets of `parts` to features if features are cached.
 
-        Features are of all samples, whatever the split, so that the next split finds them.
+        parts  (dataset, (n,) rows of `everything`): first the training part, then validation, then
+               the rest
+
+        Features cover all samples, whatever the split, so that the next split can use the cache.
         """
         self.check_backbone()
         if not self._cached:
@@ -210,8 +218,8 @@ class FromWeights(Classification):
 
             def fetch(begin: int, end: int, view: int = view) -> Tensor:
                 x: Tensor = everything.__getitems__(list(range(begin, end)))["x"]
-                # By the sample's number in all data and a seed of their own: every run finds the
-                # same views.
+                # The seed depends only on the sample's number in all data, so every run uses equal
+                # views.
                 return (
                     self.augment(x, contract.sample_seeds(0, view, torch.arange(begin, end)))
                     if view
@@ -235,28 +243,28 @@ class FromWeights(Classification):
         return made
 
     def raw(self, batch: Batch) -> Batch:
-        """Return a batch of the validation split as it was before it became features, for an
-        export."""
+        """Return a batch of the validation split as raw samples, for an export."""
         if not self._cached:
             return batch
         return batch | {"x": self._raw.__getitems__(batch["lockstep"].index.tolist())["x"]}
 
     def _about(self, net: Backbone) -> tuple[bytes, Path]:
-        """Return a digest of all that decides features but the samples' own bytes, and the folder
-        for them."""
+        """Return a digest of the features' inputs and the folder.
+
+        The digest excludes the samples' bytes.
+        """
         digest = hashlib.sha256(f"{VERSION} {type(net).__name__} {self.published_name()}".encode())
         for name, value in net.state_dict(keep_vars=False).items():
             if net.is_part(name):
                 digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
                 digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        for kind in (Backbone, type(net)):  # the input's normalisation, too
+        for kind in (Backbone, type(net)):  # includes the input's normalisation
             digest.update(Path(inspect.getfile(kind)).read_bytes())
         name = f"{self.published_name()}-{digest.hexdigest()[:16]}"
         return digest.digest(), backbones.cache_folder("") / "features" / name
 
     def prepare(self, batch: Batch) -> Batch:
-        """Choose one of the cached versions of each sample by its seed, or augment the sample
-        itself."""
+        """Choose a cached version of each sample by its seed, or augment the sample."""
         if not self._cached:
             return super().prepare(batch)
         if "views" not in batch:
@@ -278,6 +286,5 @@ class FromWeights(Classification):
         return "\n".join(filter(None, [*told, self._told]))
 
     def backbone_note(self) -> str:
-        """Return a line that sets the data beside those that the published weights were trained
-        on."""
+        """Return a line that compares the data with the training data of the published weights."""
         return ""
