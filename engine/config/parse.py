@@ -286,7 +286,7 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
         bounds = {"at least": low, "above": above, "at most": high}
         texts = [f"{word} {bound:g}" for word, bound in bounds.items() if isfinite(bound)]
         raise ValueError(f"must be {' and '.join(texts)}")
-    return int(number) if kind is int else number
+    return kind(number)
 
 
 def _contradictions(cfg: Config) -> list[str]:
