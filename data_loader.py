@@ -351,7 +351,7 @@ class TrainLoader(_Loader):
             parts = [full((len(micro.indices),), micro.mean_weight) for micro in micros]
             info.mean_weight = torch.cat(parts)
         if self.cached is not None:
-            batch = self.cached.rows(info.index)
+            batch = self.cached.gather(info.index)
         batch = attach_info(batch, info)
         if self.prepare is None:
             return batch
@@ -418,7 +418,7 @@ class EvalLoader(_Loader):
             rows = slice(indices[0] - first, indices[-1] + 1 - first)
             info = BatchInfo(index[rows], index[rows], seeds[rows])
             if self.cached is not None:
-                batch = self.cached.rows(info.index)
+                batch = self.cached.gather(info.index)
             yield attach_info(batch, info)
 
     def __len__(self) -> int:
@@ -483,20 +483,7 @@ def create_data_loaders(
     if cfg.num_workers:
         hooks.loader_folders.each()
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
-    if cfg.sampler == "balanced" and labels is None:
-        what = f"sampler=balanced, but the data of task {cfg.task} have no labels"
-        raise LockstepError(
-            what, "sampler", "give the dataset an attribute `labels` (N,), or use sampler=shuffle"
-        )
-    if cfg.sampler == "balanced" and getattr(train_set, "epoch_order", None):
-        raise LockstepError(
-            "sampler=balanced, but the data have an order of their own",
-            "sampler",
-            "use sampler=shuffle",
-        )
-    if val_set is None and cfg.patience:
-        what = f"patience={cfg.patience} without validation data"
-        raise LockstepError(what, "patience", "drop it: nothing is evaluated")
+    hooks.check_settings("data", cfg=cfg, labels=labels, train_set=train_set, val_set=val_set)
     if val_set is not None and not len(val_set):
         raise LockstepError(
             "the validation set is empty", "dataset", "check the data and the split"

@@ -54,7 +54,6 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
     if device.type == "cuda":
         # before any other CUDA call, or every rank opens a context on GPU 0
         torch.cuda.set_device(device)
-    performance.bind_cores(cfg, env, device)
     # nccl for tensors on GPUs, gloo for tensors on CPUs
     backend = launch.pick_backend(cfg, env, device, always)
     with launch.explained(env):
@@ -117,7 +116,7 @@ def build(
 def prepare(run: Run, strict: bool) -> None:
     """(all ranks) Wrap the model, compare the ranks, try an evaluation, set the threads."""
     run.net = wrap_ddp(run, always=strict)
-    resilience.prepare_advice(run)  # batches that need less memory, names for DDP's errors
+    resilience.prepare_advice(run)  # batches that need less memory
     preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere
     parallel.check_strategy(run)  # with shards: checkpoints and the optimizer allow them
     preflight.sanity_check(run)  # show a mistake in the evaluation now, not after an epoch

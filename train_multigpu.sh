@@ -82,19 +82,49 @@ print(*[f"GPU {i}: {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.de
     done
 }
 
-# Sets `python`, and `forwards`: whether its torchrun can be told which signals to pass on. Importing torch takes
-# seconds, looking for it does not.
+# Sets `python`, and whether its torchrun has two options: `forwards` (--signals-to-handle) and `binds`
+# (--numa-binding, since torch 2.9). Importing torch takes seconds, looking for it does not.
 find_python() {
-    local candidates probe='import importlib.util, pathlib
+    local answers candidates probe='import importlib.util, pathlib
 torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent
-print(b"signals_to_handle" in (torch / "distributed" / "run.py").read_bytes())'
+options = (torch / "distributed" / "run.py").read_bytes()
+print(b"signals_to_handle" in options, b"numa_binding" in options)'
     mapfile -t candidates < <(type -aP python)
     candidates=(${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} "${candidates[@]}" "$here/.venv/bin/python" python3)
     [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
     for python in "${candidates[@]}"; do
-        if forwards=$("$python" -c "$probe" 2>/dev/null); then return; fi
+        answers=$("$python" -c "$probe" 2>/dev/null) || continue
+        read -r forwards binds <<<"$answers"
+        return
     done
     fail "no PyTorch (tried ${candidates[*]}): \`pip install torch\`, or set PYTHON to an interpreter that has it"
+}
+
+# Sets `numa` to torchrun's option that keeps each process on the NUMA node of its GPU. Without a GPU, with one node, or
+# where the GPUs are not on all nodes, cores would have no work: then `numa` is empty. torchrun fails where numactl is
+# missing or forbidden (containers without CAP_SYS_NICE), or where the node of a GPU is unknown: this function tries both.
+find_numa() { # WORD...
+    local words=" $* ${TORCHRUN_ARGS:-} " list cores node places gpu nodes=() used=()
+    numa=''
+    ((${#gpus[@]})) && [[ ${binds:-} == True ]] || return 0
+    [[ ! $words =~ --numa[-_]binding && ! ${words,,} =~ ddp\.bind[-_]cores[=\ ](false|no|off|0)\  ]] || return 0
+    for list in /sys/devices/system/node/node*/cpulist; do
+        node=${list%/cpulist} cores=''
+        [[ ! -r $list ]] || read -r cores <"$list" || true
+        [[ -z $cores ]] || nodes[${node##*node}]=$cores # a node without cores has memory only
+    done
+    ((${#nodes[@]} > 1)) || return 0
+    places=$(nvidia-smi --query-gpu=uuid,pci.bus_id --format=csv,noheader 2>/dev/null) || return 0
+    for gpu in "${gpus[@]:0:processes}"; do
+        [[ $gpu =~ UUID:\ ([^\)]+) && $places =~ ${BASH_REMATCH[1]},\ *([0-9A-Fa-f]+)(:[0-9A-Fa-f:.]+) ]] || return 0
+        printf -v gpu '%04x%s' "0x${BASH_REMATCH[1]}" "${BASH_REMATCH[2],,}"
+        read -r node 2>/dev/null <"/sys/bus/pci/devices/$gpu/numa_node" || return 0
+        [[ $node =~ ^[0-9]+$ && -n ${nodes[node]-} ]] || return 0 # -1: the system does not report it
+        used[node]=yes
+    done
+    [[ ${!used[*]} == "${!nodes[*]}" ]] || return 0
+    for cores in "${nodes[@]}"; do numactl --physcpubind="$cores" true 2>/dev/null || return 0; done
+    numa=--numa-binding=node
 }
 
 same() { # NAME OTHER: NAME is OTHER's value where that is set, and must not be a third
@@ -219,7 +249,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores = $(nproc) / processes, cores
 # SIGUSR1, Slurm's warning, and SIGUSR2 would kill torchrun and orphan its workers: it passes them on, or ignores them.
 signals="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 if [[ $forwards != True ]]; then signals='' && trap '' USR1 USR2; fi
-read -r -d '' -a options <<<"--nproc_per_node=$processes $signals ${TORCHRUN_ARGS:-}" || true
+find_numa "$@"
+read -r -d '' -a options <<<"--nproc_per_node=$processes $signals $numa ${TORCHRUN_ARGS:-}" || true
 agent=("$here/plugins/resilience/agent.py")
 [[ -f ${agent[0]} ]] || agent=(-m torch.distributed.run) # a copy without that plugin
 command=("$python" "${agent[@]}" "${rendezvous[@]}" "${options[@]}" "$script" "$@")

@@ -38,7 +38,8 @@ import tasks
 import train
 from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
-from engine.files.checkpoints import Checkpoints, CheckpointWriter
+from engine.files.store import Checkpoints
+from engine.files.writer import CheckpointWriter
 from engine.meter import Meter, StepResult
 from engine.phases import Phases, phase
 from engine.report import log

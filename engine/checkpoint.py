@@ -24,7 +24,7 @@ from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.archive import CheckpointState
-from engine.files.checkpoints import find_checkpoint
+from engine.files.store import find_checkpoint
 from engine.optim import make, make_ema
 from engine.phases import phase
 from engine.private import scaler_with

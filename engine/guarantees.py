@@ -72,9 +72,7 @@ class Parallel:
 
 
 class Performance:
-    """Speed without a change of the steps: compilation, CUDA graphs, a binding to cores."""
-
-    def bind_cores(self, cfg: Any, env: Any, device: Any) -> None: ...
+    """Speed without a change of the steps: compilation, CUDA graphs."""
 
     def resolve(self, cfg: Any, world: Any, plan: Any) -> Any:
         return plan
@@ -133,6 +131,10 @@ NEEDS = (
     Need("performance", "cuda_graph", (False,)),
     Need("performance", "cache", ("auto", "none")),
     Need("performance", "ddp.backend", ("auto", "gloo")),
+    # The table of excluded settings keeps a CUDA graph from a step of several parts, and refuses
+    # sampler=balanced for data without labels.
+    Need("preflight", "cuda_graph", (False,)),
+    Need("preflight", "sampler", ("shuffle",)),
     Need("reporting", "record", (0,)),
     Need("reporting", "wandb.enable", (False,)),
     Need("reporting", "mlflow.enable", (False,)),

@@ -73,12 +73,13 @@ shared_memory_hooks = Hook()
 
 # ---- while a run is built
 settings = Hook()
-"""each(cfg, world, accumulation, devices): raise LockstepError for settings that exclude each
-other."""
+"""each(moment, facts) -> the errors of settings that exclude each other."""
 caches = Hook()
 """first(cfg, datasets, device) -> datasets that hold their samples in memory."""
 reducers = Hook()
 """first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
+initial_state = Hook()
+"""first(run) -> a copy of the run's state before a checkpoint is loaded, for later comparisons."""
 
 initial_state = Hook()
 """first(run) -> the state of a run before a checkpoint is loaded, to compare it with a resume."""
@@ -114,6 +115,10 @@ stragglers = Hook()
 events = Hook()
 """each(name, facts): what happened to the run, for status files."""
 
+# ---- when a run fails
+translators = Hook()
+"""first(error, place) -> the LockstepError for an exception that the function knows, or None."""
+
 
 def check(method: str, value: Any, *about: Any) -> Any:
     """Return a value that a method of the task has returned. Raises LockstepError if a plugin finds
@@ -123,6 +128,24 @@ def check(method: str, value: Any, *about: Any) -> Any:
     """
     returned.each(method, value, *about)
     return value
+
+
+def find_conflicts(moment: str, **facts: Any) -> list[Any]:
+    """Return a LockstepError for each setting that a second setting or a fact excludes.
+
+    moment  when the settings are judged: a key of MOMENTS in plugins/preflight/rules.py
+    facts   the facts of the moment, by name
+    """
+    conflicts: list[Any] = []
+    for found in settings.each(moment, facts):
+        conflicts += found
+    return conflicts
+
+
+def check_settings(moment: str, **facts: Any) -> None:
+    """Raise the first error that `find_conflicts` returns."""
+    for error in find_conflicts(moment, **facts):
+        raise error
 
 
 def event(name: str, **facts: Any) -> None:

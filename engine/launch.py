@@ -157,20 +157,7 @@ def forgotten_launch() -> str:
 def pick_device(cfg: Config, env: Environment) -> torch.device:
     """Return the device of this process, by LOCAL_RANK under a launcher."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() and cfg.device != "cpu" else 0
-    if cfg.device == "cuda" and not visible:
-        raise LockstepError(
-            "device=cuda, but no GPU is visible", "device", "drop it, or check nvidia-smi"
-        )
-    if cfg.ddp.backend == "nccl" and not visible:
-        what, todo = (
-            "ddp.backend=nccl needs CUDA, and no GPU is visible",
-            "leave it at auto: gloo is used on the CPU",
-        )
-        raise LockstepError(what, "ddp.backend", todo)
-    if cfg.multi_gpu == "dp" and env.launched:
-        what = "--multi-gpu dp is for one process, but torchrun started this one"
-        todo = "use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun"
-        raise LockstepError(what, "multi_gpu", todo)
+    hooks.check_settings("launch", cfg=cfg, env=env, visible=visible)
     if not visible:
         return torch.device("cpu")
     if not env.launched:  # under torchrun CUDA_VISIBLE_DEVICES chooses the GPUs
@@ -297,6 +284,8 @@ def processes_sharing(memory: torch.device) -> int:
 def typed_command() -> str:
     """Return the command before the arguments of the training, as typed in a shell; under torchrun
     a command of equal effect."""
+    if os.environ.get(COMMAND):
+        return os.environ[COMMAND]  # train_multigpu.sh, or the python that became torchrun
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
     torchrun = ["torchrun"]

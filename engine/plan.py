@@ -139,7 +139,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         raise LockstepError(
             what, "batch_size", todo if num_samples else "the training set is empty"
         )
-    hooks.settings.each(cfg, world, accumulation, devices)
+    hooks.check_settings("plan", cfg=cfg, world=world, accumulation=accumulation, devices=devices)
     # one of them is given
     total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))
     schedule = cfg.schedule

@@ -10,21 +10,6 @@ from engine.errors import LockstepError, console
 from engine.files.archive import CheckpointState
 from engine.plan import Plan
 
-FREE_KEYS = (
-    "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps "
-    "device multi_gpu gpu_ids "
-    "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every "
-    "max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile "
-    "cuda_graph cache oom "
-    "save_minutes digest_every record optim.zero schedule.horizon random_samples init_from "
-    "check_resume check_sums "
-    "ddp. wandb. mlflow."
-).split()
-"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, in addition to
-`Task.resumable_keys`. global_batch and schedule.horizon are compared by resolved value, the data by
-fingerprint."""
-
 
 def check_same_run(
     saved: CheckpointState,
@@ -87,12 +72,10 @@ def _differences(
     then = config.defaults(cfg) | config.flatten(saved.config)
     if now["task"] != then["task"]:  # nothing else would be comparable
         return {"task": f"task: {then['task']} -> {now['task']}"}
-    free = {*FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
-    sections = tuple(key for key in free if key.endswith("."))
     found = {
         key: [f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"]
         for key in sorted(now.keys() | then.keys())
-        if now.get(key) != then.get(key) and key not in free and not key.startswith(sections)
+        if now.get(key) != then.get(key) and not config.may_differ(key, task.resumable_keys)
     }
     # else it follows from epochs and steps
     moved = now["schedule.horizon"] != then.get("schedule.horizon")

@@ -36,7 +36,7 @@ def available() -> int:
 
 @functools.cache
 def _given() -> int:
-    """Return the number of threads at the first call: the choice of torch, or of `bind`."""
+    """Return the number of threads at the first call: the choice of torch, or OMP_NUM_THREADS."""
     return torch.get_num_threads()
 
 
@@ -48,21 +48,16 @@ def threads_at_most(number: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(number), BY_RULE: "by_rule"}
 
 
-bound = [""]
-"""The NUMA node of this process; empty without a binding."""
-
-
 def limit_threads(asked: int, processes: int) -> int:
     """Use one thread until the FLOPs of a forward pass are known; return the limit from then on.
 
     asked      the setting `threads`; a number there, or in OMP_NUM_THREADS, holds from the start
-    processes  the processes of this machine, which share the cores unless `bind` has shared them
+    processes  the processes of this machine, which share the cores
     """
     given = _given()  # before the limit
     number, _ = _set_by_user(asked)
     torch.set_num_threads(number or 1)
-    share = available() if bound[0] else available() // processes
-    return number or min(given, max(1, share))
+    return number or min(given, max(1, available() // processes))
 
 
 def set_threads(asked: int, gflop: float, allowed: int) -> str:

@@ -1,5 +1,4 @@
-"""Compute a task's loss without consequences: what modules and the task hold is put back
-afterwards."""
+"""Compute a task's loss without consequences: restore the modules and copy the task."""
 
 from __future__ import annotations
 
@@ -13,27 +12,32 @@ from engine.comm.buffers import Buffers
 from engine.contract import Task
 from engine.data.batches import PLAIN
 
+LONG = 100
+"""A container with more items holds data, and its items are not copied."""
+
 
 class Kept:
-    """What a model holds besides its weights, and so do other modules that its task keeps.
+    """The state of a model besides the weights, and the state of other modules of the task.
 
     of_task  modules that the task keeps, such as a teacher that is an average of weights
     modules  the model, then `of_task`
-    buffers  of all of them
-    numbers  plain attributes of all of them: the dict of each module, and their values
+    buffers  of all these modules
+    numbers  the attributes of each module, and a copy of the plain attributes
     """
 
     def __init__(self, model: nn.Module, task: Task):
         known = {*model.modules()}
-        held = (each for each in vars(task).values() if isinstance(each, nn.Module))
-        self.of_task = [each for each in held if each not in known]
+        self.of_task = []
+        for value in vars(task).values():
+            if isinstance(value, nn.Module) and value not in known:
+                self.of_task.append(value)
         self.modules = nn.ModuleList([model, *self.of_task])
         self.buffers = Buffers(self.modules)
         self.buffers.keep()
         self.numbers = [(vars(module), _plain(module)) for module in self.modules.modules()]
 
     def put_back(self) -> None:
-        """Give buffers and numbers the values that they had."""
+        """Restore the buffers and the plain attributes."""
         self.buffers.restore()
         for attributes, numbers in self.numbers:
             attributes |= numbers
@@ -44,21 +48,26 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def copied_task(task: Task) -> Task:
-    """Return a copy of a task: of its tensors and containers, while other objects are the same."""
-    copied: Task = object.__new__(type(task))  # `copy.copy` calls a class's own `__new__`
-    vars(copied).update({name: _copied(value) for name, value in vars(task).items()})
-    return copied
+    """Return a copy of a task with copies of its tensors and containers, and the same objects."""
+    new: Task = object.__new__(type(task))  # `copy.copy` calls a `__new__` of the class
+    for name, value in vars(task).items():
+        vars(new)[name] = _copied(value)
+    return new
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor or a container, of short containers a deep one; other objects are
-    not copied."""
+    """Return a copy of a tensor or a container; return another object itself.
+
+    The items of a container with at most LONG items are copied, too.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone()
     if not isinstance(value, (list, dict, set, deque)):
         return value
     new = copy.copy(value)
-    if len(new) <= 100 and isinstance(new, (list, dict, deque)):  # a longer one holds data
-        for key, each in [*(new.items() if isinstance(new, dict) else enumerate(new))]:
-            new[key] = _copied(each)
+    if isinstance(new, set) or len(new) > LONG:
+        return new
+    items = new.items() if isinstance(new, dict) else enumerate(new)
+    for key, item in [*items]:
+        new[key] = _copied(item)
     return new

@@ -1,14 +1,13 @@
-"""A robot's recordings that no disk holds: a policy cloned from LeRobot's parquet files as shards.
-Fork this file.
+"""Clone a policy from a robot's recordings in shards, larger than a disk. Fork this file.
 
-    python tools/index_shards.py DATASET/data     # once; a dataset with pictures in parquet, not in
-                                                  videos
-    python train.py examples/own_frames.py shards.root=DATASET/data torchrun --standalone
-    --nproc_per_node=2 train.py examples/own_frames.py shards.root=https://host/DATASET/data
+    python tools/index_shards.py DATASET/data     # once; pictures must be in parquet, not in videos
+    python train.py examples/own_frames.py shards.root=DATASET/data
+    torchrun --standalone --nproc_per_node=2 train.py examples/own_frames.py
+        shards.root=https://host/DATASET/data
 
-A row is a frame, and a shard a file of them: an episode lies in one file, in order. The robot task
-itself (`python train.py robot`) reads datasets that lie on a disk, videos too. Needs pyarrow, and
-Pillow for pictures.
+The shards are LeRobot's parquet files. A row is a frame, and a shard is a file of frames: an
+episode is in one file, in order. The robot task (`python train.py robot`) reads datasets on a disk,
+also with videos. Needed packages: pyarrow, and Pillow for pictures.
 """
 
 from __future__ import annotations
@@ -40,14 +39,16 @@ class Settings(contract.Settings):
 
 
 class Frames(Shards):
-    """A sample is a frame and the actions of the next `chunk` ones of its episode; beyond its end
-    they are masked."""
+    """A dataset of frames. A sample is a frame and the actions of the next `chunk` frames.
+
+    Actions beyond the end of the episode are masked.
+    """
 
     chunk = 8
 
     def __getitems__(self, indices: list[int]) -> Batch:
         first = np.asarray(indices)
-        # of the shard, where its last episode ends
+        # (B,) the end of the shard, where the last episode of the shard ends
         end = self.ends[np.searchsorted(self.ends, first, side="right")]
         numbers = np.minimum(first[:, None] + np.arange(self.chunk), end[:, None] - 1)  # (B, T)
         wanted = np.unique(numbers)
@@ -72,7 +73,7 @@ class Frames(Shards):
 
 
 def picture(cell: dict[str, Any]) -> Tensor:
-    """LeRobot's cell of a picture -> (3, H, W) uint8."""
+    """Return (3, H, W) uint8 of LeRobot's cell of a picture."""
     from PIL import Image
 
     return torch.from_numpy(np.array(Image.open(io.BytesIO(cell["bytes"])).convert("RGB"))).permute(
@@ -128,7 +129,10 @@ class Task(contract.Task):
         return {"loss": float(sums["total"] / sums["weight"])}
 
     def _errors(self, net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean over the actions that are there: two sums, which the engine divides."""
+        """Return the total and the weight of a mean over unmasked actions.
+
+        The engine divides both sums.
+        """
         errors = (net(contract.inputs(batch)) - batch["action"]).abs().mean(2)  # (B, T)
         return (errors * batch["mask"]).sum(), batch["mask"].sum()
 
@@ -154,6 +158,6 @@ class Policy(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        """{state (B, S), pictures (B, 3, H, W) uint8} -> (B, T, A)"""
+        """Return (B, T, A) for {state (B, S), pictures (B, 3, H, W) uint8}."""
         seen = [self.eyes[0](batch[name].float() / 255 - 0.5) for name in self.cameras]
         return self.acts(torch.cat([batch["state"], *seen], 1)).unflatten(1, self.shape)

@@ -1,4 +1,5 @@
-"""Fine-tune a language model of Hugging Face with LoRA: only the adapters are trained, and saved.
+"""Fine-tune a language model of Hugging Face with LoRA: train and save adapters only.
+
 Fork this file.
 
     pip install transformers peft                       (the extra [lora])
@@ -6,8 +7,8 @@ Fork this file.
     torchrun --standalone --nproc_per_node=2 train.py examples/own_lora.py text.path=mine.txt
         text.base=models/gpt2
 
-Without `text.base`, the folder of a pretrained model, the base is a tiny GPT-2 with random weights
-that reads bytes; without `text.path` it learns a made-up text. Nothing is downloaded.
+`text.base` is the folder of a pretrained model. Without `text.base` the base is a tiny GPT-2 with
+random weights and bytes as tokens. Without `text.path` the text is made up. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Settings(contract.Settings):
 
 
 class Windows:
-    """Pieces of a text, (length + 1,) tokens each."""
+    """A dataset of the pieces of a text, (length + 1,) tokens each."""
 
     def __init__(self, tokens: Tensor, length: int):
         self.tokens = tokens[: len(tokens) // (length + 1) * (length + 1)].view(-1, length + 1)
@@ -63,16 +64,18 @@ class Task(contract.Task):
         return Windows(tokens[:cut], cfg.length), Windows(tokens[cut:], cfg.length)
 
     def model(self) -> nn.Module:
-        """A frozen base with adapters. The base comes from here on every start, also when a run is
-        resumed."""
+        """Return a frozen base with adapters.
+
+        Every start loads the base here, also the start of a resumed run.
+        """
         transformers, peft = needed("transformers"), needed("peft")
         base = self.cfg.text.base
         if base:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 base, local_files_only=True, dtype=torch.float32
             )
-        # random, but the same on every start, because of `seed`; without dropout no cut of a batch
-        # matters
+        # The random weights are equal on every start, because of `seed`. Without dropout the
+        # result does not depend on the partition of the batch.
         else:
             sizes = {"vocab_size": 256, "n_positions": 256, "n_embd": 48, "n_layer": 2, "n_head": 2}
             others = {
@@ -92,7 +95,7 @@ class Task(contract.Task):
         return "lora_" in name
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Sums, never means: the engine divides, once, over all passes and ranks."""
+        """Return sums, never means: the engine divides, once, over all passes and ranks."""
         tokens = batch["tokens"]
         return Loss(_loss(net, tokens), torch.tensor(tokens[:, 1:].numel()))
 
@@ -110,6 +113,7 @@ class Task(contract.Task):
 
 
 def _loss(net: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the cross entropy, summed over all tokens."""
     logits = net(input_ids=tokens[:, :-1]).logits.float()  # (B, length, vocabulary)
     return nn.functional.cross_entropy(
         logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
@@ -117,6 +121,7 @@ def _loss(net: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def needed(package: str) -> Any:
+    """Import a package. Raises LockstepError if the package is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:

@@ -1,11 +1,10 @@
-"""An optimizer of your own: Muon for the hidden matrices, AdamW with a rate for each other part.
-Fork this file.
+"""Train with two optimizers: Muon for hidden matrices, AdamW for the rest. Fork this file.
 
     python train.py examples/own_optimizer.py
     torchrun --standalone --nproc_per_node=2 train.py examples/own_optimizer.py schedule.kind=wsd
 
-Any torch.optim.Optimizer will do whose step needs no closure. The task here: which of six tones a
-noisy sound holds.
+Each part of the model has a separate learning rate. Any torch.optim.Optimizer works whose step
+needs no closure. The task of the example: recognise one of six tones in a noisy sound.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ TONES, STEPS = 6, 64
 
 
 class Sounds:
-    """YOUR DATA goes here. (N, STEPS) float32 and (N,) int64, the same on every rank."""
+    """YOUR DATA goes here: (N, STEPS) float32 and (N,) int64, equal on all ranks."""
 
     def __init__(self, count: int, seed: int):
         draw = torch.Generator().manual_seed(seed)
@@ -57,10 +56,13 @@ class Task(contract.Task):
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """`optim.lr` is the peak of the schedule; a group with a rate of its own keeps its share of
-        it."""
+        """Return Muon and AdamW as one optimizer.
+
+        `optim.lr` is the peak of the schedule. A group with a different rate keeps the ratio to the
+        peak.
+        """
         lr, decay = self.cfg.optim.lr, self.cfg.optim.weight_decay
-        # optim.freeze has been here
+        # optim.freeze has already cleared `requires_grad` of frozen parameters.
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         head = [p for name, p in trained.items() if name.startswith("5.")]
         hidden = [p for name, p in trained.items() if p.ndim == 2 and not name.startswith("5.")]
@@ -75,7 +77,7 @@ class Task(contract.Task):
         )
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Sums, never means: the engine divides, once, over all passes and ranks."""
+        """Return sums, never means: the engine divides, once, over all passes and ranks."""
         return Loss(_loss(net(batch["x"]), batch["y"]), torch.tensor(len(batch["y"])))
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:

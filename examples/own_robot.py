@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Your own robot: logs of demonstrations -> a dataset in LeRobot's format -> a trained policy. Fork
-this file.
+"""Your own robot: logs of demonstrations -> a dataset in LeRobot's format -> a policy.
+
+Fork this file.
 
     python examples/own_robot.py FOLDER [arguments of the training, such as steps=2000]
 
-FOLDER (or FOLDER/raw) holds your logs, one .npz per episode with states, pictures and actions.
-Change `FEATURES` and `read_episode` to fit. Without logs of yours some are made up, in
-FOLDER/made_up, and that is printed: a gripper that goes to a ball. A dataset that was recorded with
-LeRobot needs no conversion: dataset.root=DIR takes it as it is. `python train.py robot --help`
-lists the arguments of the training. Needs pyarrow: pip install pyarrow
+FOLDER (or FOLDER/raw) contains your logs, one .npz per episode with states, pictures and actions.
+Change `FEATURES` and `read_episode` for your logs. Without logs the script makes up logs in
+FOLDER/made_up, and prints a line about the made-up logs: a gripper that moves to a ball. A dataset
+that LeRobot recorded needs no conversion: use dataset.root=DIR. `python train.py robot --help`
+lists the arguments of the training. Needed package: pip install pyarrow
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from tools.lab.own_data import find_raw, run, start
 FPS, SIZE = 10, 32
 FEATURES = {
     "observation.state": ("float32", (2,)),
-    # or "video", smaller on the disk and not exact
+    # "video" is smaller on the disk, but not exact
     "observation.images.top": ("image", (3, SIZE, SIZE)),
     "action": ("float32", (2,)),  # commands to the robot, in their own units
 }
-# LeRobot replays an action by these
+# LeRobot needs the names to replay an action.
 NAMES = {"observation.state": ["x.pos", "y.pos"], "action": ["x.pos", "y.pos"]}
 SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
 """Settings of the training; arguments of the command line override them."""
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA take this place: one log per demonstration."""
+    """Write a log per demonstration. YOUR DATA replaces the logs."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
     for episode in range(40):
@@ -73,8 +74,9 @@ def read_episode(path: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def convert(raw: Path, target: Path) -> None:
+    """Convert the logs to a dataset. After a kill, convert the remaining logs."""
     with Recorder(target, FPS, FEATURES, robot_type="mine", names=NAMES, resume=True) as recorder:
-        # after a kill: those that are not there
+        # After a kill, only the remaining episodes are converted.
         for path in sorted(raw.glob("*.npz"))[recorder.num_episodes :]:
             recorder.add_episode(*read_episode(path))
 

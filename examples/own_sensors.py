@@ -3,10 +3,10 @@
 
     python examples/own_sensors.py FOLDER [arguments of the training, such as epochs=20]
 
-FOLDER holds your files in the usual form: one CSV per recording, and recordings.csv, which names
-the file, the person (subject) and the label of each. They may lie in FOLDER/raw, too. Change
-`PREPARE` to fit. Where samples are missing a recording is cut in two, and that is printed. Without
-files of yours some are made up, in FOLDER/made_up, and that is printed, too. `python train.py har
+FOLDER (or FOLDER/raw) contains your files: one CSV per recording, and recordings.csv with the file,
+the person (subject) and the label of each recording. Change `PREPARE` for your files. A recording
+is cut in two where samples are missing, and the script prints each cut. Without files the script
+makes up files in FOLDER/made_up, and prints a line about the made-up files. `python train.py har
 --help` lists the arguments of the training.
 """
 
@@ -26,23 +26,24 @@ from engine import config
 from tools.lab.own_data import find_raw, run, start
 
 TABLE = "recordings.csv"
-# three axes of one sensor side by side: the augmentation turns them together
+# Keep the three axes of a sensor side by side: the augmentation rotates the three together.
 CHANNELS = ["acc_x", "acc_y", "acc_z"]
 PREPARE = ["--channels", ",".join(CHANNELS), "--rate", "50"]
-"""How tools/prepare_windows.py reads your files: its --help has columns, units, what is missing and
-more."""
+"""Options of tools/prepare_windows.py for your files: columns, units, missing values and more."""
 SETTINGS = {"dataset.length": 100, "dataset.stride": 50, "epochs": 10}
 """Settings of the training; arguments of the command line override them."""
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA take this place: folder/recordings.csv (file, subject, label) and the files that it
-    names."""
+    """Write folder/recordings.csv (file, subject, label) and the files.
+
+    YOUR DATA replaces the files.
+    """
     rng = np.random.default_rng(0)
     hertz = {"rest": 0.0, "walk": 2.0, "wave": 4.0}
     rows = []
     for subject in ("ann", "bob", "cid", "dee", "eve"):
-        own = rng.uniform(0.9, 1.1)  # everybody moves at a pace of their own
+        own = rng.uniform(0.9, 1.1)  # the pace of the person
         for label in hertz:
             for n in range(2):
                 time = np.sort(rng.uniform(0, 12, 600))  # seconds
@@ -72,7 +73,7 @@ def main(*words: str) -> None:
     given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
     settings = {key: value for key, value in SETTINGS.items() if key not in given}
     words = (*(f"{key}={value}" for key, value in settings.items()), *more)
-    # fails before anything is written
+    # Fails for a wrong argument before a file is written.
     length = config.parse(["--task", "har", *words], tasks.load).cfg.dataset.length
     wanted = "file,subject,label, and a row for each recording"
     raw, folder = find_raw(Path(where).resolve(), TABLE, wanted, [".csv"], make_raw)

@@ -1,9 +1,10 @@
-"""Anything else is one file: a network that learns a number from a table. Fork this file.
+"""Any task is one file. The example: a network learns a number from a table. Fork this file.
 
-    python train.py examples/own_task.py torchrun --standalone --nproc_per_node=2 train.py
-    examples/own_task.py table.path=mine.csv table.target=price
+    python train.py examples/own_task.py
+    torchrun --standalone --nproc_per_node=2 train.py examples/own_task.py table.path=mine.csv
+        table.target=price
 
-Without a table of your own it learns a made-up one. engine/contract.py is the whole interface.
+Without `table.path` the table is made up. engine/contract.py is the complete interface.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from engine.contract import Batch, LockstepError, Loss, PerSample, Sums
 
 @dataclass(frozen=True)
 class Table:
-    """The task's own config: each field is a key, `table.path=mine.csv`, with its default, its help
-    and its range."""
+    """The config of the task.
+
+    Each field is a key, `table.path=mine.csv`, with default, help and range.
+    """
 
     path: str = option("", "CSV of numbers with a header; empty: a made-up table")
     target: str = option("y", "the column to learn; all others are inputs")
@@ -39,8 +42,7 @@ class Settings(contract.Settings):
 
 
 class Rows:
-    """A dataset: `__len__`, and `__getitems__` for a batch at once (or `__getitem__` for one
-    sample)."""
+    """A dataset: `__len__`, and `__getitems__` for a batch (or `__getitem__` for a sample)."""
 
     def __init__(self, x: Tensor, y: Tensor):
         self.x, self.y = x, y  # (N, C) and (N,) float32
@@ -55,7 +57,7 @@ class Rows:
 class Task(contract.Task):
     Settings = Settings
     defaults = {"epochs": 20, "batch_size": 32, "optim.lr": 1e-2}
-    # the metric that picks the best checkpoint: lower is better unless `higher_is_better`
+    # The metric that picks the best checkpoint. Lower is better unless `higher_is_better`.
     monitor = "rmse"
 
     def datasets(self) -> tuple[Rows, Rows]:
@@ -70,8 +72,8 @@ class Task(contract.Task):
         x = table[:, [n for n, name in enumerate(names) if name != cfg.target]]
         cut = len(y) - max(1, int(cfg.val_share * len(y)))
         train, val = Rows(x[:cut], y[:cut]), Rows(x[cut:], y[cut:])
-        # From the training rows only, without those of `exclude`; the model keeps them: a
-        # checkpoint needs no table.
+        # Mean and std of the training rows, without rows of `exclude`. The model stores both, so
+        # that a checkpoint needs no table.
         known = train.x[torch.from_numpy(self.kept(train))]
         self.mean, self.std = known.mean(0), known.std(0).clamp(min=1e-6)
         return train, val
@@ -80,7 +82,7 @@ class Task(contract.Task):
         return Net(self.mean, self.std)
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Sums, never means: the engine divides, once, over all passes and ranks."""
+        """Return sums, never means: the engine divides, once, over all passes and ranks."""
         error = (net(batch["x"]) - batch["y"]).square().sum()
         return Loss(error, torch.tensor(len(batch["y"])))
 
@@ -96,7 +98,7 @@ class Task(contract.Task):
         return {"loss": square, "rmse": square**0.5, "mean_error": float(sums["off"] / count)}
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        """What `python tools/predict.py RUN --split val` writes of each row."""
+        """Return the columns that `python tools/predict.py RUN --split val` writes for each row."""
         return {"predicted": model(batch["x"]), "actual": batch["y"]}
 
 
@@ -113,7 +115,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(len(mean), 64), nn.GELU(), nn.Linear(64, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C) -> (B,)"""
+        """Return (B,) for inputs (B, C)."""
         return self.layers((x - self.mean) / self.std)[:, 0]
 
 

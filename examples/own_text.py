@@ -1,14 +1,14 @@
-"""Text is one file, too: a GPT that learns to write the next character of a text. Fork this file.
+"""Text as a task: a GPT learns to write the next character of a text. Fork this file.
 
     python train.py examples/own_text.py
     torchrun --standalone --nproc_per_node=2 train.py examples/own_text.py text.path=mine.txt
         model.layers=6
     python train.py examples/own_text.py shards.root=https://host/texts
-        # more than a disk holds: {"text": ...} lines
+        # for texts larger than a disk: {"text": ...} lines
 
-Without a text of your own it reads the documentation that comes with Python, and ends at a loss
-below 1.6 nats a character on its last tenth: some 175 s of CPU time with bf16, 103 s on two
-processes with global_batch=16. engine/contract.py is the whole interface.
+Without `text.path` the text is the documentation that comes with Python. The loss on the last tenth
+ends below 1.6 nats a character, after some 175 s of CPU time with bf16, or 103 s on two processes
+with global_batch=16. engine/contract.py is the complete interface.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ class Settings(contract.Settings):
 
 
 class Windows:
-    """Windows of a text. With `drawn` each begins in every epoch at another place of its stretch of
-    the text, which the loader's seeds decide: the same on any number of processes, in loader
-    processes, and after a resume."""
+    """A dataset of the windows of a text.
+
+    drawn  in every epoch move the beginning of each window by up to `length` characters; the move
+           depends on the loader's seeds alone: equal on any number of processes, in loader
+           processes, and after a resume
+    """
 
     def __init__(self, text: Tensor, weight: Tensor, length: int, drawn: bool):
         # (N,) int64, (N,) float32
@@ -72,32 +75,32 @@ class Windows:
 
 
 class Documents(Shards):
-    """Texts in shards, {"text": ...} each: a window of each, which begins where the loader's seeds
-    say. Characters are bytes here, so that nobody has to read all texts to number them."""
+    """A dataset of texts in shards, {"text": ...} each, with one window per text.
+
+    The loader's seeds decide the first character of a window. Characters are bytes here, because
+    numbering the characters would need a pass over all texts.
+    """
 
     length, indent_weight = 128, 0.1
 
     def __getitems__(self, indices: list[int], seeds: Tensor) -> Batch:
         texts = [text_of(sample) for sample in self.read(indices)]
-        chars, weight = (
-            torch.zeros(len(texts), self.length + 1, dtype=torch.int64),
-            torch.zeros(len(texts), self.length),
-        )
-        for n, (text, drawn) in enumerate(
-            zip(texts, uniform(seeds, 1)[:, 0].tolist(), strict=True)
-        ):
-            first = int(drawn * max(1, len(text) - self.length))
+        draws = uniform(seeds, 1)[:, 0].tolist()
+        chars = torch.zeros(len(texts), self.length + 1, dtype=torch.int64)
+        weight = torch.zeros(len(texts), self.length)
+        for n, text in enumerate(texts):
+            first = int(draws[n] * max(1, len(text) - self.length))
             part = torch.tensor([*text[first : first + self.length + 1]])
-            # beyond a short text nothing is predicted
-            chars[n, : len(part)], weight[n, : len(part) - 1] = part, 1.0
+            chars[n, : len(part)] = part
+            # Characters after the end of a short text have weight 0.
+            weight[n, : len(part) - 1] = 1.0
         spaces = chars == ord(" ")
         weight[spaces[:, 1:] & spaces[:, :-1]] *= self.indent_weight
         return {"x": chars[:, :-1], "y": chars[:, 1:], "weight": weight}
 
 
 def text_of(sample: dict[str, Any]) -> bytes:
-    """Return the text of a line of jsonl or a row of parquet, or of the file .txt of a tar's
-    sample."""
+    """Return the text of a line of jsonl, a row of parquet, or a tar's sample (the file .txt)."""
     return sample["txt"] if "txt" in sample else sample["text"].encode()
 
 
@@ -120,17 +123,15 @@ class Task(contract.Task):
         chars = torch.tensor([number[char] for char in text])
         spaces = torch.tensor([char == " " for char in text])
         weight = torch.ones(len(text))
-        # the loss is a mean over weights, not over characters
+        # The loss is a mean over weights, not over characters.
         weight[1:][spaces[1:] & spaces[:-1]] = cfg.indent_weight
         cut = len(text) - int(cfg.val_share * len(text))
         if min(cut, len(text) - cut) <= cfg.length:
             raise LockstepError(
                 f"a text of {len(text)} characters", "text", "a longer one, or text.length"
             )
-        parts = (slice(0, cut), True), (slice(cut, None), False)
-        train, val = (
-            Windows(chars[part], weight[part], cfg.length, drawn) for part, drawn in parts
-        )
+        train = Windows(chars[:cut], weight[:cut], cfg.length, drawn=True)
+        val = Windows(chars[cut:], weight[cut:], cfg.length, drawn=False)
         self.text = (
             f"{len(text)} characters, {len(self.chars)} different; {len(train)} windows "
             f"of {cfg.length} to train on"
@@ -151,8 +152,10 @@ class Task(contract.Task):
         return GPT(len(self.chars), self.cfg.text.length, cfg.width, cfg.layers, cfg.heads)
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Windows have more and less weight: two sums, which the engine divides over all passes and
-        processes."""
+        """Return two sums, the loss and the weight: windows differ in weight.
+
+        The engine divides over all passes and processes.
+        """
         return Loss(self._losses(net, batch).sum(), batch["weight"].sum())
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
@@ -171,25 +174,28 @@ class Task(contract.Task):
 
 
 class GPT(nn.Module):
-    """YOUR MODEL goes here. A decoder with learned places; the embedding is the last layer, too."""
+    """YOUR MODEL goes here.
+
+    A decoder with learned positions, and the embedding as the last layer.
+    """
 
     def __init__(self, chars: int, length: int, width: int, layers: int, heads: int):
         super().__init__()
-        self.embed, self.place = (
-            nn.Embedding(chars, width),
-            nn.Parameter(0.02 * torch.randn(length, width)),
-        )
+        self.embed = nn.Embedding(chars, width)
+        self.place = nn.Parameter(0.02 * torch.randn(length, width))
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, chars, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.head.weight = self.embed.weight  # tied
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T) character numbers -> (B, T, chars) logits of the next one."""
+        """Return (B, T, chars) logits of the next character for (B, T) character numbers."""
         return self.head(self.norm(self.blocks(self.embed(x) + self.place[: x.shape[1]])))
 
 
 class Block(nn.Module):
+    """An attention block with a causal mask, normalised before each part."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -200,7 +206,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) -> (B, T, width)"""
+        """Return (B, T, width) for (B, T, width)."""
         # (B, H, T, D)
         q, k, v = (
             self.qkv(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

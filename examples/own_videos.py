@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Your own videos: recordings and a CSV of trials -> packed clips -> a trained model. Fork this
-file.
+"""Your own videos: recordings and a CSV of trials -> packed clips -> a trained model.
+
+Fork this file.
 
     python examples/own_videos.py FOLDER [arguments of the training, such as epochs=20]
 
-FOLDER holds your videos and trials.csv, which has the video, the time and the label of each trial.
-They may lie in FOLDER/raw, too. tools/prepare_clips.py converts them: to gray, cropped, resized; a
-trial that reaches beyond its video is an error. Without files of yours some are made up, in
-FOLDER/made_up, and that is printed: a bright spot, the "animal", that rests, runs or turns. `python
-train.py video --help` lists the arguments of the training. Needs PyAV: pip install av
+FOLDER (or FOLDER/raw) contains your videos, and trials.csv with the video, the time and the label
+of each trial. tools/prepare_clips.py converts the videos: to gray, cropped, resized. A trial that
+reaches beyond the end of a video is an error. Without files the script makes up files in
+FOLDER/made_up, and prints a line about the made-up files: a bright spot, the "animal", that rests,
+runs or turns. `python train.py video --help` lists the arguments of the training. Needed package:
+pip install av
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA take this place: folder/trials.csv (video, start_s, label) and the videos that it
-    names."""
+    """Write folder/trials.csv (video, start_s, label) and the videos.
+
+    YOUR DATA replaces the files.
+    """
     rng = np.random.default_rng(0)
     rows = []
     for v in range(5):
@@ -49,7 +53,7 @@ def make_raw(folder: Path) -> None:
 
 
 def one_trial(label: str, rng: np.random.Generator) -> np.ndarray:
-    """(T, H, W) uint8."""
+    """Return (T, H, W) uint8, the frames of a trial."""
     time = np.arange(LENGTH)[:, None]
     place, course = rng.uniform(20, 44, 2), rng.uniform(0, 2 * np.pi)
     if label == "run":
@@ -69,16 +73,13 @@ def write_video(path: Path, frames: np.ndarray) -> None:
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=FPS)
-        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = (
-            SIZE,
-            SIZE,
-            "yuv420p",
-            2_000_000,
-        )
+        stream.width = SIZE
+        stream.height = SIZE
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 2_000_000
         for frame in frames:
-            for packet in stream.encode(
-                av.VideoFrame.from_ndarray(frame, format="gray").reformat(format="yuv420p")
-            ):
+            picture = av.VideoFrame.from_ndarray(frame, format="gray").reformat(format="yuv420p")
+            for packet in stream.encode(picture):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
@@ -90,7 +91,7 @@ def main(*words: str) -> None:
     if not words or re.match(r"-|[\w.]+=", words[0]):  # no FOLDER
         words = ("checkpoints/own_videos", *words)
     where, *more = words
-    import_av()  # fails before anything is written
+    import_av()  # fails before a file is written
     wanted = "video,start_s,label, and a row for each trial"
     raw, folder = find_raw(Path(where).resolve(), TABLE, wanted, (".csv", *SUFFIXES), make_raw)
     data = folder / "clips"

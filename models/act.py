@@ -1,5 +1,4 @@
-"""The Action Chunking Transformer (Zhao et al., RSS 2023): pictures and joint angles in, the next
-actions out."""
+"""The Action Chunking Transformer (Zhao et al., RSS 2023): pictures and joint angles -> actions."""
 
 from __future__ import annotations
 
@@ -13,12 +12,10 @@ from torch import Tensor, nn
 from models.layers import normal_quantiles, sine_code
 from models.resnet import DEPTHS, ResNet
 
-STATE, ENVIRONMENT, ACTION, PADDED = (
-    "observation.state",
-    "observation.environment_state",
-    "action",
-    "action_is_pad",
-)
+STATE = "observation.state"
+ENVIRONMENT = "observation.environment_state"
+ACTION = "action"
+PADDED = "action_is_pad"
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
@@ -27,13 +24,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 class ACTConfig:
     """Hyper-parameters, with the names and defaults of LeRobot's config.json.
 
-    chunk_size       actions that are predicted at once
-    n_action_steps   how many of them are executed before the next prediction
-    kl_weight        of the latent's divergence from the standard normal, beside the mean absolute
-                     error
-    n_decoder_layers 1, as in the published code, which used only the first of its seven
+    Raises ValueError for values that do not fit together.
 
-    Raises ValueError if they do not fit together.
+    chunk_size       actions that are predicted at once
+    n_action_steps   number of actions to execute before the next prediction
+    kl_weight        weight of the divergence of the latent from the standard normal, beside the
+                     mean absolute error
+    n_decoder_layers 1, as in the published code, which used only the first of seven layers
     """
 
     chunk_size: int = 100
@@ -79,8 +76,9 @@ class ACTConfig:
 class Attention(nn.Module):
     """Queries (B, Q, W), keys and values (B, K, W) -> (B, Q, W), in `heads` heads.
 
-    The parameters have nn.MultiheadAttention's names and shapes; that module runs other code in
-    evaluation than in training, and by default keeps the weights of every pair of tokens.
+    The parameters have the names and shapes of nn.MultiheadAttention. nn.MultiheadAttention runs
+    different code in evaluation and training, and by default keeps the weights of every pair of
+    tokens.
     """
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -95,7 +93,10 @@ class Attention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """mask  (B, K) bool, True where a key may be attended to; None = all"""
+        """Return (B, Q, W).
+
+        mask  (B, K) bool, True for keys to attend to; None = all keys
+        """
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         q, k, v = (
             # (B, H, L, W / H)
@@ -110,8 +111,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Base of encoder and decoder layers: the feed-forward part, and how a branch joins the
-    residual."""
+    """Base of encoder and decoder layers: the feed-forward part, and the residual connection."""
 
     def __init__(self, config: ACTConfig):
         super().__init__()
@@ -126,6 +126,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def residual(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return x plus a branch of x, with the norm before or after."""
         if self.pre_norm:
             return x + self.dropout(branch(norm(x)))
         return norm(x + self.dropout(branch(x)))
@@ -136,8 +137,8 @@ class Layer(nn.Module):
 
 class EncoderLayer(Layer):
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        # As in DETR (Carion et al., ECCV 2020), positions are added to every layer's queries and
-        # keys, never to values.
+        # As in DETR (Carion et al., ECCV 2020), positions are added to the queries and keys of
+        # every layer, never to values.
         x = self.residual(
             x, self.norm1, lambda x: self.self_attn(x + positions, x + positions, x, mask)
         )
@@ -157,8 +158,10 @@ class DecoderLayer(Layer):
 
 
 class Encoder(nn.Module):
-    """(B, L, W) tokens and their positions (1 or B, L, W) -> (B, L, W); mask (B, L) bool, True
-    where a token counts."""
+    """Tokens (B, L, W) and positions (1 or B, L, W) -> (B, L, W).
+
+    mask  (B, L) bool, True for real tokens
+    """
 
     def __init__(self, config: ACTConfig, depth: int):
         super().__init__()
@@ -172,7 +175,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Queries' positions (T, W), memory (B, L, W) and its positions (1, L, W) -> (B, T, W)."""
+    """Queries' positions (T, W), memory (B, L, W) and memory's positions (1, L, W) -> (B, T, W)."""
 
     def __init__(self, config: ACTConfig):
         super().__init__()
@@ -180,7 +183,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.dim_model)
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
-        # a query is its position only
+        # A query has no content, only a position.
         x = torch.zeros_like(queries).expand(memory.shape[0], -1, -1)
         keys = memory + positions
         for layer in self.layers:
@@ -189,11 +192,10 @@ class Decoder(nn.Module):
 
 
 def grid_positions(features: Tensor, width: int) -> Tensor:
-    """(B, C, H, W) -> (1, H * W, width): the sine code of the row, then of the column, both running
-    up to 2 pi.
+    """Return (1, H * W, width) for features (B, C, H, W): the sine code of row and column.
 
-    The relative positions of DETR (Carion et al., ECCV 2020) with its 1e-6: any picture size has
-    the same code.
+    Rows and columns run up to 2 pi: the relative positions of DETR (Carion et al., ECCV 2020) with
+    DETR's 1e-6. The code of a relative position does not depend on the size of the picture.
     """
     rows, columns = (
         sine_code(
@@ -208,26 +210,24 @@ def grid_positions(features: Tensor, width: int) -> Tensor:
 
 
 class ACT(nn.Module):
-    """A conditional variational auto-encoder of action chunks, whose decoder is the policy.
+    """A conditional variational auto-encoder of action chunks. The decoder is the policy.
+
+    `net(inputs, draws)` trains and `net.sample(inputs)` predicts. `inputs` is normalised and
+    contains, with the batch as the leading axis: the state (B, S), the environment's state (B, E),
+    and every camera (B, 3, H, W), of any size; for training also "action" (B, T, A) and
+    "action_is_pad" (B, T) bool, with T = chunk_size.
+
+    The names of parameters and buffers are the names in LeRobot's checkpoints, without the leading
+    `model.`. Every parameter has a gradient after a backward pass. Raises ValueError without
+    inputs.
 
     state_dim   S of "observation.state"; 0 = none
     env_dim     E of "observation.environment_state"; 0 = none
     action_dim  A
-    cameras     names of the pictures, such as "observation.images.top", in the order of their
-                tokens
-
-    `net(inputs, draws)` trains and `net.sample(inputs)` predicts. `inputs` is normalised already
-    and holds, each with the batch as its leading axis: the state (B, S), the environment's state
-    (B, E), every camera (B, 3, H, W), of any size of its own; and for training "action" (B, T, A)
-    and "action_is_pad" (B, T) bool, T being the chunk_size.
-
-    num_draws   uniform draws in [0, 1) per training sample, one for each latent dimension;
-                num_noise (0), per action
+    cameras     names of the pictures, such as "observation.images.top", in the order of the tokens
+    num_draws   uniform draws in [0, 1) per training sample, one for each latent dimension
+    num_noise   uniform draws per action: 0
     penalty     the weight of "kl" in the loss
-
-    The names of parameters and buffers are those of LeRobot's checkpoints, without their leading
-    `model.`. Every parameter has a gradient after a backward pass. Raises ValueError if there are
-    no inputs.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class ACT(nn.Module):
             self.vae_encoder_action_input_proj = nn.Linear(action_dim, width)
             self.vae_encoder_latent_output_proj = nn.Linear(width, 2 * latent)
             num_tokens = 1 + bool(state_dim) + config.chunk_size
-            # Persistent only because LeRobot's checkpoints hold it.
+            # Persistent, because LeRobot's checkpoints contain the code.
             self.register_buffer(
                 "vae_encoder_pos_enc", sine_code(torch.arange(num_tokens), width)[None]
             )
@@ -275,9 +275,11 @@ class ACT(nn.Module):
                     nn.init.xavier_uniform_(parameter)
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
-        """Training. Returns sums, not means, because the divisor is that of the global batch:
+        """Return the sums of a training batch.
 
-        error  (B,) the absolute error, summed over unpadded steps and the action's dimensions
+        The divisor of the sums is the weight of the global batch.
+
+        error  (B,) the absolute error, summed over unpadded steps and the dimensions of an action
         kl     (B,) the divergence of the latent from the standard normal, summed over dimensions;
                only with the VAE
         """
@@ -294,17 +296,20 @@ class ACT(nn.Module):
 
     @torch.no_grad()
     def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """Predict the chunk (B, T, A) in normalised units, at the mean of the latent's prior;
-        `draws` are not used."""
+        """Return the chunk (B, T, A) in normalised units, at the mean of the latent's prior.
+
+        `draws` are not used.
+        """
         return self.decode(inputs, self.no_latent(next(iter(inputs.values()))))
 
     def no_latent(self, like: Tensor) -> Tensor:
-        # Not len(), which is a constant in an exported model, as in `Decoder`.
+        """Return zeros (B, latent_dim), the mean of the prior."""
+        # `shape`, because len() is a constant in an exported model. `Decoder` does the same.
         size = like.shape[0], self.config.latent_dim
         return torch.zeros(size, dtype=self.action_head.weight.dtype, device=like.device)
 
     def posterior(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return mean and log-variance, each (B, latent_dim), of the latent given these actions."""
+        """Return mean and log-variance, each (B, latent_dim), of the latent given the actions."""
         actions, padded = inputs[ACTION], inputs[PADDED]
         tokens = [self.vae_encoder_cls_embed.weight.expand(len(actions), 1, -1)]
         if STATE in self.vectors:
@@ -312,24 +317,22 @@ class ACT(nn.Module):
         counts = F.pad(~padded, (len(tokens), 0), value=True)  # (B, L)
         tokens.append(self.vae_encoder_action_input_proj(actions))
         x = self.vae_encoder(torch.cat(tokens, 1), self.vae_encoder_pos_enc, counts)
-        # In the parameters' precision: exp() of autocast's bfloat16 would lose the divergence's
-        # digits.
+        # In the precision of the parameters: exp() of autocast's bfloat16 would lose digits of the
+        # divergence.
         parts = self.vae_encoder_latent_output_proj(x[:, 0]).to(self.action_head.weight.dtype)
         mean, log_var = parts.chunk(2, 1)
         return mean, log_var
 
     def decode(self, inputs: dict[str, Tensor], latent: Tensor) -> Tensor:
-        """Observations and a latent (B, latent_dim) -> actions (B, T, A)."""
+        """Return actions (B, T, A) for observations and a latent (B, latent_dim)."""
         projections = {
             STATE: "encoder_robot_state_input_proj",
             ENVIRONMENT: "encoder_env_state_input_proj",
         }
         vectors = [self.encoder_latent_input_proj(latent)]
         vectors += [getattr(self, projections[name])(inputs[name]) for name in self.vectors]
-        tokens, positions = (
-            [torch.stack(vectors, 1)],
-            [self.encoder_1d_feature_pos_embed.weight[None]],
-        )
+        tokens = [torch.stack(vectors, 1)]
+        positions = [self.encoder_1d_feature_pos_embed.weight[None]]
         for name in self.cameras:
             # (B, W, H / 32, W / 32)
             features = self.encoder_img_feat_input_proj(self.backbone(inputs[name]))
@@ -341,12 +344,11 @@ class ACT(nn.Module):
 
 
 class TemporalEnsemble:
-    """Blends the chunks predicted at the last steps into one action (algorithm 2 of Zhao et al.,
-    RSS 2023).
+    """Blends the chunks of the last steps into one action (algorithm 2 of Zhao et al., RSS 2023).
 
-    Predictions for the same step are weighted by exp(-coefficient * i), i = 0 being the oldest: a
-    positive coefficient trusts the older ones more, a negative one the newer. An ensemble serves
-    one trial, or one batch of trials.
+    Predictions for the same step have the weights exp(-coefficient * i), with i = 0 for the oldest:
+    a positive coefficient prefers older predictions, a negative coefficient newer predictions. An
+    ensemble serves one trial, or one batch of trials.
     """
 
     def __init__(self, coefficient: float):
@@ -354,17 +356,18 @@ class TemporalEnsemble:
         self.total = torch.empty(0)
 
     def __call__(self, chunk: Tensor) -> Tensor:
-        """This step's predictions (B, T, A) -> the action (B, A) to execute now."""
+        """Return the action (B, A) to execute now.
+
+        `chunk` has the current predictions (B, T, A).
+        """
         if not self.total.numel():
             self.total = torch.zeros_like(chunk)
             self.weight = torch.zeros_like(chunk[..., :1])  # (B, T, 1)
             self.count = torch.zeros_like(self.weight)
         weight = torch.exp(-self.coefficient * self.count)
-        self.total, self.weight, self.count = (
-            self.total + weight * chunk,
-            self.weight + weight,
-            self.count + 1,
-        )
+        self.total = self.total + weight * chunk
+        self.weight = self.weight + weight
+        self.count = self.count + 1
         action = self.total[:, 0] / self.weight[:, 0]
         self.total, self.weight, self.count = (
             F.pad(kept[:, 1:], (0, 0, 0, 1)) for kept in (self.total, self.weight, self.count)

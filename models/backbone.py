@@ -1,5 +1,4 @@
-"""What networks that start from published weights have in common: features, a linear head, norms
-that may be fixed."""
+"""The base of networks that start from published weights: features, a linear head, fixed norms."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm3d)
 class Backbone(nn.Module):
     """Samples -> features (B, num_features) -> logits (B, num_classes).
 
-    A subclass names the modules that compute features in `parts`, makes them, calls `add_head`, and
-    computes in `features`. The head is `fc`, and a mean and a standard deviation of each feature, 0
-    and 1 unless `standardise` sets them.
+    A subclass lists the modules that compute features in `parts`, creates these modules, calls
+    `add_head`, and computes in `features`. The head is `fc`, with a mean and a standard deviation
+    of each feature, 0 and 1 unless `standardise` sets both.
 
-    fixed_norms  BatchNorm uses its running statistics in training, too, and never moves them: no
-    sample's output
-                 depends on another's, so the step does not depend on how a batch is cut
+    fixed_norms  BatchNorm uses the running statistics in training, too, and never updates the
+                 statistics. The output of a sample then does not depend on the batch, and the step
+                 does not depend on the partition of the batch
     """
 
     parts: tuple[str, ...]
@@ -30,8 +29,11 @@ class Backbone(nn.Module):
         self.fixed_norms, self.frozen = fixed_norms, False
 
     def add_head(self, num_features: int, num_classes: int, dropout: float) -> None:
-        """Make the head, and draw all weights: of kernels as He et al. (ICCV 2015), small ones of
-        the head, whose loss then begins at ln C."""
+        """Create the head, and draw all weights.
+
+        Kernels are drawn as in He et al. (ICCV 2015). The weights of the head are small, so that
+        the loss begins at ln C.
+        """
         self.num_features = num_features
         self.register_buffer("feature_mean", torch.zeros(num_features))
         self.register_buffer("feature_std", torch.ones(num_features))
@@ -44,8 +46,7 @@ class Backbone(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the tensors that compute features: those of a published file but
-        for its head."""
+        """Return {name: shape} of the tensors of a published file, without the head."""
         return {
             name: tuple(value.shape)
             for name, value in self.state_dict().items()
@@ -53,22 +54,26 @@ class Backbone(nn.Module):
         }
 
     def is_part(self, name: str) -> bool:
+        """Return whether a tensor computes features."""
         return name.split(".")[0] in self.parts
 
     def freeze(self) -> None:
-        """Train the head alone. Features are then computed in full precision, as those that are
-        kept in files."""
+        """Train the head alone.
+
+        Features are then computed in full precision, equal to the features that are cached in
+        files.
+        """
         self.frozen = True
         for name in self.parts:
             self.get_submodule(name).requires_grad_(False)
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
-        """Set the (num_features,) mean and standard deviation that the head's input is standardised
-        by."""
+        """Set the (num_features,) mean and standard deviation of the head's input."""
         self.feature_mean.copy_(mean)
         self.feature_std.copy_(std)
 
     def train(self, mode: bool = True) -> Backbone:
+        """Set the training mode. Fixed norms stay in evaluation mode."""
         super().train(mode)
         if self.fixed_norms:
             for module in self.modules():
@@ -77,10 +82,14 @@ class Backbone(nn.Module):
         return self
 
     def features(self, x: Tensor) -> Tensor:
+        """Return (B, num_features) features of samples. A subclass implements the method."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """x  samples, or (B, num_features) features of samples that were computed before"""
+        """Return logits (B, num_classes).
+
+        x  samples, or (B, num_features) cached features of samples
+        """
         if x.ndim == 2:
             x = x.to(self.fc.weight.dtype)
         elif self.frozen:

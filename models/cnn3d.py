@@ -1,5 +1,7 @@
-"""A residual network of (2+1)D convolutions for short gray clips: space first, then time, in each
-block."""
+"""A residual network of (2+1)D convolutions for short gray clips.
+
+A block convolves in space first, then in time.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from models.layers import group_norm, largest
 
 
 def conv(before: int, after: int, time: int, space: int, stride: int = 1) -> nn.Conv3d:
-    """A convolution over `time` frames and `space` x `space` pixels that strides in space and keeps
-    T."""
+    """Return a convolution over `time` frames and `space` x `space` pixels.
+
+    The stride is in space. T stays.
+    """
     padding = (time // 2, space // 2, space // 2)
     return nn.Conv3d(before, after, (time, space, space), (1, stride, stride), padding, bias=False)
 
@@ -59,8 +63,8 @@ class CNN3d(nn.Module):
     def __init__(self, num_classes: int, width: int = 40, dropout: float = 0.0):
         super().__init__()
         stages = [width, 2 * width, 4 * width, 8 * width]
-        # The stem keeps a sixteenth of the pixels: later layers, which have more channels, see
-        # small pictures.
+        # The stem keeps a sixteenth of the pixels: later layers have more channels and smaller
+        # pictures.
         self.stem = nn.Sequential(conv(2, width, 1, 7, stride=4), conv(width, width, 5, 1))
         self.body = nn.Sequential(
             Block(width, width, 1),
@@ -76,5 +80,5 @@ class CNN3d(nn.Module):
         # The second channel is the difference from the clip's mean, without the still floor.
         x = torch.stack([x, (x - x.mean(1, keepdim=True)) * 4], 1)  # (B, 2, T, H, W)
         x = self.body(self.stem(x)).flatten(2)  # (B, 8 width, T * ceil(H / 32) * ceil(W / 32))
-        # The mean says how much of a motion the clip holds, the maximum whether it occurs at all.
+        # The mean measures the amount of a motion, the maximum whether the motion occurs at all.
         return self.head(self.dropout(torch.cat([x.mean(2), largest(x, 2)], 1)))  # (B, num_classes)

@@ -1,7 +1,7 @@
 """A small residual network of 1D convolutions: the default for sensor windows.
 
-They are 2D convolutions of height 1, the same arithmetic, because torch has channels-last, the
-faster memory format on a CPU and in mixed precision, for 2D only.
+The layers are 2D convolutions of height 1, with the same arithmetic: torch has channels-last for 2D
+only, and channels-last is faster on a CPU and in mixed precision.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from models.layers import Standardise, group_norm, largest
 
 
 class Block(nn.Module):
-    """(B, before, 1, T) -> (B, after, 1, ceil(T / stride)), pre-activation residual block (He et
-    al., ECCV 2016)."""
+    """(B, before, 1, T) -> (B, after, 1, ceil(T / stride)).
+
+    A pre-activation residual block (He et al., ECCV 2016).
+    """
 
     def __init__(self, before: int, after: int, kernel: int, stride: int, dropout: float):
         super().__init__()
@@ -37,8 +39,7 @@ class Block(nn.Module):
 class Conv1d(nn.Module):
     """Windows (B, C, T) of any length T >= 1 -> logits (B, num_classes).
 
-    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go
-               in
+    mean, std  (C,) of the training data; the model normalises the input, so give raw sensor units
     width      channels of the first stage; the later stages have twice as many
     depth      number of stages; each halves the time axis
     """
@@ -70,5 +71,5 @@ class Conv1d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.standardise(x).unsqueeze(2)  # (B, C, 1, T)
         x = self.body(self.stem(x)).flatten(2)  # (B, W, ceil(T / 2^(depth + 1)))
-        # The mean says how much of a motion the window holds, the maximum whether it occurs at all.
+        # The mean measures the amount of a motion, the maximum whether the motion occurs at all.
         return self.head(torch.cat([x.mean(2), largest(x, 2)], 1))  # (B, num_classes)

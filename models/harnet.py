@@ -1,5 +1,7 @@
-"""The residual network for wrist accelerometers of Yuan et al. (npj Digital Medicine 2024), with
-their names, so that the weights of ssl-wearables fit."""
+"""The residual network for wrist accelerometers of Yuan et al. (npj Digital Medicine 2024).
+
+The tensors have the published names, so that the weights of ssl-wearables fit.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ STAGES = {
     300: ((64, 2, 2), (128, 2, 2), (256, 5, 1), (512, 5, 1), (1024, 3, 1)),
     900: ((64, 3, 1), (128, 3, 1), (256, 5, 1), (512, 5, 1), (1024, 4, 0)),
 }
-"""Steps of a window: (channels, factor of the downsampling, order of its filter) of each of the
-five stages."""
+"""Steps of a window: (channels, factor of the downsampling, order of the filter) per stage."""
 
 
 def conv(before: int, after: int) -> nn.Conv1d:
+    """Return a circular convolution over 5 steps."""
     return nn.Conv1d(before, after, 5, padding=2, bias=False, padding_mode="circular")
 
 
@@ -38,9 +40,11 @@ class Block(nn.Module):
 
 
 class Downsample(nn.Module):
-    """(B, C, T) -> (B, C, T / factor), through a filter against aliasing (Zhang, ICML 2019): a box
-    of `factor` steps, convolved `order` times with itself. The filter is a buffer, because the
-    published weights hold it."""
+    """(B, C, T) -> (B, C, T / factor), through a filter against aliasing (Zhang, ICML 2019).
+
+    The filter is a box of `factor` steps, convolved `order` times with a box. The filter is a
+    buffer, because the published weights contain the filter.
+    """
 
     kernel: Tensor
 
@@ -57,6 +61,7 @@ class Downsample(nn.Module):
 
 
 def stage(before: int, after: int, factor: int, order: int, blocks: int) -> nn.Sequential:
+    """Return a stage: a convolution, residual blocks, and the downsampling."""
     residual = [Block(after) for _ in range(blocks)]
     return nn.Sequential(
         conv(before, after),
@@ -68,13 +73,13 @@ def stage(before: int, after: int, factor: int, order: int, blocks: int) -> nn.S
 
 
 class HarNet(Backbone):
-    """Windows (B, 3, length) of acceleration in g, gravity included, at 30 Hz -> logits (B,
-    num_classes).
+    """Windows (B, 3, length) of acceleration in g at 30 Hz -> logits (B, num_classes).
+
+    The acceleration includes gravity. Values beyond 3 g are clipped, as in the data of the
+    published weights.
 
     length  a key of STAGES: 150 (4.2 million parameters, 512 features), 300 or 900 (10.5 million,
-    1024 features)
-
-    Values beyond 3 g are clipped, as in the data of the published weights.
+            1024 features)
     """
 
     parts = ("feature_extractor",)

@@ -1,4 +1,4 @@
-"""Layers that several networks share."""
+"""Layers of several networks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from torch.autograd.function import once_differentiable
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Up to eight groups. Not BatchNorm, because the step would depend on how the batch is cut."""
+    """Return a norm of up to eight groups.
+
+    BatchNorm would make the step depend on the partition of the batch.
+    """
     return GroupNorm(math.gcd(8, channels), channels)
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's; under autocast on GPUs with the same bits, rounded to the type of its input: see
-    `GroupNormOfHalf`."""
+    """torch's GroupNorm, with less memory under autocast on GPUs: see `GroupNormOfHalf`.
+
+    The bits are torch's, rounded to the type of the input.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if (
@@ -26,7 +31,7 @@ class GroupNorm(nn.GroupNorm):
             and x.dtype in (torch.float16, torch.bfloat16)
             and self.weight.dtype == torch.float32
         ):
-            # torch's compiler fuses these, and chooses by itself what to keep
+            # torch's compiler fuses the operations, and chooses the tensors to keep.
             if torch.compiler.is_compiling():
                 wide = nn.functional.group_norm(
                     x.float(), self.num_groups, self.weight, self.bias, self.eps
@@ -38,19 +43,19 @@ class GroupNorm(nn.GroupNorm):
 
 
 class GroupNormOfHalf(torch.autograd.Function):
-    """GroupNorm in float32 of a bf16 or fp16 input, which is kept for the backward pass, and so is
-    the output: CUDA's autocast keeps both in float32, more than float32 training does."""
+    """GroupNorm in float32 of a bf16 or fp16 input, with an output of the same type.
+
+    The backward pass keeps the input. CUDA's autocast keeps input and output in float32, and so
+    needs more memory than training in float32.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float
     ) -> Tensor:
-        ctx.sizes = n, c, size, _ = (
-            len(x),
-            x.shape[1],
-            x.numel() // max(1, len(x) * x.shape[1]),
-            groups,
-        )
+        n, c = x.shape[:2]
+        size = x.numel() // max(1, n * c)
+        ctx.sizes = n, c, size, groups
         y, mean, rstd = torch.native_group_norm(
             x.float().contiguous(), weight, bias, n, c, size, groups, eps
         )
@@ -69,19 +74,22 @@ class GroupNormOfHalf(torch.autograd.Function):
 
 
 def largest(x: Tensor, dim: int) -> Tensor:
-    """Return `x.amax(dim)`; compiled, the gradient goes to one of equal elements, and is not shared
-    among them.
+    """Return `x.amax(dim)`.
 
-    The backward pass of `amax` looks for the elements that equal the result. torch's compiler may
-    compare them before they are rounded to bf16 with a result after it: none is equal, and the
-    gradient is 0 / 0 (torch 2.11, 2.13). The backward pass of `max` has an index instead.
+    Compiled, the gradient goes to one of equal elements, and is not shared among equal elements.
+    The backward pass of `amax` searches for the elements that equal the result. torch's compiler
+    may compare elements before rounding to bf16 with a result after rounding: no element is equal,
+    and the gradient is 0 / 0 (torch 2.11, 2.13). The backward pass of `max` uses an index instead.
     """
     return x.max(dim).values if torch.compiler.is_compiling() else x.amax(dim)
 
 
 def sine_code(positions: Tensor, width: int) -> Tensor:
-    """(N,) positions -> (N, width) float32, the fixed sine and cosine code of Vaswani et al.
-    (NeurIPS 2017)."""
+    """Return (N, width) float32 of (N,) positions: the sine and cosine code of Vaswani et al.
+
+    (NeurIPS
+    2017).
+    """
     rates = torch.exp(
         torch.arange(0, width, 2, device=positions.device) * (-math.log(10000.0) / width)
     )
@@ -90,12 +98,11 @@ def sine_code(positions: Tensor, width: int) -> Tensor:
 
 
 class Standardise(nn.Module):
-    """(B, C, T) raw sensor units -> the same with mean 0 and standard deviation 1 per channel of
-    the training data.
+    """(B, C, T) raw sensor units -> (B, C, T) with mean 0 and standard deviation 1 per channel.
 
-    mean, std  (C,) of the training data; buffers, so a checkpoint holds all that a prediction needs
-    masked     the last channel is 1 where the others were measured and 0 where they are padding,
-               which becomes 0
+    mean, std  (C,) of the training data; buffers, so that a checkpoint is enough for a prediction
+    masked     the last channel is 1 for measured steps and 0 for padding; padding becomes 0 in all
+               channels
     """
 
     mean: Tensor
@@ -104,7 +111,7 @@ class Standardise(nn.Module):
 
     def __init__(self, mean: Tensor, std: Tensor):
         super().__init__()
-        # the parameters' own: a model in float64 takes float32 data too
+        # The dtype of the parameters: a model in float64 also accepts float32 data.
         dtype = torch.get_default_dtype()
         self.register_buffer("mean", torch.as_tensor(mean, dtype=dtype)[:, None].clone())  # (C, 1)
         self.register_buffer("std", torch.as_tensor(std, dtype=dtype)[:, None].clone())
@@ -115,12 +122,12 @@ class Standardise(nn.Module):
 
 
 class Quantiles(nn.Module):
-    """Uniform draws in [0, 1) -> draws of another distribution, by a table of 2^16 equally likely
-    quantiles.
+    """Uniform draws in [0, 1) -> draws of a distribution.
 
-    A gather gives the same bits on every device and at every place in a batch; the functions that
-    it replaces (erfinv, pow) may not. The tails are cut at probability 2^-17: a normal draw stays
-    within +-4.33.
+    The draws are the entries of a table of 2^16 equally likely quantiles.
+
+    A gather has the same bits on every device and at every place in a batch. The replaced functions
+    (erfinv, pow) may differ. The tails end at probability 2^-17: a normal draw stays within +-4.33.
     """
 
     table: Tensor
@@ -128,7 +135,7 @@ class Quantiles(nn.Module):
     def __init__(self, inverse_cdf: Callable[[Tensor], Tensor]):
         super().__init__()
         middles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
-        # The code computes it, so no checkpoint needs it.
+        # Not in checkpoints, because the table is computed here.
         self.register_buffer("table", inverse_cdf(middles).to(torch.float32), persistent=False)
 
     def forward(self, uniform: Tensor) -> Tensor:
@@ -136,19 +143,19 @@ class Quantiles(nn.Module):
 
 
 def normal_quantiles() -> Quantiles:
-    """Standard normal draws from uniform ones."""
+    """Return a module that maps uniform draws to standard normal draws."""
     return Quantiles(torch.special.ndtri)
 
 
 class Normalizer(nn.Module):
-    """Normalises each feature from recorded units, and back.
+    """Normalises the features of recorded units, and back.
+
+    A dimension that is constant in the data becomes 0, and `inverse` restores the value.
 
     stats  {feature: {mean, std, min, max, q01, q99, ...}}, arrays that broadcast against the
-    feature's trailing axes modes  {feature: mode}: MEAN_STD to mean 0 and deviation 1; MIN_MAX,
-    QUANTILES (1 % to 99 %) and QUANTILE10 (10 % to
-           90 %) to [-1, 1]; IDENTITY leaves a feature as it is
-
-    A dimension that is constant in the data becomes 0, and `inverse` restores its value.
+           trailing axes of the feature
+    modes  {feature: mode}: MEAN_STD to mean 0 and deviation 1; MIN_MAX, QUANTILES (1 % to 99 %) and
+           QUANTILE10 (10 % to 90 %) to [-1, 1]; IDENTITY leaves a feature unchanged
     """
 
     NEEDS = {
@@ -163,7 +170,7 @@ class Normalizer(nn.Module):
     def __init__(self, stats: dict[str, dict[str, Any]], modes: dict[str, str]):
         super().__init__()
         self.modes = modes
-        dtype = torch.get_default_dtype()  # the parameters' own
+        dtype = torch.get_default_dtype()  # the dtype of the parameters
         for feature, mode in modes.items():
             if mode == "IDENTITY":
                 continue
@@ -172,7 +179,7 @@ class Normalizer(nn.Module):
                 for name in self.NEEDS[mode]
             )
             middle, half = (a, b) if mode == "MEAN_STD" else ((a + b) / 2, (b - a) / 2)
-            # A constant has no scale; the test is relative, because sums of float32 leave rounding
+            # A constant has no scale. The test is relative, because sums of float32 have rounding
             # errors.
             half = torch.where(
                 half.abs() <= 1e-6 * middle.abs().clamp(min=1e-6), torch.ones_like(half), half
@@ -185,13 +192,14 @@ class Normalizer(nn.Module):
         return f"{feature.replace('.', '_')}__{what}"  # a buffer's name may hold no dot
 
     def forward(self, feature: str, x: Tensor) -> Tensor:
+        """Return a feature in normalised units."""
         middle = getattr(self, self._name(feature, "middle"), None)
         if middle is None:
             return x
         return (x.to(middle.dtype) - middle) / getattr(self, self._name(feature, "half"))
 
     def stats(self) -> dict[str, dict[str, Tensor]]:
-        """Return {feature: {statistic of its mode: ...}}; the scale of a constant is 1."""
+        """Return {feature: {statistic of the mode: value}}; the scale of a constant is 1."""
         found: dict[str, dict[str, Tensor]] = {}
         for feature, mode in self.modes.items():
             middle, half = (
@@ -203,6 +211,7 @@ class Normalizer(nn.Module):
         return found
 
     def inverse(self, feature: str, x: Tensor) -> Tensor:
+        """Return a feature in recorded units."""
         middle = getattr(self, self._name(feature, "middle"), None)
         if middle is None:
             return x

@@ -1,8 +1,8 @@
-"""Any policy of the `lerobot` package, which must be installed, as a network of this project.
+"""Wrap any policy of the installed `lerobot` package as a network of Lockstep.
 
-What LeRobot's classes draw in a forward pass comes from torch's generator, in the order of the
-batch: other cuts of it, other noise. Here each sample's noise and time are a function of the
-sample's own seed; see `Drawn`.
+LeRobot's classes draw random numbers in a forward pass from torch's generator, in the order of the
+batch: a different partition of the batch gives different noise. Here the noise and the time of a
+sample are a function of the sample's seed; see `Drawn`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ SEED_BITS = 24  # of each of the two draws that make a seed
 
 
 class Drawn(TorchFunctionMode):
-    """Within it, torch's random tensors of B rows, or of a multiple, are functions of the B
-    samples' seeds.
+    """A context in which torch's random tensors are functions of the seeds of B samples.
+
+    A tensor of B rows, or of a multiple of B rows, is replaced. Dropout's masks are not replaced,
+    because the layout of a mask does not show the rows of a sample.
 
     seeds    (B,) int64
     uniform  see `Uniform`
-    spread   `torch.rand(1)` is a start from which a forward pass spreads its B times evenly over
-             [0, 1): it becomes B
-             numbers, so that the times are B independent draws
-
-    Dropout's masks are not replaced: their layout does not tell which numbers belong to which
-    sample.
+    spread   `torch.rand(1)` is a start from which a forward pass spreads B times evenly over [0,
+             1): `torch.rand(1)` then returns B numbers, so that the times are B independent draws
     """
 
     def __init__(self, seeds: Tensor, uniform: Uniform, spread: bool = False):
@@ -56,7 +54,7 @@ class Drawn(TorchFunctionMode):
             return self._uniform(made.new_empty(size)).to(made.dtype) - places
         rows = 0 if turn is _dirichlet and made.ndim < 2 else len(made) if made.ndim else 0
         if not rows or rows % size or not made.numel():
-            return made  # of no samples, such as a matrix of random weights
+            return made  # not a tensor of samples, for example a matrix of random weights
         with torch.no_grad(), torch._C.DisableTorchFunction():
             if turn is _dirichlet:
                 made.copy_(_dirichlet(self._uniform(made[..., 0]), args[0]))
@@ -65,7 +63,10 @@ class Drawn(TorchFunctionMode):
         return made
 
     def _uniform(self, like: Tensor) -> Tensor:
-        """Return fresh draws in the shape of `like`, on its device; each call has its own."""
+        """Return draws in the shape of `like`, on the device of `like`.
+
+        Each call has different draws.
+        """
         self.calls += 1
         draws = self.uniform(
             self.seeds + (self.calls << 2 * SEED_BITS), like.numel() // len(self.seeds)
@@ -121,7 +122,7 @@ def _whole_like(u: Tensor, made: Tensor, like: Tensor, *args: Any, **options: An
 
 
 def _one_of(u: Tensor, made: Tensor, shares: Tensor, *args: Any, **options: Any) -> Tensor:
-    """multinomial: (N, C) shares, (N, n) drawn with replacement."""
+    """Return (N, n) numbers drawn with replacement by (N, C) shares: torch.multinomial."""
     edges = shares.double().cumsum(-1)
     found = torch.searchsorted(
         edges.contiguous(), (u.double() * edges[..., -1:]).contiguous(), right=True
@@ -130,7 +131,7 @@ def _one_of(u: Tensor, made: Tensor, shares: Tensor, *args: Any, **options: Any)
 
 
 def _dirichlet(u: Tensor, concentration: Tensor) -> Tensor:
-    """(..., 2) of torch's Beta distribution: x, 1 - x. All rows have the same two numbers."""
+    """Return (..., 2): x, 1 - x of torch's Beta distribution. All rows have the same parameters."""
     assert concentration.shape[-1] == 2, "a Dirichlet distribution of more than two shares"
     a, b = concentration.reshape(-1, 2)[0].tolist()
     x = _table("beta", a, b, u.device)(u)
@@ -154,6 +155,7 @@ DRAWS: dict[Any, Any] = {
 
 @functools.lru_cache(16)
 def _table(kind: str, a: float, b: float, device: torch.device) -> Quantiles:
+    """Return the quantiles of a distribution on a device."""
     return (
         normal_quantiles()
         if kind == "normal"
@@ -162,9 +164,10 @@ def _table(kind: str, a: float, b: float, device: torch.device) -> Quantiles:
 
 
 def beta_quantiles(a: float, b: float, p: Tensor) -> Tensor:
-    """Inverse of the Beta(a, b) distribution function at p, float64, to 1e-5, for a, b >= 1/2.
+    """Return the inverse of the Beta(a, b) distribution function at p, float64, for a, b >= 1/2.
 
-    The density of t in x = sin(t)^2 is finite there; it is summed over 2^16 steps.
+    The error is at most 1e-5. The density of t in x = sin(t)^2 is finite. The density is summed
+    over 2^16 steps.
     """
     edges = torch.linspace(0, math.pi / 2, 2**16 + 1, dtype=torch.float64)
     t = (edges[1:] + edges[:-1]) / 2
@@ -177,8 +180,10 @@ def beta_quantiles(a: float, b: float, p: Tensor) -> Tensor:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from torch's generators as after `torch.manual_seed(seed)`, for what `Drawn` does not
-    replace: dropout."""
+    """Seed torch's generators as `torch.manual_seed(seed)` does, for the draws that `Drawn` keeps.
+
+    Dropout uses such draws. On exit the generators have the former states.
+    """
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -197,8 +202,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class Statistics(nn.Module):
-    """What a dataset told of each feature, {feature: {mean, std, min, max, q01, ...}}, as buffers:
-    every checkpoint has it. LeRobot's pipelines normalise by it."""
+    """The statistics of a dataset, {feature: {mean, std, min, max, q01, ...}}, as buffers.
+
+    LeRobot's pipelines normalise by the statistics. As buffers, the statistics are in every
+    checkpoint.
+    """
 
     def __init__(self, stats: dict[str, dict[str, Any]], modes: dict[str, str]):
         super().__init__()
@@ -215,6 +223,7 @@ class Statistics(nn.Module):
         return f"{feature.replace('.', '_')}__{what}"  # a buffer's name may hold no dot
 
     def stats(self) -> dict[str, dict[str, Tensor]]:
+        """Return {feature: {statistic: tensor}}."""
         return {
             f: {name: getattr(self, self._name(f, name)) for name in names}
             for f, names in self.names.items()
@@ -222,7 +231,7 @@ class Statistics(nn.Module):
 
 
 class Net(nn.Module):
-    """LeRobot's module, with what `models.policy.Policy` asks of a network."""
+    """LeRobot's module, with the members of a network that `models.policy.Policy` needs."""
 
     num_draws = num_noise = 2
     penalty = 0.0
@@ -233,19 +242,18 @@ class Net(nn.Module):
         self.texts: list[str] = []
 
     def encode(self, commands: list[str]) -> Tensor:
-        """(N, 1) int64: the commands' numbers among all that were given so far."""
+        """Return (N, 1) int64, the number of each command among all commands so far."""
         self.texts += [text for text in dict.fromkeys(commands) if text not in self.texts]
         return torch.tensor([[self.texts.index(command)] for command in commands])
 
 
 class Adapted(Policy):
-    """A policy of LeRobot's with its pipelines; see `models.policy.Policy`.
+    """A policy of LeRobot with LeRobot's pipelines; see `models.policy.Policy`.
 
     policy     LeRobot's module, on the CPU
     pipelines  {feature: statistics} -> LeRobot's pre- and postprocessor
-    weigh      the batch as the policy sees it -> (B,), over how many numbers a sample's loss is a
-               mean: their sum is
-               what the mean of several samples was divided by
+    weigh      the batch as the input of the policy -> (B,), the number of elements in the mean of
+               each sample's loss; the mean of several samples is divided by the sum
     exact      compute one sample at a time
     """
 
@@ -261,19 +269,17 @@ class Adapted(Policy):
         exact: bool = False,
     ):
         super().__init__(Net(policy), statistics, cameras)  # type: ignore[arg-type]
-        self.make, self.weigh, self.uniform, self.spread, self.exact = (
-            pipelines,
-            weigh,
-            uniform,
-            spread,
-            exact,
-        )
+        self.make = pipelines
+        self.weigh = weigh
+        self.uniform = uniform
+        self.spread = spread
+        self.exact = exact
         self.made: tuple[Any, Any] | None = None
         self.of_each = "reduction" in inspect.signature(policy.forward).parameters
         self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "made", None))
 
     def pipelines(self) -> tuple[Any, Any]:
-        """Return LeRobot's pre- and postprocessor with the statistics of this model."""
+        """Return LeRobot's pre- and postprocessor with the statistics of the model."""
         if self.made is None:
             self.made = self.make(
                 {f: {n: v.cpu() for n, v in s.items()} for f, s in self.normalizer.stats().items()}
@@ -281,8 +287,10 @@ class Adapted(Policy):
         return self.made
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch as LeRobot's policy gets it: pictures from 0 to 1, commands as texts,
-        then its pipeline."""
+        """Return the batch as the input of LeRobot's policy, after LeRobot's preprocessor.
+
+        Pictures are from 0 to 1, commands are texts.
+        """
         found = {name: batch[name] for name in (*STATES, "action") if name in batch}
         found |= {name: value for name, value in batch.items() if name.endswith("_is_pad")}
         found |= {name: batch[name].to(self.like.dtype) / 255 for name in self.cameras}
@@ -292,7 +300,7 @@ class Adapted(Policy):
         else:
             found["task"] = [
                 self.net.texts[n] for n in words[:, 0].tolist()
-            ]  # a sync point: tokens are made on the host
+            ]  # sync point: tokens are made on the host
         self.net.policy.config.device = str(words.device)
         processed: dict[str, Any] = self.pipelines()[0](found)
         return {
@@ -300,15 +308,18 @@ class Adapted(Policy):
         } | processed
 
     def forward(self, batch: dict[str, Any], draws: Tensor) -> dict[str, Tensor]:
-        """Training: {"error": (B,) each sample's sum, "weight": (B,) of how many numbers}. Where
-        LeRobot's class gives one mean for all, each sample has its share by weight, and only the
-        sum of all means anything."""
+        """Return {"error": (B,) the sum of each sample, "weight": (B,) the number of summands}.
+
+        If LeRobot's class returns one mean for all samples, each sample has a share by weight. Then
+        only the sum over the samples has a meaning.
+        """
         if not self.exact:
             return self._sums(batch, draws)
         parts = [self._one(batch, draws, n) for n in range(len(draws))]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _one(self, batch: dict[str, Any], draws: Tensor, n: int) -> dict[str, Tensor]:
+        """Return the sums of sample `n` alone."""
         some = {
             name: value[n : n + 1] for name, value in batch.items() if isinstance(value, Tensor)
         }
@@ -316,6 +327,7 @@ class Adapted(Policy):
             return self._sums(some, draws[n : n + 1])
 
     def _sums(self, batch: dict[str, Any], draws: Tensor) -> dict[str, Tensor]:
+        """Return the sums of a batch."""
         inputs = self.inputs(batch)
         weight = self.weigh(inputs).to(draws.device)
         options = {"reduction": "none"} if self.of_each else {}
@@ -329,8 +341,10 @@ class Adapted(Policy):
     def act(
         self, batch: dict[str, Any], draws: Tensor | None = None, committed: Tensor | None = None
     ) -> Tensor:
-        """Return (B, T, A) actions in recorded units, from now on. Without draws, all samples have
-        the same noise."""
+        """Return (B, T, A) actions in recorded units, from now on.
+
+        Without draws, all samples have the same noise.
+        """
         assert committed is None, (
             "LeRobot's policies are given no actions that are executed meanwhile"
         )
@@ -348,8 +362,10 @@ class Adapted(Policy):
         return found.to(actions.device)
 
     def _seen(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Show a policy the observations (B, T, ...) of a batch as if it had seen them one after
-        the other."""
+        """Fill the queues of a policy with the observations (B, T, ...) of a batch.
+
+        Return the inputs.
+        """
         policy = self.net.policy
         policy.reset()
         queues = getattr(policy, "_queues", None) or {}
@@ -363,6 +379,6 @@ class Adapted(Policy):
 
 
 def _seeds(draws: Tensor) -> Tensor:
-    """(B, 2) uniform draws of 24 bits -> (B,) int64 seeds of 48."""
+    """Return (B,) int64 seeds of 48 bits for (B, 2) uniform draws of 24 bits."""
     high, low = (draws.double() * 2**SEED_BITS).long().unbind(1)
     return (high << SEED_BITS) + low

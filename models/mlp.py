@@ -12,8 +12,7 @@ from models.layers import Standardise
 class MLP(nn.Module):
     """Windows (B, C, T) of exactly `length` steps -> logits (B, num_classes).
 
-    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go
-               in
+    mean, std  (C,) of the training data; the model normalises the input, so give raw sensor units
     width      units of the hidden layers
     depth      number of hidden layers, at least 1
     """

@@ -14,20 +14,20 @@ PASSED_ON = ("action_is_pad", "words")
 
 
 class Policy(nn.Module):
-    """A network that learns actions from observations, on batches as they are recorded.
+    """A network that learns actions from observations, on batches in recorded units.
 
-    net  takes normalised inputs, see `inputs`, and has
-         num_draws   uniform draws that a training sample needs
-         penalty     weight of `kl` in the loss
-         net(inputs, draws (B, num_draws)) -> {"error": (B,), and perhaps "kl": (B,)}: sums over the
-             sample's steps and
-                     dimensions that are not padding, never means; "weight" (B,): of how many, where
-                     draws decide
-         num_noise   uniform draws that an action needs
-         net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): its actions; without draws, from
-             their mean
-         max_committed  (may be missing: 0) the most first actions that `sample` takes as given, as
-                        its third argument
+    `net` has normalised inputs, see `inputs`, and these members:
+
+    num_draws      uniform draws of a training sample
+    penalty        weight of `kl` in the loss
+    net(inputs, draws (B, num_draws)) -> {"error": (B,), optional "kl" and "weight": (B,)}
+        error and kl are sums over the unpadded steps and dimensions of a sample, never means;
+        weight is the number of summands, if the number depends on the draws
+    num_noise      uniform draws of an action
+    net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A) actions
+        without draws, actions from the mean of the draws
+    max_committed  optional (default 0): the maximum number of first actions that `sample` accepts
+                   as the third argument
     """
 
     def __init__(self, net: nn.Module, normalizer: Normalizer, cameras: list[str]):
@@ -35,14 +35,13 @@ class Policy(nn.Module):
         self.like: Tensor
         self.net: Any = net
         self.normalizer, self.cameras = normalizer, cameras
-        # Has the network's dtype. Not taken from a parameter, because a replica of nn.DataParallel
-        # has none.
+        # A tensor of the network's dtype: a replica of nn.DataParallel has no parameters.
         self.register_buffer(
             "like", torch.zeros((), dtype=torch.get_default_dtype()), persistent=False
         )
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Normalise every feature; pictures (B, C, H, W) of 0 to 255 are first divided by 255."""
+        """Normalise every feature. Pictures (B, C, H, W) of 0 to 255 are divided by 255 before."""
         found = {name: batch[name] for name in PASSED_ON if name in batch}
         for name in (*STATES, "action"):
             if name in batch:
@@ -52,7 +51,7 @@ class Policy(nn.Module):
         return found
 
     def forward(self, batch: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
-        """Training: the sums of the batch's samples, each (B,)."""
+        """Return the sums of a training batch, each (B,)."""
         sums: dict[str, Tensor] = self.net(self.inputs(batch), draws)
         return sums
 
@@ -60,11 +59,11 @@ class Policy(nn.Module):
     def act(
         self, batch: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None
     ) -> Tensor:
-        """Return (B, chunk, A) actions in recorded units, sampled by draws (B, net.num_noise) in
-        [0, 1).
+        """Return (B, chunk, A) actions in recorded units.
 
-        committed  (B, d, A), in recorded units: the first ones, as a network with `max_committed`
-        >= d takes them
+        draws      (B, net.num_noise) in [0, 1); None: the mean of the draws
+        committed  (B, d, A), in recorded units: the given first actions; the network needs
+                   max_committed >= d
         """
         given = () if committed is None else (self.normalizer("action", committed),)
         return self.normalizer.inverse("action", self.net.sample(self.inputs(batch), draws, *given))

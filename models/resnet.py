@@ -1,5 +1,7 @@
-"""The residual network of He et al. (CVPR 2016) as a feature extractor: ResNet-18 or -34, without a
-head."""
+"""The residual network of He et al.
+
+(CVPR 2016) as a feature extractor: ResNet-18 or -34 without head.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
-"""Blocks per stage; both are made of the same kind of block."""
+"""Blocks per stage. Both networks have the same kind of block."""
 
 
 class FrozenBatchNorm2d(nn.Module):
     """(B, C, H, W) -> (B, C, H, W), by the constant statistics and affine map of a checkpoint.
 
-    Without a checkpoint it is the identity. Either way the step does not depend on how the batch is
-    cut.
+    Without a checkpoint the module is the identity. In both cases the step does not depend on the
+    partition of the batch.
     """
 
     weight: Tensor
@@ -31,19 +33,21 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not x * scale + shift, which under autocast would widen every feature map to float32.
+        # x * scale + shift would widen every feature map to float32 under autocast.
         return F.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, training=False
         )
 
 
 def conv3x3(before: int, after: int, stride: int, dilation: int) -> nn.Conv2d:
+    """Return a 3 x 3 convolution that keeps H and W at stride 1."""
     return nn.Conv2d(before, after, 3, stride, padding=dilation, dilation=dilation, bias=False)
 
 
 class Block(nn.Module):
-    """(B, before, H, W) -> (B, after, ceil(H / stride), ceil(W / stride)): two convolutions beside
-    a shortcut.
+    """(B, before, H, W) -> (B, after, ceil(H / stride), ceil(W / stride)).
+
+    Two convolutions beside a shortcut.
 
     dilations  of the two convolutions
     """
@@ -66,6 +70,10 @@ class Block(nn.Module):
 
 
 def stage(before: int, after: int, depth: int, stride: int, dilation: int = 1) -> nn.Sequential:
+    """Return `depth` blocks.
+
+    With dilation in place of a stride, the first convolution has no dilation.
+    """
     # Where dilation replaces the stride, the first convolution has none.
     first = Block(before, after, stride, (1, dilation))
     return nn.Sequential(
@@ -74,14 +82,14 @@ def stage(before: int, after: int, depth: int, stride: int, dilation: int = 1) -
 
 
 class ResNet(nn.Module):
-    """Pictures (B, 3, H, W), normalised as the weights expect them -> features (B, 512, ceil(H /
-    32), ceil(W / 32)).
+    """Pictures (B, 3, H, W) -> features (B, 512, ceil(H / 32), ceil(W / 32)).
+
+    Normalise the pictures as the weights require. Parameters and buffers have torchvision's names,
+    so that torchvision's weights fit.
 
     name    "resnet18" (11.2 million parameters) or "resnet34" (21.3 million)
-    dilate  the last stage keeps its resolution and dilates its convolutions instead: ceil(H / 16),
-            ceil(W / 16)
-
-    Parameters and buffers have torchvision's names, so that its weights fit.
+    dilate  the last stage has dilated convolutions in place of the stride: ceil(H / 16), ceil(W /
+            16)
     """
 
     num_features = 512

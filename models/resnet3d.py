@@ -1,5 +1,7 @@
-"""Residual networks of 18 layers for clips (Tran et al., CVPR 2018), with torchvision's names: its
-weights fit."""
+"""Residual networks of 18 layers for clips (Tran et al., CVPR 2018).
+
+The tensors have torchvision's names, so that torchvision's weights fit.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,24 @@ KINDS = {
 """The convolutions of the four stages."""
 
 MEAN, STD = (0.43216, 0.394666, 0.37645), (0.22803, 0.22145, 0.216989)
-"""Of Kinetics-400's pixels in [0, 1], red, green and blue: the input that the published weights
-expect."""
+"""Mean and standard deviation of Kinetics-400's pixels in [0, 1], red, green and blue.
+
+The published weights need inputs that are normalised by these values."""
 
 Triple = tuple[int, int, int]
 
 
 def conv(before: int, after: int, kernel: Triple, stride: Triple = (1, 1, 1)) -> nn.Conv3d:
+    """Return a convolution that keeps T, H and W at stride 1."""
     padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2)
     return nn.Conv3d(before, after, kernel, stride, padding, bias=False)
 
 
 def convolution(kind: str, before: int, after: int, middle: int, stride: int) -> nn.Module:
-    """A 3 x 3 (x 3) convolution of a kind; `middle` channels between space and time where they are
-    split."""
+    """Return a 3 x 3 (x 3) convolution of a kind of KINDS.
+
+    middle  channels between space and time, for the kind SPLIT
+    """
     if kind == SPACE_TIME:
         return conv(before, after, (3, 3, 3), (stride, stride, stride))
     in_space = conv(before, after if kind == SPACE else middle, (1, 3, 3), (1, stride, stride))
@@ -44,16 +50,15 @@ def convolution(kind: str, before: int, after: int, middle: int, stride: int) ->
 
 
 class Block(nn.Module):
-    """(B, before, T, H, W) -> (B, after, T', ceil(H / stride), ceil(W / stride)): two convolutions
-    beside a shortcut.
+    """(B, before, T, H, W) -> (B, after, T', ceil(H / stride), ceil(W / stride)).
 
-    T' is T where the kind is space alone, else ceil(T / stride).
+    Two convolutions beside a shortcut. T' is T for the kind SPACE, else ceil(T / stride).
     """
 
     def __init__(self, kind: str, before: int, after: int, stride: int):
         super().__init__()
-        # As many weights as a full 3 x 3 x 3 kernel between these two widths; the same for both
-        # convolutions.
+        # As many weights as a full 3 x 3 x 3 kernel between the two widths. Both convolutions have
+        # equal `middle`.
         middle = 27 * before * after // (9 * before + 3 * after)
         self.conv1 = nn.Sequential(
             convolution(kind, before, after, middle, stride), nn.BatchNorm3d(after), nn.ReLU()
@@ -73,14 +78,14 @@ class Block(nn.Module):
 
 
 class ResNet3d(Backbone):
-    """Clips -> logits (B, num_classes). A clip is gray, (B, T, H, W) in 0..255 of any size, or (B,
-    3, T, H, W).
+    """Clips -> logits (B, num_classes).
+
+    A clip is gray, (B, T, H, W) in 0..255 of any size, or (B, 3, T, H, W). A gray clip becomes
+    three equal channels. Each channel is normalised with a separate mean and standard deviation.
+    Stem weights summed over the channels would save work, but the borders would differ: the padding
+    is 0 after the normalisation.
 
     name  one of KINDS: 11.7, 33.4 and 31.5 million parameters with 400 classes
-
-    A gray clip becomes three equal channels, each normalised with the mean and the standard
-    deviation of its own. Stem weights summed over the channels would save work, but the padding is
-    0 after that normalisation, so they would see other borders.
     """
 
     parts = ("stem", "layer1", "layer2", "layer3", "layer4")

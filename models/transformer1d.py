@@ -10,8 +10,7 @@ from models.layers import Standardise, sine_code
 
 
 class Block(nn.Module):
-    """(B, L, W) -> (B, L, W): attention and a feed-forward layer, normalised before each
-    (pre-norm)."""
+    """(B, L, W) -> (B, L, W): attention and a feed-forward layer, each after a norm (pre-norm)."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -36,8 +35,7 @@ class Block(nn.Module):
 class Transformer1d(nn.Module):
     """Windows (B, C, T) of up to `length` steps -> logits (B, num_classes).
 
-    mean, std  (C,) of the training data; the model normalises its own input, so raw sensor units go
-               in
+    mean, std  (C,) of the training data; the model normalises the input, so give raw sensor units
     width      size of a token, a multiple of `heads`
     depth      number of encoder blocks
     patch      steps per token; tokens overlap by half

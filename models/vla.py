@@ -1,6 +1,9 @@
-"""A compact vision-language-action policy: a transformer reads cameras, command and state, and an
-action expert samples a chunk of actions by flow matching. It is trained from scratch, the expert by
-SmolVLA's recipe (Shukor et al., arXiv 2506.01844)."""
+"""A compact vision-language-action policy.
+
+A transformer encodes cameras, command and state. An action expert samples a chunk of actions by
+flow matching. All weights are trained from scratch, the expert by the recipe of SmolVLA (Shukor et
+al., arXiv 2506.01844).
+"""
 
 from __future__ import annotations
 
@@ -66,23 +69,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class VLASettings:
-    """The hyper-parameters; a size of 0 is the preset's own, see `resolved`.
+    """The hyper-parameters. A size of 0 means the size of the preset, see `resolved`.
 
-    image_size    H = W that each camera's picture is fitted into, a multiple of patch_size
+    image_size    H = W of the resized picture of each camera, a multiple of patch_size
     patch_size    pixels of a token's side, a power of two: one stride-2 convolution per doubling
     width, depth  of the trunk; a width is a multiple of head_width and of 4
-    vocabulary    rows of the word table, 0 = padding among them
+    vocabulary    rows of the word table, 0 = padding among the rows
     num_words     length of the longest command
     chunk_size    actions predicted at once
-    n_action_steps  how many of them the caller executes before the next prediction; 0 = all
+    n_action_steps          actions to execute before the next prediction; 0 = all
     num_steps     Euler steps of sampling
-    rtc_max_delay  in training, up to so many first actions of a chunk are given, as they are of a
-                   robot that executes
-                  them while the rest is computed; 0 = none
+    rtc_max_delay           in training, the maximum number of first actions that are given, as a
+                            robot executes actions during the computation; 0 = none
     gradient_checkpointing  recompute the blocks' activations in the backward pass: a third more
                             time, far less memory
     freeze_vision_encoder   the convolutions, positions and camera embeddings keep their weights
-    train_expert_only       all but the action expert keeps its weights
+    train_expert_only       all weights outside of the action expert stay constant
     """
 
     preset: str = "tiny"
@@ -105,8 +107,10 @@ class VLASettings:
     train_expert_only: bool = False
 
     def resolved(self) -> VLASettings:
-        """Return a copy with every 0 replaced. Raises ValueError if the sizes do not fit
-        together."""
+        """Return a copy with every 0 replaced.
+
+        Raises ValueError for sizes that do not fit together.
+        """
         if self.preset not in PRESETS:
             raise ValueError(f"no preset {self.preset!r}: choose one of {', '.join(PRESETS)}")
         own = PRESETS[self.preset] | {"n_action_steps": self.chunk_size}
@@ -144,11 +148,10 @@ _WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")
 
 
 def hash_words(text: str, length: int, vocabulary: int) -> list[int]:
-    """Return `length` numbers: CRC-32 of each word modulo `vocabulary`, then 0 for padding; later
-    words are cut off.
+    """Return `length` numbers: CRC-32 of each word modulo `vocabulary`, then 0 for padding.
 
-    Case and punctuation do not count. It needs no tokeniser file and no unknown word; two words may
-    share a number.
+    Words after `length` are dropped. Case and punctuation do not count. No tokeniser file is
+    needed, and no word is unknown, but two words may share a number.
     """
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())[:length]
     # Python's hash() is salted
@@ -157,10 +160,10 @@ def hash_words(text: str, length: int, vocabulary: int) -> list[int]:
 
 
 def grid_positions(side: int, width: int) -> Tensor:
-    """(side^2, width) float32 in row-major order: sines and cosines of the row, then of the column.
+    """Return (side^2, width) float32 in row-major order: sines and cosines of row and column.
 
-    The slowest wave is half a turn over the picture, so that a linear map can decode a place; the
-    fastest separates neighbours.
+    The slowest wave is half a turn over the picture, so that a linear map can decode a place. The
+    fastest wave separates neighbours.
     """
     rates = math.pi * torch.logspace(0, math.log2(max(2, side / 2)), width // 4, base=2)
     angles = ((torch.arange(side) + 0.5) / side)[:, None] * rates  # (side, width / 4)
@@ -170,7 +173,7 @@ def grid_positions(side: int, width: int) -> Tensor:
 
 
 def fit(images: Tensor, size: int) -> Tensor:
-    """(B, C, H, W) -> (B, C, size, size), with the aspect ratio kept and padding of -1."""
+    """Return (B, C, size, size) of pictures (B, C, H, W): same aspect ratio, padding of -1."""
     height, width = images.shape[2:]
     if height == width == size:
         return images
@@ -182,8 +185,11 @@ def fit(images: Tensor, size: int) -> Tensor:
 
 
 def linear(before: int, after: int) -> nn.Linear:
-    """Return a layer with DiT's initialisation, Xavier's: from torch's own, attention starts flat
-    and takes far longer to relate words to places."""
+    """Return a layer with DiT's initialisation, Xavier's.
+
+    With torch's initialisation, attention starts flat, and learns to relate words to places far
+    slower.
+    """
     layer = nn.Linear(before, after)
     nn.init.xavier_uniform_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -199,22 +205,24 @@ def silent(before: int, after: int) -> nn.Linear:
 
 
 class Eyes(nn.Module):
-    """Pictures (B, N, C, S, S) of N cameras, about -1 to 1 -> tokens (B, N * (S / patch)^2,
-    width)."""
+    """Pictures (B, N, C, S, S) of N cameras -> tokens (B, N * (S / patch)^2, width).
+
+    Pixels are about -1 to 1.
+    """
 
     positions: Tensor
 
     def __init__(self, cameras: int, channels: int, image_size: int, patch_size: int, width: int):
         super().__init__()
         steps = patch_size.bit_length() - 1
-        # doubling, up to the width
+        # The channels double, up to the width.
         sizes = [max(8, width >> (steps - 1 - i)) for i in range(steps)]
         stem: list[nn.Module] = []
         for before, after in zip([channels, *sizes], sizes, strict=False):
             stem += [nn.Conv2d(before, after, 3, stride=2, padding=1), group_norm(after), nn.GELU()]
         self.stem = nn.Sequential(*stem)
         self.out = linear(sizes[-1], width)
-        # Fixed, because a learned table takes far longer to encode places; the linear map learns
+        # Fixed, because a learned table takes far longer to encode places. The linear map learns
         # the scale.
         positions = grid_positions(image_size // patch_size, width).to(torch.get_default_dtype())
         self.register_buffer("positions", positions, persistent=False)
@@ -229,8 +237,10 @@ class Eyes(nn.Module):
 
 
 class Attention(nn.Module):
-    """(B, L, width) attends to a source (B, M, source width), whose keys and values `recall`
-    computes once."""
+    """Attention of (B, L, width) to a source (B, M, source width).
+
+    `recall` computes keys and values of the source once.
+    """
 
     def __init__(self, width: int, head_width: int, source_width: int):
         super().__init__()
@@ -240,13 +250,18 @@ class Attention(nn.Module):
         self.out = linear(width, width)
 
     def recall(self, source: Tensor) -> Tensor:
+        """Return keys and values (2, B, H, M, width / H) of a source."""
         # (2, B, H, M, width / H)
         return self.kv(source).unflatten(2, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)
 
     def forward(
         self, x: Tensor, memory: Tensor, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """mask (B, 1, 1, M) bool: True where the source may be attended to."""
+        """Return (B, L, width).
+
+        memory  keys and values of `recall`
+        mask    (B, 1, 1, M) bool: True for tokens of the source to attend to
+        """
         q = self.q(x).unflatten(2, (-1, self.head_width)).transpose(1, 2)  # (B, H, L, width / H)
         mixed = F.scaled_dot_product_attention(
             q, memory[0], memory[1], attn_mask=mask, is_causal=causal
@@ -255,12 +270,15 @@ class Attention(nn.Module):
 
 
 def feed_forward(width: int) -> nn.Sequential:
+    """Return a feed-forward layer (..., width) -> (..., width)."""
     return nn.Sequential(linear(width, 4 * width), nn.GELU(), linear(4 * width, width))
 
 
 class TrunkBlock(nn.Module):
-    """(B, M, width) -> (B, M, width): masked self-attention and a feed-forward layer, each
-    normalised before."""
+    """(B, M, width) -> (B, M, width).
+
+    Masked self-attention and a feed-forward layer, each after a norm.
+    """
 
     def __init__(self, width: int, head_width: int, dropout: float):
         super().__init__()
@@ -277,8 +295,11 @@ class TrunkBlock(nn.Module):
 
 
 class Modulation(nn.Module):
-    """AdaLN-zero (Peebles & Xie, ICCV 2023): a code (B, width) -> `parts` tensors (B, 1, width),
-    all 0 at first; of a code for each step of a chunk, (B, T, width), as many of them."""
+    """AdaLN-zero (Peebles & Xie, ICCV 2023): a code -> `parts` tensors, all 0 at first.
+
+    A code (B, width) gives tensors (B, 1, width). A code for each step of a chunk (B, T, width)
+    gives tensors (B, T, width).
+    """
 
     def __init__(self, width: int, parts: int):
         super().__init__()
@@ -291,6 +312,7 @@ class Modulation(nn.Module):
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return the normalised x with a shift and a scale."""
     return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
 
 
@@ -299,11 +321,12 @@ Memory = Callable[[Attention], Tensor]
 
 
 class ExpertBlock(nn.Module):
-    """(B, T, width) -> (B, T, width): each step of the chunk attends to earlier ones, then to the
-    trunk's output.
+    """(B, T, width) -> (B, T, width).
 
-    Causal as in SmolVLA, so that padding at the end of an episode cannot affect the steps before
-    it.
+    Each step of the chunk attends to earlier steps, then to the output of the trunk.
+
+    The attention is causal as in SmolVLA, so that padding at the end of an episode cannot affect
+    earlier steps.
     """
 
     def __init__(self, width: int, head_width: int, source_width: int, dropout: float):
@@ -340,8 +363,10 @@ class Prefix(NamedTuple):
 
 
 class Expert(nn.Module):
-    """The velocity field: noisy chunk (B, T, A), its time (B,), or of each step (B, T), in [0, 1]
-    and the prefix -> (B, T, A)."""
+    """The velocity field: noisy chunk (B, T, A), time in [0, 1] and prefix -> (B, T, A).
+
+    The time is (B,), or (B, T) for a time of each step.
+    """
 
     positions: Tensor
     rates: Tensor
@@ -355,7 +380,7 @@ class Expert(nn.Module):
             torch.get_default_dtype()
         )
         self.register_buffer("positions", positions, persistent=False)
-        # SmolVLA's: periods from 0.004 to 4.
+        # Periods from 0.004 to 4, as in SmolVLA.
         rates = torch.logspace(
             math.log10(2 * math.pi / 4), math.log10(2 * math.pi / 0.004), width // 2
         )
@@ -372,8 +397,8 @@ class Expert(nn.Module):
     def forward(self, x: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         angles = time[..., None] * self.rates
         command = self.command(prefix.command)  # (B, width)
-        # With the words in its query, the expert finds the object that they name in one layer
-        # instead of two.
+        # With the words in the query, the expert finds the named object in one layer instead of
+        # two.
         code = self.time(torch.cat([angles.sin(), angles.cos()], -1)) + (
             command if time.ndim == 1 else command[:, None]
         )
@@ -384,26 +409,26 @@ class Expert(nn.Module):
 
 
 def run(checkpointing: bool, block: nn.Module, *inputs: Any) -> Tensor:
+    """Return the output of a block, with gradient checkpointing if set."""
     if checkpointing and torch.is_grad_enabled():
         return checkpoint(block, *inputs, use_reentrant=False)
     return block(*inputs)
 
 
 class VLA(nn.Module):
-    """The policy; all inputs and outputs are in normalised units.
+    """The policy. All inputs and outputs are in normalised units.
 
-    state_dim, env_dim, action_dim  S and E, which may be 0, and A
-    cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
-    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A
-               for the noise, and 1
-               for the delay if rtc_max_delay is set
-    penalty    weight of "kl" in the loss; `forward` returns none here
-    max_committed  most actions that `sample` has learned to be given
+    `inputs` contains "observation.state" (B, S), "observation.environment_state" (B, E), the
+    picture of each camera (B, channels, H, W) of about -1 to 1, and "words" (B, L) int64 of
+    `hash_words`, with L at most num_words; for training also "action" (B, chunk, A) and
+    "action_is_pad" (B, chunk) bool, True after the end of an episode.
 
-    `inputs` holds "observation.state" (B, S), "observation.environment_state" (B, E), each camera's
-    (B, channels, H, W) of about -1 to 1, and "words" (B, L) int64 of `hash_words`, L at most
-    num_words; for training also "action" (B, chunk, A) and "action_is_pad" (B, chunk) bool, True
-    from where an episode has ended.
+    state_dim, env_dim, action_dim  S and E, both may be 0, and A
+    cameras        the names of the pictures in `inputs`, e.g. "observation.images.top"
+    num_draws      uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk *
+                   A for the noise, and 1 for the delay if rtc_max_delay is set
+    penalty        weight of "kl" in the loss; `forward` returns no "kl"
+    max_committed  maximum number of given actions in `sample`
     """
 
     penalty = 0.0
@@ -459,7 +484,7 @@ class VLA(nn.Module):
         )
 
     def prefix(self, inputs: dict[str, Tensor]) -> Prefix:
-        """Encode everything but the actions."""
+        """Encode all inputs but the actions."""
         is_word = inputs["words"] != 0  # (B, L)
         words = self.words(inputs["words"]) * is_word[:, :, None]  # (B, L, width)
         tokens = [words + self.order[: words.shape[1]]]
@@ -475,19 +500,21 @@ class VLA(nn.Module):
         for block in self.trunk:
             x = run(self.settings.gradient_checkpointing, block, x, mask)
         source = self.norm(x)
-        # Keys and values are computed inside the expert's blocks; checkpointed blocks would mostly
-        # hold them.
+        # Keys and values are computed inside the expert's blocks. Otherwise they would be most of
+        # the memory of checkpointed blocks.
         command = words.sum(1) / is_word.sum(1, keepdim=True).clamp(min=1)
         return Prefix(lambda attention: attention.recall(source), mask, command)
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
-        """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity,
-        summed over unpadded steps and dimensions. With rtc_max_delay, over those that are not
-        given; "weight" (B,) is their number.
+        """Return {"error": (B,)} of a training batch with draws (B, num_draws).
 
-        A sample's delay d is uniform in 0..rtc_max_delay, and leaves at least one step to learn:
-        its first d actions enter as they are, at time 0 (training-time action conditioning: Black
-        et al., arXiv 2512.05964).
+        The error is the squared error of the velocity, summed over unpadded steps and dimensions.
+        With rtc_max_delay the sum is over steps that are not given, and "weight" (B,) is the number
+        of summands.
+
+        The delay d of a sample is uniform in 0..rtc_max_delay, and leaves at least one step to
+        learn. The first d actions enter unchanged, at time 0 (training-time action conditioning:
+        Black et al., arXiv 2512.05964).
         """
         action = inputs["action"]  # (B, T, A)
         time = self.time(draws[:, 0]).to(action.dtype)  # (B,)
@@ -511,11 +538,11 @@ class VLA(nn.Module):
         draws: Tensor | None = None,
         committed: Tensor | None = None,
     ) -> Tensor:
-        """Predict (B, chunk, A) by Euler steps from time 1, the noise of draws (B, chunk * A) or 0,
-        to time 0.
+        """Return (B, chunk, A), computed by Euler steps from time 1 to time 0.
 
-        committed  (B, d, A), d at most max_committed: the first actions, which are executed
-        meanwhile and kept
+        draws      (B, chunk * A) of the noise at time 1; None: zero noise
+        committed  (B, d, A), d at most max_committed: given first actions, returned unchanged; a
+                   robot executes given actions during the computation
         """
         prefix = self.prefix(inputs)
         prefix = prefix._replace(memory=functools.cache(prefix.memory))  # the same at every step

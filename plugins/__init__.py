@@ -1,2 +1,2 @@
-"""Optional folders. The core trains without them; each adds functions to the hooks of
-engine/hooks.py when it is imported."""
+"""Optional folders of functions. The core trains without the folders. At its import each folder
+adds functions to the hooks of engine/hooks.py."""

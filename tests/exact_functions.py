@@ -63,7 +63,7 @@ def unscaled(a: Tensor, _: Tensor) -> Tensor:
 
 
 def halved(a: Tensor, _: Tensor) -> Tensor:
-    """The sum of the table of rows in `virtual.grad_norm`."""
+    """The sum of the table of rows in `grad_norm.exact_grad_norm`."""
     return a.double().sum()
 
 

@@ -24,7 +24,7 @@ from conftest import ROOT, TOY, Launcher, Running
 from test_same_bits import NORMS, assert_same_bits
 
 from engine.files import archive
-from engine.files.checkpoints import find_checkpoint
+from engine.files.store import find_checkpoint
 
 BITS = bool(int(os.environ.get("BITS") or 0))
 

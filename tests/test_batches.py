@@ -25,8 +25,8 @@ from engine.contract import BatchInfo, LockstepError
 from engine.data import batches
 from engine.data.ahead import to_device
 from engine.data.samples import Fetcher, Request
-from plugins.resilience.failure_report import suggest_fix
-from plugins.resilience.not_finite import not_finite
+from plugins.resilience.skipped_steps import not_finite
+from plugins.resilience.task_errors import suggest_fix
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
 from tests.tasks.toy import Waves
 

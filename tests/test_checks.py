@@ -13,7 +13,7 @@ from torch.utils.data import ChainDataset, DataLoader
 from engine import evaluation, hooks
 from engine.contract import LockstepError, Loss, Sums, Task
 from plugins.preflight import returned
-from plugins.resilience import failure_report
+from plugins.resilience import task_errors
 
 ONE = torch.ones(())
 LOSS = Loss(torch.ones((), requires_grad=True), 1)
@@ -144,7 +144,7 @@ def test_what_gives_no_sample_by_its_number(dataset, said):
             returned.check_datasets(pair)
     with pytest.raises(LockstepError, match=r"^the training set is a NoneType, which gives"):
         returned.check_datasets((None, ROWS))
-    assert returned.check_datasets((ROWS, None)) == (ROWS, None)
+    assert hooks.check("datasets", (ROWS, None)) == (ROWS, None)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_task_without_score_is_told_what_it_has_not_done(split, said):
 def test_who_passes_on_the_loaders_numbers_is_told():
     """As it is told from DataParallel; see also tests/test_batches.py."""
     error = TypeError("Caught TypeError in replica 0.\nforward() got an unexpected keyword argument 'lockstep'")
-    assert failure_report.suggest_fix(error) == "leave that out: net(**contract.inputs(batch))"
-    assert not failure_report.suggest_fix(KeyError("label")) and not failure_report.suggest_fix(ValueError("lockstep"))
+    assert task_errors.suggest_fix(error) == "leave that out: net(**contract.inputs(batch))"
+    assert not task_errors.suggest_fix(KeyError("label")) and not task_errors.suggest_fix(ValueError("lockstep"))
 
 
 # ---- where a task is called, and not only for the first batch, which is tried before the first step -----------------

@@ -134,7 +134,7 @@ import torch.distributed as dist
 import tasks, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from engine import config, launch
-from engine.comm import shm_backend
+from plugins.performance import shm_backend
 
 args = config.parse(sys.argv[1:], tasks.load)
 world = train.setup_distributed(args.cfg)

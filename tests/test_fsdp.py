@@ -22,7 +22,7 @@ from engine.optim import ema, fused
 from plugins.parallel import exact as exact_kernels
 from plugins.parallel import fsdp
 from plugins.parallel.exact import use_exact_kernels
-from plugins.parallel.virtual import Dealt
+from plugins.parallel.virtual import VirtualWorkers
 
 SHARDED, FORWARDS, UNUSED = (
     str(ROOT / "tests" / place) for place in ("tasks/sharded.py", "ranks/forwards.py", "ranks/unused.py")
@@ -308,15 +308,17 @@ def test_the_norm_by_rows_is_the_norm():
     torch.manual_seed(0)
     for shapes in ([(7, 3), (5,), (2, 3, 5, 2), ()], [(1, 1)], [(3, 2_000_000)]):
         grads = [torch.randn(shape) for shape in shapes]
-        found = Dealt(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(grads)
+        found = VirtualWorkers(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(grads)
         exact = torch.cat([grad.flatten().double() for grad in grads]).square().sum().sqrt()
         kept = [grad.double() for grad in grads]
-        torch.testing.assert_close(Dealt(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(kept), exact, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            VirtualWorkers(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(kept), exact, rtol=1e-12, atol=0
+        )
         assert all(torch.equal(a, b.double()) for a, b in zip(kept, grads, strict=True)), "they are only read"
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
     bad = [torch.tensor([[1.0, float("nan")]]), torch.ones(2)]
-    assert Dealt(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(bad).isnan()
+    assert VirtualWorkers(3, ALONE, torch.nn.Linear(1, 1)).grad_norm(bad).isnan()
 
 
 @pytest.mark.parametrize("optimizer", [

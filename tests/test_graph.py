@@ -114,7 +114,7 @@ def test_a_recorded_run_is_stopped_and_resumed(run):
 
 SAVED = """
 import math
-from engine.files.checkpoints import CheckpointWriter
+from engine.files.writer import CheckpointWriter
 from engine.phases import phase
 from tests.tasks import graphed
 class Task(graphed.Task):

@@ -93,7 +93,8 @@ class Home:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.script = self.folder / LAUNCHER.name
         shutil.copy(LAUNCHER, self.script)
-        self.script.write_text(re.sub(r"/dev/(nvidiactl|kfd|dxg)\b", rf"{self.folder}/\1", self.script.read_text()))
+        source = re.sub(r"/dev/(nvidiactl|kfd|dxg)\b", rf"{self.folder}/\1", self.script.read_text())
+        self.script.write_text(source.replace("/sys/", f"{self.folder}/sys/"))
         self.env = {
             "PATH": str(self.bin),
             "HOME": str(folder),
@@ -562,6 +563,77 @@ def test_an_older_torchrun_is_not_killed_by_sigusr1(home: Home) -> None:
     ignored = int(home.run("2", PYTHON=str(old)).stdout.split()[-1], 16)
     assert ignored >> (signal.SIGUSR1 - 1) & 1 and ignored >> (signal.SIGUSR2 - 1) & 1
     assert not ignored >> (signal.SIGTERM - 1) & 1
+
+
+# --- the cores beside a GPU ------------------------------------------------------------------------------------------
+
+
+def numa_nodes(home: Home, cores: list[str], gpus: list[int | None]) -> None:
+    """Stand-ins for a machine whose nodes have these cores, and for the node of each GPU: None where there is no file.
+
+    Its numactl knows the cores 0 to 7.
+    """
+    for node, text in enumerate(cores):
+        folder = home.folder / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{text}\n")
+    rows = []
+    for gpu, on_node in enumerate(gpus):
+        rows.append(f"GPU-{('aaaa', 'bbbb', 'abcd')[gpu]}-0000, 0000000{gpu}:3B:00.0")
+        folder = home.folder / f"sys/bus/pci/devices/000{gpu}:3b:00.0"
+        folder.mkdir(parents=True)
+        if on_node is not None:
+            (folder / "numa_node").write_text(f"{on_node}\n")
+    listing = f"case $1 in -L) printf '%s\\n' {shlex.join(GPUS[: len(gpus)])} ;;"
+    home.tool("nvidia-smi", f"{listing} *) printf '%s\\n' {shlex.join(rows)} ;; esac")
+    home.tool("numactl", 'case $1 in --physcpubind=*[89]*) exit 1 ;; esac; shift; exec "$@"')
+
+
+TWO = ["0-3", "4-7"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "line", "binds"),
+    [
+        (TWO, [0, 1], "run", True),
+        (TWO, [1, 0, 1], "run har", True),
+        ([*TWO, ""], [0, 1], "run", True),  # the third node has memory only
+        (TWO, [0, 1], "run ddp.bind_cores=true", True),
+        (TWO, [0, 1], "NNODES=2 NODE_RANK=1 MASTER_ADDR=a run", True),
+        (["0-7"], [0, 0], "run", False),
+        ([], [0, 0], "run", False),
+        (TWO, [0, 1, 0], "run 1", False),  # one process uses the whole machine
+        (TWO, [1, 1], "run", False),  # half the cores would have no work
+        (TWO, [-1, -1], "run", False),  # the system does not report the nodes
+        (TWO, [0, None], "run", False),  # as in a virtual machine
+        (["0-3", "4-9"], [0, 1], "run", False),  # this process may not use all cores
+        (TWO, [0, 1], "CUDA_VISIBLE_DEVICES= run 2", False),  # CPU processes
+        (TWO, [0, 1], "run ddp.bind_cores=false", False),
+        (TWO, [0, 1], "run --config a.yaml --ddp.bind-cores No lr=1", False),
+    ],
+)  # fmt: skip
+def test_processes_stay_beside_their_gpus(
+    home: Home, cores: list[str], gpus: list[int | None], line: str, binds: bool
+) -> None:
+    args, env = typed(home, line)
+    numa_nodes(home, cores, gpus)
+    home.tool("true", "exit 0")
+    assert ("--numa-binding=node" in home.words(*args, **env)) is binds
+
+
+def test_torchruns_numa_binding_is_passed_once_and_only_where_it_works(home: Home) -> None:
+    """torchrun fails without numactl, where numactl is forbidden, and in versions without the option."""
+    numa_nodes(home, TWO, [0, 1])
+    home.tool("true", "exit 0")
+    assert "--numa-binding=node" in home.words()
+    options = home.words(TORCHRUN_ARGS="--numa-binding=exclusive")
+    assert [word for word in options if word.startswith("--numa")] == ["--numa-binding=exclusive"]
+    older = home.tool("older", "echo True False")
+    assert "--numa-binding=node" not in home.words(PYTHON=str(older))
+    home.tool("numactl", "echo 'numactl: this system does not support NUMA policy' >&2; exit 1")
+    assert "--numa-binding=node" not in home.words()
+    (home.bin / "numactl").unlink()
+    assert "--numa-binding=node" not in home.words()
 
 
 # --- real processes ------------------------------------------------------------------------------------------------

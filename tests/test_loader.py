@@ -34,7 +34,7 @@ from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.ahead import ahead, fetching
 from engine.data.batches import tensors
-from engine.data.processes import _begin_worker
+from engine.data.processes import _begin_process
 from engine.launch import processes_sharing
 from engine.phases import phase
 from plugins.performance.cached_data import InMemoryDataset
@@ -207,7 +207,7 @@ def test_batches_hold_what_augmentation_and_blame_need(monkeypatch, dataset, wor
 
 def lend_a_pipe(parent, places, done):
     """A loader process that waits for its batch to be fetched, here the end of a pipe."""
-    _begin_worker(parent, 0)
+    _begin_process(parent, 0)
     places.put(resource_sharer.DupFd(os.pipe()[0]))
     done.wait()
 

@@ -28,6 +28,7 @@ from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.files import run_folder
 from engine.report import log
+from engine.report.lines import truncate_log
 from engine.run import Progress, Record
 from plugins.reporting import wandb
 from plugins.resilience.stragglers import Straggler
@@ -169,7 +170,7 @@ def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capfd):
         (good, True, (trained, (2.5, {}), "")),  # its evaluation is made again
     ):
         path.write_bytes(text.encode("latin-1"))
-        found = log._truncate_log(path, 2, due)
+        found = truncate_log(path, 2, due)
         assert (path.read_text(), found, capfd.readouterr().err) == expected, text[:40]
 
 

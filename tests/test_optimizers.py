@@ -17,6 +17,7 @@ from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
 from engine.optim import make
+from plugins.preflight.optimizers import state_bytes
 from tools.use.evaluate import SAME_STATE
 
 OWN = str(ROOT / "tests" / "tasks" / "optimizers.py")
@@ -225,7 +226,7 @@ def test_the_bytes_of_its_state_are_known_before_a_step(kind):
     optimizer = made(kind, model)
     fill(model, 0), take(optimizer)
     held = sum(v.nbytes for s in optimizer.state.values() for name, v in s.items() if name != "step")
-    assert make.state_bytes(optimizer) == (None if kind == "own rmsprop" else held)
+    assert state_bytes(optimizer) == (None if kind == "own rmsprop" else held)
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

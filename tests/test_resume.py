@@ -599,9 +599,9 @@ def test_a_run_of_before_the_page_is_resumed(launch, tmp_path):
 
 
 IMPATIENT = """
-from engine.files import checkpoints
+from engine.files import writer
 from tests.tasks import toy
-checkpoints.LOST_S, checkpoints.SHARE = {lost}, 1e-9
+writer.LOST_S, writer.SHARE = {lost}, 1e-9
 class Task(toy.Task):
     pass
 """
@@ -628,9 +628,9 @@ def test_the_ends_of_epochs_are_saved_by_time_unless_save_every_says_more(
 KILLED_ONCE_SAVED = """
 import json, os, signal, time
 from pathlib import Path
-from engine.files import checkpoints
+from engine.files import writer
 from tests.tasks import toy
-checkpoints.SHARE = 1e9
+writer.SHARE = 1e9
 class Task(toy.Task):
     calls = 0
     def loss(self, net, batch):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from engine.comm import session
 from engine.comm.world import World
 from engine.errors import LockstepError
-from plugins.resilience import status
+from plugins.resilience import oom
 from plugins.resilience.store_client import Failure, StoreClient
 from plugins.security import agent as security_agent
 from plugins.security import listen, sign
@@ -63,11 +63,12 @@ SMALLER = {"global_batch": 12, "batch_size": 2, "gradient_accumulation_steps": 0
 )
 def test_a_note_may_change_little(note, told, monkeypatch):
     """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
-    monkeypatch.setattr(status.current, "smaller", ((4, SMALLER), (4, {})))
-    monkeypatch.setattr(status.current, "shrinks", True)
+    batches = {"training": oom.PassBatch(4, SMALLER), "evaluation": oom.PassBatch(4, {})}
+    monkeypatch.setattr(oom.advice, "next_batch", batches)
+    monkeypatch.setattr(oom.advice, "restart", True)
     notes = StoreClient(World(1, 1, 2, None), 5.0, SignedStore(dist.HashStore(), b"key"))
     assert notes.set_if_absent("failure", note) and notes.first_cause() == told
-    monkeypatch.setattr(status.current, "shrinks", False)
+    monkeypatch.setattr(oom.advice, "restart", False)
     assert told is None or notes.first_cause().again == {}
     notes.thread.shutdown()
 

@@ -13,7 +13,8 @@ from test_fake_gpu import FAKE, HAR, gpu  # noqa: F401
 
 from engine.errors import LockstepError
 from engine.files import archive
-from engine.files.checkpoints import Checkpoints, CheckpointWriter
+from engine.files.store import Checkpoints
+from engine.files.writer import CheckpointWriter
 from plugins.performance import snapshot
 
 TASK = """
@@ -47,12 +48,11 @@ class Task(Toy):
 
 WAYS = """
 import contextlib, gc, hashlib, io, json, sys
-from concurrent.futures import Future
 import torch
 sys.path.insert(0, sys.argv[1])
 import gpu_parts
-from engine import checkpoint
-from engine.files import snapshot
+from engine import checkpoint, hooks
+from plugins.performance import snapshot
 from tools.machine.probe import endless
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -63,16 +63,6 @@ for _ in range(3):
     next(steps)
 Copies, room, empty_like, on_device = snapshot.Copies, snapshot.room, torch.empty_like, snapshot.Copies._on_device
 held, tries = [], []
-
-class OneByOne:
-    def __init__(self, device, at_once):
-        pass
-    def __call__(self, value):
-        return value.to("cpu", copy=True)
-    def start(self):
-        done = Future()
-        done.set_result(None)
-        return done
 
 def out_of_memory(value, **how):
     if how:
@@ -87,14 +77,13 @@ def noted(self):
     return copies
 
 def captured(way):
-    checkpoint.Copies, snapshot.room, torch.empty_like = Copies, room, empty_like
+    snapshot.room, torch.empty_like = room, empty_like
+    hooks.device_copies.functions[:] = [lambda run: Copies(run.world.device, at_once=way == "at once")]
     snapshot.Copies._on_device = noted if way == "with room" else on_device
     if way == "one by one":
-        checkpoint.Copies = OneByOne
+        hooks.device_copies.functions[:] = []
     if way == "without room":
         snapshot.room = lambda device: 0
-    if way == "at once":
-        checkpoint.Copies = lambda device, at_once: Copies(device, at_once=True)
     if way in ("out of memory", "and again"):
         torch.empty_like = out_of_memory
     return checkpoint.capture(run)
@@ -116,7 +105,7 @@ with buffers:  # the copy on the GPU is read after two more steps
 found = {}
 for way, state in states.items():
     file = io.BytesIO()
-    state = state.on_host() | {"config": 0, "environment": 0}
+    state = getattr(state, "on_host", lambda: state)() | {"config": 0, "environment": 0}
     torch.save(state, file)
     found[way] = hashlib.sha256(file.getvalue()).hexdigest()
 gc.collect()
@@ -176,7 +165,11 @@ def test_saves_pin_no_memory_and_wait_for_nothing(gpu):  # noqa: F811
 
 def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):  # noqa: F811
     """By the training itself, and by no thread."""
-    lines = ["from engine.files import snapshot", "from tasks.har import Task", "snapshot.room = lambda device: 0"]
+    lines = [
+        "from plugins.performance import snapshot",
+        "from tasks.har import Task",
+        "snapshot.room = lambda device: 0",
+    ]
     (tmp_path / "own.py").write_text("\n".join([*lines, "class Task(Task): ..."]))
     words = [str(tmp_path / "own.py"), *HAR[1:], "mode=flatten", "batch_size=64", "amp=off"]
     seen = gpu(*words, "steps=6", "save_every=2", "eval_every=20", "log_every=100")

@@ -192,7 +192,6 @@ def test_tf32_is_for_mixed_precision_and_deterministic_anyway(monkeypatch, words
     with monkeypatch.context() as patch:
         patch.setattr(torch, "backends", SimpleNamespace(cuda=cuda, cudnn=cudnn))
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-        patch.setattr(kernels, "set_deterministic", lambda wanted: None)
         patch.setattr(os, "environ", {})
         kernels.set_backends(cfg)
     assert cuda.matmul.allow_tf32 is cudnn.allow_tf32 is tf32 and cudnn.benchmark is not deterministic

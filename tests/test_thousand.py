@@ -80,7 +80,7 @@ class Ranks:
 
     def close(self):
         for watch in self.watches:
-            watch.notes.thread.shutdown()
+            watch.client.thread.shutdown()
 
 
 watchdog_time = watchdog.time.monotonic
@@ -112,7 +112,7 @@ def test_a_beat_costs_the_same_among_few_and_many(ranks):
 def test_a_dead_rank_is_named_by_its_machine_alone(ranks, monkeypatch, size):
     some, living = ranks(size), range(size - 1)
     monkeypatch.setattr(watchdog, "_alive", lambda pid: pid == os.getpid())
-    last = some.watches[-1].notes
+    last = some.watches[-1].client
     last.put(f"beat{size - 1}", vars(Heartbeat(2, 7, "there", last.machine, phase="forward")))
     for ahead_s in (0.0, 5.0):
         some.passed[0] += ahead_s
@@ -120,7 +120,7 @@ def test_a_dead_rank_is_named_by_its_machine_alone(ranks, monkeypatch, size):
         assert most <= 2 * OF_A_MACHINE + 8, "the beats of its neighbours, once, and the claim"
     claimed = [rank for rank, cause in some.ended if cause.rank == size - 1]
     assert claimed and {*claimed} <= {*range(size - OF_A_MACHINE, size - 1)}
-    assert some.watches[0].notes.first_cause().text.startswith(f"rank {size - 1} died without an error message")
+    assert some.watches[0].client.first_cause().text.startswith(f"rank {size - 1} died without an error message")
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -134,7 +134,7 @@ def test_one_rank_looks_for_all_and_another_if_it_is_gone(ranks, frozen):
     some.all(lambda watch: watch._beat())
     some.others = lambda: [watch._beat() for watch in some.watches[: 63 + (not frozen)]]
     some.passed[0] += 98.0
-    told = [watch for watch in waiting if watch.notes.set_if_absent("look0.0", True)][:1]
+    told = [watch for watch in waiting if watch.client.set_if_absent("look0.0", True)][:1]
     assert told == [some.watches[0]]
     most, _ = some.all(lambda watch: watch._waits_too_long(), range(1, 63))
     assert most == 1 and not some.ended, "the question who looks"
@@ -152,7 +152,7 @@ def test_one_rank_looks_whether_a_machine_is_gone(ranks, monkeypatch):
     """What breaks a connection may be on any machine, and every rank wants to know."""
     some = ranks(64)
     some.all(lambda watch: watch._beat())
-    monkeypatch.setattr(watchdog, "StoreClient", lambda world, patience_s: some.watches[world.rank].notes)
+    monkeypatch.setattr(watchdog, "StoreClient", lambda world, patience_s: some.watches[world.rank].client)
     some.others = lambda: [watch._beat() for watch in some.watches[:56]]
     causes = []
 

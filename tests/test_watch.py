@@ -56,7 +56,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(watchdog, "time", clock)
     yield SimpleNamespace(mine=mine, other=other, passed=passed, ended=ended, clock=clock)
     for each in (mine, other):
-        each.notes.thread.shutdown()
+        each.client.thread.shutdown()
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_a_request_for_stacks_asks_torch_for_what_nccl_did(ranks, monkeypatch, t
             while True:
                 os.write(full, b"0")
         os.close(full)
-    ranks.mine.notes.put("dump", 3)
+    ranks.mine.client.put("dump", 3)
     ranks.mine._beat()
-    assert ranks.mine.notes.has("stacks0")
+    assert ranks.mine.client.has("stacks0")
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl_trace_rank"
     if end is not None:
         assert os.read(end, 9) == (b"1" if torch_does == "read" else b"000000000")
@@ -107,18 +107,18 @@ DIED, ORPHANED = "rank 1 died without an error message", "torchrun is gone, and 
 
 
 def lose_store(mine):
-    mine.notes.gone = True
+    mine.client.gone = True
 
 
 def lose_torchrun(mine):
     mine.parent += 1
-    mine.notes.gone = True  # which torchrun served
+    mine.client.gone = True  # which torchrun served
 
 
 ENDS = {
     # what has happened: (what makes it so, seconds that it may last, rank to blame, exit code, text, whether printed)
     "a process is dead": (lambda mine, other, dead: other.put("beat1", vars(beat(pid=dead))), 4, 1, 6, DIED, True),
-    "another has failed": (lambda mine, other, dead: other.claim(FIRST), 4, 1, 1, "the first", False),
+    "another has failed": (lambda mine, other, dead: other.report_first_failure(FIRST), 4, 1, 1, "the first", False),
     "the store is gone": (lambda mine, *_: lose_store(mine), 4, 0, 6, watchdog.STORE_GONE, True),
     "torchrun is gone": (lambda mine, *_: lose_torchrun(mine), 20, 0, 6, ORPHANED, True),
 }
@@ -130,7 +130,7 @@ def test_what_ends_a_rank_and_after_how_long(ranks, zombie, capfd, monkeypatch, 
     """Until then it may stop in good order, or its main thread fail. Each machine prints a store's end once."""
     happen, grace_s, rank, code, text, printed = ENDS[what]
     monkeypatch.setenv("LOCAL_RANK", "0" if first_of_its_machine else "1")
-    happen(ranks.mine, ranks.other.notes, zombie)
+    happen(ranks.mine, ranks.other.client, zombie)
     for share in (0, 0.9):
         ranks.passed[0] += share * grace_s
         ranks.mine.look()
@@ -147,7 +147,7 @@ def test_what_ends_a_rank_and_after_how_long(ranks, zombie, capfd, monkeypatch, 
 def test_a_dead_rank_is_told_from_one_that_is_about_to_speak(ranks, zombie):
     """Its process must be gone for as long as the grace lasts without a break; one that is there ends the suspicion."""
     for pid in (zombie, os.getpid(), zombie):
-        ranks.other.notes.put("beat1", vars(beat(pid=pid)))
+        ranks.other.client.put("beat1", vars(beat(pid=pid)))
         for ahead_s in (0, 3.6):
             ranks.passed[0] += ahead_s
             ranks.mine.look()
@@ -156,15 +156,17 @@ def test_a_dead_rank_is_told_from_one_that_is_about_to_speak(ranks, zombie):
 
 def test_the_first_cause_is_the_one(ranks):
     """And whoever has read it knows it if the store is gone, too."""
-    mine, other = ranks.mine.notes, ranks.other.notes
-    assert other.claim(FIRST) == (FIRST, True) and mine.claim(Failure(0, "another", 6)) == (FIRST, False)
+    mine, other = ranks.mine.client, ranks.other.client
+    assert other.report_first_failure(FIRST) == (FIRST, True) and mine.report_first_failure(
+        Failure(0, "another", 6)
+    ) == (FIRST, False)
     mine.gone = True
-    assert mine.first_cause() == FIRST and mine.claim(Failure(0, "another", 6)) == (FIRST, False)
+    assert mine.first_cause() == FIRST and mine.report_first_failure(Failure(0, "another", 6)) == (FIRST, False)
 
 
 def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks, zombie):
     """Its process is not looked for: its number is that of another's here, or nobody's."""
-    notes = ranks.mine.notes
+    notes = ranks.mine.client
     for rank in (0, 1):
         notes.put(f"beat{rank}", vars(beat(1, machine="another", pid=zombie)))
     before = notes.beats()

@@ -50,8 +50,12 @@ PLACES = frozenset({"save_dir", "resume"})
 
 SETTING_OWNERS = ("cfg", "config", "ddp", "optim", "schedule")
 
+EXCLUDED = "excluded"
+"""The field with the excluded setting, in a table of exclusive settings."""
+
 FREE_LISTS = frozenset(
-    "FREE_KEYS resumable_keys SETS_NOTHING OPTIONS NO_NUMBERS NO_BITS RESOLVED".split()
+    "FREE_KEYS resumable_keys SETS_NOTHING OPTIONS GROUP_NAMES NO_NUMBERS NO_BITS ONLY_ROUNDING "
+    "RESOLVED".split()
 )
 """Lists of settings that may differ on resume. An attribute `free` that is made of such a list
 counts, too."""
@@ -153,9 +157,9 @@ def _exclusive(path: Path) -> set[str]:
     """Return the functions of a file with a refusal of a combination of settings.
 
     The function has conditions on two settings, names a setting in a text, and raises a
-    LockstepError or holds a table of reasons.
+    LockstepError or holds a table of reasons. A table of rows with a field EXCLUDED counts, too.
     """
-    found = set()
+    found = {"table" for node in project.nodes(path) if _is_row(node)}
     for function in project.nodes(path):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -163,6 +167,11 @@ def _exclusive(path: Path) -> set[str]:
         if refuses and len(_tested(function)) > 1 and _named(function):
             found.add(function.name)
     return found
+
+
+def _is_row(node: ast.AST) -> bool:
+    """Return whether a node makes a row of a table of exclusive settings."""
+    return isinstance(node, ast.Call) and any(word.arg == EXCLUDED for word in node.keywords)
 
 
 def _is_refusal(node: ast.AST) -> bool:

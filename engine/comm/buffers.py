@@ -1,9 +1,10 @@
-"""The buffers of a model: kept over a step, put back, made the same on all ranks."""
+"""The buffers of a model: keep and restore the values, and make the values equal on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,45 +12,59 @@ from torch import Tensor, nn
 from engine import private
 from engine.comm import digests
 from engine.comm.world import Difference, World
-from engine.errors import LockstepError
+from engine.errors import DISTRIBUTED, LockstepError
 from engine.phases import phase
 
 
-class Buffers:
-    """The buffers that checkpoints hold, such as the running statistics of norms: a forward pass
-    may change them. Found once, because a walk over all modules takes 0.1 ms.
+class Place(NamedTuple):
+    """The place of a buffer: `buffers[name]` of a module, `key` in the model.
 
-    places  of each buffer: its name in the model, whether a norm has it, and a dict and a name to
-            find it by
-    kept    values before the step
-    copied  the tensors that they were copied from
+    of_norm  whether the module is a norm with running statistics
+    """
+
+    key: str
+    of_norm: bool
+    buffers: dict[str, Tensor]
+    name: str
+
+
+class Buffers:
+    """The buffers that checkpoints hold, such as the running statistics of norms.
+
+    A forward pass may change the buffers. The places are found once, because a walk over all
+    modules takes 0.1 ms.
+
+    kept    values before the step, by key
+    copied  the tensors that the kept values were copied from, by key
     """
 
     def __init__(self, model: nn.Module):
-        self.places: list[tuple[str, bool, dict[str, Tensor], str]] = []
+        self.places: list[Place] = []
         for path, module in model.named_modules():
-            of_norm, buffers = (
-                isinstance(module, private.NORM_WITH_STATISTICS),
-                private.own_buffers(module),
-            )
+            absent = private.non_persistent_buffers(module)
+            buffers = private.own_buffers(module)
+            of_norm = isinstance(module, private.NORM_WITH_STATISTICS)
             for name, _ in module.named_buffers(recurse=False):
-                if name not in private.non_persistent_buffers(module):
-                    self.places.append((f"{path}.{name}" if path else name, of_norm, buffers, name))
+                if name not in absent:
+                    key = f"{path}.{name}".removeprefix(".")
+                    self.places.append(Place(key, of_norm, buffers, name))
         self.kept: dict[str, Tensor] = {}
         self.copied: dict[str, Tensor] = {}
 
     def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
-        """Return all by name, or those of norms, or the others, as they are now: a module may
-        replace its own."""
-        return {
-            key: buffers[name]
-            for key, of_norm, buffers, name in self.places
-            if of_norms in (None, of_norm)
-        }
+        """Return the present buffers by key. A module may replace a buffer.
+
+        of_norms  True: only the buffers of norms; False: only the buffers of other modules
+        """
+        found = {}
+        for key, of_norm, buffers, name in self.places:
+            if of_norms is None or of_norms == of_norm:
+                found[key] = buffers[name]
+        return found
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy them, into the memory of the last step's copies where they are the same tensors."""
+        """Copy the buffers. If the tensors are the tensors of the last step, reuse the memory."""
         now = self()
         if now and all(
             b is self.copied.get(key) and b.shape == self.kept[key].shape for key, b in now.items()
@@ -60,25 +75,31 @@ class Buffers:
             self.copied = now
 
     def changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the name, the value and the kept value of each; not of a cache that has grown with
-        the batch."""
+        """Yield (key, buffer, kept value) of the buffers with an unchanged shape.
+
+        A cache may grow with the batch.
+        """
         for key, buffer in self().items():
             if buffer.shape == self.kept[key].shape:
                 yield key, buffer, self.kept[key]
 
     def changed(self) -> list[str]:
-        """Return the names of those that have other bits than were kept."""
-        return [name for name, now, before in self.changes() if not digests.same_bits(now, before)]
+        """Return the keys of the buffers whose bits differ from the kept values."""
+        return [key for key, now, before in self.changes() if not digests.same_bits(now, before)]
 
     def restore(self) -> None:
-        """Give all of them the values that were kept."""
-        if pairs := [*self.changes()]:
-            torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
+        """Copy the kept values into the buffers."""
+        pairs = [*self.changes()]
+        if pairs:
+            _, buffers, kept = zip(*pairs, strict=True)
+            torch._foreach_copy_(buffers, kept)
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
-        """Put back the buffers that the block changes, and add their names to the list: a module
-        may change some in eval mode, too."""
+        """Restore the buffers that the block changes, and add their keys to the yielded list.
+
+        A module may change buffers in eval mode, too.
+        """
         self.keep()
         names: list[str] = []
         try:
@@ -90,40 +111,39 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor) -> None:
-        """Restore what was kept, if the step was skipped: its forward passes have met infinities or
-        NaN."""
-        if skipped.device.type == "cpu" and not skipped:  # elsewhere the test is a sync point
+        """Restore the kept values if the step was skipped.
+
+        The forward passes of a skipped step have met infinities or NaN. On a GPU there is no sync
+        point.
+        """
+        if skipped.device.type == "cpu" and not skipped:  # on a GPU the test is a sync point
             return
-        bad = skipped > 0
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for _, buffer, before in self.changes():
             by_dtype.setdefault(buffer.dtype, []).append((buffer, before))
-        # four kernels each; to multiply by a mask would make NaN of infinities
+        # four kernels for a type; a product with a mask would make NaN of infinities
         for pairs in by_dtype.values():
             buffers, kept = zip(*pairs, strict=True)
-            now, then = (
-                torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (buffers, kept)
-            )
-            values = torch.where(bad, then, now).split([buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(
-                buffers,
-                [value.view_as(buffer) for value, buffer in zip(values, buffers, strict=True)],
-            )
+            now = torch.cat([buffer.flatten() for buffer in buffers])
+            then = torch.cat([value.flatten() for value in kept])
+            flat = torch.where(skipped > 0, then, now).split([*map(torch.numel, buffers)])
+            values = [value.view_as(buffer) for value, buffer in zip(flat, buffers, strict=True)]
+            torch._foreach_copy_(buffers, values)
 
 
 def sync_buffers(world: World, *sets: dict[str, Tensor]) -> None:
-    """(all ranks) Make tensors the same on every rank, by name: running statistics of norms are
-    averaged."""
+    """(all ranks) Average the floating-point tensors that differ between ranks, by name."""
     for statistics in sets:
         differ = [statistics[name] for name in _differing(world, statistics)]
-        world.broadcast_or_mean(
-            (buffer for buffer in differ if buffer.is_floating_point()), mean=True
-        )
+        world.broadcast_or_mean((b for b in differ if b.is_floating_point()), mean=True)
 
 
 def check_buffers(world: World, buffers: Buffers) -> None:
-    """(all ranks) Check that modules' own buffers are the same on all ranks, because a checkpoint
-    holds rank 0's."""
+    """(all ranks) Compare the buffers of modules other than norms.
+
+    A checkpoint holds the buffers of rank 0. Raises LockstepError (exit code 6) if a buffer differs
+    between ranks.
+    """
     for name, (rank, *_) in _differing(world, buffers(of_norms=False)).items():
         raise LockstepError(
             f"the buffer {name} of rank {rank} differs from rank 0's",
@@ -131,14 +151,13 @@ def check_buffers(world: World, buffers: Buffers) -> None:
             "change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, "
             "which make it one "
             "after each step (other numbers of processes are then other runs)",
-            exit_code=6,
+            exit_code=DISTRIBUTED,
             everywhere=True,
         )
 
 
 def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, Difference]:
-    """(all ranks) Return the names of tensors that differ between ranks, each with the first such
-    rank."""
+    """(all ranks) Return {name: first rank that differs, with two digests} of tensors."""
     if world.size == 1 or not world.differs_across_ranks(digests.digest(tensors.values())):
         return {}
     return world.first_difference(digests.each(tensors.items()))

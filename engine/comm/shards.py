@@ -1,8 +1,7 @@
-"""Tensors of which each rank holds some rows: torch's DTensor, as FSDP2 makes it. A plain tensor
-holds all of its own.
+"""Sharded tensors (torch's DTensor, by FSDP2): a rank holds some rows. A plain tensor has all rows.
 
-torch.distributed.tensor is not loaded by this module: that takes a second, and without FSDP2 nobody
-has a DTensor.
+This module does not load torch.distributed.tensor. The import takes a second, and without FSDP2
+there is no DTensor.
 """
 
 from __future__ import annotations
@@ -16,40 +15,42 @@ from engine.phases import phase
 
 
 def is_sharded(value: Any) -> bool:
+    """Return whether a value is a sharded tensor."""
     return hasattr(value, "full_tensor")
 
 
-def to_local(value: Tensor) -> Tensor:
-    """Return this rank's rows, perhaps none, in the memory of `value`."""
-    rows: Any = value
-    return rows.to_local() if is_sharded(value) else value
+def to_local(value: Any) -> Tensor:
+    """Return the rows of this rank, perhaps none. The memory is shared with `value`."""
+    return value.to_local() if is_sharded(value) else value
 
 
-def to_full(value: Tensor) -> Tensor:
-    """(all ranks that hold rows) Return all rows. From a GPU NCCL gathers them there, one tensor at
-    a time."""
-    rows: Any = value
+def to_full(value: Any) -> Tensor:
+    """(all ranks that hold rows) Return all rows. On GPUs NCCL gathers a tensor at a time."""
     if not is_sharded(value):
         return value
     with phase.during("all_gather", waits=True):
-        found: Tensor = rows.full_tensor()
-    return found
+        full: Tensor = value.full_tensor()
+    return full
 
 
-def row_range(value: Tensor) -> slice:
-    """Return the rows that this rank holds: ceil(rows / ranks) each, so the last ranks may hold
-    fewer, or none."""
+def row_range(value: Any) -> slice:
+    """Return the range of the rows that this rank holds.
+
+    A rank holds ceil(rows / ranks) rows; the last ranks may hold fewer rows, or no row.
+    """
     if not is_sharded(value):
         return slice(0, len(value) if value.ndim else 1)
-    mesh: Any = value.device_mesh  # type: ignore[attr-defined]
+    mesh = value.device_mesh
     share = math.ceil(len(value) / mesh.size(-1))
     first = min(mesh.get_coordinate()[-1] * share, len(value))
     return slice(first, min(first + share, len(value)))
 
 
 def shard_like(value: Any, sharded: Any) -> Any:
-    """Return the rows of a whole `value` that this rank holds of `sharded`, in the same form; no
-    collective."""
+    """Return a whole `value` as a shard with the rows of `sharded`. No collective.
+
+    Returns `value` itself if `sharded` is a plain tensor or the shapes differ.
+    """
     if (
         not is_sharded(sharded)
         or not isinstance(value, Tensor)
@@ -59,9 +60,12 @@ def shard_like(value: Any, sharded: Any) -> Any:
         return value
     from torch.distributed.tensor import DTensor
 
-    rows = value[row_range(sharded)].to(sharded.device)
-    # With its shape: torch would take it to be rows x ranks.
-    about = {"shape": sharded.shape, "stride": sharded.stride()}
     return DTensor.from_local(
-        rows, sharded.device_mesh, sharded.placements, run_check=False, **about
+        value[row_range(sharded)].to(sharded.device),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        # Without the shape torch would assume rows x ranks.
+        shape=sharded.shape,
+        stride=sharded.stride(),
     )

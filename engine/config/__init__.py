@@ -8,6 +8,12 @@ from engine.config.schema import (
     ALIASES,
     DDP,
     EVERYDAY,
+    FREE_KEYS,
+    GROUP_NAMES,
+    NO_BITS,
+    NO_NUMBERS,
+    ONLY_ROUNDING,
+    RESOLVED,
     SETS_NOTHING,
     Config,
     MLflow,
@@ -15,4 +21,4 @@ from engine.config.schema import (
     Schedule,
     Wandb,
 )
-from engine.config.schema import choice, option, section
+from engine.config.schema import choice, is_in, may_differ, option, section

@@ -77,7 +77,7 @@ def parse(
     if refused:
         hooks.unknown_keys.each(refused, keys, aliases, settings, load_task, others)
     problems = [setting.problem for layer in layers for setting in layer if setting.problem]
-    problems += _contradictions(cfg)
+    problems += map(str, hooks.find_conflicts("config", cfg=cfg))
     problems += _name_forced(switches, keys, aliases)
     if problems and "help" not in switches:
         raise LockstepError("\n".join(problems))
@@ -287,17 +287,3 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
         texts = [f"{word} {bound:g}" for word, bound in bounds.items() if isfinite(bound)]
         raise ValueError(f"must be {' and '.join(texts)}")
     return kind(number)
-
-
-def _contradictions(cfg: Config) -> list[str]:
-    """Return a problem for each set of values that exclude each other."""
-    scaling, base = cfg.schedule.lr_scaling, cfg.schedule.base_batch_size
-    twice = len({*cfg.gpu_ids}) < len(cfg.gpu_ids)
-    rules = {
-        "epochs=0 and steps=0 (config): the run would never end; give one of them": not cfg.epochs
-        and not cfg.steps,
-        f"schedule.lr_scaling={scaling} without schedule.base_batch_size (config): give the "
-        "global batch at which optim.lr was tuned": scaling != "none" and not base,
-        f"gpu_ids={cfg.gpu_ids} (config): name each GPU once": twice,
-    }
-    return [problem for problem, violated in rules.items() if violated]

@@ -6,25 +6,58 @@ A YAML is a delta over it, and the command line a delta over both; see parse.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, is_dataclass
 from math import inf
 from typing import Any, Literal
 
+# The effect of a different value of an option on a step.
+NOTHING = "nothing"
+PARTITION = "bits by rounding, and nothing with virtual workers"
+ROUNDING = "bits by rounding"
+NUMBERS = "numbers"
+
 
 def option(
-    default: Any, help: str, *, low: float = -inf, high: float = inf, above: float = -inf
+    default: Any,
+    help: str,
+    *,
+    low: float = -inf,
+    high: float = inf,
+    above: float = -inf,
+    free: bool = False,
+    changes: str = NUMBERS,
+    resolved: str = "",
+    group: str = "",
 ) -> Any:
-    """Declare a config field: default, line of help, and range (`low`, `high` inclusive, `above`
-    exclusive)."""
-    metadata = {"help": help, "low": low, "high": high, "above": above}
+    """Declare a config field: default and line of help.
+
+    low, high  the range of a number, inclusive
+    above      the lower bound of a number, exclusive
+    free       a resumed run may have a different value; `Task.resumable_keys` lists a task's own
+    changes    the effect of a different value on a step: NOTHING, PARTITION, ROUNDING or NUMBERS
+    resolved   the entry of the environment with the choice, for an option that may be `auto`
+    group      the name of the value in the groups of an optimizer
+    """
+    metadata = {
+        "help": help,
+        "low": low,
+        "high": high,
+        "above": above,
+        "free": free,
+        "changes": changes,
+        "resolved": resolved,
+        "group": group,
+    }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(cls: type) -> Any:
-    """Declare a config field that is itself a dataclass of options."""
-    return field(default_factory=cls)
+def section(cls: type, free: bool = False, changes: str = NUMBERS) -> Any:
+    """Declare a config field that is itself a dataclass of options. `free` and `changes` hold for
+    all options of the section."""
+    return field(default_factory=cls, metadata={"free": free, "changes": changes})
 
 
 def choice(default: str, classes: dict[str, type]) -> Any:
@@ -39,11 +72,13 @@ class Optim:
         "adamw", "the optimizer; muon is torch's for matrices and AdamW for the rest"
     )
     lr: float = option(1e-3, "learning rate at the base batch size", above=0, high=1000)
-    weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
-    beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
-    beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999)
-    eps: float = option(1e-8, "AdamW's epsilon", above=0)
-    momentum: float = option(0.9, "momentum of sgd and muon", low=0, high=0.99999)
+    weight_decay: float = option(
+        1e-2, "decoupled weight decay; never on norms and biases", low=0, group="weight_decay"
+    )
+    beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999, group="betas")
+    beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999, group="betas")
+    eps: float = option(1e-8, "AdamW's epsilon", above=0, group="eps")
+    momentum: float = option(0.9, "momentum of sgd and muon", low=0, high=0.99999, group="momentum")
     lr_scale: list[str] = option(
         [],
         (
@@ -58,7 +93,9 @@ class Optim:
     ema_decay: float = option(
         0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1
     )
-    zero: bool = option(False, "replaced by ddp.strategy=fsdp; true is an error")
+    zero: bool = option(
+        False, "replaced by ddp.strategy=fsdp; true is an error", free=True, changes=PARTITION
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +113,9 @@ class Schedule:
     final_share: float = option(
         0.0, "learning rate at the end, as a share of the peak", low=0, high=1
     )
-    horizon: int = option(0, "optimizer steps the schedule spans; 0 = as long as this run", low=0)
+    horizon: int = option(
+        0, "optimizer steps the schedule spans; 0 = as long as this run", low=0, free=True
+    )
     lr_scaling: Literal["none", "sqrt", "linear"] = option(
         "none", "how optim.lr follows the global batch"
     )
@@ -91,8 +130,12 @@ class DDP:
         "auto",
         "NCCL on GPUs, with gloo for objects; gloo on CPUs, there with shared memory for sums",
     )
-    timeout_s: float = option(300.0, "seconds a collective may wait for the slowest rank", above=0)
-    init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
+    timeout_s: float = option(
+        300.0, "seconds a collective may wait for the slowest rank", above=0, changes=NOTHING
+    )
+    init_timeout_s: float = option(
+        120.0, "seconds to wait for all ranks to join", above=0, changes=NOTHING
+    )
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
     gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
     comm_hook: Literal["none", "fp16", "bf16"] = option(
@@ -111,10 +154,10 @@ class DDP:
     bind_cores: bool = option(
         True,
         (
-            "keep each process on its GPU's NUMA node, where the machine has several and no one "
-            "else "
-            "has bound it"
+            "let train_multigpu.sh keep each process on its GPU's NUMA node, where the machine has "
+            "several nodes (torchrun's --numa-binding=node)"
         ),
+        changes=NOTHING,
     )
     buffers: Literal["same", "rank0", "mean"] = option(
         "same",
@@ -193,17 +236,29 @@ class Config:
     task: str = option("har", "a name in tasks/, or the path of a .py file with a class Task")
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**31 - 1)
     epochs: int = option(
-        20, "passes over the training set; where steps are given, too, whichever ends first", low=0
+        20,
+        "passes over the training set; where steps are given, too, whichever ends first",
+        low=0,
+        free=True,
     )
     steps: int = option(
-        0, "optimizer steps; where epochs are given, too, whichever ends first", low=0
+        0, "optimizer steps; where epochs are given, too, whichever ends first", low=0, free=True
     )
-    batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
+    batch_size: int = option(
+        32, "samples per process (per GPU) and forward pass", low=1, free=True, changes=ROUNDING
+    )
     global_batch: int = option(
-        0, "samples per optimizer step over all processes; 0 = what the others give", low=0
+        0,
+        "samples per optimizer step over all processes; 0 = what the others give",
+        low=0,
+        free=True,
     )
     gradient_accumulation_steps: int = option(
-        0, "forward passes per step; 0 = 1, or what global_batch needs", low=0
+        0,
+        "forward passes per step; 0 = 1, or what global_batch needs",
+        low=0,
+        free=True,
+        changes=ROUNDING,
     )
     virtual_workers: int = option(
         0,
@@ -212,6 +267,7 @@ class Config:
             "any; 0 = off"
         ),
         low=0,
+        changes=ROUNDING,
     )
     drop_last: bool = option(
         False, "drop the last, shorter global batch of an epoch instead of training on it"
@@ -234,9 +290,15 @@ class Config:
             "two "
             "runs alike"
         ),
+        free=True,
+        changes=NOTHING,
     )
     num_workers: int = option(
-        0, "loader processes per process; 0 = none, right for data one gather away", low=0
+        0,
+        "loader processes per process; 0 = none, right for data one gather away",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     cache: Literal["auto", "device", "host", "none"] = option(
         "auto",
@@ -245,16 +307,30 @@ class Config:
             "room, "
             "if num_workers=0"
         ),
+        free=True,
+        changes=PARTITION,
     )
     eval_batch_size: int = option(
-        0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0
+        0,
+        "samples per forward pass in evaluation; 0 = twice batch_size",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
-    save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
+    save_dir: str = option(
+        "", "the run's folder; empty = a new checkpoints/<task>_<time>", free=True, changes=NOTHING
+    )
     resume: str = option(
-        "auto", "auto = resume where save_dir stands; never; or the path of a checkpoint"
+        "auto",
+        "auto = resume where save_dir stands; never; or the path of a checkpoint",
+        free=True,
+        changes=NOTHING,
     )
     init_from: str = option(
-        "", "weights of a new run, by name and shape: of a run, a checkpoint, .safetensors or .pt"
+        "",
+        "weights of a new run, by name and shape: of a run, a checkpoint, .safetensors or .pt",
+        free=True,
+        changes=NOTHING,
     )
     threads: int = option(
         0,
@@ -263,9 +339,16 @@ class Config:
             "small model"
         ),
         low=0,
+        free=True,
+        changes=ROUNDING,
+        resolved="threads",
     )
     amp: Literal["auto", "bf16", "fp16", "off"] = option(
-        "auto", "mixed precision: auto takes what the device is fast at"
+        "auto",
+        "mixed precision: auto takes what the device is fast at",
+        free=True,
+        changes=ROUNDING,
+        resolved="precision",
     )
     oom: Literal["stop", "shrink"] = option(
         "stop",
@@ -274,6 +357,8 @@ class Config:
             "the "
             "same steps"
         ),
+        free=True,
+        changes=NOTHING,
     )
     compile: Literal[
         "off", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
@@ -282,6 +367,9 @@ class Config:
         "compile the model with torch.compile: for long runs, as the first steps take half a "
         "minute; auto: on a "
         "GPU, in runs of 5000 steps and more",
+        free=True,
+        changes=ROUNDING,
+        resolved="compile",
     )
     cuda_graph: bool = option(
         False,
@@ -289,57 +377,125 @@ class Config:
             "record a whole training step as one CUDA graph: for small models on one GPU, with one "
             "pass a step"
         ),
+        free=True,
+        changes=ROUNDING,
     )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto",
         "layout of convolutions: auto is the faster one, channels_last if the model has no "
         "GroupNorm (on GPUs: of 2-D "
         "and 3-D ones, with mixed precision); contiguous if the model calls `view` on features",
+        free=True,
+        changes=ROUNDING,
+        resolved="memory_format",
     )
     allocator: Literal["keep", "system"] = option(
         "keep",
         "memory that is freed on the CPU: keep it for the next step, or give it back to the system",
+        free=True,
+        changes=NOTHING,
     )
-    deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
-    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
+    deterministic: bool = option(
+        False,
+        "same seed, same hardware, same bits; may be slower",
+        free=True,
+        changes=ROUNDING,
+        resolved="deterministic kernels",
+    )
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto", "auto = GPU if there is one", free=True, changes=ROUNDING, resolved="device"
+    )
     multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
         "none",
         (
             "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if "
             "there are several"
         ),
+        free=True,
+        changes=ROUNDING,
     )
     gpu_ids: list[int] = option(
-        [], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0
+        [],
+        "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all",
+        low=0,
+        free=True,
+        changes=ROUNDING,
     )
     digest_every: int = option(
-        50, "steps between digests of the weights in the log, to compare runs; 0 = none", low=0
+        50,
+        "steps between digests of the weights in the log, to compare runs; 0 = none",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     record: int = option(
-        0, "a step whose tensors are noted, in a small file for tools/compare.py; 0 = none", low=0
+        0,
+        "a step whose tensors are noted, in a small file for tools/compare.py; 0 = none",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
-    log_every: int = option(0, "optimizer steps between log lines; 0 = 10, and 50 on GPUs", low=0)
-    eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
+    log_every: int = option(
+        0,
+        "optimizer steps between log lines; 0 = 10, and 50 on GPUs",
+        low=0,
+        free=True,
+        changes=NOTHING,
+    )
+    eval_every: int = option(
+        0,
+        "optimizer steps between evaluations; 0 = once an epoch",
+        low=0,
+        free=True,
+        changes=NOTHING,
+    )
     save_every: int = option(
-        0, "optimizer steps between checkpoints; 0 = once an epoch, or less often", low=0
+        0,
+        "optimizer steps between checkpoints; 0 = once an epoch, or less often",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     save_minutes: float = option(
-        10.0, "without it, minutes between checkpoints in an epoch, or longer; 0 = none", low=0
+        10.0,
+        "without it, minutes between checkpoints in an epoch, or longer; 0 = none",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     patience: int = option(
-        0, "evaluations without a better one before the run ends; 0 = never", low=0
+        0,
+        "evaluations without a better one before the run ends; 0 = never",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     max_time_s: float = option(
-        0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0
+        0.0,
+        "seconds after which the run stops with a checkpoint; 0 = never",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     max_skipped_steps: int = option(
-        20, "steps in a row without a finite gradient that end the run; 0 = never", low=0
+        20,
+        "steps in a row without a finite gradient that end the run; 0 = never",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     check_every: int = option(
-        500, "optimizer steps between checks that ranks hold the same weights; 0 = never", low=0
+        500,
+        "optimizer steps between checks that ranks hold the same weights; 0 = never",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     check_resume: bool = option(
-        True, "after the first step, compare what a resumed run would restore with what runs"
+        True,
+        "after the first step, compare what a resumed run would restore with what runs",
+        free=True,
+        changes=NOTHING,
     )
     check_sums: bool = option(
         True,
@@ -347,18 +503,28 @@ class Config:
             "before the first step, compute some samples together and in two parts: loss and score "
             "must add up"
         ),
+        free=True,
+        changes=NOTHING,
     )
     keep_checkpoints: int = option(
-        1, "older checkpoints to keep beside the last and the best", low=0
+        1,
+        "older checkpoints to keep beside the last and the best",
+        low=0,
+        free=True,
+        changes=NOTHING,
     )
     loader_timeout_s: float = option(
-        180.0, "seconds a batch may take a loader process (num_workers > 0)", above=0
+        180.0,
+        "seconds a batch may take a loader process (num_workers > 0)",
+        above=0,
+        free=True,
+        changes=NOTHING,
     )
     optim: Optim = section(Optim)
     schedule: Schedule = section(Schedule)
-    ddp: DDP = section(DDP)
-    wandb: Wandb = section(Wandb)
-    mlflow: MLflow = section(MLflow)
+    ddp: DDP = section(DDP, free=True, changes=PARTITION)
+    wandb: Wandb = section(Wandb, free=True, changes=NOTHING)
+    mlflow: MLflow = section(MLflow, free=True, changes=NOTHING)
 
 
 ALIASES = {
@@ -388,6 +554,58 @@ SETS_NOTHING: dict[str, tuple[Any, str]] = {
 }
 """Settings that the guides advise and that always hold: {key: (the only value it may have, None:
 any; reason)}."""
+
+
+def _facts(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Return {key: metadata of the option}; a section has the key `ddp.`, with a dot at its end."""
+    facts: dict[str, Any] = {}
+    for declared in fields(cls):
+        key = prefix + declared.name
+        if is_dataclass(declared.default_factory):
+            key += "."
+            facts |= _facts(declared.default_factory, key)
+        facts[key] = declared.metadata
+    return facts
+
+
+def _keys(fact: str, value: Any) -> tuple[str, ...]:
+    """Return the keys and sections with this value of a fact."""
+    return tuple(key for key, facts in FACTS.items() if facts.get(fact) == value)
+
+
+def _values(fact: str) -> dict[str, str]:
+    """Return {key: value of the fact}, of the options that have a value."""
+    return {key: facts[fact] for key, facts in FACTS.items() if facts.get(fact)}
+
+
+def is_in(key: str, keys: Collection[str]) -> bool:
+    """Return whether `keys` holds the key, or a section of the key."""
+    return key in keys or any(key.startswith(name) for name in keys if name.endswith("."))
+
+
+def may_differ(key: str, own: Collection[str]) -> bool:
+    """Return whether a resumed run may have a different value of this key.
+
+    own  `Task.resumable_keys`
+    """
+    return is_in(key, FREE_KEYS) or is_in(key, own)
+
+
+FACTS = _facts(Config)
+FREE_KEYS = (*_keys("free", True), *SETS_NOTHING)
+"""Keys and sections that may differ from the checkpoint's config. The resolved values of
+global_batch and schedule.horizon are compared, and the data by fingerprint."""
+NO_NUMBERS = _keys("changes", NOTHING)
+"""Keys and sections that change no step."""
+NO_BITS = _keys("changes", PARTITION)
+"""Keys and sections that change no bit of a step with virtual workers; docs/same-bits.md."""
+ONLY_ROUNDING = (*NO_BITS, *_keys("changes", ROUNDING))
+"""Keys and sections that may change the bits of a step by rounding: the partition of the global
+batch, and the arithmetic of the machine."""
+RESOLVED = _values("resolved")
+"""{key that may be `auto`: the entry of the environment with the choice}."""
+GROUP_NAMES = _values("group")
+"""{key: the name of the value in an optimizer's groups}."""
 
 EVERYDAY = (
     "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch "

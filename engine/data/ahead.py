@@ -1,4 +1,4 @@
-"""Prefetch: announce the next batch to the dataset, fetch it in a thread, copy it to the GPU."""
+"""Prefetch: announce the next batch to the dataset, fetch in a thread, copy to the GPU."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from engine.contract import Batch
 from engine.data.batches import map_tensors, tensors
 from engine.data.processes import starting_processes
 from engine.data.samples import Fetcher
-from engine.errors import LockstepError, few
+from engine.errors import DATA, LockstepError, few
 from engine.phases import phase
 
-Pairs = Iterator[tuple[Any, Batch]]  # requests, each with its batch
+Pairs = Iterator[tuple[Any, Batch]]  # a request and its batch
 
 fetching = threading.Lock()
 """Held during a fetch, because datasets may share a file or a decoder, and an evaluation within an
-epoch has two active loaders; and during a fork."""
+epoch has two active loaders; also held during a fork."""
 
 
 def fetched(
     fetcher: Fetcher, requests: Iterable[Any], loader: DataLoader[Any] | None, device: torch.device
 ) -> Pairs:
-    """Return the requests, each with its batch on the device."""
+    """Return the requests, each with its batch on the device.
+
+    loader  of loader processes; the batch sampler of the loader yields the requests a second time
+    """
     batches = None
-    # the sampler runs a second time in this process; in the loader's it is several batches ahead
     if loader is not None:
         # a fork during a fetch would copy locks that stay locked
         with fetching, starting_processes():
@@ -43,17 +45,19 @@ def fetched(
 
 
 def _announced(fetcher: Fetcher, requests: Iterable[Any]) -> Iterator[Any]:
-    """Yield the requests; prefetch each batch one step ahead."""
+    """Yield the requests; call the dataset's `prefetch` for each batch one step ahead."""
     last = None
     for request in requests:
         try:
             fetcher.prefetch(request.indices)
         except Exception as error:
-            what = (
+            raise LockstepError(
                 f"`prefetch` of samples {few(request.indices)} has failed: "
-                f"{type(error).__name__}: {error}"
-            )
-            raise LockstepError(what, fetcher.name, "fix it or remove it", exit_code=5) from error
+                f"{type(error).__name__}: {error}",
+                fetcher.name,
+                "fix it or remove it",
+                exit_code=DATA,
+            ) from error
         if last is not None:
             yield last
         last = request
@@ -62,29 +66,25 @@ def _announced(fetcher: Fetcher, requests: Iterable[Any]) -> Iterator[Any]:
 
 
 def ahead(pairs: Pairs, device: torch.device) -> Pairs:
-    """Fetch and pin the next batch in a thread during the work on this one; copy it to a GPU on a
-    stream of its own."""
-    on_gpu = device.type == "cuda"
-    wanted, arrived, over = threading.Semaphore(1), queue.SimpleQueue[Any](), threading.Event()
+    """Yield the pairs; a thread fetches the next batch during the work on the present batch.
 
-    def fetch() -> Any:
-        with fetching:
-            pair = next(pairs, None)
-            if pair is None or not on_gpu:
-                return pair
-            with torch.cuda.stream(_copies(device)):
-                return pair[0], to_device(pair[1], device)
+    For a GPU the thread also pins and copies the batch, on a separate stream.
+    """
+    on_gpu = device.type == "cuda"
+    wanted = threading.Semaphore(1)
+    arrived = queue.SimpleQueue[Any]()  # pairs, the exception of a fetch, None at the end
+    over = threading.Event()
 
     def work() -> None:
         if on_gpu:
             torch.cuda.set_device(device)  # a thread begins with GPU 0
         while wanted.acquire() and not over.is_set():
             try:
-                arrived.put(fetch())
+                arrived.put(_fetch(pairs, device))
             except Exception as error:
                 arrived.put(error)
 
-    # A daemon: a run that fails must not wait for a loader process that hangs.
+    # A daemon: a failed run must not wait for a loader process that hangs.
     thread = threading.Thread(target=work, name="loader", daemon=True)
     thread.start()
     try:
@@ -92,13 +92,7 @@ def ahead(pairs: Pairs, device: torch.device) -> Pairs:
             if isinstance(pair, Exception):
                 raise pair
             if on_gpu:
-                # this stream waits for the rest of the copy, the host does not
-                phase("host to device")
-                here = torch.cuda.current_stream(device)
-                here.wait_stream(_copies(device))
-                for value in tensors(pair[1]):
-                    # or the next batch could get its memory during its use
-                    value.record_stream(here)
+                _wait_for_copy(pair[1], device)
             wanted.release()
             yield pair
     finally:
@@ -107,20 +101,44 @@ def ahead(pairs: Pairs, device: torch.device) -> Pairs:
         thread.join(1.0)
 
 
+def _fetch(pairs: Pairs, device: torch.device) -> Any:
+    """(thread) Return the next pair, or None; the copy to a GPU has begun."""
+    with fetching:
+        pair = next(pairs, None)
+        if pair is None or device.type != "cuda":
+            return pair
+        request, batch = pair
+        with torch.cuda.stream(_copies(device)):
+            return request, to_device(batch, device)
+
+
+def _wait_for_copy(batch: Batch, device: torch.device) -> None:
+    """Let the current stream wait for the copy of a batch. The host does not wait."""
+    phase("host to device")
+    stream = torch.cuda.current_stream(device)
+    stream.wait_stream(_copies(device))
+    for value in tensors(batch):
+        # or the allocator could give the memory to the next batch during the work on this batch
+        value.record_stream(stream)
+
+
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all loaders: the allocator keeps the memory of each stream apart."""
+    """Return the stream of copies, one for all loaders.
+
+    The allocator of GPU memory keeps a pool for each stream.
+    """
     return torch.cuda.Stream(device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the tensors of a batch that are elsewhere; to a GPU asynchronously, from pinned
-    memory."""
+    """Copy the tensors of a batch to the device; to a GPU asynchronously, from pinned memory."""
     if device.type == "cpu":
         return batch
 
     def copied(value: Tensor) -> Tensor:
-        on_host = value.device.type == "cpu" and device.type == "cuda"
-        return (value.pin_memory() if on_host else value).to(device, non_blocking=True)
+        if value.device.type == "cpu" and device.type == "cuda":
+            value = value.pin_memory()
+        return value.to(device, non_blocking=True)
 
     return map_tensors(batch, copied)

@@ -1,9 +1,9 @@
 """Nested batches: traverse, collate, and attach the loader's own numbers.
 
-Containers are dicts, UserDicts (Hugging Face's BatchEncoding is one), lists, tuples, named tuples
-and dataclasses, and nest. Leaves are tensors and objects: a text, a number, None, a graph; also a
-list of numbers and texts only, whose length may differ between samples. Objects stay on the host,
-unchanged.
+Containers are dicts, UserDicts (Hugging Face's BatchEncoding is a UserDict), lists, tuples, named
+tuples and dataclasses. Containers may nest. Leaves are tensors and objects: a text, a number,
+None, a graph. A list of only numbers and texts is a leaf, too, because the length may differ
+between samples. Objects stay on the host, unchanged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from engine.contract import INFO_KEY, Batch, BatchInfo
-from engine.errors import LockstepError
 
 PLAIN = {int, float, bool, str, bytes, type(None)}
 STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
+
+# ---- traverse
+# ----------------------------------------------------------------------------------------
 
 
 def tree_children(value: Any) -> dict[Any, Any] | None:
@@ -34,24 +36,22 @@ def tree_children(value: Any) -> dict[Any, Any] | None:
         return value
     if isinstance(value, UserDict):
         return value.data
+    if type(value) is list and {*map(type, value)} <= PLAIN:
+        return None
     if type(value) in (list, tuple):
-        return (
-            None if type(value) is list and {*map(type, value)} <= PLAIN else dict(enumerate(value))
-        )
-    if (
-        isinstance(value, tuple)
-        and hasattr(value, "_fields")
-        and not isinstance(value, PackedSequence)
-    ):
-        return value._asdict()  # type: ignore[attr-defined]
+        return dict(enumerate(value))
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return None if isinstance(value, PackedSequence) else value._asdict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return None
 
 
 def unflatten(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container like `value` with these parts. A dataclass runs neither `__init__` nor
-    `__post_init__`."""
+    """Return a container of the type of `value` with these parts.
+
+    The methods `__init__` and `__post_init__` of a dataclass do not run.
+    """
     if type(value) is dict:
         return parts
     if type(value) in (list, tuple):
@@ -63,7 +63,7 @@ def unflatten(value: Any, parts: dict[Any, Any]) -> Any:
         if isinstance(value, (dict, UserDict)):
             new[name] = part
         else:
-            object.__setattr__(new, name, part)  # a frozen one, too
+            object.__setattr__(new, name, part)  # also of a frozen dataclass
     return new
 
 
@@ -83,60 +83,75 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 def tree_leaves(
     value: Any, name: str = "", is_leaf: Callable[[Any], bool] = lambda value: False
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (path, such as `boxes.0`; leaf) of each leaf of a batch; a container counts as one if
-    `is_leaf(it)`."""
+    """Yield (path, leaf) of each leaf of a batch. A path is e.g. `boxes.0`.
+
+    is_leaf  returns True for a container that counts as a leaf
+    """
     parts = None if is_leaf(value) else tree_children(value)
     if parts is None:
         yield name, value
-    else:
-        for key, part in parts.items():
-            yield from tree_leaves(part, f"{name}.{key}" if name else str(key), is_leaf)
+        return
+    for key, part in parts.items():
+        yield from tree_leaves(part, _path(name, key), is_leaf)
+
+
+def _path(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
 
 
 def tensors(batch: Batch) -> Iterator[Tensor]:
+    """Return an iterator over the tensors of a batch."""
     return (leaf for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
+# ---- collate
+# ----------------------------------------------------------------------------------------
+
+
 def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> Batch:
-    """Return samples as a batch of the same form: torch stacks tensors, arrays and numbers; objects
-    become a list. Raises ValueError where samples differ in form, RuntimeError where tensors differ
-    in shape.
+    """Return samples as a batch of the same form.
+
+    torch stacks tensors, arrays and numbers; other leaves become a list. Raises ValueError where
+    samples differ in form, RuntimeError where tensors differ in shape.
 
     numbers, name  for messages: the samples' numbers, and the path to these parts
     """
+    _check_none(samples, numbers, name)
     first = tree_children(samples[0])
-    at = next((k for k, sample in enumerate(samples) if sample is None), None)
-    if at is not None and any(
-        isinstance(each, STACKED) or tree_children(each) is not None for each in samples
-    ):
-        which = f"sample {numbers[at]}" if numbers else "one sample"
-        raise ValueError(f"{name!r} of {which} is None, and of others it is not")
     if first is None:
         return default_collate(samples) if isinstance(samples[0], STACKED) else [*samples]
     everyone = [tree_children(sample) or {} for sample in samples]
     for sample, parts in zip(samples, everyone, strict=True):
         if parts.keys() != first.keys():
-            here, there = (", ".join(map(str, each)) or "nothing" for each in (first, parts))
-            there = "an object" if tree_children(sample) is None else there
-            raise ValueError(f"one sample has {here}, and another has {there}")
+            there = "an object" if tree_children(sample) is None else _names(parts)
+            raise ValueError(f"one sample has {_names(first)}, and another has {there}")
+    columns = {}
+    for key in first:
+        values = [parts[key] for parts in everyone]
+        columns[key] = collate(values, numbers, _path(name, key))
+    return unflatten(samples[0], columns)
 
-    def column(key: Any) -> Batch:
-        return collate(
-            [parts[key] for parts in everyone], numbers, f"{name}.{key}" if name else str(key)
-        )
 
-    return unflatten(samples[0], {key: column(key) for key in first})
+def _names(parts: dict[Any, Any]) -> str:
+    return ", ".join(map(str, parts)) or "nothing"
+
+
+def _check_none(samples: list[Any], numbers: Sequence[int], name: str) -> None:
+    """Raise ValueError if a part is None in a sample, but a number or a container in another."""
+    missing = [place for place, sample in enumerate(samples) if sample is None]
+    stacked = any(isinstance(each, STACKED) or tree_children(each) is not None for each in samples)
+    if missing and stacked:
+        sample = f"sample {numbers[missing[0]]}" if numbers else "one sample"
+        raise ValueError(f"{name!r} of {sample} is None, and of others it is not")
 
 
 def with_tensors(batch: Batch) -> Batch:
-    """Return the batch with its arrays of numbers as tensors, which share their memory."""
+    """Return the batch with tensors in place of arrays of numbers. The memory is shared."""
 
     def as_tensor(leaf: Any) -> Any:
-        return (
-            torch.as_tensor(leaf)
-            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
-            else leaf
-        )
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            return torch.as_tensor(leaf)
+        return leaf
 
     return tree_map(batch, as_tensor)
 
@@ -146,8 +161,7 @@ def with_tensors(batch: Batch) -> Batch:
 
 
 def attach_info(batch: Batch, info: BatchInfo) -> Batch:
-    """Return the batch with the loader's own numbers: under a key of a dict, else as an
-    attribute."""
+    """Return the batch with the loader's own numbers: as an item of a dict, else an attribute."""
     if isinstance(batch, Tensor):
         new = batch.detach()
     elif isinstance(batch, (list, tuple)) and not hasattr(batch, "__dict__"):
@@ -164,28 +178,13 @@ def attach_info(batch: Batch, info: BatchInfo) -> Batch:
 
 @functools.cache
 def _with_attributes(kind: type) -> type:
-    """Return a subclass of a list or tuple class that takes attributes."""
+    """Return a subclass of a list or tuple class, with room for attributes."""
     return type(kind.__name__, (kind,), {})
 
 
 def batch_info(batch: Batch) -> BatchInfo:
     """Return the loader's own numbers of a batch."""
     return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
-
-
-def check(batch: Batch, where: str) -> None:
-    """Raise LockstepError if a batch has no room for the loader's own numbers."""
-    if isinstance(batch, dict) and INFO_KEY in batch:
-        what = f"a sample has a {INFO_KEY!r}, the one name that the loader itself uses in a batch"
-        raise LockstepError(what, where, "give it another name")
-    try:
-        attach_info(batch, BatchInfo(*[torch.empty(0)] * 3))
-    except (AttributeError, TypeError):
-        what = (
-            f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"
-        )
-        todo = f"give a dict, a tuple, or a class with room for an attribute `{INFO_KEY}`"
-        raise LockstepError(what, where, todo) from None
 
 
 def aligned_rows(rows: slice, values: Tensor) -> Tensor:

@@ -12,34 +12,40 @@ from engine.hooks import check
 
 
 class LazyOrder:
-    """An order that a dataset computes where it is read: each slice is checked, and no step waits
-    for the whole."""
+    """An order that the dataset computes slice by slice.
+
+    A slice is checked when the slice is read. No step waits for the order of a whole epoch.
+    """
 
     def __init__(self, own: Any, samples: int):
-        self.own, self.samples = own, samples
+        self.own = own
+        self.samples = samples
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, positions: slice) -> np.ndarray:
-        """(n,) indices at these positions of the epoch."""
-        places = len(range(*positions.indices(self.samples)))
-        return check("epoch_order", np.asarray(self.own[positions]), self.samples, places).astype(
-            np.int64, copy=False
-        )
+        """Return (n,) int64 indices at these positions of the epoch."""
+        count = len(range(*positions.indices(self.samples)))
+        indices = check("epoch_order", np.asarray(self.own[positions]), self.samples, count)
+        return indices.astype(np.int64, copy=False)
 
 
-def checked_order(found: Any, samples: int) -> Any:
-    """Return what a dataset's `epoch_order` gives, as an array (N,), or, of neither an array nor a
-    list, as it is read. Raises LockstepError if it is no order of so many samples."""
-    if hasattr(found, "__array__") or isinstance(found, Sequence) or not hasattr(found, "__len__"):
-        return check("epoch_order", np.asarray(found), samples, samples)
-    if len(found) != samples:
-        what = f"`epoch_order` returns a {type(found).__name__} of length {len(found)}"
+def checked_order(order: Any, samples: int) -> Any:
+    """Return a dataset's `epoch_order` as an array (N,), or as a LazyOrder.
+
+    A LazyOrder stands for an object that is neither an array nor a list. Raises LockstepError if
+    the order has another length than `samples`, or bad indices.
+    """
+    if hasattr(order, "__array__") or isinstance(order, Sequence) or not hasattr(order, "__len__"):
+        return check("epoch_order", np.asarray(order), samples, samples)
+    if len(order) != samples:
         raise LockstepError(
-            what, "the task's `epoch_order`", f"it has to have the length {samples}"
+            f"`epoch_order` returns a {type(order).__name__} of length {len(order)}",
+            "the task's `epoch_order`",
+            f"it has to have the length {samples}",
         )
-    return LazyOrder(found, samples)
+    return LazyOrder(order, samples)
 
 
 def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -1,5 +1,7 @@
-"""Write a file so that it is whole or not there: under a temporary name, flushed, read back,
-renamed."""
+"""Write a file so that a reader finds the old file or the new file, and never a part.
+
+The new contents are written under a temporary name, flushed, read back, and renamed.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from typing import Any
 
 
 class Hashed:
-    """A file opened to write, with the SHA-256 of its contents."""
+    """A file opened for writing, with the SHA-256 of the written bytes."""
 
     def __init__(self, file: Any):
-        self.file, self.sha256 = file, hashlib.sha256()
+        self.file = file
+        self.sha256 = hashlib.sha256()
         self.flush = file.flush  # torch.save calls it
 
     def write(self, data: Any) -> int:
+        """Write bytes and return their number."""
         self.file.write(data)
         self.sha256.update(data)
         return len(data)
@@ -28,9 +32,11 @@ class Hashed:
 
 @contextlib.contextmanager
 def atomically(path: Path) -> Iterator[Any]:
-    """Open a temporary file, a `Hashed`, next to `path`; after the block flush it to the disk and
-    rename it, so that a reader, also after a crash, finds the old file or the new one. Raises
-    OSError, with the old file as it was."""
+    """Open a temporary file (`Hashed`) next to `path`; after the block rename the file to `path`.
+
+    The file is flushed to the disk first. A reader finds the old file or the new file, also after
+    a crash. Raises OSError, with the old file as before.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -48,44 +54,25 @@ def atomically(path: Path) -> Iterator[Any]:
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the rename itself
+        os.fsync(folder)  # the new name
     finally:
         os.close(folder)
 
 
 def write_atomically(path: Path, fill: Callable[[Any], Any]) -> None:
+    """Call `fill` with an open temporary file, which then replaces `path`."""
     with atomically(path) as file:
         fill(file)
 
 
-def write_json(path: Path, value: Any, where_full: bool = False) -> None:
-    """Write a value. On a full disk, `where_full` overwrites the old file's blocks if they suffice:
-    a crash in between leaves neither file, but otherwise no reader would learn that the disk is
-    full."""
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, atomically."""
     text = (json.dumps(value, indent=2) + "\n").encode()
-    try:
-        write_atomically(path, lambda file: file.write(text))
-    except OSError as error:
-        if not (
-            where_full and error.errno in (errno.ENOSPC, errno.EDQUOT) and _overwrite(path, text)
-        ):
-            raise
-
-
-def _overwrite(path: Path, text: bytes) -> bool:
-    """Return whether the file had room for it."""
-    with (
-        contextlib.suppress(OSError),
-        open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file,
-    ):
-        if len(text) <= 512 * os.fstat(file.fileno()).st_blocks:
-            file.write(text)
-            file.truncate()
-            return True
-    return False
+    write_atomically(path, lambda file: file.write(text))
 
 
 def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as hex digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

@@ -1,4 +1,4 @@
-"""The run's folder: check, make and lock it; record config, code and machine in it."""
+"""The run's folder: check, make and lock the folder; record config, code and machine there."""
 
 from __future__ import annotations
 
@@ -23,67 +23,104 @@ from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically, write_json
-from engine.files.checkpoints import LOCK, Checkpoints, check_files, find_checkpoint
+from engine.files.store import LOCK, Checkpoints, check_files, find_checkpoint
 
 PACKAGES = ("numpy", "pyyaml", "tensorboard", "tqdm")
-"""Besides torch, whose package lacks the local part of its version (`+cu130`) where it is
-PyPI's."""
+"""Recorded packages besides torch. The version of PyPI's package torch lacks the local part
+(`+cu130`)."""
+
+# ---- check
+# --------------------------------------------------------------------------------------------------
 
 
 def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
-    """(rank 0) Check, before anything is loaded or written, whether the run's folder can be used
-    and which checkpoint there can be resumed. Returns (its path or None, warnings)."""
+    """(rank 0) Check the run's folder before anything is loaded or written.
+
+    Returns the checkpoint to resume, or None, and warnings. Raises LockstepError if the folder
+    cannot be used.
+    """
     folder = Path(cfg.save_dir or "checkpoints")
-    there = next(
-        path for path in [folder, *folder.absolute().parents] if path.exists() or path.is_symlink()
-    )
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is not a folder" if not there.is_dir() else "is not writable"
-        raise LockstepError(f"{there} {why}", f"save_dir={folder}", "give another save_dir")
+    _check_writable(folder)
     if not cfg.save_dir:
-        own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-        if own_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            what = (
-                "torchrun may restart this run, and with this rendezvous a restart does not "
-                "know its folder"
-            )
-            raise LockstepError(
-                what, "--rdzv_backend=c10d", "give save_dir, the same on every machine"
-            )
+        _check_restarts()
         return find_checkpoint(cfg.resume, None)
     check_files(folder)
-    for name in ("logs", "wandb", "trace.json"):  # other libraries write these, and follow a link
-        if (folder / name).is_symlink() and not (there := (folder / name).resolve()).is_relative_to(
-            folder.resolve()
-        ):
-            what = f"{name} is a link that leads out of the folder, to {there}"
-            raise LockstepError(what, str(folder), "remove it, or give another save_dir")
+    _check_links(folder)
     lock(folder, only_look=True)
-    found, warnings = find_checkpoint(cfg.resume, folder)
-    elsewhere = (
-        cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()
-    )
-    if elsewhere and find_checkpoint("auto", folder)[0]:
-        what = f"resume={cfg.resume} resumes from another folder, but this one holds a run"
-        raise LockstepError(what, f"save_dir={folder}", "give a new save_dir")
-    return found, warnings
+    checkpoint, warnings = find_checkpoint(cfg.resume, folder)
+    if (
+        checkpoint
+        and cfg.resume != "auto"
+        and checkpoint.resolve().parent != folder.resolve()
+        and find_checkpoint("auto", folder)[0]
+    ):
+        raise LockstepError(
+            f"resume={cfg.resume} resumes from another folder, but this one holds a run",
+            f"save_dir={folder}",
+            "give a new save_dir",
+        )
+    return checkpoint, warnings
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise LockstepError unless the folder, or the nearest parent, is a writable folder."""
+    parents = (folder, *folder.absolute().parents)
+    there = next(path for path in parents if path.exists() or path.is_symlink())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        fault = "is not writable" if there.is_dir() else "is not a folder"
+        raise LockstepError(f"{there} {fault}", f"save_dir={folder}", "give another save_dir")
+
+
+def _check_restarts() -> None:
+    """Raise LockstepError if a restart by torchrun could not find a folder with a new name.
+
+    The ranks read the name from the store of torchrun's agent. With another rendezvous the ranks
+    have their own store, which ends with the attempt.
+    """
+    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+    if own_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise LockstepError(
+            "torchrun may restart this run, and with this rendezvous a restart does not know its "
+            "folder",
+            "--rdzv_backend=c10d",
+            "give save_dir, the same on every machine",
+        )
+
+
+def _check_links(folder: Path) -> None:
+    """Raise LockstepError for a link out of the folder that other libraries would write to."""
+    inside = folder.resolve()
+    for name in ("logs", "wandb", "trace.json"):
+        target = (folder / name).resolve()
+        if (folder / name).is_symlink() and not target.is_relative_to(inside):
+            raise LockstepError(
+                f"{name} is a link that leads out of the folder, to {target}",
+                str(folder),
+                "remove it, or give another save_dir",
+            )
+
+
+# ---- make
+# --------------------------------------------------------------------------------------------------
 
 
 def make_folder(
     cfg: Any, world: World, resumed: Path | None, code: str
 ) -> tuple[Path, Checkpoints]:
-    """(rank 0) Create `save_dir`, or a new folder under checkpoints/, own it for the life of this
-    process, and write config.yaml and environment.json."""
+    """(rank 0) Make the run's folder, lock it for the life of this process, and write two files.
+
+    The folder is `save_dir`, or a new folder under checkpoints/. The files are config.yaml and
+    environment.json.
+    """
     folder = Path(cfg.save_dir)
     try:
         if cfg.save_dir:
             folder.mkdir(parents=True, exist_ok=True)
         else:
-            folder = new_folder(
-                Path("checkpoints"), f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}"
-            )
+            stem = f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}"
+            folder = new_folder(Path("checkpoints"), stem)
         lock(folder)
-        # left by a process that was killed in the middle of a write
+        # of a process that was killed during a write
         for torn in folder.glob(".*.tmp"):
             torn.unlink()
         write_atomically(
@@ -91,8 +128,11 @@ def make_folder(
         )
         write_json(folder / "environment.json", environment(world) | {"code": code})
     except OSError as error:
-        what = f"the run's folder cannot be written: {error.strerror}"
-        raise LockstepError(what, str(folder), "give another save_dir") from None
+        raise LockstepError(
+            f"the run's folder cannot be written: {error.strerror}",
+            str(folder),
+            "give another save_dir",
+        ) from None
     checkpoints = Checkpoints(folder, cfg.keep_checkpoints)
     if cfg.resume == "auto" and checkpoints.last and find_checkpoint("auto", folder)[0] != resumed:
         raise LockstepError(
@@ -103,72 +143,98 @@ def make_folder(
     return folder, checkpoints
 
 
+def new_folder(parent: Path, stem: str) -> Path:
+    """Make a folder under a new name: two runs may start in the same second."""
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    while True:
+        folder = parent / next(names)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+# ---- lock
+# --------------------------------------------------------------------------------------------------
+
 _locks: dict[str, tuple[int, Any]] = {}
 """Real path of a run.lock -> (process, open file), see `lock`."""
 
 
 def lock(folder: Path, only_look: bool = False) -> Any:
-    """Own the run folder while the returned file is open, or raise an error that names the owner.
-    With `only_look` release it at once.
+    """Lock a run's folder while the returned file is open. Returns None without a lock.
 
-    A POSIX record lock: the kernel drops it with its process, however that ends, forked loader
-    workers don't inherit it, and it holds over NFS. The kernel also drops it as soon as this
-    process closes any other handle of the file, so a file that this process has locked is not
-    opened again.
+    Raises LockstepError with the owner's name if another process holds the lock. With `only_look`
+    release the lock at once.
+
+    The lock is a POSIX record lock. The kernel drops the lock with the process; forked loader
+    processes do not inherit the lock; the lock holds over NFS. The kernel also drops the lock as
+    soon as this process closes another handle of the file, so this function never opens a file
+    that this process has locked.
     """
     path = folder / LOCK
     name = os.path.realpath(path)
     owner, file = _locks.get(name, (0, None))
-    # a forked child inherits the entry but not the lock
+    # a forked process inherits the entry but not the lock
     if owner == os.getpid() and not file.closed:
         return None if only_look else file
-    try:
-        # A link planted here would have its target emptied.
-        flags = os.O_RDWR | os.O_NOFOLLOW | (0 if only_look else os.O_CREAT)
-        file = os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
-    except OSError as error:
-        if only_look and isinstance(error, FileNotFoundError):
-            return None
-        what = f"the lock cannot be opened: {error.strerror}"
-        raise LockstepError(what, str(path), "give another save_dir") from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = " ".join(file.read().split()) or "unknown"
-        file.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
-            return None
-        what, todo = (
-            f"another run owns this folder: {holder}",
-            "wait for it or stop it, or give another save_dir",
-        )
-        raise LockstepError(what, str(folder), todo) from None
+    if only_look and not os.path.lexists(path):
+        return None
+    file = _open_lock(path)
+    if not _acquire(file, folder):
+        return None
     if only_look:
         file.close()
         return None
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
     file.truncate(0)
-    file.write(
-        f"process {os.getpid()} on {socket.gethostname()}, started "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-    )
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
     file.flush()
     _locks[name] = os.getpid(), file  # open until this process ends
     atexit.register(file.close)
     return file
 
 
-def new_folder(parent: Path, stem: str) -> Path:
-    """Make a folder that did not exist: two runs may start in the same second."""
-    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
-    while True:
-        with contextlib.suppress(FileExistsError):
-            (folder := parent / next(names)).mkdir(parents=True)
-            return folder
+def _open_lock(path: Path) -> Any:
+    """Open the file of the lock. Raises LockstepError if the file cannot be opened."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT  # a target of a planted link would be emptied
+    try:
+        return os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise LockstepError(
+            f"the lock cannot be opened: {error.strerror}", str(path), "give another save_dir"
+        ) from None
+
+
+def _acquire(file: Any, folder: Path) -> bool:
+    """Lock an open file; return False on a file system without locks.
+
+    Raises LockstepError with the owner's name if another process holds the lock.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = " ".join(file.read().split()) or "unknown"
+        file.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise LockstepError(
+            f"another run owns this folder: {owner}",
+            str(folder),
+            "wait for it or stop it, or give another save_dir",
+        ) from None
+    return True
+
+
+# ---- record
+# --------------------------------------------------------------------------------------------------
 
 
 def environment(world: World) -> dict[str, Any]:
     """Return a record of the command, the code and the machine."""
     cuda = world.device.type == "cuda"
+    devices = ["cpu"]
+    if cuda:
+        devices = [*map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
     commit, dirty = _git_state()
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -179,9 +245,7 @@ def environment(world: World) -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "processes": world.size,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if cuda
-        else ["cpu"],
+        "devices": devices,
         "platform": platform.platform(),
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -189,10 +253,10 @@ def environment(world: World) -> dict[str, Any]:
 
 
 def torch_version(environment: dict[str, Any]) -> str:
-    """Return the version of torch in a record of `environment`; "" where it has none.
+    """Return the version of torch in a record of `environment`, or an empty text.
 
-    Older records have the version of the package, which on PyPI lacks the local part (`+cu130`). It
-    is then this torch's, if the rest is.
+    Older records have the version of the package, which on PyPI lacks the local part (`+cu130`).
+    If the rest is equal, the version of the running torch is returned.
     """
     recorded = str((environment.get("packages") or {}).get("torch") or "")
     here = str(torch.__version__)
@@ -206,12 +270,18 @@ def _version(name: str) -> str | None:
 
 
 def _git_state() -> tuple[str | None, bool]:
-    """Return the commit and whether the files differ from it, by one call of git, because each
-    takes 10 ms."""
-    command, here = ["git", "status", "--porcelain=v2", "--branch"], Path(__file__).parent
+    """Return the commit, and whether files differ from the commit.
+
+    One call of git gives both facts, because a call takes 10 ms.
+    """
     try:
         done = subprocess.run(
-            command, cwd=here, capture_output=True, text=True, timeout=10, check=True
+            ["git", "status", "--porcelain=v2", "--branch"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None, False

@@ -1,8 +1,7 @@
-"""Weights from a file of any origin, read without running code in it (init_from)."""
+"""Weights from a file of any origin (init_from). No code in the file is run."""
 
 from __future__ import annotations
 
-import math
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
@@ -14,147 +13,155 @@ from torch import Tensor, nn
 from engine.comm.shards import shard_like
 from engine.errors import LockstepError, few
 from engine.files.archive import check_archive, reason
-from engine.files.checkpoints import LAST, Checkpoints
-from engine.private import NORM_WITH_STATISTICS
+from engine.files.store import LAST, Checkpoints
+from engine.hooks import check
 
-WRAPPERS, PUBLISHED = ("module.", "_orig_mod."), "model.safetensors"
+WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that DDP, averages and torch.compile give all names."""
+
+PUBLISHED = "model.safetensors"
 
 NESTED = ("model", "state_dict", "model_state_dict", "weights")
 """Keys under which training scripts save a state dict."""
 
+# ---- read
+# --------------------------------------------------------------------------------------------------
+
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return weights by name, on the CPU: of a run's folder (its best checkpoint), a published one,
-    a checkpoint (their average, if it keeps one), a .safetensors file, or a state dict that
-    torch.save has written."""
+    """Return weights by name, on the CPU.
+
+    path  of a run's folder (its best checkpoint), of a published folder, of a checkpoint (the
+          averages, if the checkpoint has any), of a .safetensors file, or of a state dict that
+          torch.save has written
+
+    Raises LockstepError if the file has no weights.
+    """
     if path.is_dir():
-        path = path / (
-            Checkpoints(path).best
-            or next((n for n in (LAST, PUBLISHED) if (path / n).exists()), LAST)
-        )
+        path = path / _name_in(path)
     where = f"init_from={path}"
     if not path.is_file():
         raise LockstepError(
             "no weights there", where, "give a run's folder, a checkpoint, a .safetensors or a .pt"
         )
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found = load_file(path)
-        else:
-            found = _state_dict(path)
+        weights = _load(path)
     except ImportError:
         raise LockstepError("this needs safetensors", where, "pip install safetensors") from None
     except Exception as error:  # torch and safetensors have no common error for a damaged file
-        what = (
-            f"the weights cannot be read ({reason(error)}): the file is damaged, or no file "
-            "of weights"
-        )
-        todo = "give a state dict of plain tensors, whole: nothing else is read from a file"
-        raise LockstepError(what, where, todo) from error
-    if not found:
+        raise LockstepError(
+            f"the weights cannot be read ({reason(error)}): the file is damaged, or no file of "
+            "weights",
+            where,
+            "give a state dict of plain tensors, whole: nothing else is read from a file",
+        ) from error
+    if not weights:
         raise LockstepError("no weights by name in it", where, "give a state dict")
-    return found
+    return weights
 
 
-def _state_dict(path: Path) -> dict[str, Tensor]:
-    # not one in torch's older format, which torch reads tensor by tensor
+def _name_in(folder: Path) -> str:
+    """Return the name of the file of weights in a folder."""
+    best = Checkpoints(folder).best
+    if best:
+        return best
+    published = (folder / PUBLISHED).exists() and not (folder / LAST).exists()
+    return PUBLISHED if published else LAST
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """Load the tensors in a file of weights, by name."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    # no file in torch's older format, which torch reads tensor by tensor
     if zipfile.is_zipfile(path):
         check_archive(path)
-    found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    if "format" in found:  # Lockstep's: what an evaluation would use
-        found = found["ema"] or found["model"]
+    content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    if "format" in content:  # a checkpoint of Lockstep: the weights that an evaluation uses
+        content = content["ema"] or content["model"]
     else:
-        found = next((found[name] for name in NESTED if isinstance(found.get(name), dict)), found)
-    found.pop("n_averaged", None)  # of an average
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(name, str) and isinstance(value, Tensor)
-    }
+        nested = [content[name] for name in NESTED if isinstance(content.get(name), dict)]
+        content = [*nested, content][0]
+    weights = {}
+    for name, value in content.items():
+        # `n_averaged` is a counter of an average
+        if isinstance(name, str) and isinstance(value, Tensor) and name != "n_averaged":
+            weights[name] = value
+    return weights
+
+
+# ---- names
+# --------------------------------------------------------------------------------------------------
 
 
 def fitted(weights: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """Return the weights under the names that match most of `own`: as they are, without the
-    prefixes that DDP, averages and torch.compile give all names, or with the model's: a part of it
-    may be called `module`, or be compiled."""
-    found = [weights]
-    bare = {_bare(name): name for name in own}
-    if len(bare) == len(own) and len({*map(_bare, weights)}) == len(weights):
-        found.append({bare.get(_bare(name), name): value for name, value in weights.items()})
-    while prefix := next(
-        (each for each in WRAPPERS if weights and all(name.startswith(each) for name in weights)),
-        "",
-    ):
+    """Return the weights under the names that match most names of `own`.
+
+    The tried names are the present names, the names without the prefixes of WRAPPERS that all
+    names share, and the model's names that are equal without these prefixes: a part of the model
+    may be called `module`, or be compiled.
+    """
+    candidates = [weights]
+    own_names = {_bare(name): name for name in own}
+    if len(own_names) == len(own) and len({*map(_bare, weights)}) == len(weights):
+        candidates.append({own_names.get(_bare(n), n): value for n, value in weights.items()})
+    while prefix := _shared_prefix(weights):
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-        found.append(weights)
-    return max(found, key=lambda each: sum(name in own for name in each))
+        candidates.append(weights)
+    return max(candidates, key=lambda named: len(named.keys() & set(own)))
 
 
 def _bare(name: str) -> str:
+    """Return a name without the prefixes of WRAPPERS."""
     return ".".join(part for part in name.split(".") if f"{part}." not in WRAPPERS)
 
 
+def _shared_prefix(weights: dict[str, Any]) -> str:
+    """Return the prefix of WRAPPERS that all names share, or an empty text."""
+    for prefix in WRAPPERS:
+        if weights and all(name.startswith(prefix) for name in weights):
+            return prefix
+    return ""
+
+
+# ---- load
+# --------------------------------------------------------------------------------------------------
+
+
 def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> str:
-    """Load the weights that fit by name and shape; return lines on what was loaded, skipped and is
-    new."""
-    mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    weights = fitted(weights, mine)
-    fits = {
-        name: value
-        for name, value in weights.items()
-        if name in mine and mine[name].shape == value.shape
-    }
+    """Load the weights that fit by name and shape into the model.
+
+    Returns lines about loaded, skipped and new weights. Raises LockstepError if no weight fits, or
+    if a weight holds bad values.
+    """
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    weights = fitted(weights, own)
+    fits: dict[str, Tensor] = {}
+    skipped = []
+    for name, value in weights.items():
+        if name not in own:
+            skipped.append(name)
+        elif own[name].shape != value.shape:
+            skipped.append(f"{name} {tuple(value.shape)}, here {tuple(own[name].shape)}")
+        else:
+            fits[name] = value
+    where = f"init_from={path}"
     if not fits:
-        names = [", ".join([*each][:2]) for each in (weights, mine)]
-        what = (
-            f"no weight fits by name and shape: it has such as {names[0]}, the model such as "
-            f"{names[1]}"
+        raise LockstepError(
+            f"no weight fits by name and shape: it has such as {', '.join([*weights][:2])}, the "
+            f"model such as {', '.join([*own][:2])}",
+            where,
+            "give the weights of such a model",
         )
-        raise LockstepError(what, f"init_from={path}", "give the weights of such a model")
-    finite = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for owner, module in model.named_modules():
-        if isinstance(module, NORM_WITH_STATISTICS):
-            finite |= {f"{owner}.{name}".removeprefix(".") for name, _ in module.named_buffers()}
-    for name, value in fits.items():
-        if fault := _fault(value, mine[name], name in finite):
-            todo = (
-                "give weights as they were trained: neither quantised nor of a run that has "
-                "diverged"
-            )
-            raise LockstepError(f"{name} {fault}", f"init_from={path}", todo)
-    model.load_state_dict(
-        {name: shard_like(value, mine[name]) for name, value in fits.items()}, strict=False
-    )
-    left = [
-        f"{name} {tuple(value.shape)}, here {tuple(mine[name].shape)}" if name in mine else name
-        for name, value in weights.items()
-        if name not in fits
-    ]
+    check("init_from", fits, model, own, where)
+    rows = {name: shard_like(value, own[name]) for name, value in fits.items()}
+    model.load_state_dict(rows, strict=False)
     lines = [f"{path}: {len(fits)} of {len(weights)} loaded"]
-    for word, names in (("skipped", left), ("new", [name for name in mine if name not in fits])):
-        lines += [f"  {word:<8} {few(names)}"] if names else []
+    if skipped:
+        lines.append(f"  skipped  {few(skipped)}")
+    new = [name for name in own if name not in fits]
+    if new:
+        lines.append(f"  new      {few(new)}")
     return "\n".join(lines)
-
-
-HUGE = 1e19
-"""Its square overflows float32."""
-
-
-def _fault(value: Tensor, own: Tensor, finite: bool) -> str:
-    """Return why a tensor cannot be such a weight, or an empty text. Buffers hold masks, which may
-    be infinite."""
-    floats, layouts = value.is_floating_point(), value.layout != own.layout
-    kinds = (value.is_complex(), floats) != (own.is_complex(), own.is_floating_point())
-    if layouts or kinds or (floats and value.itemsize < min(2, own.itemsize)):
-        there, here = (
-            str(each.layout if layouts else each.dtype).removeprefix("torch.")
-            for each in (value, own)
-        )
-        return f"is {there} there and {here} here"
-    if not floats or not value.numel():
-        return ""
-    low, high = (float(each) for each in value.to(own.dtype).aminmax())
-    largest = max(-low, high)
-    return f"holds {largest:g}" if math.isnan(largest) or (finite and largest > HUGE) else ""

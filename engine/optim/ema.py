@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's weights, which evaluations use instead of them."""
+"""The exponential moving average of a model's weights. Evaluations use the averages."""
 
 from __future__ import annotations
 
@@ -14,60 +14,74 @@ from engine.comm.shards import shard_like, to_local
 
 
 class EMA:
-    """The average of parameters and of buffers that checkpoints hold, in a state dict like that of
-    torch's `AveragedModel`. There is no second model: `swapped` exchanges the values, which works
-    with FSDP2, too.
+    """The averages of parameters and of saved buffers.
 
-    values  averages by name, on the model's device, in its layout and in its shards copied  names
-    of buffers that are copied: counters, such as BatchNorm's, and those that were not finite at the
-            start, because a mask of -inf is a constant, and the average of two infinities would be
-            NaN
+    The state dict has the form of torch's `AveragedModel`. There is no second model: `swapped`
+    exchanges the values, also with FSDP2.
+
+    values  averages by name: on the model's device, in the model's layout and shards
+    copied  names of buffers that are copied and not averaged: counters, such as BatchNorm's, and
+            buffers with values that are not finite at the start. A mask of -inf is a constant, and
+            an average of two infinities would be NaN.
     """
 
     def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = model, decay
-        self.parameters, self.buffers = dict(model.named_parameters()), Buffers(model)
+        self.model = model
+        self.decay = decay
+        self.parameters = dict(model.named_parameters())
+        self.buffers = Buffers(model)
         self.n_averaged = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
         self.values = {name: value.detach().clone() for name, value in self._current().items()}
-        self.copied = {
-            name
-            for name, b in self.buffers().items()
-            if not (b.is_floating_point() and b.isfinite().all())
-        }
+        self.copied = set()
+        for name, buffer in self.buffers().items():
+            if not buffer.is_floating_point() or not buffer.isfinite().all():
+                self.copied.add(name)
 
     def _current(self) -> dict[str, Tensor]:
-        """Return parameters and buffers, those with several names once."""
-        found = (self.parameters | self.buffers()).items()
-        first = {id(value): name for name, value in reversed([*found])}
-        return {name: value for name, value in found if first[id(value)] == name}
+        """Return parameters and buffers by name. A tensor with several names is listed once."""
+        unique: dict[int, tuple[str, Tensor]] = {}
+        for name, value in (self.parameters | self.buffers()).items():
+            unique.setdefault(id(value), (name, value))
+        return dict(unique.values())
 
     def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (name, average, value), of a shard its rows; not of a cache that has grown with the
-        batch."""
+        """Yield (name, average, value), of a shard the rows of this rank.
+
+        A buffer whose shape has changed is left out, such as a cache that grows with the batch.
+        """
         for name, value in self._current().items():
-            if name in self.values and self.values[name].shape == value.shape:
-                yield name, to_local(self.values[name]), to_local(value.detach())
+            average = self.values.get(name)
+            if average is not None and average.shape == value.shape:
+                yield name, to_local(average), to_local(value.detach())
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """Take a step of the average, unless the optimizer skipped its own; the first copies. No
-        sync point."""
+        """Take a step of the average, unless the optimizer has skipped the step. No sync point.
+
+        The first step copies the values.
+        """
+        averages, values, copies, sources = list[Tensor](), list[Tensor](), [], []
+        for name, average, value in self._pairs():
+            if name in self.copied:
+                copies.append(average)
+                sources.append(value)
+            else:
+                averages.append(average)
+                values.append(value)
         taken = 1 - skipped.double()
         weight = taken * torch.where(self.n_averaged == 0, 1.0, taken.new_full((), 1 - self.decay))
-        pairs = [*self._pairs()]
-        lerped = [(average, value) for name, average, value in pairs if name not in self.copied]
-        weights = {dtype: weight.to(dtype) for dtype in {average.dtype for average, _ in lerped}}
-        torch._foreach_lerp_(
-            [a for a, _ in lerped], [v for _, v in lerped], [weights[a.dtype] for a, _ in lerped]
-        )
-        if copied := [(average, value) for name, average, value in pairs if name in self.copied]:
-            torch._foreach_copy_([average for average, _ in copied], [value for _, value in copied])
+        weights = {dtype: weight.to(dtype) for dtype in {average.dtype for average in averages}}
+        torch._foreach_lerp_(averages, values, [weights[average.dtype] for average in averages])
+        if copies:
+            torch._foreach_copy_(copies, sources)
         self.n_averaged += taken.long()
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the averages for a while, and this the model's own values: one tensor at a
-        time is twice in memory."""
+        """Exchange the averages and the model's values during the block.
+
+        The memory of one more tensor is needed at a time.
+        """
         self._swap()
         try:
             yield
@@ -77,25 +91,26 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         for _, average, value in self._pairs():
-            kept = value.clone()
+            old = value.clone()
             value.copy_(average)
-            average.copy_(kept)
+            average.copy_(old)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `n_averaged`, and under `module.` and its name in the model's state dict each
-        average, or where there is none what the model has."""
-        # a tied weight has several
+        """Return `n_averaged`, and each average as `module.` + the name in the model's state dict.
+
+        An entry without an average has the model's value.
+        """
+        # a tied weight has several names
         names = {id(value): name for name, value in self._current().items()}
-        state = self.model.state_dict(keep_vars=True)
-        found = {
-            f"module.{n}": self.values.get(names.get(id(value), n), value)
-            for n, value in state.items()
-        }
-        return {"n_averaged": self.n_averaged} | found
+        state: dict[str, Any] = {"n_averaged": self.n_averaged}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            state[f"module.{name}"] = self.values.get(names.get(id(value), name), value)
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load whole tensors, or rows as `values` has them. Raises KeyError if one is missing."""
+        """Load whole tensors, or rows like the rows of `values`. Raises KeyError if a name is
+        missing."""
         self.n_averaged.copy_(state["n_averaged"])
         for name, average in self.values.items():
             to_local(average).copy_(to_local(shard_like(state[f"module.{name}"], average)))

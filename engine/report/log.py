@@ -1,10 +1,11 @@
-"""The run's log: sentences for the terminal, events for metrics.jsonl and the trackers. Only rank 0
-writes."""
+"""The log of a run: text for the terminal, events for the sinks. Only rank 0 writes.
+
+A sink is metrics.jsonl, TensorBoard, or a tracker of a plugin.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import resource
@@ -19,31 +20,45 @@ from typing import Any, TypeVar
 import torch
 
 from engine import hooks
-from engine.contract import LOGGED, Sums
-from engine.errors import LockstepError, amount, console, few, headline, show_bars, warn_on_stderr
+from engine.contract import Sums
+from engine.errors import (
+    CHECKPOINT,
+    LockstepError,
+    console,
+    few,
+    headline,
+    show_bars,
+    warn_on_stderr,
+)
 from engine.evaluation import pictures
-from engine.files import atomic
 from engine.meter import Skipped, means
+from engine.report.lines import Lines
 from engine.report.tensorboard import Board
 from engine.run import NullLog, Run
 
 T = TypeVar("T")
 
 GROUPS = {"train": "train", "eval": "val"}
-"""The events that trackers are told of, and what the names of their numbers begin with."""
+"""Event with numbers for the trackers -> first part of the numbers' names."""
 
 SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
+"""Metric -> name on the terminal, as in the guides."""
 
 
 class Log(NullLog):
-    """Rank 0's log: each event goes to every sink, and as a sentence or a progress bar to the
-    terminal."""
+    """The log of rank 0: an event goes to every sink, and to the terminal as text or a bar.
+
+    lost     names of the sinks that cannot be written; a warning is printed once for a sink
+    bad      indices of samples that are not finite
+    slowest  rank and phase of the last named straggler
+    """
 
     def __init__(self, folder: Path, run: Run):
-        self.folder, self.first_step, self.began = folder, run.progress.step, time.perf_counter()
-        self.lost: set[str] = set()  # names of sinks that cannot be written; each is warned of once
-        self.bad: set[int] = set()  # indices of samples that are not finite
-        # rank and phase of the last straggler that was named
+        self.folder = folder
+        self.first_step = run.progress.step
+        self.began = time.perf_counter()
+        self.lost: set[str] = set()
+        self.bad: set[int] = set()
         self.slowest: tuple[int, str] | None = None
         self.watchers = hooks.warnings.each()
         self.bars = _has_room_for_bars()
@@ -54,28 +69,32 @@ class Log(NullLog):
         )
         self.memory_read_at = -math.inf
         self.lines = Lines(folder / "metrics.jsonl", run)
-        repeated = self.lines.repeated
         try:
-            again = repeated is not None
-            trackers = itertools.chain(*hooks.sinks.each(run, folder))
-            self.sinks: list[Any] = [*trackers]
-            self.sinks = [self.lines, Board(folder / "logs", run, again), *self.sinks]
+            board = Board(folder / "logs", run, self.lines.repeated is not None)
+            self.sinks: list[Any] = [
+                self.lines,
+                board,
+                *itertools.chain(*hooks.sinks.each(run, folder)),
+            ]
         except BaseException:
             self.lines.close_files()
             raise
-        self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
-        if repeated is not None:
-            self._tell("scalars", self.first_step, _tagged("train", repeated))
+        self.excepthook = threading.excepthook
+        threading.excepthook = self._thread_failed
+        if self.lines.repeated is not None:
+            self._send("scalars", self.first_step, _tagged("train", self.lines.repeated))
         for change in run.record.resumed.changes.values():
             self._write("changed", run, {"change": change})
 
-    def _tell(self, method: str, *about: Any) -> None:
-        """Call `method` of every sink that has it; the training continues where that fails."""
+    # ---- sinks ----
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        """Call `method` of every sink with the method. The training continues after a failure."""
         for sink in self.sinks:
             if not hasattr(sink, method):
                 continue
             try:
-                getattr(sink, method)(*about)
+                getattr(sink, method)(*arguments)
             except Exception as error:  # TensorBoard passes on whatever its own thread raised
                 self._warn_once(sink.name, error)
 
@@ -84,80 +103,90 @@ class Log(NullLog):
             self.lost.add(name)
             warn_on_stderr(f"{name} cannot be written ({self.folder}): {error}: training continues")
 
-    def _thread_failed(self, about: Any) -> None:
-        """Warn of a failure in TensorBoard's own thread, instead of a traceback."""
-        if type(about.thread).__module__.startswith("tensorboard"):
-            self._warn_once(Board.name, about.exc_value)
+    def _thread_failed(self, failure: Any) -> None:
+        """Print a warning in place of a traceback if TensorBoard's own thread has failed."""
+        if type(failure.thread).__module__.startswith("tensorboard"):
+            self._warn_once(Board.name, failure.exc_value)
         else:
-            self.excepthook(about)
+            self.excepthook(failure)
 
     def _write(self, event: str, run: Run, values: dict[str, Any]) -> None:
-        """Write an event to metrics.jsonl, and its numbers to the trackers if they are a training's
-        or evaluation's."""
-        self._tell("write", event, run, values)
-        if event in GROUPS:
-            # it takes 0.2 ms
-            if event == "train" and time.perf_counter() > self.memory_read_at + 1.0:
-                self.memory_read_at = time.perf_counter()
-                values = values | {"memory_mb": _memory_mb(run.world.device)}
-            self._tell("scalars", run.progress.step, _tagged(event, values))
+        """Write an event to metrics.jsonl, and the numbers of the event to the trackers."""
+        self._send("write", event, run, values)
+        if event not in GROUPS:
+            return
+        now = time.perf_counter()
+        if event == "train" and now > self.memory_read_at + 1.0:  # to read it takes 0.2 ms
+            self.memory_read_at = now
+            values = values | {"memory_mb": _memory_mb(run.world.device)}
+        self._send("scalars", run.progress.step, _tagged(event, values))
 
     def sync(self) -> None:
-        """Flush the log to the disk before a checkpoint: a resumed run relies on a log that is
-        complete up to it."""
-        self._tell("sync")
+        """Flush the log to the disk before a checkpoint.
+
+        A resumed run relies on a log that is complete up to the checkpoint.
+        """
+        self._send("sync")
 
     def close(self, status: str = "done") -> None:
-        """End the log of a run that is done, stopped or failed. After a failure only files are
-        closed: a tracker's server may not answer, and the other ranks wait to hear of the
-        failure."""
+        """Close the log of a run that is done, stopped or failed.
+
+        After a failure only files are closed. A tracker's server may not answer, and the other
+        ranks wait for news of the failure.
+        """
         if status == "failed":
-            self._tell("close_files")
+            self._send("close_files")
         else:
-            self._tell("close", status)
+            self._send("close", status)
         threading.excepthook = self.excepthook
         show_bars(False)
 
     # ---- events ----
 
     def train(self, run: Run, metrics: dict[str, Any]) -> None:
-        p, plan = run.progress, run.plan
+        """Log the metrics of the training since the last log point."""
         self._write("train", run, metrics)
         shown = {name.lower(): value for name, value in _shown(metrics).items()}
         if self.bars:
-            self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)
+            self.bar.set_postfix_str(_joined(shown, "=", ", "), refresh=False)
         else:
-            words = "  ".join(f"{k} {v}" for k, v in shown.items())
-            left_s = (
-                (plan.total_steps - p.step)
-                * (time.perf_counter() - self.began)
-                / (p.step - self.first_step)
-            )
-            console.info(
-                f"{time.strftime('%H:%M:%S')}  step {p.step}/{plan.total_steps}  epoch "
-                f"{p.epoch + 1}/{plan.epochs}  "
-                f"{words}  lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
-                f"{metrics['samples_per_s']:.0f} samples/s  data wait "
-                f"{100 * metrics['data_wait_share']:.0f}%  "
-                f"ETA {timedelta(seconds=round(left_s))}"
-            )
+            console.info(self._train_line(run, metrics, shown))
         self._watch(run)
+
+    def _train_line(self, run: Run, metrics: dict[str, Any], shown: dict[str, str]) -> str:
+        p, plan = run.progress, run.plan
+        step_s = (time.perf_counter() - self.began) / (p.step - self.first_step)
+        left = timedelta(seconds=round((plan.total_steps - p.step) * step_s))
+        parts = (
+            time.strftime("%H:%M:%S"),
+            f"step {p.step}/{plan.total_steps}",
+            f"epoch {p.epoch + 1}/{plan.epochs}",
+            _joined(shown, " ", "  "),
+            f"lr {metrics['lr']:.2e}",
+            f"grad_norm {metrics['grad_norm']:.3f}",
+            f"{metrics['samples_per_s']:.0f} samples/s",
+            f"data wait {100 * metrics['data_wait_share']:.0f}%",
+            f"ETA {left}",
+        )
+        return "  ".join(parts)
 
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
+        """Log an evaluation: the metrics, and the pictures of the task."""
         p, monitor = run.progress, run.task.monitor
         self._write("eval", run, metrics)
-        shown = _shown(metrics) | (
-            {} if monitor in SHORT_NAMES else {monitor: f"{metrics[monitor]:.4f}"}
-        )
-        left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
-        right = ", ".join(f"{k}: {v}" for k, v in shown.items())
-        console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {left} | Val {right}")
+        shown = _shown(metrics)
+        if monitor not in SHORT_NAMES:
+            shown[monitor] = f"{metrics[monitor]:.4f}"
+        trained = _joined(_shown(means(p.epoch_totals)), ": ", ", ")
+        scored = _joined(shown, ": ", ", ")
+        console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {trained} | Val {scored}")
         self._watch(run)
         for name, picture in pictures(run, next(iter(run.loaders.val)), sums).items():
-            self._tell("picture", p.step, name, picture)
+            self._send("picture", p.step, name, picture)
 
     def straggler(self, run: Run, found: Any) -> None:
-        if found and (found.rank, found.phase) != self.slowest:  # once, and again when it changes
+        """Print a warning about a slow rank: once, and again for another rank or phase."""
+        if found and (found.rank, found.phase) != self.slowest:
             self.slowest = found.rank, found.phase
             console.warning(
                 f"rank {found.rank} takes {found.ratio:.1f} times as long as the others, in "
@@ -165,33 +194,40 @@ class Log(NullLog):
             )
 
     def skipped(self, run: Run, skipped: Skipped) -> None:
-        ranks, found = skipped.samples, skipped.found or {}
-        about: dict[str, Any] = {"skipped_step": skipped.step, "ranks": ranks}
-        about |= {"why": skipped.why} if skipped.why else {"found": found} if found else {}
-        self._write("skipped", run, about)
+        """Log a skipped step; print the cause, unless `why` has another reason."""
+        facts: dict[str, Any] = {"skipped_step": skipped.step, "ranks": skipped.samples}
         if skipped.why:
-            return
-        where = "; ".join(f"rank {rank}, samples {few(samples)}" for rank, samples in ranks.items())
-        why = (
-            f"the loss is not finite ({where})"
-            if ranks
-            else "the gradient is not finite, although the loss is"
-        )
-        if found:
-            why = few([f"sample {index} has {what}" for index, what in found.items()])
-            if found.keys() & self.bad:
-                why += (
-                    ", again: repair it or leave it out of the dataset, or this step is lost "
-                    "in each epoch"
+            facts["why"] = skipped.why
+        elif skipped.found:
+            facts["found"] = skipped.found
+        self._write("skipped", run, facts)
+        if not skipped.why:
+            console.warning(f"step {skipped.step} skipped: {self._cause(skipped)}")
+            self.bad.update(skipped.found or ())
+
+    def _cause(self, skipped: Skipped) -> str:
+        """Return the cause of a skipped step: the samples, the loss or the gradient."""
+        if skipped.found:
+            cause = few([f"sample {index} has {what}" for index, what in skipped.found.items()])
+            if skipped.found.keys() & self.bad:
+                cause += (
+                    ", again: repair it or leave it out of the dataset, or this step is lost in "
+                    "each epoch"
                 )
-        elif ranks and skipped.found is not None:
-            why += ", but each of these samples is: look at the loss, and at the model"
-        self.bad |= found.keys()
-        console.warning(f"step {skipped.step} skipped: {why}")
+            return cause
+        if not skipped.samples:
+            return "the gradient is not finite, although the loss is"
+        ranks = [f"rank {rank}, samples {few(rows)}" for rank, rows in skipped.samples.items()]
+        cause = f"the loss is not finite ({'; '.join(ranks)})"
+        if skipped.found is not None:
+            cause += ", but each of these samples is: look at the loss, and at the model"
+        return cause
 
     def _watch(self, run: Run) -> None:
-        """Print what the watchers warn of. A warning that is a fact of the run goes to
-        metrics.jsonl and the status, too."""
+        """Print the warnings of the watchers.
+
+        A warning about the run itself also goes to metrics.jsonl and to the status.
+        """
         for watcher in self.watchers:
             warning = watcher.warning()
             if warning and watcher.of_the_run:
@@ -203,18 +239,19 @@ class Log(NullLog):
 
     # ---- progress bars ----
 
-    def _bar(self, **about: Any) -> Any:
+    def _bar(self, **options: Any) -> Any:
         from tqdm import tqdm
 
-        return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
+        return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **options)
 
     def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
-        """Return `items`; on a terminal they move a progress bar."""
+        """Return `items`; on a terminal the items move a progress bar."""
         return self._with_bar(run, items, name) if self.bars else items
 
     def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
         self.epoch_bar.update(run.progress.epoch - self.epoch_bar.n)
-        outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
+        outer = self.bar
+        self.bar = self._bar(iterable=items, desc=name, leave=False)
         try:
             yield from self.bar
         finally:
@@ -222,144 +259,77 @@ class Log(NullLog):
             self.bar = outer
 
     def end_bars(self, run: Run) -> None:
-        """Close the bar of epochs, which is full unless the run was stopped, before the last lines
-        are printed."""
+        """Close the bar of epochs before the last lines are printed. The bar of a done run is
+        full."""
         if not run.stopped:
             self.epoch_bar.update(run.progress.epoch + 1 - self.epoch_bar.n)
         self.epoch_bar.close()
 
 
-class Lines:
-    """metrics.jsonl: a line for each event. A resumed run's `time_s` continues that of its earlier
-    processes.
-
-    repeated  the training's metrics of the step that the run resumes from, if that is evaluated
-    again; else None
-    """
-
-    name = "metrics.jsonl"
-
-    def __init__(self, path: Path, run: Run):
-        earlier_s, self.repeated = _truncate_log(
-            path, run.progress.step, run.progress.evaluation_due
-        )
-        self.zero = time.perf_counter() - earlier_s
-        self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self.torn = False  # the last line may be incomplete
-
-    def write(self, event: str, run: Run, values: dict[str, Any]) -> None:
-        p = run.progress
-        time_s = round(time.perf_counter() - self.zero, 3)
-        line = dict(zip(LOGGED, (event, p.step, p.epoch, p.samples, time_s), strict=True))
-        # JSON has no NaN and no infinity: they become null.
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
-        torn, self.torn = self.torn, True
-        self.file.write("\n" * torn + json.dumps(line | clean) + "\n")
-        self.torn = False
-
-    def sync(self) -> None:
-        os.fsync(self.file.fileno())
-
-    def close(self, status: str) -> None:
-        self.file.close()
-
-    def close_files(self) -> None:
-        self.file.close()
-
-
 def start(folder: Path, run: Run) -> Log:
-    """(rank 0) Open the log. Raises LockstepError if it cannot be opened."""
+    """(rank 0) Open the log. Raises LockstepError (exit code 3) if a file cannot be opened."""
     try:
         return Log(folder, run)
     except OSError as error:
-        what = f"the log cannot be opened: {type(error).__name__}: {headline(error)}"
         raise LockstepError(
-            what, str(folder), "fix it, or give another save_dir", exit_code=3
+            f"the log cannot be opened: {type(error).__name__}: {headline(error)}",
+            str(folder),
+            "fix it, or give another save_dir",
+            exit_code=CHECKPOINT,
         ) from error
 
 
 def _has_room_for_bars() -> bool:
-    """Return whether stderr is a terminal with columns: one with none shows neither a bar nor the
-    log's lines."""
+    """Return whether stderr is a terminal with columns.
+
+    A terminal without columns shows neither a bar nor the lines of the log.
+    """
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except OSError:  # it has no file, such as a notebook's: believe its `isatty`
+    except OSError:  # stderr has no file, as in a notebook: `isatty` decides
         return True
 
 
 def _tagged(event: str, values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an event by the name that trackers show. They group by the first slash:
-    `val/f1/walk` would bury `val/loss`."""
-    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-    return {
-        f"{GROUPS[event]}{' ' if '/' in name else '/'}{name}": value
-        for name, value in numbers.items()
-    }
+    """Return the numbers of an event by their names in the trackers.
+
+    Trackers group names by the first slash: the group `val/f1` would hide `val/loss`.
+    """
+    tagged = {}
+    for name, value in values.items():
+        if isinstance(value, (int, float)):
+            separator = " " if "/" in name else "/"
+            tagged[f"{GROUPS[event]}{separator}{name}"] = value
+    return tagged
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
-    """Return the metrics that have a short name, formatted as in the guides."""
-    shown = {
-        short: f"{100 * metrics[name]:.2f}%"
-        if name in ("accuracy", "success_rate")
-        else f"{metrics[name]:.4f}"
-        for name, short in SHORT_NAMES.items()
-        if name in metrics
-    }
-    return shown | ({"Success": of_trials(metrics)} if "success_rate_low" in metrics else {})
+    """Return the metrics with a short name, formatted as in the guides."""
+    shown = {}
+    for name, short in SHORT_NAMES.items():
+        if name in metrics:
+            shown[short] = (
+                f"{metrics[name]:.2%}" if short in ("Acc", "Success") else f"{metrics[name]:.4f}"
+            )
+    if "success_rate_low" in metrics:
+        shown["Success"] = of_trials(metrics)
+    return shown
+
+
+def _joined(texts: dict[str, str], between: str, separator: str) -> str:
+    """Return a line of names and values."""
+    return separator.join(f"{name}{between}{text}" for name, text in texts.items())
 
 
 def of_trials(metrics: dict[str, float]) -> str:
-    """Return the rate of success as people write it: 18 of 20 (70-97 %)."""
-    low, high = (100 * metrics[f"success_rate_{end}"] for end in ("low", "high"))
-    return (
-        f"{metrics['success_rate'] * metrics['trials']:.0f} of {metrics['trials']:.0f} "
-        f"({low:.0f}-{high:.0f} %)"
-    )
+    """Return the rate of success with its interval, such as 18 of 20 (70-97 %)."""
+    trials = metrics["trials"]
+    low, high = 100 * metrics["success_rate_low"], 100 * metrics["success_rate_high"]
+    return f"{metrics['success_rate'] * trials:.0f} of {trials:.0f} ({low:.0f}-{high:.0f} %)"
 
 
 def _memory_mb(device: torch.device) -> float:
-    """Return the peak memory: the GPU's, or this process's on the CPU."""
+    """Return the peak memory in MB: of the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-
-
-def _truncate_log(
-    path: Path, start: int, evaluation_due: bool
-) -> tuple[float, dict[str, Any] | None]:
-    """Drop the lines beyond step `start`, unreadable ones, and the evaluation of that step if it is
-    to be repeated. Return (time_s of the last line kept, the training's metrics of that step if its
-    evaluation was dropped)."""
-    kept, time_s, unreadable = [], 0.0, 0
-    trained: dict[str, Any] = {}
-    repeated = None
-    content = path.read_bytes() if path.exists() else b""
-    *lines, torn = content.split(b"\n")  # the last one is empty, unless a write was interrupted
-    for line in filter(None, [*lines, torn]):
-        try:
-            record = json.loads(line)
-            event, step, seconds = (
-                str(record["event"]),
-                int(record["step"]),
-                float(record["time_s"]),
-            )
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            unreadable += line is not torn
-            continue
-        if evaluation_due and (event, step) == ("eval", start):
-            repeated = trained
-        elif step <= start:
-            kept.append(line + b"\n")
-            time_s = seconds
-            if (event, step) == ("train", start):
-                trained = {name: value for name, value in record.items() if name not in LOGGED}
-    if unreadable:
-        what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
-        warn_on_stderr(f"{what}: training continues")
-    # Even if there was no file: an append would follow a link that was planted here.
-    atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
-    return time_s, repeated

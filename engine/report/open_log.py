@@ -1,5 +1,4 @@
-"""Open a run's folder and log before the first step; close them after the last, and print how the
-run ended."""
+"""Open a run's folder and log before the first step; close both after the last step."""
 
 from __future__ import annotations
 
@@ -17,22 +16,22 @@ from engine.comm.session import remember
 from engine.comm.world import on_rank0, sync_errors
 from engine.errors import DONE, STOPPED, console
 from engine.files import run_folder
-from engine.files.checkpoints import LAST, CheckpointWriter
+from engine.files.store import LAST
+from engine.files.writer import CheckpointWriter
 from engine.report import log
 from engine.run import Run
 
 
 def already_complete(run: Run) -> bool:
-    """Return whether the training is complete already; (rank 0) if so, print how to continue it."""
+    """Return whether the training is complete; (rank 0) then print how to continue."""
     p = run.progress
     if not run.finished or p.evaluation_due:
         return False
     if p.step < run.plan.total_steps:
         more = f": no better evaluation in the last {p.stale}; raise patience to continue"
     else:
-        more = (
-            f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to continue"
-        )
+        key = "steps" if run.cfg.steps == run.plan.total_steps else "epochs"
+        more = f"; raise {key} to continue"
     console.info(
         f"Already complete: {run.record.resumed.path} stands at step {p.step} of "
         f"{run.plan.total_steps}{more}"
@@ -42,27 +41,20 @@ def already_complete(run: Run) -> bool:
 
 @contextmanager
 def open_log(run: Run, profile: bool = False) -> Iterator[None]:
-    """(all ranks) Make the run's folder and open its log and checkpoints, which rank 0 writes. At
-    the end wait for the last checkpoint and print how the run ended. From here on a signal requests
-    a graceful stop."""
-    world, progress = run.world, run.progress
-    resumed = run.record.resumed.path
+    """(all ranks) Make the run's folder, and open the log and the checkpoints on rank 0.
+
+    At the end wait for the last checkpoint, and print the result of the run. During the block a
+    signal requests a graceful stop.
+    """
+    world, record = run.world, run.record
     made = on_rank0(
-        world, lambda: run_folder.make_folder(run.cfg, world, resumed, digests.code(run.task))
+        world,
+        lambda: run_folder.make_folder(run.cfg, world, record.resumed.path, digests.code(run.task)),
     )
     path = world.broadcast(made[0] if made else Path())
-    words = config.resume_arguments(sys.argv[1:], run.task, str(path))
-    run.record.resume_command = f"{launch.typed_command()} {shlex.join(words)}"
-    hooks.event(
-        "opened",
-        folder=path,
-        step=progress.step,
-        checkpoint=resumed,
-        resume_command=run.record.resume_command,
-    )
-    # before the next collective: whoever sees rank 0 start may signal any rank
+    _announce(run, path)
+    # before the next collective: whoever sees the start of rank 0 may signal any rank
     run.stop.install_handlers()
-    record = run.record
     record.log = on_rank0(world, lambda: log.start(path, run)) or record.log
     state = "failed"  # unless the end is reached
     try:
@@ -78,32 +70,39 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         finally:
             if record.checkpoints:
                 record.checkpoints.close()
-        # Buffers that checkpoints leave out do not count.
-        held = [each for each in run.model.state_dict().items() if each[0] not in record.left_out]
-        of_all = world.main or run.plan.sharded  # of shards all ranks compute it
-        sha256 = digests.of_tensors(held)[:16] if of_all else ""
+        sha256 = _weights_digest(run)
         state = "stopped" if run.stopped else "done"
         if isinstance(record.log, log.Log):
-            code = STOPPED if run.stopped else DONE
-            hooks.event(
-                "status", state=state, exit_code=code, reason=run.stopped, step=progress.step
-            )
+            _report_end(run, state)
             record.log.end_bars(run)
             console.info(ended(run, path, sha256))
     finally:
         record.log.close(state)
 
 
-def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
-    """(all ranks) What the log is not: the profile, the record of a step, and on rank 0 the
-    checkpoints.
+def _announce(run: Run, path: Path) -> None:
+    """Set the command that resumes the run, and report the open folder to the plugins."""
+    words = config.resume_arguments(sys.argv[1:], run.task, str(path))
+    run.record.resume_command = f"{launch.typed_command()} {shlex.join(words)}"
+    hooks.event(
+        "opened",
+        folder=path,
+        step=run.progress.step,
+        checkpoint=run.record.resumed.path,
+        resume_command=run.record.resume_command,
+    )
 
-    made  on rank 0 what `run_folder.make_folder` returned; None elsewhere
+
+def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
+    """(all ranks) Open the recorders of steps and profiles, and on rank 0 the checkpoints.
+
+    made  on rank 0 the result of `run_folder.make_folder`; None elsewhere
     """
-    record, progress = run.record, run.progress
+    record = run.record
     record.recorders = [*filter(None, hooks.recorders.each(run, path, profile))]
     if made:
-        label = log.SHORT_NAMES.get(run.task.monitor, run.task.monitor)
+        monitor = run.task.monitor
+        label = log.SHORT_NAMES.get(monitor, monitor)
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
         remember("folder", str(path))
@@ -112,28 +111,47 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
             state="running",
             exit_code=None,
             reason="",
-            monitor=run.task.monitor,
-            best=progress.best,
+            monitor=monitor,
+            best=run.progress.best,
         )
     if record.resumed.path:
         hooks.event("resumed", run=run)
 
 
+def _report_end(run: Run, state: str) -> None:
+    code = STOPPED if run.stopped else DONE
+    step = run.progress.step
+    hooks.event("status", state=state, exit_code=code, reason=run.stopped, step=step)
+
+
+def _weights_digest(run: Run) -> str:
+    """(all ranks, with shards) Return 16 hex digits of the saved weights; empty where not needed.
+
+    Buffers that checkpoints leave out are not in the digest.
+    """
+    if not run.world.main and not run.plan.sharded:
+        return ""
+    state = run.model.state_dict()
+    saved = [item for item in state.items() if item[0] not in run.record.left_out]
+    return digests.of_tensors(saved)[:16]
+
+
 def ended(run: Run, path: Path, sha256: str) -> str:
-    """(rank 0) Return the last lines of a run: how it ended, and where its files are."""
-    p, checkpoints = run.progress, run.record.checkpoints.checkpoints
+    """(rank 0) Return the last lines of a run: the result, and the paths of the files."""
+    p, plan = run.progress, run.plan
+    checkpoints = run.record.checkpoints.checkpoints
     if run.stopped:
-        result = f"Stopped after step {p.step} of {run.plan.total_steps}: {run.stopped}"
+        result = f"Stopped after step {p.step} of {plan.total_steps}: {run.stopped}"
         rows = {"checkpoint": checkpoints.last, "resume with": run.record.resume_command}
     else:
-        skipped = f" ({p.skipped} of them skipped)" if p.skipped else ""
-        best = (
-            ""
-            if p.best is None
-            else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
-        )
-        result = f"Done: {p.step} steps{skipped}, {p.samples} samples{best}"
+        result = f"Done: {p.step} steps"
+        if p.skipped:
+            result += f" ({p.skipped} of them skipped)"
+        result += f", {p.samples} samples"
+        if p.best is not None:
+            result += f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
         board = f"tensorboard --logdir {path / 'logs'}"
         rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}
     rows["weights"] = f"sha256 {sha256}"
-    return "\n".join([f"\n{result}", *(f"  {name:<12} {value}" for name, value in rows.items())])
+    lines = [f"  {name:<12} {value}" for name, value in rows.items()]
+    return "\n".join([f"\n{result}", *lines])

@@ -7,6 +7,7 @@ from engine.comm.reducer import LocalReducer
 from engine.run import Run
 from plugins.parallel.ddp_options import add_comm_hook as add_comm_hook
 from plugins.parallel.ddp_options import sync_batch_norm as sync_batch_norm
+from plugins.parallel.errors import translate
 from plugins.parallel.exact import use_exact_kernels
 from plugins.parallel.fsdp import ShardedReducer, ShardedWorkerReducer
 from plugins.parallel.fsdp import shard as shard
@@ -16,8 +17,9 @@ from plugins.parallel.virtual import WorkerReducer
 
 
 def reducer(run: Run) -> LocalReducer | None:
-    """Return the reducer of virtual workers or shards; None where each process is one worker."""
-    world, model, cfg, workers = run.world, run.model, run.cfg.ddp, run.plan.workers
+    """Return the reducer of virtual workers or shards; None if each process is one worker."""
+    world, model, cfg = run.world, run.model, run.cfg.ddp
+    workers = run.plan.workers
     if workers:
         use_exact_kernels(run.optimizer)
     if run.plan.sharded and workers:
@@ -32,3 +34,4 @@ def reducer(run: Run) -> LocalReducer | None:
 hooks.reducers.add(reducer)
 hooks.plan_rows.add(plan_rows)
 hooks.strict_lines.add(strict_line)
+hooks.translators.add(translate)

@@ -1,4 +1,4 @@
-"""The options of DDP: SyncBatchNorm, a hook for its sums, no broadcasts of buffers."""
+"""The options of DDP: SyncBatchNorm, and a communication hook for its sums."""
 
 from __future__ import annotations
 
@@ -13,36 +13,45 @@ from engine.comm.world import World
 from engine.errors import LockstepError, console
 
 MIB = 1 << 20
-"""The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was
-set."""
+"""The unit of DDP's bucket sizes. DDP has a small first bucket only if no bucket size is set."""
 
 
 def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
+    """Return the model with SyncBatchNorm in place of BatchNorm. Raises LockstepError on CPUs."""
     if world.device.type == "cpu":
-        what = "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only"
-        todo = "drop it, or use GroupNorm, which needs no synchronising"
-        raise LockstepError(what, "ddp.sync_bn", todo, everywhere=True)
+        raise LockstepError(
+            "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only",
+            "ddp.sync_bn",
+            "drop it, or use GroupNorm, which needs no synchronising",
+            everywhere=True,
+        )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> DistributedDataParallel:
-    """Register the hook by which DDP sums gradients: that of virtual `workers`; or torch's own of
-    that `kind`, which send fewer bytes; or that of shared memory."""
-    backend, several = dist.get_backend(), dist.get_world_size() > 1
-    if kind == "bf16" and "nccl" not in backend:  # torch itself asks what it was built with
-        known = "gloo" if backend == "shm" else backend
+    """Register the hook by which DDP sums gradients, and return the net. The hook is, in this
+    order: the hook of virtual workers; torch's hook of the kind, which sends fewer bytes; the hook
+    of shared memory.
+
+    workers  the reducer of the run
+    """
+    backend = dist.get_backend()
+    if kind == "bf16" and "nccl" not in backend:  # torch checks its build only
+        shown = "gloo" if backend == "shm" else backend
         console.warning(
-            f"ddp.comm_hook=bf16 is for NCCL, not for {known}: gradients are sent as they are"
+            f"ddp.comm_hook=bf16 is for NCCL, not for {shown}: gradients are sent as they are"
         )
         kind = "none"
     if workers.hook is not None:
         net.register_comm_hook(workers, workers.hook)
         workers.in_ddp = True
-    elif several and kind != "none":
+    elif dist.get_world_size() == 1:
+        return net
+    elif kind != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         net.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
-    elif several:
+    else:
         sums = hooks.shared_memory_hooks.first()
         if sums is not None:
             net.register_comm_hook([], sums)

@@ -17,57 +17,60 @@ def plan_rows(run: Run) -> dict[str, str]:
     """Return the rows about virtual workers, and about the memory of each strategy."""
     rows: dict[str, str] = {}
     if run.plan.workers:
-        trained = [p for p in run.model.parameters() if p.requires_grad]
-        rows = describe_workers(run.plan, sum(to_local(p).nbytes for p in trained))
+        gradient_bytes = sum(to_local(p).nbytes for p in run.model.parameters() if p.requires_grad)
+        rows = describe_workers(run.plan, gradient_bytes)
     if run.world.size > 1:
         rows["strategies"] = strategies.describe(run)
     return rows
 
 
 def strict_line(run: Run) -> str:
+    """Return the line of train_ddp.py about DDP."""
     return ddp_line(run.net, run.cfg.ddp, run.plan.workers > 0)
 
 
 def describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
-    """Return the lines about virtual workers: their samples, processes and sums."""
+    """Return the rows about virtual workers: samples, processes and sums.
+
+    gradient_bytes  of the gradients of one worker in a process
+    """
     workers, processes = plan.workers, plan.processes
-    largest = -(-plan.global_batch // workers)
-    turns = [workers_of_rank(workers, rank, processes, plan.sharded) for rank in range(processes)]
-    counts = " or ".join(map(str, sorted({*map(len, turns)})))
-    everyones = [*map(subtree_roots, turns)]
-    nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
-    one_way = (processes - 1) / processes * gradient_bytes / 1e6
-    sent = "nothing to send"
+    blocks = [workers_of_rank(workers, rank, processes, plan.sharded) for rank in range(processes)]
+    per_process = " or ".join(map(str, sorted({*map(len, blocks)})))
+    roots, waiting = zip(*map(subtree_roots, blocks), strict=True)
+    nodes = max(map(len, roots))
+    gradient_mb = gradient_bytes / 1e6
+    one_way = (processes - 1) / processes * gradient_mb
+    traffic = "nothing to send"
     if plan.sharded:
-        sent = (
-            f"{len(turns[0]) * (processes - 1) * gradient_bytes / 1e6:.2g} MB per process and step"
-        )
+        sent = len(blocks[0]) * (processes - 1) * gradient_mb
+        traffic = f"{sent:.2g} MB per process and step"
     elif processes > 1:
-        sent = (
+        traffic = (
             f"{(nodes + 1) * one_way:.2g} MB per process and step out and back (an "
             f"all-reduce: {2 * one_way:.2g})"
         )
     return {
         "global batch": f"{plan.global_batch}, dealt to {workers} virtual workers: up to "
-        f"{largest} samples each, in "
+        f"{-(-plan.global_batch // workers)} samples each, in "
         f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}",
-        "virtual workers": f"{counts} of {workers} per process x {amount(processes, 'process')}; "
-        f"the same bits on 1 to {workers} processes",
-        "tree of sums": (
-            f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"
-        ),
+        "virtual workers": f"{per_process} of {workers} per process x "
+        f"{amount(processes, 'process')}; the same bits on 1 to {workers} processes",
+        "tree of sums": f"{max(waiting)} of {gradient_mb:.1f} MB waiting in a process at most; "
+        f"{traffic}",
     }
 
 
 def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
-    """Return what DDP will do in each step, from its own records."""
-    hook = (
-        "tree of virtual workers"
-        if in_tree
-        else "sum"
-        if cfg.comm_hook == "none"
-        else cfg.comm_hook
-    )
+    """Return a line about the work of DDP in each step, from DDP's own records.
+
+    in_tree  virtual workers add up the gradients
+    """
+    hook = cfg.comm_hook
+    if in_tree:
+        hook = "tree of virtual workers"
+    elif hook == "none":
+        hook = "sum"
     record = private.ddp_record(net)
     size = record["total_parameter_size_bytes"]
     count = amount(len(buckets(size, cfg.bucket_cap_mb)), "bucket")
@@ -79,6 +82,6 @@ def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
 
 
 def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
-    """Return the bytes of DDP's buckets, in the order in which they become ready."""
+    """Return the bytes of DDP's buckets, in the order in which the buckets become ready."""
     full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
-    return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)
+    return [bucket_cap_mb * MIB] * int(full) + ([rest] if rest else [])

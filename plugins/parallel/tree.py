@@ -1,5 +1,8 @@
-"""A binary tree over virtual workers: their sums have one order, however the workers lie on
-ranks."""
+"""A binary tree over virtual workers.
+
+The tree fixes the order of additions, so the sums do not depend on the partition of the workers
+over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]  # the workers of a node: the first, and the one after the last
+Span = tuple[int, int]
+"""The workers of a node: the first worker, and the worker after the last."""
 
 
 class Node(NamedTuple):
@@ -21,16 +25,19 @@ class Node(NamedTuple):
 
 
 def push_node(nodes: list[Node], node: Node, in_place: bool = True) -> None:
-    """Append a node, and add up the last two while they are the halves of a larger one: in place,
-    into the right half, or into new tensors."""
+    """Append a node. Then add up the last two nodes while the two are the halves of a larger node.
+
+    in_place  write the sum into the right half, else into new tensors
+    """
     nodes.append(node)
     while are_halves(nodes):
-        left, right = nodes[-2:]
-        nodes[-2:] = [Node(left.begin, right.end, _add(left.sums, right.sums, in_place))]
+        right = nodes.pop()
+        left = nodes.pop()
+        nodes.append(Node(left.begin, right.end, _add(left.sums, right.sums, in_place)))
 
 
 def are_halves(nodes: list[Node]) -> bool:
-    """Return whether the last two nodes are the halves of a larger one."""
+    """Return whether the last two nodes are the halves of a larger node."""
     if len(nodes) < 2:
         return False
     left, right = nodes[-2:]
@@ -39,8 +46,11 @@ def are_halves(nodes: list[Node]) -> bool:
 
 
 def tree_sum(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
-    """Return the sums of all nodes, which come in order. Where the number of workers is no power of
-    two, several trees are left: they are added up from the right."""
+    """Return the sums of all nodes, which come in order of `begin`.
+
+    Where the number of workers is no power of two, several trees remain. They are added up from the
+    right.
+    """
     tree: list[Node] = []
     for node in nodes:
         push_node(tree, node, in_place)
@@ -51,6 +61,7 @@ def tree_sum(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
 
 
 def _add(left: list[Tensor], right: list[Tensor], in_place: bool) -> list[Tensor]:
+    """Return right + left, tensor by tensor."""
     if not in_place:
         return [*torch._foreach_add(right, left)]
     torch._foreach_add_(right, left)
@@ -58,8 +69,8 @@ def _add(left: list[Tensor], right: list[Tensor], in_place: bool) -> list[Tensor
 
 
 def subtree_roots(workers: Iterable[int]) -> tuple[list[Span], int]:
-    """Return the nodes that remain of a process's workers once halves are added up, and the most
-    that ever wait."""
+    """Return the nodes that remain of a process's workers after all halves are added up, and the
+    largest number of nodes that wait at a time."""
     nodes: list[Node] = []
     most = 0
     for worker in workers:

@@ -1,5 +1,5 @@
-"""The calls of FSDP2's units in a pass: how many there are, in which order, and when gradients are
-added up."""
+"""The calls of FSDP2's units in a pass: the number, the order, and the moment at which gradients
+are added up."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from plugins.parallel import private
 from plugins.parallel.call_order import TODO, CallOrder
 from plugins.parallel.virtual import ALL_GATHER
 
+TRAINING = "training"
+"""The kind of a pass with a backward pass, for `CallOrder`."""
+
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Collective:
-    """One of FSDP2's collectives of a unit, during which a rank is seen to wait: that shows who
-    hangs, and who is slow.
+    """One of FSDP2's collectives of a unit. The wait is visible as a phase, so a report can name a
+    rank that hangs or is slow.
 
     name   a phase
     event  for `CallOrder`
     """
 
     def __init__(self, name: str, call: Any, event: str, order: CallOrder):
-        self.name, self.call, self.event, self.order = name, call, event, order
+        self.name, self.call = name, call
+        self.event, self.order = event, order
 
     @staticmethod
     def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -43,116 +47,112 @@ class Collective:
 
 
 class UnitCalls:
-    """Add up a unit's gradients once in a pass, however often the unit runs in it.
+    """Add up a unit's gradients once in a pass, for any number of calls of the unit.
 
-    FSDP2 adds them up after the backward pass of each call. But autograd gives a weight its
-    gradient once, after that of the last call; until then FSDP2 sends zeros. So the gradients of a
-    unit that runs twice or more are kept whole, and added up after the backward pass: they have the
-    same bits as without FSDP2. The memory for them is taken anyway, because autograd holds the
-    gradients of all calls but the last. The model is always added up there: its inputs have no
-    gradient, so FSDP2 would do it no earlier.
+    FSDP2 adds up after the backward pass of each call. But autograd gives a weight a gradient
+    once, after the backward pass of the last call; until then FSDP2 sends zeros. So the gradients
+    of a unit with several calls stay whole, and are added up after the backward pass: the bits
+    are the same as without FSDP2. The memory is in use anyway, because autograd holds the gradients
+    of all calls but the last. The model is always added up after the backward pass: the inputs have
+    no gradient, so FSDP2 would add up no earlier.
 
-    units    by name: the modules that FSDP2 makes whole; the model itself, with the name "", is the
-             last
-    weights  by name: those of a unit, without those of units inside
-    calls    by name: how often a unit ran in the forward pass under way
-    kept     by name: the units whose gradients are kept whole until the end of this pass
-    counts   the forward pass is under way; in the backward pass checkpointed blocks run again
-    syncs    gradients are added up in this pass
-    alone    a forward pass without a backward pass is under way: of an evaluation, or to weigh
-             terms
+    units    by name: the modules gathered by FSDP2; the model, with the name "", is the last
+    weights  by name: the weights of a unit, without the weights of units inside
+    calls    by name: number of calls of a unit in the current forward pass
+    whole    names of the units with whole gradients until the end of the pass
+    counts   a forward pass is running; in the backward pass checkpointed blocks run again
+    syncs    gradients are added up in the current pass
     """
 
     def __init__(self, world: World, model: nn.Module, timeout_s: float):
         self.world, self.model = world, model
         self.order = CallOrder(world, timeout_s)
-        named: dict[str, Any] = dict(reversed([*model.named_modules()]))  # inner ones first
-        self.units = {name: unit for name, unit in named.items() if _is_unit(unit)}
+        self.units: dict[str, Any] = {}
+        for name, module in reversed([*model.named_modules()]):  # inner units first
+            if hasattr(module, "set_all_reduce_hook"):
+                self.units[name] = module
         self.weights = _own_weights(self.units)
         self.calls: Counter[str] = Counter()
-        self.kept: list[str] = []
-        self.counts, self.syncs, self.alone = False, True, False
+        self.whole: list[str] = []
+        self.counts, self.syncs = False, True
         for name, unit in self.units.items():
-            gathers = f"gathers {_called(name)}"
+            gathers = f"gathers {_described(name)}"
+            reduces = Collective("reduce_scatter", REDUCE_SCATTER, reduces_event(name), self.order)
             unit.set_custom_all_gather(Collective("all_gather", ALL_GATHER, gathers, self.order))
-            unit.set_custom_reduce_scatter(self.collective("reduce_scatter", REDUCE_SCATTER, name))
+            unit.set_custom_reduce_scatter(reduces)
             if name:  # before FSDP2's own hook, which gathers
                 unit.register_forward_pre_hook(partial(self._count, name), prepend=True)
         model.register_forward_pre_hook(self._begin_alone, prepend=True)
         model.register_forward_hook(self._end_alone)
 
-    def collective(self, phase_name: str, call: Any, unit: str) -> Collective:
-        """Return one for the gradients of a unit."""
-        return Collective(phase_name, call, self.reduces(unit), self.order)
-
-    @staticmethod
-    def reduces(unit: str) -> str:
-        return f"adds up the gradients of {_called(unit)}"
-
     def trains(self, unit: str) -> bool:
-        """Return whether a unit has a weight that is trained."""
+        """Return whether a unit has a trained weight."""
         return any(p.requires_grad for p in self.weights[unit])
 
     def begin_pass(self, syncs: bool) -> None:
+        """Begin a pass of the training. `syncs`: gradients are added up in the pass."""
         self.calls.clear()
-        self.kept, self.syncs = [], syncs
+        self.whole, self.syncs = [], syncs
         self.model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
-        self._keep("")
-        self.order.begin("training")
-        self.counts, self.alone = True, False
+        self._keep_whole("")
+        self.order.begin(TRAINING)
+        self.counts = True
 
     def end_forward(self) -> None:
-        """(all ranks) Raises LockstepError if a unit has not run: its weights would get zeros for a
-        gradient, which momentum and weight decay make a step of."""
+        """(all ranks) Raise LockstepError if a unit has not run: the gradients would be
+        zeros, and momentum and weight decay would still make a step."""
         if not self.counts:
             return
         self.counts = False
         self.order.add("ends its forward pass")
         for name in self.units:
             if name and not self.calls[name] and self.trains(name):
-                what = f"{name} was not called in a pass"
-                raise LockstepError(what, f"rank {self.world.rank}", TODO)
+                where = f"rank {self.world.rank}"
+                raise LockstepError(f"{name} was not called in a pass", where, TODO)
 
     def end_pass(self) -> None:
-        """(all ranks) Add up, over the ranks, the gradients that were kept whole."""
-        for name in self.kept if self.syncs else ():
-            self.units[name].set_requires_gradient_sync(True, recurse=False)
-            private.reduce_gradients(self.units[name])
+        """(all ranks) Add up the gradients that stayed whole over the ranks."""
+        if self.syncs:
+            for name in self.whole:
+                self.units[name].set_requires_gradient_sync(True, recurse=False)
+                private.reduce_gradients(self.units[name])
         self.order.end()
 
     def _count(self, name: str, *_: Any) -> None:
-        if self.counts or self.alone:
+        """Count a call of a unit, as a hook before the forward pass of the unit."""
+        if self.counts or self.order.kind != TRAINING:  # no recomputation in a backward pass
             self.order.add(f"calls {name}")
         if self.counts:
             self.calls[name] += 1
             if self.calls[name] == 2:
-                self._keep(name)
+                self._keep_whole(name)
 
     def _begin_alone(self, model: nn.Module, *_: Any) -> None:
-        if self.alone or not self.order.kind:
+        """Begin a forward pass without a backward pass: of an evaluation, or to weigh terms."""
+        if self.order.kind != TRAINING:
             self.order.begin("alone, training" if model.training else "alone, evaluation")
-            self.alone = True
 
     def _end_alone(self, *_: Any) -> None:
-        if self.alone:
+        if self.order.kind != TRAINING:
             self.order.end()
-            self.alone = False
 
-    def _keep(self, name: str) -> None:
-        self.kept.append(name)
+    def _keep_whole(self, name: str) -> None:
+        self.whole.append(name)
         self.units[name].set_requires_gradient_sync(False, recurse=False)
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return hasattr(module, "set_all_reduce_hook")
+def reduces_event(unit: str) -> str:
+    """Return the event of a unit's reduce-scatter."""
+    return f"adds up the gradients of {_described(unit)}"
 
 
-def _called(unit: str) -> str:
+def _described(unit: str) -> str:
     return unit or "the model's own weights"
 
 
 def _own_weights(units: dict[str, Any]) -> dict[str, list[nn.Parameter]]:
-    """Return by name the weights of each unit, inner ones first, without those of units inside."""
+    """Return by name the weights of each unit, inner units first, without the weights of units
+    inside."""
     taken: set[nn.Parameter] = set()
     own: dict[str, list[nn.Parameter]] = {}
     for name, unit in units.items():

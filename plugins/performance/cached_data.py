@@ -1,9 +1,12 @@
-"""A dataset as a few large tensors, on the device if they fit: a batch is then one gather, without
-a copy."""
+"""A dataset as a few large tensors, on the device if the memory suffices.
+
+A batch is then one gather, without a copy from the host.
+"""
 
 from __future__ import annotations
 
 import sys
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -12,140 +15,166 @@ from torch import Tensor
 
 from engine.comm.digests import same_bits
 from engine.contract import Batch
-from engine.data.batches import map_tensors, tensors, tree_leaves
+from engine.data.batches import map_tensors, tree_leaves
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, amount, console
 from engine.launch import processes_sharing
 
 SHARE = 1 / 3
-"""`cache=auto` takes at most this share of a GPU's free memory, measured before the model is
-made."""
+"""Largest share of a GPU's free memory that `cache=auto` takes. The free memory is read before the
+model is made."""
 
 CHUNK = 64 << 20
 """Bytes fetched at once."""
 
 
 class InMemoryDataset:
-    """A dataset that holds all samples of the fetcher's; its batches are on `device`."""
+    """All samples of a fetcher in the memory of `device`.
+
+    columns  a batch of all samples
+    bytes    size of the tensors
+    """
 
     in_memory = True
 
     def __init__(self, fetcher: Fetcher, sample_bytes: int, device: torch.device):
         self.device, self.length = device, len(fetcher)
-        self.columns: Any = None  # a batch of all samples
+        self.bytes = 0
+        self.columns: Any = None
         step = max(1, min(4096, CHUNK // max(1, sample_bytes)))
         for first in range(0, self.length, step):
-            some = range(first, min(first + step, self.length))
-            batch = fetcher.fetch([*some])
+            stop = min(first + step, self.length)
+            batch = fetcher.fetch([*range(first, stop)])
             if self.columns is None:
-                self.columns = map_tensors(batch, self._column)
-            parts = dict(tree_leaves(batch))
-            for name, column in tree_leaves(self.columns):
-                rows = column[some.start : some.stop]
-                if rows.shape != parts[name].shape:  # copying would repeat a single value silently
-                    what = (
-                        f"{name!r} of samples {some[0]} to {some[-1]} has not the shape of "
-                        "the first ones"
-                    )
-                    raise LockstepError(what, "cache", "use cache=none")
-                rows.copy_(parts[name])
+                self.columns = map_tensors(batch, self._new_column)
+            self._fill(first, stop, batch)
 
-    def _column(self, values: Tensor) -> Tensor:
-        return torch.empty((self.length, *values.shape[1:]), dtype=values.dtype, device=self.device)
+    def _new_column(self, values: Tensor) -> Tensor:
+        """Return memory for the values of all samples, given the values of some."""
+        shape = (self.length, *values.shape[1:])
+        column = torch.empty(shape, dtype=values.dtype, device=self.device)
+        self.bytes += column.nbytes
+        return column
+
+    def _fill(self, first: int, stop: int, batch: Batch) -> None:
+        """Copy a batch to the samples `first` to before `stop`. Raises LockstepError if the shape
+        differs from the shape of the first batch: a copy would repeat a single value."""
+        parts = dict(tree_leaves(batch))
+        for name, column in tree_leaves(self.columns):
+            rows = column[first:stop]
+            if rows.shape != parts[name].shape:
+                raise LockstepError(
+                    f"{name!r} of samples {first} to {stop - 1} has not the shape of the "
+                    "first ones",
+                    "cache",
+                    "use cache=none",
+                )
+            rows.copy_(parts[name])
 
     def __len__(self) -> int:
         return self.length
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """Return a batch. Waits for a GPU: the steps use `rows`."""
-        return self.rows(torch.tensor(indices, device=self.device))
+        """Return a batch. The call waits for a GPU, so the steps call `gather`."""
+        return self.gather(torch.tensor(indices, device=self.device))
 
-    def rows(self, indices: Tensor) -> Batch:
-        """Return the samples of (B,) indices, which are on `device`, too: no copy, no wait. Samples
-        in the host's memory go into pinned memory if there is a GPU; torch reuses it."""
+    def gather(self, indices: Tensor) -> Batch:
+        """Return the batch of (B,) indices on `device`, without a copy and without a wait.
+
+        Beside a GPU, samples in the host's memory go into pinned memory, which torch reuses.
+        """
         pinned = self.device.type == "cpu" and torch.cuda.is_initialized()
 
-        def gathered(column: Tensor) -> Tensor:
+        def gather_column(column: Tensor) -> Tensor:
             shape = (len(indices), *column.shape[1:])
-            room = torch.empty(shape, dtype=column.dtype, device=self.device, pin_memory=pinned)
-            return torch.index_select(column, 0, indices, out=room)
+            rows = torch.empty(shape, dtype=column.dtype, device=self.device, pin_memory=pinned)
+            return torch.index_select(column, 0, indices, out=rows)
 
-        return map_tensors(self.columns, gathered)
+        return map_tensors(self.columns, gather_column)
 
     def collate(self, batch: Batch) -> Batch:
-        """Identity: `rows` returns a batch, also where it is a list."""
+        """Return the batch unchanged: `gather` returns a batch even if the batch is a list."""
         return batch
-
-    @property
-    def bytes(self) -> int:
-        return sum(column.nbytes for column in tensors(self.columns))
 
 
 def cache_datasets(
-    wanted: str,
-    datasets: list[Any],
-    device: torch.device,
+    wanted: str, datasets: list[Any], device: torch.device
 ) -> list[InMemoryDataset] | None:
-    """Return the datasets in memory, or None to leave them as they are.
+    """Return the datasets in memory, or None to leave the datasets as they are.
 
-    wanted             the key `cache`; auto: on a GPU, if they take at most SHARE of its free
-                       memory
+    wanted  the key `cache`. auto: on a GPU, if the data take at most SHARE of the free memory
+
+    Raises LockstepError if the samples cannot be cached, or if the memory is too small. With auto
+    the result is None in both cases.
     """
     auto = wanted == "auto"
     if wanted == "none" or (auto and device.type == "cpu"):
         return None
     memory = torch.device("cpu") if wanted == "host" else device
-    fetchers, sizes = [Fetcher(dataset) for dataset in datasets], []
-    for fetcher in fetchers:
-        size, unsupported, todo = _sample_bytes(fetcher)
-        if unsupported and auto:
+    fetchers = [*map(Fetcher, datasets)]
+    try:
+        sizes = [*map(_sample_bytes, fetchers)]
+    except _Uncacheable as error:
+        if auto:
             return None
-        if unsupported:
-            raise LockstepError(f"cache={wanted}, but {fetcher.name} {unsupported}", "cache", todo)
-        sizes.append(size)
-    needed = sum(size * len(fetcher) for size, fetcher in zip(sizes, fetchers, strict=True))
-    free, copies = _free_bytes(memory), processes_sharing(memory)
+        raise LockstepError(f"cache={wanted}, but {error}", "cache", error.todo) from None
+    needed = sum(map(mul, sizes, map(len, fetchers)))
+    free = _free_bytes(memory)
+    copies = processes_sharing(memory)
     if auto and copies * needed > SHARE * free:
         return None
     if copies * needed > free:
-        what = f"the data take {needed / 1e9:.1f} GB in each of {amount(copies, 'process')}"
         raise LockstepError(
-            f"cache={wanted}: {what}, and {free / 1e9:.1f} GB are free", "cache", "use cache=none"
+            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each of "
+            f"{amount(copies, 'process')}, and {free / 1e9:.1f} GB are free",
+            "cache",
+            "use cache=none",
         )
     console.info(
         f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n"
     )
-    return [
-        InMemoryDataset(fetcher, size, memory)
-        for size, fetcher in zip(sizes, fetchers, strict=True)
-    ]
+    pairs = zip(fetchers, sizes, strict=True)
+    return [InMemoryDataset(fetcher, size, memory) for fetcher, size in pairs]
 
 
-def _sample_bytes(fetcher: Fetcher) -> tuple[int, str, str]:
-    """Return the bytes of a sample, measured on sixteen; why samples cannot be held, if so, and
-    what to do about it."""
+class _Uncacheable(Exception):
+    """The samples of a dataset cannot be cached."""
+
+    def __init__(self, fetcher: Fetcher, problem: str, todo: str = "use cache=none"):
+        super().__init__(f"{fetcher.name} {problem}")
+        self.todo = todo
+
+
+def _sample_bytes(fetcher: Fetcher) -> int:
+    """Return the mean size of a sample, measured on 16 samples. Raises _Uncacheable if a sample is
+    not the same each time, or is no dict of tensors."""
     if fetcher.seeded:
-        return 0, "draws its samples from seeds: they change with each epoch", "use cache=none"
-    some = sorted({len(fetcher) * k // 16 for k in range(16)})
-    together = dict(tree_leaves(fetcher.fetch(some)))
-    if not all(isinstance(values, Tensor) and values.ndim for values in together.values()):
-        return 0, "gives more than tensors with the batch as their leading axis", "use cache=none"
-    for k, index in enumerate(some):
+        raise _Uncacheable(fetcher, "draws its samples from seeds: they change with each epoch")
+    indices = sorted({len(fetcher) * k // 16 for k in range(16)})
+    batch = dict(tree_leaves(fetcher.fetch(indices)))
+    if not all(isinstance(values, Tensor) and values.ndim for values in batch.values()):
+        problem = "gives more than tensors with the batch as their leading axis"
+        raise _Uncacheable(fetcher, problem)
+    for row, index in enumerate(indices):
         alone = dict(tree_leaves(fetcher.fetch([index])))
-        if not all(same_bits(values[k], alone[name][0]) for name, values in together.items()):
-            todo = (
+        if not all(same_bits(values[row], alone[name][0]) for name, values in batch.items()):
+            raise _Uncacheable(
+                fetcher,
+                "gives a sample that changes each time, or with the others of its batch",
                 "draw from batch['lockstep'].seed in the task's prepare, pad to one length, "
-                "or use cache=none"
+                "or use cache=none",
             )
-            return 0, "gives a sample that changes each time, or with the others of its batch", todo
-    return sum(values.nbytes for values in together.values()) // len(some), "", ""
+    return sum(values.nbytes for values in batch.values()) // len(indices)
 
 
 def _free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU or of the machine; sys.maxsize if they are unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux
-        return sys.maxsize
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        pass
+    return sys.maxsize

@@ -1,5 +1,5 @@
-"""torch's compiler, if asked for; else it is not even loaded, because that takes as long as loading
-torch."""
+"""torch's compiler, for runs with `compile`. Other runs do not load the compiler: the import takes
+as long as the import of torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from engine.errors import LockstepError, console
 from engine.phases import phase
 
 PAYS_AFTER = 5000
-"""`compile=auto` compiles runs on a GPU of at least so many steps: half a minute is then a small
-part."""
+"""Steps from which on `compile=auto` compiles a run on a GPU: half a minute is then a small part of
+the run."""
 
 
 def choose(wanted: str, device: torch.device, steps: int, plain: bool = True) -> str:
-    """Resolve `auto` to default or off. By the length of the run, not by timing, so that all ranks,
-    and a resumed run, agree. Never on a CPU: there compiling takes up to a minute, and the result
-    may be slower.
+    """Return the mode of the compiler; `auto` becomes default or off.
 
-    plain  neither DataParallel copies the model, nor FSDP2 changes its modules: a compiled one
-    allows neither
+    The length of the run decides, not a timing, so all ranks and a resumed run agree. On a CPU
+    auto is off: there a compilation takes up to a minute, and the result may be slower.
+
+    plain  DataParallel does not copy the model, and FSDP2 does not change its modules: a compiled
+           model allows neither
     """
     if wanted != "auto":
         return wanted
@@ -45,40 +46,39 @@ def choose(wanted: str, device: torch.device, steps: int, plain: bool = True) ->
     return "default" if c_compiler else "off"
 
 
-def check(mode: str, device: torch.device, copies: bool) -> None:
-    """Raise LockstepError if a model cannot be compiled in this mode. `copies`: DataParallel makes
-    copies of it."""
-    if copies:
-        what = "a compiled model cannot be copied to other GPUs by DataParallel"
-        raise LockstepError(what, "compile", "use --multi-gpu ddp, or compile=off")
+def check(mode: str, device: torch.device) -> None:
+    """Raise LockstepError if the machine lacks the compiler that this mode needs."""
     if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
-        what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
-        raise LockstepError(what, "compile", "install g++, name one in CXX, or use compile=off")
+        raise LockstepError(
+            f"compile={mode} needs a C++ compiler on the CPU, and there is no g++",
+            "compile",
+            "install g++, name one in CXX, or use compile=off",
+        )
 
 
 class Compiled:
-    """The compiled forward pass of a model, which it has within `used` only. Its names stay as they
-    are.
+    """The compiled forward pass of a model, which is active within `used` only. The names of
+    parameters and modules stay the same.
 
-    Evaluations, and all checks, run the bare model: torch's compiler makes a graph for each shape
-    and mode, and beyond a number of them it compiles no more.
+    Evaluations and checks run the bare model: torch's compiler makes a graph for each shape and
+    mode, and beyond a number of graphs compiles no more.
     """
 
     def __init__(self, model: nn.Module, mode: str, device: torch.device):
-        self.model, bare = model, model.forward
+        self.model = model
+        bare = model.forward
         _prepare(model)
 
-        # A function of ours: torch's compiler passes over those of torch's modules, so that a model
-        # that is an nn.Sequential would not be compiled by `nn.Module.compile`, without a word
+        # A function of this file: torch's compiler skips the functions of torch's modules, so
+        # `nn.Module.compile` would silently not compile a model that is an nn.Sequential
         # (torch 2.13).
         def forward(*inputs: Any, **named: Any) -> Any:
             return bare(*inputs, **named)
 
-        # A graph for each shape: else the first short batch leads to a slower one for all shapes.
+        # A graph for each shape: else the first short batch leads to a slower graph for all shapes.
         # Not on CPUs, where each graph takes up to a minute.
-        self.forward: Any = torch.compile(
-            forward, mode=mode, dynamic=None if device.type == "cpu" else False
-        )
+        dynamic = None if device.type == "cpu" else False
+        self.forward: Any = torch.compile(forward, mode=mode, dynamic=dynamic)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -95,13 +95,13 @@ class Compiled:
 
 
 SHAPES = 4
-"""Shapes of a pass in training: those of a full step, and of an epoch's last; each may have a
-shorter last pass."""
+"""Shapes of a pass in training: of a full step and of the last step of an epoch. Each step may have
+a shorter last pass."""
 
 
 def _prepare(model: nn.Module) -> None:
-    """Draw random numbers as without the compiler, so that steps can be compared; allow a graph for
-    each shape."""
+    """Configure the compiler: random numbers as without the compiler, so steps can be
+    compared, and a graph for each shape."""
     import torch._dynamo.config as limits
     import torch._inductor.config as generated
 
@@ -118,19 +118,16 @@ def _prepare(model: nn.Module) -> None:
 
 
 def _warn_of_limit(record: logging.LogRecord) -> bool:
-    """Print one line where torch's compiler has made as many graphs of a function as it may, and so
-    gives it up."""
+    """Print one line if torch's compiler has made the largest number of graphs of a function, and
+    so gives the function up. Return True: torch's own record is logged, too."""
     if "torch._dynamo hit config" in record.getMessage():
-        limit = (
-            record.args[1]
-            if isinstance(record.args, tuple) and len(record.args) > 1
-            else "as many as it may"
-        )
+        limit: Any = "as many as it may"
+        if isinstance(record.args, tuple) and len(record.args) > 1:
+            limit = record.args[1]
         console.warning(
             f"compile: torch's compiler has made {limit} graphs of a function, and runs it "
-            "uncompiled for each further "
-            f"shape of a batch, which is slow (step {phase.step}): give batches of fewer shapes, "
-            "or use compile=off"
+            f"uncompiled for each further shape of a batch, which is slow (step {phase.step}): "
+            "give batches of fewer shapes, or use compile=off"
         )
     return True
 
@@ -153,13 +150,13 @@ _SHIELDED = (
 
 
 def stay_unloaded() -> None:
-    """Keep the compiler unloaded; call before the first optimizer and the first DDP of a run that
-    compiles nothing.
+    """Keep the compiler unloaded. Call this function before the first optimizer and the first DDP
+    of a run without compilation.
 
-    Some of torch's functions load the compiler on their first call, ask it to leave them alone, and
-    keep its answer in an attribute (torch/_compile.py, read in 2.13). Without compilation the
-    answer is the function itself. Should a version of torch keep it elsewhere, the compiler is
-    loaded: that costs a second, and `tests/test_doors.py` fails.
+    Some of torch's functions load the compiler on their first call, exclude themselves from
+    compilation, and keep the result in an attribute (torch/_compile.py, read in 2.13). Without
+    compilation the result is the function itself. If a version of torch uses a different attribute,
+    the compiler is loaded at the cost of a second, and `tests/test_doors.py` fails.
     """
     for owner, name in _SHIELDED:
         function = getattr(owner, name, None)
@@ -170,15 +167,16 @@ def stay_unloaded() -> None:
 
 @contextlib.contextmanager
 def unloaded() -> Iterator[None]:
-    """Keep the compiler unloaded while a DDP is made: its constructor reads one of the compiler's
+    """Keep the compiler unloaded while a DDP is made: the constructor reads one of the compiler's
     settings."""
     if "torch._dynamo" in sys.modules:
         yield
         return
-    answer = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization"))
-    vars(torch)["_dynamo"] = answer
+    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")
+    stand_in = SimpleNamespace(utils=utils)
+    vars(torch)["_dynamo"] = stand_in
     try:
         yield
     finally:
-        if vars(torch)["_dynamo"] is answer:
+        if vars(torch)["_dynamo"] is stand_in:
             del vars(torch)["_dynamo"]

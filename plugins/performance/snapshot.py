@@ -1,15 +1,14 @@
-"""The way of a run's state from a GPU into the host's memory, while the training continues.
+"""The copy of a run's state from a GPU to the host's memory, while the training continues.
 
-With room on the GPU the state is copied there, in the order of the training's stream: some
-milliseconds. A thread brings that copy to the host. Without room the training's thread brings the
-state itself, which takes as long as the bus. Both go through two pinned buffers, allocated once:
-pinned memory costs a third of a millisecond for each megabyte.
+If the GPU has room, the state is copied on the GPU in the order of the training's stream, within
+some milliseconds, and a thread brings the copy to the host. Without room the training's thread
+brings the state itself, at the speed of the bus. Both ways go through two pinned buffers, allocated
+once: to pin memory takes a third of a millisecond for each megabyte.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import weakref
 from collections import defaultdict
@@ -21,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.threads import available
+
 BUFFER = 32 << 20
-"""Bytes of a pinned buffer: a power of two, to which torch rounds it up anyway."""
+"""Bytes of a pinned buffer: a power of two, because torch rounds up to a power of two."""
 
 LARGE = 1 << 20
 """Bytes from which on a tensor is copied by itself, and its memory on the host is kept for the next
@@ -35,29 +36,33 @@ MOST_THREADS = 8
 """Threads that copy within the host while the training waits."""
 
 MARGIN = 1 / 16
-"""Share of a GPU's memory that a copy of the state leaves free, beside the most that the training
-has used."""
+"""Share of a GPU's memory that a copy of the state leaves free, beside the largest amount that the
+training has used."""
 
 Pair = tuple[Tensor, Tensor]
-"""A tensor on the GPU, and one on the host that is to hold it: of one layout, without gaps."""
+"""A tensor on the GPU, and its target on the host: of one layout, without gaps."""
+
+Staged = tuple[Tensor, list[Tensor]]
+"""A copy on the GPU, and the targets on the host that the copy fills one after the other."""
 
 TENSORS = ("model", "ema", "optimizer", "digest", "scaler")
-"""Parts of a state that are known once its tensors have arrived."""
+"""Parts of a state that are known once the tensors have arrived."""
 
 
 class Snapshot(dict[str, Any]):
-    """A state of which tensors may be on their way. To read one of `TENSORS` by its name waits for
-    them, and raises the error of a copy that failed.
+    """A state with tensors on the way. A read of a part in TENSORS waits for the tensors,
+    and raises the error of a failed copy.
 
-    finish  called once with this state, after they have arrived, by the first that reads them
+    arrival  done when the tensors are on the host
+    finish   called once with the state after the arrival, by the first read
     """
 
     def __init__(
         self, state: dict[str, Any], arrival: Future[None], finish: Callable[[dict[str, Any]], None]
     ):
         super().__init__(state)
-        self.arrival, self.finish, self.lock = arrival, finish, threading.Lock()
-        self.finished = False
+        self.arrival, self.finish = arrival, finish
+        self.lock, self.finished = threading.Lock(), False
 
     def __getitem__(self, key: str) -> Any:
         if key in TENSORS and not self.finished:
@@ -65,7 +70,7 @@ class Snapshot(dict[str, Any]):
         return super().__getitem__(key)
 
     def on_host(self) -> dict[str, Any]:
-        """Return the state as a plain dict, after all of it has arrived."""
+        """Return the state as a plain dict after all tensors have arrived."""
         self.arrival.result()
         with self.lock:
             if not self.finished:
@@ -75,11 +80,11 @@ class Snapshot(dict[str, Any]):
 
 
 class Copies:
-    """Copies of the tensors of one state. Each call returns a tensor of the host, which holds the
-    copy after `start`.
+    """Copies of the tensors of one state. Each call returns a tensor of the host. The tensor
+    holds the copy after `start`.
 
-    at_once  bring each tensor to the host before the next call: it is made for this alone, and
-    takes memory of the GPU
+    at_once  bring each tensor to the host before the next call, because the tensor was made for
+             this call alone and takes memory of the GPU
     """
 
     def __init__(self, device: torch.device, at_once: bool = False):
@@ -100,74 +105,69 @@ class Copies:
     def snapshot(
         self, state: dict[str, Any], finish: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """Return the state whose tensors these copies are, while they are on their way."""
+        """Return the state of the copies, with the tensors on the way."""
         return Snapshot(state, self.start(), finish)
 
     def start(self) -> Future[None]:
-        """Copy the tensors as they are now. The result is done when they are on the host; later
-        steps may change them from now on."""
+        """Copy the tensors with their present values; later steps may change the tensors. The
+        result is done when the copies are on the host."""
         arrival: Future[None] = Future()
+        staged = None if self.transfer else self._on_device()
+        if staged is not None:
+            self._bring_in_thread(staged, arrival)
+            return arrival
         if self.transfer:
             self.transfer.flush()
-        elif (copies := self._on_device()) is not None:
-            ready = torch.cuda.Event()
-            ready.record()
-            arguments = copies, ready, arrival
-            threading.Thread(
-                target=self._bring, args=arguments, name="snapshot", daemon=True
-            ).start()
-            return arrival
         else:
-            with self.staging.lock:
-                transfer = Transfer(self.staging, _threads())
-                for value, target in self.pairs:
-                    transfer.push(_dense(value), target)
-                transfer.flush()
-        self.pairs = []
+            self._bring_now()
         arrival.set_result(None)
         return arrival
 
-    def _on_device(self) -> list[tuple[Tensor, list[Tensor]]] | None:
-        """Return copies on the GPU, each with the tensors of the host that it is to fill one after
-        the other; None where there is no room for them."""
-        if self.staging.tight or sum(value.nbytes for value, _ in self.pairs) > room(self.device):
+    def _on_device(self) -> list[Staged] | None:
+        """Return copies on the GPU, or None if the GPU has no room. A large tensor has a copy of
+        its own, and the small tensors of a type share one: few kernels."""
+        needed = sum(value.nbytes for value, _ in self.pairs)
+        if self.staging.tight or needed > room(self.device):
             return None
-        large: dict[Any, list[Pair]] = defaultdict(list)
-        small: dict[Any, list[Pair]] = defaultdict(list)
+        groups: dict[tuple[bool, torch.dtype], list[Pair]] = defaultdict(list)
         for value, target in self.pairs:
-            by_itself = value.nbytes >= LARGE or not value.is_contiguous()
-            (large if by_itself else small)[value.dtype].append((value, target))
-        copies: list[tuple[Tensor, list[Tensor]]] = []
+            joined = value.nbytes < LARGE and value.is_contiguous()
+            groups[joined, value.dtype].append((value, target))
+        copies: list[Staged] = []
         try:
-            for pairs in large.values():
-                values = [value for value, _ in pairs]
-                twins = [torch.empty_like(value) for value in values]
-                torch._foreach_copy_(twins, values)  # few kernels, for all of them
-                copies += [(twin, [target]) for twin, (_, target) in zip(twins, pairs, strict=True)]
-            for pairs in small.values():
-                joined = torch.cat([value.reshape(-1) for value, _ in pairs])
-                copies.append((joined, [target for _, target in pairs]))
+            for (joined, _), pairs in groups.items():
+                values, targets = zip(*pairs, strict=True)
+                if joined:
+                    copies.append((torch.cat([*map(torch.flatten, values)]), [*targets]))
+                    continue
+                twins = [*map(torch.empty_like, values)]
+                torch._foreach_copy_(twins, values)
+                copies += [(twin, [target]) for twin, target in zip(twins, targets, strict=True)]
         except torch.OutOfMemoryError:
             self.staging.tight = True
             return None
         self.pairs = []
         return copies
 
-    def _bring(
-        self,
-        copies: list[tuple[Tensor, list[Tensor]]],
-        ready: torch.cuda.Event,
-        arrival: Future[None],
-    ) -> None:
-        """Bring copies to the host, in a thread, and give back the memory of each as soon as it is
-        there."""
+    def _bring_in_thread(self, copies: list[Staged], arrival: Future[None]) -> None:
+        """Start a thread that brings the copies from the GPU to the host."""
+        ready = torch.cuda.Event()
+        ready.record()
+        arguments = (copies, ready, arrival)
+        threading.Thread(target=self._bring, args=arguments, name="snapshot", daemon=True).start()
+
+    def _bring(self, copies: list[Staged], ready: torch.cuda.Event, arrival: Future[None]) -> None:
+        """Bring copies to the host, in a thread. The memory of a copy is freed when the copy has
+        arrived."""
+        stream = self.staging.stream
         try:
-            with self.staging.lock, torch.cuda.stream(self.staging.stream):
-                self.staging.stream.wait_event(ready)
-                transfer, joined = Transfer(self.staging), list[tuple[Tensor, list[Tensor]]]()
+            joined: list[Staged] = []
+            with self.staging.lock, torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                transfer = Transfer(self.staging)
                 while copies:
                     copy, targets = copies.pop()
-                    copy.record_stream(self.staging.stream)  # if this fails, it may still be read
+                    copy.record_stream(stream)  # after an error the stream may still read the copy
                     target = targets[0]
                     if len(targets) > 1:
                         target = torch.empty(copy.shape, dtype=copy.dtype)
@@ -175,22 +175,29 @@ class Copies:
                     transfer.push(copy, target)
                     del copy
                 transfer.flush()
-            for whole, targets in joined:
-                parts = whole.split([target.numel() for target in targets])
-                views = [
-                    part.view(target.shape) for part, target in zip(parts, targets, strict=True)
-                ]
-                torch._foreach_copy_(targets, views)
+            for flat, targets in joined:
+                parts = flat.split([*map(torch.numel, targets)])
+                torch._foreach_copy_([*map(torch.flatten, targets)], parts)
             arrival.set_result(None)
         except BaseException as error:
             arrival.set_exception(error)
 
+    def _bring_now(self) -> None:
+        """Bring the tensors to the host in this thread, without copies on the GPU. A sync point."""
+        with self.staging.lock:
+            transfer = Transfer(self.staging, _threads())
+            for value, target in self.pairs:
+                transfer.push(_dense(value), target)
+            transfer.flush()
+        self.pairs = []
+
 
 def room(device: torch.device) -> int:
-    """Return how many bytes of a GPU's memory a copy of the state may take until it is on the host.
+    """Return the bytes of a GPU's memory for a copy of the state on the way to the host.
 
-    The steps that follow must fit beside it. So the most that was ever allocated counts as taken,
-    though it may be free between two steps."""
+    The following steps must fit beside the copy. So the largest amount that was ever allocated
+    counts as taken, though some of the memory may be free between two steps.
+    """
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return int(free + unused - MARGIN * total)
@@ -198,21 +205,21 @@ def room(device: torch.device) -> int:
 
 @functools.cache
 def staging(device: torch.device) -> Staging:
-    """Return the one of a GPU, for the life of this process."""
+    """Return the only Staging of a GPU. It lives as long as the process."""
     return Staging(device)
 
 
 class Staging:
-    """The buffers of a GPU, and the host's memory behind them.
+    """The buffers of a GPU, and the host's memory behind the buffers.
 
-    stream  on which copies are brought during the training
-    lock    held while the buffers are in use
-    tight   a copy on the GPU has run out of memory: none is tried again
+    stream  for copies by a thread during the training
+    lock    locked while the buffers are in use
+    tight   a copy on the GPU has run out of memory: no copy on the GPU is tried again
     """
 
     def __init__(self, device: torch.device):
-        self.stream, self.lock, self.tight = torch.cuda.Stream(device), threading.Lock(), False
-        self.memory = HostMemory()
+        self.stream, self.memory = torch.cuda.Stream(device), HostMemory()
+        self.lock, self.tight = threading.Lock(), False
 
     @functools.cached_property
     def buffers(self) -> list[Buffer]:
@@ -220,9 +227,9 @@ class Staging:
 
 
 class Buffer:
-    """Pinned memory, with the pieces of tensors that are in it or on their way there.
+    """Pinned memory with pieces of tensors.
 
-    pieces  (first byte, bytes of the GPU, bytes of the host)
+    pieces  in the buffer or on the way: bytes of the GPU, of the buffer, and of the host
     """
 
     def __init__(self) -> None:
@@ -232,71 +239,64 @@ class Buffer:
         self.clear()
 
     def clear(self) -> None:
-        self.used, self.pieces = 0, list[tuple[int, Tensor, np.ndarray]]()
+        self.used, self.pieces = 0, list[tuple[Tensor, np.ndarray, np.ndarray]]()
 
     def add(self, source: Tensor, target: np.ndarray) -> None:
         """Queue the copy of some bytes on the current stream."""
-        first = self.used
-        self.memory[first : first + len(source)].copy_(source, non_blocking=True)
-        self.pieces.append((first, source, target))
-        self.used = -(-(first + len(source)) // 64) * 64
+        end = self.used + len(source)
+        self.memory[self.used : end].copy_(source, non_blocking=True)
+        self.pieces.append((source, self.host[self.used : end], target))
+        self.used = -(-end // 64) * 64  # the next cache line
 
     def empty(self, threads: ThreadPoolExecutor | None) -> None:
-        """Wait for the bytes, and copy them to where they belong."""
+        """Wait for the bytes, and copy each piece to its target, with `threads` if there are
+        any."""
         if not self.pieces:
             return
         self.arrived.synchronize()
-        parts = [
-            (
-                target[begin : begin + PART],
-                self.host[first + begin : first + min(begin + PART, len(target))],
-            )
-            for first, _, target in self.pieces
-            for begin in range(0, len(target), PART)
-        ]
-        if threads:
-            list(threads.map(_copy, parts))  # waits for all of them, and raises the first error
-        else:
-            for part in parts:
-                _copy(part)
+        targets: list[np.ndarray] = []
+        sources: list[np.ndarray] = []
+        for _, arrived, target in self.pieces:
+            for begin in range(0, len(target), PART):
+                targets.append(target[begin : begin + PART])
+                sources.append(arrived[begin : begin + PART])
+        copy_all = threads.map if threads else map
+        list(copy_all(np.copyto, targets, sources))  # waits for all, and raises the first error
         self.clear()
 
 
-def _copy(part: tuple[np.ndarray, np.ndarray]) -> None:
-    np.copyto(*part)
-
-
 class Transfer:
-    """One use of the buffers, on the current stream: the GPU fills one while the host empties the
-    other.
+    """One use of the buffers, on the current stream: the GPU fills one buffer while the host
+    empties the other buffer.
 
-    threads  that copy within the host, beside this one
+    threads  copy within the host, beside this thread
     """
 
     def __init__(self, staging: Staging, threads: ThreadPoolExecutor | None = None):
         self.filling, self.other = staging.buffers
         self.threads = threads
-        for buffer in staging.buffers:  # one that failed may have left some
+        for buffer in staging.buffers:  # a transfer that failed may have left pieces
             buffer.clear()
 
     def push(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor to the host, of the same layout, without gaps."""
-        bytes_of, to = _bytes(source), _bytes(target).numpy()
+        """Copy a tensor to a target on the host of the same layout, without gaps."""
+        source_bytes, target_bytes = _bytes(source), _bytes(target).numpy()
         done = 0
-        while done < len(to):
+        while done < len(target_bytes):
             if self.filling.used >= BUFFER:
                 self._turn()
-            count = min(BUFFER - self.filling.used, len(to) - done)
-            self.filling.add(bytes_of[done : done + count], to[done : done + count])
-            done += count
+            stop = min(done + BUFFER - self.filling.used, len(target_bytes))
+            self.filling.add(source_bytes[done:stop], target_bytes[done:stop])
+            done = stop
 
     def _turn(self) -> None:
+        """Exchange the buffers, after the host has emptied the other buffer."""
         self.filling.arrived.record()
         self.other.empty(self.threads)
         self.filling, self.other = self.other, self.filling
 
     def flush(self) -> None:
-        """Wait for all that was pushed."""
+        """Wait for all pushed tensors."""
         self._turn()
         self._turn()
         if self.threads:
@@ -304,36 +304,32 @@ class Transfer:
 
 
 def _threads() -> ThreadPoolExecutor:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return ThreadPoolExecutor(min(MOST_THREADS, cores))
+    return ThreadPoolExecutor(min(MOST_THREADS, available()))
 
 
 def _dense(value: Tensor) -> Tensor:
-    """Return a tensor without gaps in its memory: a copy, if it has some."""
+    """Return the tensor if the memory has no gaps, else a copy."""
     plain = value.stride() == _dense_stride(value) and not (value.is_conj() or value.is_neg())
     return value if plain else torch.empty_like(value).copy_(value)
 
 
 def _dense_stride(value: Tensor) -> tuple[int, ...]:
-    """Return the strides that torch gives a copy."""
-    return (
-        value.stride() if value.is_contiguous() else torch.empty_like(value, device="meta").stride()
-    )
+    """Return the strides of torch's copy of the tensor."""
+    copy = value if value.is_contiguous() else torch.empty_like(value, device="meta")
+    return copy.stride()
 
 
 def _bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps, in the order of its memory."""
+    """Return the bytes of a tensor without gaps, in the order of memory."""
     return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
 class HostMemory:
-    """Ordinary memory for the large tensors of a state. It is kept for the next state: the system
-    takes longer to make new pages than the bus to fill them. At most as much is kept as was in use
-    at once: two states.
+    """Ordinary memory for the large tensors of a state, kept for the next state: the system takes
+    longer to make new pages than the bus to fill them. The memory of at most two states is kept,
+    because at most two states are in use at once.
 
-    idle  by size, what no tensor uses any more
+    idle  by size: unused memory
     """
 
     def __init__(self) -> None:
@@ -342,11 +338,12 @@ class HostMemory:
     def like(self, value: Tensor) -> Tensor:
         """Return a tensor of the host with the shape, type and strides of a copy of `value`, and
         any contents."""
-        shape, strides, size = value.shape, _dense_stride(value), value.nbytes
-        if size < LARGE:
+        shape, strides = value.shape, _dense_stride(value)
+        if value.nbytes < LARGE:
             return torch.empty_strided(shape, strides, dtype=value.dtype, device="cpu")
-        spare = self.idle[size]
-        memory = spare.pop() if spare else np.empty(size, np.uint8)  # NumPy asks for huge pages
-        lease = memory[:]  # which lives as long as the tensor's storage
-        weakref.finalize(lease, spare.append, memory).atexit = False
+        idle = self.idle[value.nbytes]
+        # NumPy requests huge pages
+        memory = idle.pop() if idle else np.empty(value.nbytes, np.uint8)
+        lease = memory[:]  # lives as long as the storage of the tensor
+        weakref.finalize(lease, idle.append, memory).atexit = False
         return torch.frombuffer(lease, dtype=value.dtype).as_strided(shape, strides)

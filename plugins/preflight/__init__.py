@@ -1,10 +1,10 @@
-"""Compare what must be the same on all ranks, before the first step and now and then; rehearse the
-evaluation."""
+"""Checks before the first step, and comparisons of the ranks during a run."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,32 +23,35 @@ from engine.errors import console
 from engine.evaluation import check_count, collects, reported
 from engine.gathered import Gathered
 from engine.hooks import check
-from engine.optim import make
 from engine.phases import phase
 from engine.run import Run
-from plugins.preflight import adds_up, resume_check
+from plugins.preflight import adds_up, optimizers, resume_check
 from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.prepare_check import check_prepare
 from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
-from plugins.preflight.rules import check_together
+from plugins.preflight.rules import find_conflicts
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
 
-FEW = 4
-"""Samples that are scored before the first step. On a GPU, or with loader processes, it is a whole
-batch, which also shows that it fits and that the processes start; on a CPU that may take as long as
-two steps."""
+REHEARSED = 4
+"""Samples that are scored before the first step on a CPU. A GPU, or loader processes, score a whole
+batch: the batch then fits into memory, and the processes start. On a CPU a whole batch may take as
+long as two steps."""
 
 
 def compare_ranks(run: Run) -> None:
     """(all ranks) Compare config, code, versions, data and weights, and check the result of one
-    all-reduce. Raises LockstepError (exit code 6) with the first rank that differs."""
+    all-reduce.
+
+    Sets `plan.moments`. Raises LockstepError (exit code 6) with the first rank that differs.
+    """
     world = run.world
     if world.size > 1:
         keys = config.flatten(config.to_dict(run.cfg))
-        facts = {f"config key {key}": str(value) for key, value in keys.items()} | {
+        facts = {f"config key {key}": str(value) for key, value in keys.items()}
+        facts |= {
             "code": digests.code(run.task),
             "torch": torch.__version__,
             "python": sys.version.split()[0],
@@ -61,60 +64,66 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
-    state_bytes = make.state_bytes(run.optimizer)
-    moments = world.reduce_on_rank0(
-        state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes)
-    )
-    run.plan = replace(run.plan, moments=moments)
-    total, expected = (
-        torch.tensor(float(world.rank), device=world.device),
-        world.size * (world.size - 1) / 2,
-    )
+    state_bytes = optimizers.state_bytes(run.optimizer)
+    run.plan = replace(run.plan, moments=world.reduce_on_rank0(state_bytes, _largest))
+    total = torch.tensor(float(world.rank), device=world.device)
     world.sum(total)
+    expected = world.size * (world.size - 1) / 2
     if total.item() != expected:
         what = f"an all-reduce over {world.size} ranks gave {total.item()} instead of {expected}"
         raise LockstepError(what, "preflight", "check the network and the backend", exit_code=6)
 
 
+def _largest(sizes: Iterable[int | None]) -> int | None:
+    """Return the largest size, or None if a rank does not know the size."""
+    known = [*sizes]
+    return None if None in known else max(filter(None, known), default=0)
+
+
 def _parts(order: Any) -> list[torch.Tensor]:
-    """Return an order to digest; of a sequence that is never listed, three pieces."""
+    """Return an order for a digest; three pieces of an order that is computed item by item."""
     if not isinstance(order, LazyOrder):
         return [torch.from_numpy(order)]
-    starts = 0, len(order) // 2, max(0, len(order) - 4096)
+    starts = (0, len(order) // 2, max(0, len(order) - 4096))
     return [torch.from_numpy(order[first : first + 4096]) for first in starts]
 
 
 def compare_weights(run: Run) -> None:
-    """(all ranks) Compare the parameters, and the buffers that are not of norms, by a digest.
-    After the first step, compare what a new process would restore, too."""
+    """(all ranks) Compare the parameters, and the buffers outside of norms, by a digest. After the
+    first step, compare the state that a new process would restore, too."""
     resume_check.check(run)
     _compare_weights(run)
 
 
 def _compare_weights(run: Run) -> None:
-    if run.world.size == 1:
+    world = run.world
+    if world.size == 1:
         return
-    check_buffers(run.world, run.reducer.buffers)
-    if run.world.differs_across_ranks(run.reducer.digest()):
-        of_each = digests.each(run.model.named_parameters())
-        _compare(
-            run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE
-        )
+    check_buffers(world, run.reducer.buffers)
+    if world.differs_across_ranks(run.reducer.digest()):
+        digest_of = digests.each(run.model.named_parameters())
+        facts = {f"parameter {name}": digest for name, digest in digest_of.items()}
+        _compare(world, facts, ALIKE)
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
-    if first_difference := world.first_difference(facts):
-        name, (rank, theirs, ours) = next(iter(first_difference.items()))
-        more = f", and in {len(first_difference) - 1} more" if len(first_difference) > 1 else ""
-        what = f"rank {rank} differs from rank 0 in {name}: {theirs} instead of {ours}{more}"
+    """(all ranks) Raise LockstepError if a fact differs from the fact of rank 0."""
+    differences = world.first_difference(facts)
+    if differences:
+        name, (rank, value, expected) = next(iter(differences.items()))
+        what = f"rank {rank} differs from rank 0 in {name}: {value} instead of {expected}"
+        if len(differences) > 1:
+            what += f", and in {len(differences) - 1} more"
         raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
 
 
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
-    """(all ranks) Score a few samples before the first step, if the task scores any: a mistake in
-    the evaluation shows now and not after an epoch. Rank 0 does, or where a forward pass is a
-    collective, all do: the same samples. Sets `plan.gflop`."""
+    """(all ranks) Score a few samples before the first step, if the task scores.
+
+    A mistake in the evaluation shows at the start, and not after an epoch. Rank 0 scores alone; if
+    a forward pass is a collective, all ranks score the same samples. Sets `plan.gflop`.
+    """
     if run.loaders.val is not None and type(run.task).score is not Task.score:
         with sync_errors(run.world):
             gflop = _rehearse(run) if run.world.main or run.plan.sharded else 0.0
@@ -122,10 +131,12 @@ def sanity_check(run: Run) -> None:
 
 
 def check_sums(run: Run) -> None:
-    """(all ranks) Check that the training loss adds up, and print how well. All ranks compute the
-    same samples, because a task may have collectives of its own. This is the last check before the
-    first step: on a GPU it ends with the return of the memory that the checks have cached, so that
-    a batch that fits without them fits after them."""
+    """(all ranks) Check that the training loss adds up, and print the result.
+
+    All ranks compute the same samples, because a task may have collectives of its own. The check is
+    the last before the first step. On a GPU the cached memory of the checks is returned at the end:
+    a batch that fits without the checks then fits after the checks.
+    """
     if run.cfg.check_sums:
         with sync_errors(run.world):
             line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
@@ -137,25 +148,34 @@ def check_sums(run: Run) -> None:
 
 
 def _rehearse(run: Run) -> float:
-    """(rank 0, or all) Evaluate the first samples. Returns the GFLOP of a sample. Raises what
-    surely is a mistake in the task, but not what so few samples may cause, such as a division by
-    zero."""
-    task, loader, device = run.task, run.loaders.val, run.world.device
-    few = device.type == "cpu" and loader.loader is None
-    batch = loader.example(FEW) if few or run.plan.sharded else next(iter(loader))
+    """(rank 0, or all ranks) Evaluate the first samples. Returns the GFLOP of a sample.
+
+    Raises an error that is certainly a mistake in the task. An error that a small number of samples
+    may cause, such as a division by zero, is ignored.
+    """
+    task, loader = run.task, run.loaders.val
+    on_cpu = run.world.device.type == "cpu"
+    if run.plan.sharded or (on_cpu and loader.loader is None):
+        batch = loader.example(REHEARSED)
+    else:
+        batch = next(iter(loader))
     samples = len(batch_info(batch).index)
-    scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
+    scored = Gathered("score")
+    collected = Gathered("collect", task.collect_limit_mb)
     with (
         phase.during("validation"),
         run.precision.autocast(),
         run.reducer.buffers.unchanged() as changed,
     ):
-        sums, model = None, run.model.eval()
-        if device.type == "cpu":  # the number of threads there depends on it
+        model = run.model.eval()
+        sums = None
+        flop = 0.0
+        if on_cpu:  # the number of threads depends on the count
             # Convolutions, products and attention count. An error is raised again below, without
-            # the counter in it.
+            # the counter in the traceback.
             with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
-                sums, flop = task.score(model, batch), counter.get_total_flops()
+                sums = task.score(model, batch)
+                flop = counter.get_total_flops()
         scored.add(check("score", task.score(model, batch) if sums is None else sums))
         if collects(task):
             collected.collect(check("collect", task.collect(model, batch), samples), samples)
@@ -166,22 +186,34 @@ def _rehearse(run: Run) -> float:
             "those before: "
             "change it only where `self.training`. It is put back after each evaluation\n"
         )
-    alone = World(0, 0, 1, device)
-    totals = scored.summed(alone)
-    check_count(totals, samples)
-    totals.collected = collected.joined(alone)
-    try:
-        reported(task, totals)
-    # the report of the whole split counts, and the totals of trials are not there yet
-    except Exception as error:
-        sure = LockstepError, AttributeError, ImportError, NameError, TypeError
-        if isinstance(error, sure) or (isinstance(error, KeyError) and not task.num_trials):
-            raise
-    if run.cfg.check_sums and not changed:  # else it would only repeat the warning above
+    _rehearse_report(run, scored, collected, samples)
+    if run.cfg.check_sums and not changed:  # with a changed buffer the result repeats the warning
         line = adds_up.check(run, loader, adds_up.of_score)
         if "adds up: " not in line:
             console.warning(f"{line}\n")
     return flop / 1e9 / samples
+
+
+def _rehearse_report(run: Run, scored: Gathered, collected: Gathered, samples: int) -> None:
+    """Compute the report of the rehearsed samples, and raise errors that are certainly mistakes."""
+    alone = World(0, 0, 1, run.world.device)
+    totals = scored.summed(alone)
+    check_count(totals, samples)
+    totals.collected = collected.joined(alone)
+    certain: tuple[type[Exception], ...] = (
+        LockstepError,
+        AttributeError,
+        ImportError,
+        NameError,
+        TypeError,
+    )
+    if not run.task.num_trials:  # the totals of trials are not there yet
+        certain += (KeyError,)
+    try:
+        reported(run.task, totals)
+    except Exception as error:
+        if isinstance(error, certain):
+            raise
 
 
 def plan_rows(run: Run) -> dict[str, str]:
@@ -192,8 +224,8 @@ def plan_rows(run: Run) -> dict[str, str]:
     return {"the cut matters": f"{parts}: other processes or another batch_size, other numbers"}
 
 
-hooks.initial_state.add(resume_check.initial_state)
+hooks.initial_state.add(optimizers.initial_state)
 hooks.prepare_checks.add(check_prepare)
 hooks.returned.add(check_returned)
 hooks.plan_rows.add(plan_rows)
-hooks.settings.add(check_together)
+hooks.settings.add(find_conflicts)

@@ -1,10 +1,11 @@
-"""Before the first step: check that the sums of a task add up. A few samples are computed together
-and in two unequal parts, by the bare model in eval mode and float32: a mean, or anything else that
-is no sum, is off by its own size.
+"""Check before the first step that the sums of a task add up.
 
-The weights are shaken first: those of a new classifier give all samples about the same loss, so
-that a mean over tokens times the number of samples is nearly their sum; those of a layer that
-begins with zeros give a loss of zero.
+A few samples are computed together and in two unequal parts, by the bare model in eval mode and in
+float32. The error of a mean, or of a different value that is no sum, is as large as the value.
+
+The weights are perturbed first. A new classifier gives all samples about the same loss, so that a
+mean over tokens times the number of samples is nearly a sum. A layer that begins with zeros gives a
+loss of zero.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import contract, global_loss
+from engine import global_loss
 from engine.comm.shards import to_local
 from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import batch_info
@@ -29,163 +30,189 @@ from engine.trial import Kept, copied_task
 from plugins.preflight import returned
 from plugins.preflight.partition import partition_dependent
 
-FEW, MANY = 5, 32
-"""Samples on a CPU, or where loader processes would fetch them, because this process does; and on a
-GPU."""
+SAMPLES_ON_CPU, SAMPLES_ON_GPU = 5, 32
+"""Samples of the check. A GPU with loader processes checks as few samples as a CPU, because this
+process loads the samples."""
 
-DRAWS, SURE = (8, 16, 32, 64), 6
-"""How often a loss that draws from a generator is computed until its mean is sure; how many
-standard errors that is."""
+DRAWS = (8, 16, 32, 64)
+"""Numbers of computations of a loss that draws random numbers, until the mean is certain."""
+
+STANDARD_ERRORS = 6
+"""Standard errors of a mean at which a mismatch is certain."""
 
 TODO = "(check_sums=false skips this check)"
 NO_SUM = (
     "return a sum over the samples (over tokens, or with class weights: the sum, and their "
-    "number, or weights, as the "
-    "Loss's weight; a norm of weights: times the samples; each compared with all: "
-    "`gather_batch`; padding must not "
-    "count)"
+    "number, or weights, as the Loss's weight; a norm of weights: times the samples; each compared "
+    "with all: `gather_batch`; padding must not count)"
 )
+
+Sums = Callable[[Task, nn.Module, Batch], dict[str, Any]]
+"""A function that returns the sums of a batch, by name."""
+
+
+class SumError(LockstepError):
+    """The sums of a task do not add up."""
 
 
 def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the sums of a training loss, or of each of its terms, by the names that messages give
-    them."""
+    """Return the sums of a training loss, or of each of the terms, by the names for messages."""
     if type(task).losses is Task.losses:
         loss = returned.check("loss", task.loss(model, batch))
-        return {"the loss": loss.total, "the weight": loss.weight} | {
-            f"`{name}`": n for name, n in loss.sums.items()
-        }
-    found: dict[str, Any] = {}
+        return {"the loss": loss.total, "the weight": loss.weight} | _quoted(loss.sums)
+    sums: dict[str, Any] = {}
     for name, term in returned.check("losses", task.losses(model, batch)).items():
-        found |= {f"the loss {name!r}": term.total, f"the weight of {name!r}": term.weight}
-        found |= {f"`{watched}`": number for watched, number in term.sums.items()}
-    return found
+        sums |= {f"the loss {name!r}": term.total, f"the weight of {name!r}": term.weight}
+        sums |= _quoted(term.sums)
+    return sums
 
 
 def of_score(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the sums of an evaluation."""
+    """Return the sums of an evaluation, by the names for messages."""
     with torch.no_grad():
-        return {f"`{name}`": value for name, value in task.score(model, batch).items()}
+        return _quoted(task.score(model, batch))
 
 
-def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[str, Any]]) -> str:
-    """Return a line on how well the `sums` of a batch add up, or why that is unknown. Raises
-    LockstepError if they do not. Leaves weights, buffers, random numbers, and what modules and the
-    task keep as they were."""
+def _quoted(named: dict[str, Any]) -> dict[str, Any]:
+    return {f"`{name}`": value for name, value in named.items()}
+
+
+def check(run: Run, loader: Any, sums: Sums) -> str:
+    """Return a line on how well the `sums` of a batch add up, or why the answer is unknown.
+
+    Raises LockstepError if the sums do not add up. Weights, buffers, random numbers, and the values
+    in modules and in the task are restored.
+    """
     with (
         phase.during("preflight"),
         preserve_rng_state(run.world.device),
         contextlib.ExitStack() as stack,
     ):
-        if "torch._dynamo" in sys.modules:  # it would compile for each number of samples
+        if "torch._dynamo" in sys.modules:  # the compiler would run for each number of samples
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-        for backend in backends:  # compute in float32 to the last digit, on GPUs, too
+        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+        for backend in backends:  # compute in float32 to the last digit on GPUs, too
             stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
             backend.allow_tf32 = False
         trial = SumCheck(run, loader, sums)
         stack.callback(trial.put_back, trial.begin)
-        stack.callback(setattr, contract, "current_pass", None)
+        stack.callback(setattr, global_loss, "current_pass", None)
         return _verdict(trial)
 
 
 class SumMismatch:
-    """How far a sum is from that of its parts, at the furthest element: `size`, where the parts are
-    of size `scale`."""
+    """The difference between a sum and the sum of the parts, at the element with the largest.
+
+    exact     the sum is a whole number
+    whole     the sum of all samples
+    parts     the sums of the two parts
+    size      the difference
+    scale     the largest size of the parts
+    relative  the difference as a share of the scale
+    """
 
     def __init__(self, name: str, whole: Tensor, one: Tensor, two: Tensor):
-        self.name, self.exact = name, not whole.is_floating_point()
-        whole, one, two = (values.double().flatten() for values in (whole, one, two))
-        gaps, self.scale = (whole - one - two).abs(), float((one.abs() + two.abs()).max())
-        at = int(gaps.argmax())  # NaN, where there is one
-        self.whole, self.parts, self.size = (
-            float(whole[at]),
-            (float(one[at]), float(two[at])),
-            float(gaps[at]),
-        )
+        self.name = name
+        self.exact = not whole.is_floating_point()
+        whole = whole.double().flatten()
+        one = one.double().flatten()
+        two = two.double().flatten()
+        differences = (whole - one - two).abs()
+        largest = int(differences.argmax())  # NaN, if an element is NaN
+        self.whole = float(whole[largest])
+        self.parts = (float(one[largest]), float(two[largest]))
+        self.size = float(differences[largest])
+        self.scale = float((one.abs() + two.abs()).max())
         self.relative = self.size and (self.size / self.scale if self.scale else math.inf)
 
 
 class SumCheck:
     """Compute sums of a few samples, together and in two parts.
 
-    kept      the modules of the model and of the task, and what they hold
+    method    the task's method with the sums
+    kept      the modules of the model and of the task, with the values of buffers and attributes
     begin     the weights of these modules
-    weights   those to compute with
+    weights   the weights of the computation
     training  whether the model computes as in training
     low       the arithmetic may have fewer digits than float32
-    gathered  what `gather_batch` was given for all samples
+    ranges    the samples of the three computations: first and last + 1
+    gathered  the rows of all samples that `gather_batch` received
     """
 
-    def __init__(
-        self, run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[str, Any]]
-    ):
-        self.run, self.loader, self.sums, self.device = run, loader, sums, run.world.device
-        self.method = (
-            "score"
-            if sums is of_score
-            else "loss"
-            if type(run.task).losses is Task.losses
-            else "losses"
-        )
-        self.name = "`score`" if sums is of_score else "the loss"
+    def __init__(self, run: Run, loader: Any, sums: Sums):
+        self.run, self.loader, self.sums = run, loader, sums
+        self.device = run.world.device
+        self.method = "loss" if type(run.task).losses is Task.losses else "losses"
+        if sums is of_score:
+            self.method = "score"
+        self.name = {"score": "`score`"}.get(self.method, "the loss")
         self.kept = Kept(run.model, run.task)
-        self.buffers, left_out = self.kept.buffers, {f"0.{name}" for name in run.record.left_out}
-        self.parameters = [
-            p for name, p in self.kept.modules.named_parameters() if name not in left_out
-        ]
+        left_out = {f"0.{name}" for name in run.record.left_out}
+        named = self.kept.modules.named_parameters()
+        self.parameters = [p for name, p in named if name not in left_out]
         self.rows = [to_local(p.detach()) for p in self.parameters]
-        self.begin = self.weights = [rows.clone() for rows in self.rows]
+        self.begin = self.weights = list(map(torch.clone, self.rows))
+        self.training = self.low = False
+        self.gathered: list[Tensor] = []
         few = self.device.type == "cpu" or loader.loader is not None
-        self.samples, self.training, self.low, self.gathered = 1, False, False, list[Tensor]()
-        with contextlib.suppress(Exception):  # two that are no batch, where a pass is one sample
-            self.samples = len(batch_info(loader.example(FEW if few else MANY, least=2)).index)
+        self.samples = 1
+        with contextlib.suppress(Exception):  # two samples are no batch if a pass is one sample
+            batch = loader.example(SAMPLES_ON_CPU if few else SAMPLES_ON_GPU, least=2)
+            self.samples = len(batch_info(batch).index)
         self.first = max(1, self.samples * 5 // 8)
-        self.cuts = (0, self.samples), (0, self.first), (self.first, self.samples)
+        self.ranges = ((0, self.samples), (0, self.first), (self.first, self.samples))
 
     @torch.no_grad()
     def put_back(self, weights: list[Tensor]) -> None:
-        """Give buffers and numbers the values that they had, and the weights these."""
+        """Restore buffers and attributes, and set the weights."""
         if weights:
             torch._foreach_copy_(self.rows, weights)
         self.kept.put_back()
 
     @torch.no_grad()
-    def shake(self, weights: list[Tensor], seed: int, share: float, zeros: float = 0.0) -> None:
-        """Add noise to these weights, if they are trained: a share of their size, or `zeros` to
-        those that are zero."""
+    def perturb(self, weights: list[Tensor], seed: int, share: float, zeros: float = 0.0) -> None:
+        """Add noise to the trained weights: a share of their size, or `zeros` to zero weights."""
         self.put_back(weights)
         seed_generators(self.device, "weights", seed)
         for p, rows in zip(self.parameters, self.rows, strict=True):
             if p.requires_grad and p.is_floating_point() and rows.numel():
                 rows.add_(torch.randn_like(rows) * (share * rows.square().mean().sqrt() or zeros))
-        self.weights = [rows.clone() for rows in self.rows]
+        self.weights = list(map(torch.clone, self.rows))
 
     def compute(self, begin: int, end: int, seed: int = 0) -> dict[str, Tensor]:
-        """Return the sums of samples `begin` to `end`, on the host. The task is a copy, and so is
-        what it keeps."""
+        """Return the sums of samples `begin` to `end`, on the host. The task is a copy."""
         self.put_back(self.weights)
         self.run.model.train(self.training)
         seed_generators(self.device, "adds up", seed)
         task = copied_task(self.run.task)
-        whole, calls = end - begin == self.samples, iter(range(sys.maxsize))
+        is_whole = end - begin == self.samples
+        calls = iter(range(sys.maxsize))
 
         def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
-            """Stand for the other ranks: the parts find each other's rows as the whole batch gave
-            them."""
+            """Replace the gathering over ranks. A part receives the rows of the other part as the
+            computation of all samples gave them."""
             global_loss.check_rows(rows, end - begin)
-            if whole:
+            if is_whole:
                 self.gathered.append(rows.detach())
                 return rows, torch.arange(end, device=rows.device)
             everyone = self.gathered[next(calls)].clone()
             everyone[begin:end] = rows
             return everyone, torch.arange(begin, end, device=rows.device)
 
-        if whole:
+        if is_whole:
             self.gathered = []
         global_loss.current_pass = gather
-        found = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
-        return {name: torch.as_tensor(value).detach().cpu() for name, value in found.items()}
+        sums = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
+        return {name: torch.as_tensor(value).detach().cpu() for name, value in sums.items()}
+
+    def compare(self) -> tuple[dict[str, Tensor], list[SumMismatch]]:
+        """Return the sums of all samples, and the mismatch of each sum."""
+        whole = self.compute(*self.ranges[0])
+        if self.training and partition_dependent(self.run.model, accumulation=2):
+            return whole, []
+        one = self.compute(*self.ranges[1])
+        two = self.compute(*self.ranges[2])
+        return whole, [SumMismatch(name, whole[name], one[name], two[name]) for name in whole]
 
     def has_drawn(self) -> bool:
         """Return whether the last computation has drawn from a generator."""
@@ -193,145 +220,178 @@ class SumCheck:
         seed_generators(self.device, "adds up", 0)
         return now != positions(self.device)
 
-    def described(self, gap: SumMismatch) -> str:
-        parts = "{:.4g} and {:.4g}".format(*gap.parts)
-        first, rest = self.first, self.samples - self.first
+    def describe(self, mismatch: SumMismatch) -> str:
+        one, two = mismatch.parts
         return (
-            f"{gap.name} of {self.samples} samples is {gap.whole:.4g}, of {first} and {rest} "
-            f"of them {parts}"
+            f"{mismatch.name} of {self.samples} samples is {mismatch.whole:.4g}, of {self.first} "
+            f"and {self.samples - self.first} of them {one:.4g} and {two:.4g}"
         )
 
     def unknown(self, why: str) -> str:
         return f"whether {self.name} adds up is not known: {why}"
 
-    def error(self, what: str, todo: str) -> LockstepError:
-        return LockstepError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
+    def error(self, what: str, todo: str) -> SumError:
+        return SumError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
+
+
+ATTEMPTS = ((True, False), (False, False), (False, True))
+"""Ways to compute the sums, in order until the sums are finite: (with perturbed weights, as in
+training). The last way has the mode and the precision of the training, and no answer if a part of
+the model depends on the partition."""
 
 
 def _verdict(trial: SumCheck) -> str:
-    """Compute in eval mode and float32 with shaken weights; if that fails, with the weights as they
-    are; or else as in training, if nothing in the model depends on the cut then."""
+    """Return the line of the first attempt that succeeds."""
     if trial.samples < 2:
         return trial.unknown("a pass of 1 sample cannot be cut")
-    run, why = trial.run, ""
-    half = bool({p.dtype for p in run.model.parameters()} & {torch.bfloat16, torch.float16})
-    for shaken, mixed in ((True, False), (False, False), (False, True)):
-        trial.training = mixed and trial.method != "score"
-        trial.weights, trial.low = trial.begin, half or (mixed and run.precision.enabled)
-        if shaken:
-            trial.shake(trial.begin, 0, 0.1, zeros=0.02)
+    precision = trial.run.precision
+    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.run.model.parameters())
+    why = ""
+    for perturbed, as_training in ATTEMPTS:
+        trial.training = as_training and trial.method != "score"
+        trial.low = half or (as_training and precision.enabled)
+        trial.weights = trial.begin
+        if perturbed:
+            trial.perturb(trial.begin, 0, 0.1, zeros=0.02)
         try:
-            with run.precision.autocast() if mixed else contextlib.nullcontext():
-                whole = trial.compute(*trial.cuts[0])
-                if trial.training and partition_dependent(run.model, accumulation=2):
-                    break
-                parts = [trial.compute(*cut) for cut in trial.cuts[1:]]
-                gaps = [
-                    SumMismatch(name, values, *(part[name] for part in parts))
-                    for name, values in whole.items()
-                ]
-                bad = next((gap for gap in gaps if not math.isfinite(gap.size)), None)
-                if not bad:
-                    return _judge(trial, gaps, whole)
-                why = why or trial.described(bad)
-        except getattr(torch, "AcceleratorError", MemoryError):
-            raise  # the device is lost
+            with precision.autocast() if as_training else contextlib.nullcontext():
+                whole, mismatches = trial.compare()
+                broken = [each for each in mismatches if not math.isfinite(each.size)]
+                if mismatches and not broken:
+                    return _judge(trial, mismatches, whole)
+                if broken:
+                    why = why or trial.describe(broken[0])
+        except (SumError, getattr(torch, "AcceleratorError", MemoryError)):
+            raise  # an AcceleratorError: the device is lost
         except Exception as error:
-            if isinstance(error, LockstepError) and (mixed or TODO in str(error)):
+            if as_training and isinstance(error, LockstepError):
                 raise
-            why = (
-                why or f"{type(error).__name__}: {str(error).partition(chr(10))[0]} (in eval mode)"
-            )
+            line = str(error).partition("\n")[0]
+            why = why or f"{type(error).__name__}: {line} (in eval mode)"
     return trial.unknown(why)
 
 
-def _judge(trial: SumCheck, gaps: list[SumMismatch], whole: dict[str, Tensor]) -> str:
-    """Return the line, or raise LockstepError: not for gaps that weights different in the fourth
-    digit explain, as they do those of a tiny loss or a count of near-ties, or that other random
-    numbers explain."""
-    name, samples, close = trial.name, trial.samples, 5e-2 if trial.low else 1e-4
-    wrong = [
-        gap for gap in gaps if not gap.relative <= (0.0 if gap.exact and not trial.low else close)
-    ]
-    digits = f"{max(gap.relative for gap in wrong or gaps):.0e}".replace("e-0", "e-")
-    cut = f"{samples} samples = {trial.first} + {samples - trial.first}"
+def _judge(trial: SumCheck, mismatches: list[SumMismatch], whole: dict[str, Tensor]) -> str:
+    """Return the line, or raise LockstepError.
+
+    A mismatch is no error if weights that differ in the fourth digit explain the mismatch, as for a
+    tiny loss or a count of near-ties, or if different random numbers do.
+    """
+    close = 5e-2 if trial.low else 1e-4
+    limits = {False: close, True: close if trial.low else 0.0}
+    wrong = [each for each in mismatches if not each.relative <= limits[each.exact]]
+    largest = max(mismatch.relative for mismatch in wrong or mismatches)
+    digits = f"{largest:.0e}".replace("e-0", "e-")
+    cut = f"{trial.samples} samples = {trial.first} + {trial.samples - trial.first}"
     if not wrong:
-        zero = [
-            gap.name
-            for gap in gaps
-            if gap.name.startswith("the loss") and not gap.whole and not gap.scale
-        ]
-        if name in zero:
-            return trial.unknown(f"it is 0 of these {samples} samples")
-        compared = ", each compared with all" if trial.gathered else ""
-        return f"{name} adds up: {cut}{compared}, to {digits}" + "".join(
-            f"; {each} is 0 of these" for each in zero
-        )
-    again = trial.compute(0, samples)
+        return _agreement(trial, mismatches, digits, cut)
+    again = trial.compute(0, trial.samples)
     draws = trial.has_drawn()
-    # of the model
-    if moved := [name[2:] for name in trial.buffers.changed() if name.startswith("0.")]:
-        return trial.unknown(f"a forward pass changes the buffer {moved[0]} in eval mode")
-    for gap in wrong:
-        if (other := _distance(again[gap.name], whole[gap.name])) > close * gap.scale:
+    why = _not_repeatable(trial, wrong, whole, again, close)
+    if why:
+        return trial.unknown(why)
+    if draws:
+        why = (
+            "it draws from a generator, and not from batch['lockstep'].seed: another cut, other "
+            "numbers"
+        )
+        slack = 0.2
+        certain = _beyond_draws(trial, wrong)
+    else:
+        why = "rounding"
+        slack = 1e-3
+        certain = _beyond_rounding(trial, wrong, whole)
+    if certain:
+        worst = max(certain, key=lambda mismatch: mismatch.relative)
+        slack *= worst.size
+        is_mean = min(worst.parts) - slack <= worst.whole <= max(worst.parts) + slack
+        raise trial.error(trial.describe(worst), "a mean? return the sum" if is_mean else NO_SUM)
+    return f"{trial.name} adds up only to {digits}, {cut}: {why}"
+
+
+def _agreement(trial: SumCheck, mismatches: list[SumMismatch], digits: str, cut: str) -> str:
+    """Return the line of sums that add up. A loss of zero proves nothing."""
+    zeros = []
+    for mismatch in mismatches:
+        if mismatch.name.startswith("the loss") and mismatch.whole == mismatch.scale == 0:
+            zeros.append(mismatch.name)
+    if trial.name in zeros:
+        return trial.unknown(f"it is 0 of these {trial.samples} samples")
+    compared = ", each compared with all" if trial.gathered else ""
+    line = f"{trial.name} adds up: {cut}{compared}, to {digits}"
+    return "; ".join([line, *(f"{name} is 0 of these" for name in zeros)])
+
+
+def _not_repeatable(
+    trial: SumCheck,
+    wrong: list[SumMismatch],
+    whole: dict[str, Tensor],
+    again: dict[str, Tensor],
+    close: float,
+) -> str:
+    """Return why the sums of the same samples may differ from pass to pass; empty if they do not.
+
+    Raises LockstepError for a loss that differs, unless `random_samples=warn`.
+    """
+    for name in trial.kept.buffers.changed():
+        if name.startswith("0."):  # of the model, not of a module that the task keeps
+            return f"a forward pass changes the buffer {name[2:]} in eval mode"
+    for mismatch in wrong:
+        distance = _distance(again[mismatch.name], whole[mismatch.name])
+        if distance > close * mismatch.scale:
             what = (
-                f"{gap.name} of the same {samples} samples is different the second time, by "
-                f"{other:.2g}"
+                f"{mismatch.name} of the same {trial.samples} samples is different the second "
+                f"time, by {distance:.2g}"
             )
             if trial.run.cfg.random_samples == "warn" or trial.method == "score":
-                return trial.unknown(what)
+                return what
             raise trial.error(
                 what, "draw from batch['lockstep'].seed, and keep nothing that changes it"
             )
-    if found := (_beyond_draws if draws else _beyond_rounding)(trial, wrong, whole):
-        worst = max(found, key=lambda gap: gap.relative)
-        slack = (0.2 if draws else 1e-3) * worst.size
-        mean = min(worst.parts) - slack <= worst.whole <= max(worst.parts) + slack
-        raise trial.error(trial.described(worst), "a mean? return the sum" if mean else NO_SUM)
-    why = (
-        "it draws from a generator, and not from batch['lockstep'].seed: another cut, other numbers"
-    )
-    return f"{name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
+    return ""
 
 
 def _beyond_rounding(
     trial: SumCheck, wrong: list[SumMismatch], whole: dict[str, Tensor]
 ) -> list[SumMismatch]:
-    """Return the gaps that weights different in the fourth digit do not explain."""
-    floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[dict[str, Tensor]]()
+    """Return the mismatches that weights which differ in the fourth digit do not explain."""
+    weights = trial.weights
+    floor = 0.2 if trial.low else 0.0
+    moves = dict.fromkeys(whole, 0.0)
     for seed in range(1, 5):
-        trial.shake(weights, seed, 1e-4)
-        others.append(trial.compute(0, trial.samples))
-    moves = {
-        gap.name: max(_distance(each[gap.name], whole[gap.name]) for each in others)
-        for gap in wrong
-    }
-    return [gap for gap in wrong if gap.size > max(floor * gap.scale, 5 * moves[gap.name])]
+        trial.perturb(weights, seed, 1e-4)
+        perturbed = trial.compute(0, trial.samples)
+        for mismatch in wrong:
+            name = mismatch.name
+            moves[name] = max(moves[name], _distance(perturbed[name], whole[name]))
+    return [each for each in wrong if each.size > max(floor * each.scale, 5 * moves[each.name])]
 
 
-def _beyond_draws(
-    trial: SumCheck, wrong: list[SumMismatch], whole: dict[str, Tensor]
-) -> list[SumMismatch]:
-    """Return the gaps that remain in the means over many draws: those of noise vanish."""
-    draws, found = list[list[dict[str, Tensor]]](), list[SumMismatch]()
+def _beyond_draws(trial: SumCheck, wrong: list[SumMismatch]) -> list[SumMismatch]:
+    """Return the mismatches that remain in the means over many draws. The mismatch of noise
+    vanishes."""
+    least = 0.2 if trial.low else 0.05
+    names = [mismatch.name for mismatch in wrong]
+    draws: list[list[dict[str, Tensor]]] = []
     for count in DRAWS:
-        draws += [
-            [trial.compute(*cut, seed) for cut in trial.cuts]
-            for seed in range(len(draws) + 1, count + 1)
-        ]
-        found, unsure = [], False
-        for name in (gap.name for gap in wrong):
+        for seed in range(len(draws) + 1, count + 1):
+            draws.append([trial.compute(*samples, seed) for samples in trial.ranges])
+        certain: list[SumMismatch] = []
+        unsure = False
+        for name in names:
+            # Of all samples, and of the two parts: (draws, elements).
             sums = [
                 torch.stack([draw[n][name].double().flatten() for draw in draws]) for n in range(3)
             ]
-            gap = SumMismatch(name, *(each.mean(0) for each in sums))
-            error = SURE * float((sums[0] - sums[1] - sums[2]).std(0).max()) / math.sqrt(count)
-            if gap.size > max(error, (0.2 if trial.low else 0.05) * gap.scale):
-                found.append(gap)
-            unsure = unsure or gap.size + error > 0.5 * gap.scale
-        if found or not unsure:
+            mean = SumMismatch(name, *torch.stack(sums).mean(1))
+            deviation = float((sums[0] - sums[1] - sums[2]).std(0).max())
+            error = STANDARD_ERRORS * deviation / math.sqrt(count)
+            if mean.size > max(error, least * mean.scale):
+                certain.append(mean)
+            unsure = unsure or mean.size + error > 0.5 * mean.scale
+        if certain or not unsure:
             break
-    return found
+    return certain
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

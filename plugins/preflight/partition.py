@@ -10,30 +10,38 @@ from plugins.preflight import private
 
 
 def partition_dependent(model: nn.Module, accumulation: int) -> str:
-    """Return a text that names the parts of a model whose numbers depend on how the global batch is
-    cut; empty if none. Calls of functions such as `dropout(x)` are not seen."""
+    """Return a text with the parts of a model whose numbers depend on the partition of the global
+    batch; empty if there are none.
+
+    Sets the training mode. A call of a function such as `dropout(x)` is not found.
+
+    accumulation  forward passes a step
+    """
     model.train()  # as the loop does; a model may keep parts of itself in eval mode
-    found: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     several = accumulation > 1
     for path, module in model.named_modules():
         dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
         if isinstance(module, DROPOUT):
             dropout = module.p
-        sync, training = isinstance(module, nn.SyncBatchNorm), module.training
-        keeps_statistics = isinstance(module, private.INSTANCE_NORM) and module.track_running_stats
-        hooks = [type(hook).__name__ for hook in (*private.forward_pre_hooks(module), module)]
+        training = module.training
+        is_sync = isinstance(module, nn.SyncBatchNorm)
+        is_instance_norm = isinstance(module, private.INSTANCE_NORM)
+        hooks = (*private.forward_pre_hooks(module), module)
         kinds = {
             "dropout": isinstance(dropout, float) and dropout > 0 and training,
             # one for all ranks, but not for all passes of a step
-            "SyncBatchNorm": sync and training and several,
-            "BatchNorm": isinstance(module, private.BATCH_NORM) and not sync and training,
-            "InstanceNorm's running statistics": keeps_statistics and training,
+            "SyncBatchNorm": is_sync and training and several,
+            "BatchNorm": isinstance(module, private.BATCH_NORM) and not is_sync and training,
+            "InstanceNorm's running statistics": (
+                is_instance_norm and module.track_running_stats and training
+            ),
             # iterates in each pass
-            "spectral_norm": several and any(hook.endswith("SpectralNorm") for hook in hooks),
+            "spectral_norm": several
+            and any(type(hook).__name__.endswith("SpectralNorm") for hook in hooks),
         }
+        name = path.partition(".parametrizations")[0] or type(module).__name__
         for kind, depends in kinds.items():
             if depends:
-                found.setdefault(kind, []).append(
-                    path.partition(".parametrizations")[0] or type(module).__name__
-                )
-    return ", ".join(f"{kind} ({few(paths, 3)})" for kind, paths in found.items())
+                paths.setdefault(kind, []).append(name)
+    return ", ".join(f"{kind} ({few(names, 3)})" for kind, names in paths.items())

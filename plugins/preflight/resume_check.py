@@ -1,7 +1,7 @@
-"""After the first step, compare what a new process would restore with what runs.
+"""Compare the state that a new process would restore with the running state, after the first step.
 
 No weight is copied, and no code of the task runs a second time: a copy of the optimizer that has
-taken no step loads what a checkpoint would hold.
+taken no step loads the state of a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from engine.comm import digests
 from engine.comm.shards import is_sharded, to_local
 from engine.comm.world import sync_errors
-from engine.contract import LockstepError, Task
+from engine.contract import LockstepError
 from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
-from engine.optim.make import clone_optimizer, load_state, parts
+from engine.optim.make import load_state
 from engine.run import Run
+from plugins.preflight.optimizers import parts, tensor_specs
 
 RENEWED = {
     "state",
@@ -33,133 +34,124 @@ RENEWED = {
     "found_inf",
     "kept_lists",
 }
-"""Attributes of an optimizer that a checkpoint holds, or that each step makes anew."""
-
-
-class InitialState(NamedTuple):
-    """The state of a new process before it loads a checkpoint.
-
-    optimizer  a copy with the same parameters; None where it cannot be copied
-    specs      type and shape of each tensor of the model that a checkpoint holds, by name
-    """
-
-    optimizer: torch.optim.Optimizer | None
-    specs: dict[str, str]
-
-
-def initial_state(run: Run) -> InitialState | None:
-    """Return the state that `check` compares with after the first step."""
-    if not run.cfg.check_resume:
-        return None
-    optimizer = clone_optimizer(run.optimizer, run.model)
-    return InitialState(optimizer, tensor_specs(run.task, run.model))
-
-
-def tensor_specs(task: Task, model: nn.Module) -> dict[str, str]:
-    """Return the type and the shape of each tensor of the model that a checkpoint holds, by
-    name."""
-    specs = {}
-    for name, value in model.state_dict().items():
-        if task.saved(name) and isinstance(value, Tensor):
-            specs[name] = f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
-    return specs
+"""Attributes of an optimizer that a checkpoint holds, or that each step replaces."""
 
 
 def check(run: Run) -> None:
-    """(all ranks) Raise LockstepError where a checkpoint would not bring back what runs, once a
-    step has been taken."""
-    if run.record.fresh is None:
+    """(all ranks) After the first step, raise LockstepError if a checkpoint would not restore the
+    running state."""
+    initial = run.record.fresh
+    if initial is None:
         return
     with sync_errors(run.world):
-        _check_model(run, run.record.fresh.specs)
+        _check_model(run, initial.forms)
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
-        if run.record.fresh.optimizer is not None:
-            _check_optimizer(run.optimizer, run.record.fresh.optimizer)
-    # else the optimizer has not begun: again after the next step
+        if initial.optimizer is not None:
+            _check_optimizer(run.optimizer, initial.optimizer)
+    # After a skipped step the optimizer has not begun: check again after the next step.
     if not run.progress.skipped_in_a_row:
         run.record.fresh = None
 
 
 def _check_model(run: Run, before: dict[str, str]) -> None:
+    """Raise LockstepError if a step has changed the form of an entry of the model's state.
+
+    before  the forms at the first step, by name
+    """
     now = tensor_specs(run.task, run.model)
     for name in now | before:
-        was, became = before.get(name, "not there"), now.get(name, "not there")
-        if was != became:
+        old = before.get(name, "not there")
+        new = now.get(name, "not there")
+        if old != new:
             what = (
-                f"no checkpoint of this model can be loaded: {name} is {was} at first, and "
-                f"{became} after a step"
+                f"no checkpoint of this model can be loaded: {name} is {old} at first, and "
+                f"{new} after a step"
             )
             todo = "give it that form in `__init__`, or register it with persistent=False"
             raise LockstepError(what, "the task's `model`", todo)
     _check_plain(dict(run.model.state_dict()), "the extra state of a module")
 
 
-def _check_plain(held: Any, where: str) -> None:
-    """Raise LockstepError if `weights_only=True` would not load it; tried without the numbers of
-    its tensors."""
-    file, empty = io.BytesIO(), torch.empty(0)
+def _check_plain(state: Any, where: str) -> None:
+    """Raise LockstepError if `weights_only=True` would not load the state. The check replaces each
+    tensor by an empty one."""
+    file = io.BytesIO()
+    empty = torch.empty(0)
+
+    def without_numbers(leaf: Any) -> Any:
+        return empty if type(leaf) in (Tensor, nn.Parameter) or is_sharded(leaf) else leaf
+
     try:
-        plain = (Tensor, nn.Parameter)
-        torch.save(
-            batches.tree_map(held, lambda it: empty if type(it) in plain or is_sharded(it) else it),
-            file,
-        )
+        torch.save(batches.tree_map(state, without_numbers), file)
         archive.check_archive(file)
     except Exception as error:
         _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"
-        raise LockstepError(
-            what, where, "keep tensors, numbers and texts, in dicts, lists and tuples"
-        ) from error
+        todo = "keep tensors, numbers and texts, in dicts, lists and tuples"
+        raise LockstepError(what, where, todo) from error
 
 
 def _pass_on(error: Exception) -> None:
-    """Raise an error that comes from elsewhere: where a loader process was killed, torch's signal
-    handler raises, whatever this thread is doing."""
+    """Raise the error of a killed loader process: torch's signal handler raises the error in this
+    thread at any moment."""
     if "DataLoader worker" in str(error):
         raise error
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
-    """Compare the optimizer with one that has loaded its state."""
-    kind, state = type(optimizer).__name__, optimizer.state_dict()
+    """Raise LockstepError if a copy that loads the optimizer's state differs from the optimizer.
+
+    twin  a copy of the optimizer from before the first step
+    """
+    kind = type(optimizer).__name__
+    state = optimizer.state_dict()
     _check_plain(state, f"what {kind} keeps")
     shared = _shared(state)
-    twice = {id(value) for value in shared.values()}  # copies in a checkpoint: one each
-    saved = (
-        batches.tree_map(state, lambda leaf: leaf.clone() if id(leaf) in twice else leaf)
-        if twice
-        else state
-    )
-    torchs = type(optimizer).load_state_dict.__module__.startswith(("torch.", "engine."))
-    try:
-        # others might change in place what they are given
-        load_state(twin, saved if torchs else copy.deepcopy(saved))
-        restored = twin.state_dict()
-    except Exception as error:
-        _pass_on(error)
-        what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
-        raise _error(what, "mend its load_state_dict") from error
-    then = dict(batches.tree_leaves(restored))
+    restored = _restored(optimizer, twin, state, shared)
+    after = dict(batches.tree_leaves(restored))
     for name, value in batches.tree_leaves(state):
-        if not _same(value, then.get(name)):
+        if not _same(value, after.get(name)):
             raise _error(
                 f"{kind} does not get {name} back as it was saved", "mend its load_state_dict"
             )
-    if lost := sorted(shared.keys() - _shared(restored).keys()):
+    lost = sorted(shared.keys() - _shared(restored).keys())
+    if lost:
         what = (
             f"{kind} keeps one tensor as {' and '.join(lost[:2])} of its state: a checkpoint "
             "makes two of it"
         )
         raise _error(what, "keep one for each")
-    for each, other in zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True):
-        for name in sorted(vars(each).keys() - RENEWED):
-            for changed in _changed(name, vars(each)[name], vars(other).get(name)):
-                what = f"{type(each).__name__} has changed its {changed}, which no checkpoint holds"
+    pairs = zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True)
+    for part, other in pairs:
+        for name in sorted(vars(part).keys() - RENEWED):
+            for place in _changed(name, vars(part)[name], vars(other).get(name)):
+                what = f"{type(part).__name__} has changed its {place}, which no checkpoint holds"
                 raise _error(
                     what, "keep it in self.state[p], or in a param_group: these are restored"
                 )
+
+
+def _restored(
+    optimizer: torch.optim.Optimizer,
+    twin: torch.optim.Optimizer,
+    state: dict[str, Any],
+    shared: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Load the state into the copy of the optimizer, and return the state of the copy."""
+    if shared:  # a checkpoint holds a copy for each name
+        twice = set(map(id, shared.values()))
+        state = batches.tree_map(state, lambda leaf: leaf.clone() if id(leaf) in twice else leaf)
+    try:
+        if not type(optimizer).load_state_dict.__module__.startswith(("torch.", "engine.")):
+            state = copy.deepcopy(state)  # the function may change the state in place
+        load_state(twin, state)
+        return twin.state_dict()
+    except Exception as error:
+        _pass_on(error)
+        kind = type(optimizer).__name__
+        what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
+        raise _error(what, "mend its load_state_dict") from error
 
 
 def _error(what: str, todo: str) -> LockstepError:
@@ -170,37 +162,41 @@ def _error(what: str, todo: str) -> LockstepError:
 
 def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that an optimizer's state holds under several names."""
-    places: dict[Any, dict[str, Tensor]] = {}
+    names: dict[Any, dict[str, Tensor]] = {}
     for name, value in batches.tree_leaves(state.get("state", {})):
-        if isinstance(value, Tensor) and (value := to_local(value)).numel():
-            places.setdefault((value.data_ptr(), value.shape, value.stride()), {})[name] = value
-    return {
-        name: value for same in places.values() if len(same) > 1 for name, value in same.items()
-    }
+        if isinstance(value, Tensor):
+            value = to_local(value)
+            if value.numel():
+                place = (value.data_ptr(), value.shape, value.stride())
+                names.setdefault(place, {})[name] = value
+    several = [named for named in names.values() if len(named) > 1]
+    return {name: value for named in several for name, value in named.items()}
 
 
 def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
-    """Yield the places of numbers, tensors and generators in `now` that differ from those in
-    `then`."""
+    """Yield the places of numbers, tensors and generators in `now` that differ from `then`."""
     if isinstance(now, torch.Generator):
-        now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
-    inner, others = batches.tree_children(now), batches.tree_children(then) or {}
-    numbers = isinstance(now, int | float | list | Tensor) and not isinstance(
-        now, bool | nn.Parameter
-    )
+        now = now.get_state()
+        then = isinstance(then, torch.Generator) and then.get_state()
+    inner = batches.tree_children(now)
     if inner is not None:
-        for key, part in inner.items():  # a parameter may be a key, whose text would be long
-            yield from _changed(
-                f"{name}.{key}" if isinstance(key, str | int) else name, part, others.get(key)
-            )
-    elif numbers and not _same(now, then):
+        others = batches.tree_children(then) or {}
+        for key, part in inner.items():
+            # A parameter may be a key, with a long text.
+            place = f"{name}.{key}" if isinstance(key, str | int) else name
+            yield from _changed(place, part, others.get(key))
+    elif isinstance(now, (bool, nn.Parameter)):
+        return
+    elif isinstance(now, (int, float, list, Tensor)) and not _same(now, then):
         yield name
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Return whether two values have one type and the same bits; NaN equals NaN."""
     if not isinstance(a, Tensor):
         return type(a) is type(b) and (a == b or a != a)
     if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
         return False
-    a, b = to_local(a), to_local(b)
+    a = to_local(a)
+    b = to_local(b)
     return (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) or digests.same_bits(a, b)

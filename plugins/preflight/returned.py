@@ -1,8 +1,14 @@
-"""Check what a task's methods return, before anything is added up or saved."""
+"""Check the values that a task's methods return, before a sum is added up or saved.
+
+METHODS is the table: by method the rules of a returned value. A method of CHECKS has a function of
+its own.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,288 +17,345 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engine.contract import LOGGED, Loss, Task, per_sample
 from engine.errors import LockstepError, amount
+from plugins.preflight.optimizers import check_optimizer
+from plugins.preflight.values import check_rows, check_sample, check_trained, check_weights
 
 
-def check(method: str, found: Any, *about: Any) -> Any:
-    """Return `found`, which the task's `method` has returned. Raises LockstepError if it breaks a
-    rule of RULES.
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a returned value.
 
-    about  what else the rules need: the number of samples, the monitor
+    fault  the words of the message, with {} in place of the result of `find`
+    find   a function of the value and the facts of `check`; the result is the fault, or false
+    fix    an instruction to the user; empty: the instruction of the method
     """
-    todo, *rules = RULES[method]
-    for words, fault_of, *instead in rules:
-        if fault := fault_of(found, *about):
-            what = f"`{method}` returns {words.format(fault)}"
-            raise LockstepError(what, f"the task's `{method}`", *instead or [todo])
-    return found
+
+    fault: str
+    find: Callable[..., Any]
+    fix: str = ""
 
 
-def kind(found: Any) -> str:
-    """Return e.g. `a Tensor of shape (4,)`, `a dict of Loss, Tensor`."""
-    inner = (
-        ", ".join(sorted({type(value).__name__ for value in found.values()}))
-        if isinstance(found, dict)
-        else ""
-    )
-    shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
-    return (
-        "None"
-        if found is None
-        else f"a {type(found).__name__}" + (f" of {inner}" if inner else shape)
-    )
+@dataclass(frozen=True)
+class Method:
+    """The rules of a method.
+
+    fix    an instruction to the user: the value to return
+    rules  in order; the first fault counts
+    """
+
+    fix: str
+    rules: tuple[Rule, ...]
 
 
-# ---- faults: each function describes what is wrong, and returns "" if nothing is
-# -------------------------------------
+def check(method: str, value: Any, *facts: Any) -> Any:
+    """Return `value`, which the task's `method` has returned. Raises LockstepError if the value
+    breaks a rule of METHODS.
+
+    facts  further arguments of the rules: the number of samples, the monitor
+    """
+    table = METHODS[method]
+    for rule in table.rules:
+        fault = rule.find(value, *facts)
+        if fault:
+            what = f"`{method}` returns {rule.fault.format(fault)}"
+            raise LockstepError(what, f"the task's `{method}`", rule.fix or table.fix)
+    return value
 
 
-def no(*kinds: type) -> Callable[..., str]:
-    return lambda found, *about: "" if isinstance(found, kinds) else kind(found)
+def describe(value: Any) -> str:
+    """Return a text such as `a Tensor of shape (4,)` or `a dict of Loss, Tensor`."""
+    if value is None:
+        return "None"
+    text = f"a {type(value).__name__}"
+    if isinstance(value, dict) and value:
+        types = {type(item).__name__ for item in value.values()}
+        text += f" of {', '.join(sorted(types))}"
+    elif hasattr(value, "shape"):
+        text += f" of shape {tuple(value.shape)}"
+    return text
 
 
-def no_number(value: Any) -> str:
-    return "" if isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0 else kind(value)
+# ---- functions that return a fault; without a fault the result is false
 
 
-def no_metric(value: Any) -> str:
-    """A metric is a value that `float` accepts, such as a number of NumPy or a tensor of one
-    element."""
+def type_error(*types: type) -> Callable[..., str]:
+    """Return a function that describes a value of no other type than `types`."""
+    return lambda value, *facts: "" if isinstance(value, types) else describe(value)
+
+
+def number_error(value: Any) -> str:
+    """Accept a number, and a tensor or an array without an axis."""
+    is_number = isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0
+    return "" if is_number else describe(value)
+
+
+def metric_error(value: Any) -> str:
+    """Accept a value that `float` accepts, such as a number of NumPy or a tensor of one element."""
     if isinstance(value, Tensor):
-        return "" if value.numel() == 1 else kind(value)
+        return "" if value.numel() == 1 else describe(value)
     try:
         float(value)
     except (TypeError, ValueError):
-        return kind(value)
+        return describe(value)
     return ""
 
 
-def no_loss(loss: Any) -> str:
+def loss_error(loss: Any) -> str:
+    """Accept a Loss whose total is a tensor without an axis, with numbers for weight and sums."""
     if not isinstance(loss, Loss):
-        return kind(loss)
-    total, sums = (
-        no(Tensor)(loss.total) or no_number(loss.total),
-        no(dict)(loss.sums) or first_of(loss.sums, no_number),
-    )
-    parts = {"total is": total, "weight is": no_number(loss.weight), "sums are": sums}
-    return next((f"a Loss whose {part} {fault}" for part, fault in parts.items() if fault), "")
+        return describe(loss)
+    faults = {
+        "total is": type_error(Tensor)(loss.total) or number_error(loss.total),
+        "weight is": number_error(loss.weight),
+        "sums are": type_error(dict)(loss.sums) or first_error(loss.sums, number_error),
+    }
+    return next((f"a Loss whose {part} {fault}" for part, fault in faults.items() if fault), "")
 
 
-def no_values(values: Any, samples: int) -> str:
-    """Values of a batch are a tensor or an array (B, ...), or a list of B."""
+def values_error(values: Any, samples: int) -> str:
+    """Accept the values of a batch: a tensor or an array (B, ...), or a list of B."""
     if not isinstance(values, (Tensor, np.ndarray, list, tuple)):
-        return kind(values)
+        return describe(values)
     if not getattr(values, "ndim", 1):
         return "a single number"
     if len(values) != samples:
         return f"{amount(len(values), 'row')} for {amount(samples, 'sample')}"
-    ragged = isinstance(values, (list, tuple)) and all(isinstance(each, Tensor) for each in values)
-    differ = ragged and len({each.shape[1:] for each in values}) > 1
-    return "tensors that differ in more than their length" if differ else ""
+    if isinstance(values, (list, tuple)) and all(isinstance(row, Tensor) for row in values):
+        shapes = {row.shape[1:] for row in values}
+        if len(shapes) > 1:
+            return "tensors that differ in more than their length"
+    return ""
 
 
-def first_of(named: Mapping[str, Any], fault_of: Callable[..., str], *about: Any) -> str:
+def first_error(named: Mapping[str, Any], find: Callable[..., str], *facts: Any) -> str:
     """Return the first fault among values by name."""
-    return next(
-        (
-            f"{fault} as {name!r}"
-            for name, each in named.items()
-            if (fault := fault_of(each, *about))
-        ),
-        "",
-    )
+    for name, value in named.items():
+        fault = find(value, *facts)
+        if fault:
+            return f"{fault} as {name!r}"
+    return ""
 
 
-def taken(named: Mapping[str, Any], *names: str) -> str:
+def empty_error(found: Mapping[str, Any], *facts: Any) -> str:
+    return "" if found else type(found).__name__
+
+
+def taken_name(named: Mapping[str, Any], *names: str) -> str:
+    """Return the first of `names`, or of the entries of a line of the log, that is in `named`."""
     return next((name for name in (*names, *LOGGED) if name in named), "")
 
 
-def twice(terms: dict[str, Loss]) -> str:
-    names = [
-        "loss",
-        "weight",
-        "count",
-        *LOGGED,
-        *terms,
-        *(name for term in terms.values() for name in term.sums),
-    ]
-    return min((name for name in names if names.count(name) > 1), default="")
+def duplicate_name(terms: dict[str, Loss]) -> str:
+    """Return a name that two of the terms, their sums, and the log have in common."""
+    names = Counter(["loss", "weight", "count", *LOGGED, *terms])
+    for term in terms.values():
+        names.update([*term.sums])
+    return min((name for name, count in names.items() if count > 1), default="")
 
 
-NAME = "give it another name"
+def missing_sample(order: np.ndarray, samples: int, places: int) -> str:
+    """Return the first number in an order that no sample has."""
+    return str(order[order != order.clip(0, samples - 1)][:1])[1:-1]
+
+
+# ---- the table
+
+OTHER_NAME = "give it another name"
+
 SUMS = (
-    (
-        "return Sums(loss=..., count=torch.tensor(len(batch)), ...): tensors, each added up over "
-        "the "
-        "samples"
-    ),
-    ("{}", no(dict)),
-    ("{}", lambda sums: first_of(sums, no(Tensor))),
-    (
+    Rule("{}", type_error(dict)),
+    Rule("{}", lambda sums: first_error(sums, type_error(Tensor))),
+    Rule(
         "a complex number as {!r}",
         lambda sums: next((name for name in sums if sums[name].is_complex()), ""),
     ),
 )
 VALUES = (
-    (
-        "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for "
-        "every batch"
-    ),
-    ("{}", no(Mapping)),
-    ("an empty {}", lambda found, samples: not found and type(found).__name__),
-    ("{}", lambda found, samples: first_of(found, no_values, samples)),
+    Rule("{}", type_error(Mapping)),
+    Rule("an empty {}", empty_error),
+    Rule("{}", lambda values, samples: first_error(values, values_error, samples)),
 )
-RULES: dict[str, tuple[Any, ...]] = {
-    "datasets": (
-        "return (train, val)",
-        ("{}, not a pair", no(tuple, list)),
-        ("{} datasets, not a pair", lambda found: len(found) != 2 and str(len(found))),
-    ),
-    "epoch_order": (
-        (
-            "return (N,) indices of the N samples, some perhaps twice and others not; the same on "
-            "every rank"
+FIX_SUMS = (
+    "return Sums(loss=..., count=torch.tensor(len(batch)), ...): tensors, each added up over the "
+    "samples"
+)
+FIX_VALUES = (
+    "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for "
+    "every batch"
+)
+
+METHODS: dict[str, Method] = {
+    "datasets": Method(
+        fix="return (train, val)",
+        rules=(
+            Rule("{}, not a pair", type_error(tuple, list)),
+            Rule("{} datasets, not a pair", lambda pair: len(pair) != 2 and str(len(pair))),
         ),
-        (
-            "{}",
-            lambda order, n, places: (
-                (order.dtype.kind not in "iu" or order.shape != (places,)) and kind(order)
+    ),
+    "epoch_order": Method(
+        fix="return (N,) indices of the N samples, some perhaps twice and others not; the same on "
+        "every rank",
+        rules=(
+            Rule(
+                "{}",
+                lambda order, samples, places: (
+                    (order.dtype.kind not in "iu" or order.shape != (places,)) and describe(order)
+                ),
+            ),
+            Rule("the sample {}, which is not there", missing_sample),
+        ),
+    ),
+    "model": Method(fix="return the nn.Module", rules=(Rule("{}", type_error(nn.Module)),)),
+    "loss": Method(
+        fix="return Loss(total, weight): a scalar with a graph, the sum over the batch, and a "
+        "number to divide it by; `sums` are numbers, too",
+        rules=(
+            Rule("{}", loss_error),
+            Rule(
+                "a Loss whose total has no graph",
+                lambda loss: not loss.total.requires_grad,
+            ),
+            Rule(
+                "a factor of {}, which is for `losses`",
+                lambda loss: loss.factor != 1 and str(loss.factor),
+                "multiply the total",
+            ),
+            Rule(
+                "the sum {!r}, which each step has already",
+                lambda loss: taken_name(loss.sums, "loss", "weight"),
+                OTHER_NAME,
             ),
         ),
-        (
-            "the sample {}, which is not there",
-            lambda order, n, _: str(order[order != order.clip(0, n - 1)][:1])[1:-1],
-        ),
     ),
-    "model": ("return the nn.Module", ("{}", no(nn.Module))),
-    "loss": (
-        "return Loss(total, weight): a scalar with a graph, the sum over the batch, and a number "
-        "to divide it by; "
-        "`sums` are numbers, too",
-        ("{}", no_loss),
-        ("a Loss whose total has no graph", lambda loss: not loss.total.requires_grad),
-        (
-            "a factor of {.factor}, which is for `losses`",
-            lambda loss: loss.factor != 1 and loss,
-            "multiply the total",
-        ),
-        (
-            "the sum {!r}, which each step has already",
-            lambda loss: taken(loss.sums, "loss", "weight"),
-            NAME,
-        ),
-    ),
-    "losses": (
-        (
-            'return {"name": Loss(total, weight), ...}: scalars; each is divided by its own '
-            "weight, "
-            "and all are added up"
-        ),
-        ("{}", no(dict)),
-        ("an empty {}", lambda terms: not terms and "dict"),
-        ("{}", lambda terms: first_of(terms, no_loss)),
-        ("the name {!r} twice", twice, f"{NAME}; `loss`, `weight` and `count` are there already"),
-    ),
-    "score": (*SUMS, ("no `count`, the number of samples", lambda sums: "count" not in sums)),
-    "trials": SUMS,
-    "collect": VALUES,
-    "predict": VALUES,
-    "report": (
-        (
-            "return one number by each name, `loss` and the monitor among them; in `score`, add up "
-            "what is of each sample"
-        ),
-        ("{}", no(dict)),
-        (
-            "no {!r}",
-            lambda found, monitor: next(
-                (name for name in ("loss", monitor) if name not in found), ""
+    "losses": Method(
+        fix='return {"name": Loss(total, weight), ...}: scalars; each is divided by its own '
+        "weight, and all are added up",
+        rules=(
+            Rule("{}", type_error(dict)),
+            Rule("an empty {}", empty_error),
+            Rule("{}", lambda terms: first_error(terms, loss_error)),
+            Rule(
+                "the name {!r} twice",
+                duplicate_name,
+                f"{OTHER_NAME}; `loss`, `weight` and `count` are there already",
             ),
         ),
-        ("{!r}, which each line of the log has already", lambda found, monitor: taken(found), NAME),
-        ("{}", lambda found, monitor: first_of(found, no_metric)),
+    ),
+    "score": Method(
+        fix=FIX_SUMS,
+        rules=(
+            *SUMS,
+            Rule("no `count`, the number of samples", lambda sums: "count" not in sums),
+        ),
+    ),
+    "trials": Method(fix=FIX_SUMS, rules=SUMS),
+    "collect": Method(fix=FIX_VALUES, rules=VALUES),
+    "predict": Method(fix=FIX_VALUES, rules=VALUES),
+    "report": Method(
+        fix="return one number by each name, `loss` and the monitor among them; in `score`, add up "
+        "what is of each sample",
+        rules=(
+            Rule("{}", type_error(dict)),
+            Rule("no 'loss'", lambda metrics, monitor: "loss" not in metrics),
+            Rule("no {!r}", lambda metrics, monitor: monitor not in metrics and monitor),
+            Rule(
+                "{!r}, which each line of the log has already",
+                lambda metrics, monitor: taken_name(metrics),
+                OTHER_NAME,
+            ),
+            Rule("{}", lambda metrics, monitor: first_error(metrics, metric_error)),
+        ),
     ),
 }
-"""By method: what to return instead, and the rules in order: (words, a function that returns the
-fault, which replaces {} in the words; perhaps what to do instead)."""
+"""The rules by method."""
+
+# ---- methods with a function of their own
 
 
-NO_SAMPLES: tuple[tuple[Any, str], ...] = (
-    (
-        DataLoader,
-        (
-            "give the dataset in it: batches are made here, by a method `collate` of the dataset "
-            "if "
-            "it has one"
-        ),
-    ),
-    (
-        (IterableDataset, Iterator),
-        "give one with __len__ and __getitem__; shards are read by formats/shards/",
-    ),
-    (Mapping, "give a list of its samples, or torch.utils.data.StackDataset(**columns)"),
-)
+NOT_INDEXED: dict[tuple[type, ...], str] = {
+    (DataLoader,): "give the dataset in it: batches are made here, by a method `collate` of the "
+    "dataset if it has one",
+    (IterableDataset, Iterator): "give one with __len__ and __getitem__; shards are read by "
+    "formats/shards/",
+    (Mapping,): "give a list of its samples, or torch.utils.data.StackDataset(**columns)",
+}
+"""Types that give no sample by its number, each with an instruction to the user."""
 
 
-def check_datasets(found: Any, first: str = "training") -> None:
-    """Raise LockstepError unless both of the task's (train, val) give any sample by its number."""
-    check("datasets", found)
-    train_set, val_set = found
+def check_datasets(pair: Any, first: str = "training") -> None:
+    """Raise LockstepError unless the training set and the validation set give a sample by its
+    number.
+
+    pair   (train, val) of the task; val may be None
+    first  the name of the first set in messages
+    """
+    check("datasets", pair)
+    train_set, val_set = pair
     _check_indexed(train_set, first)
     if val_set is not None:
         _check_indexed(val_set, "validation")
 
 
 def _check_indexed(dataset: Any, name: str) -> None:
-    todo = next((todo for kinds, todo in NO_SAMPLES if isinstance(dataset, kinds)), "")
-    indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if todo or not indexed or not hasattr(dataset, "__len__"):
+    fix = next((fix for types, fix in NOT_INDEXED.items() if isinstance(dataset, types)), "")
+    has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if fix or not has_items or not hasattr(dataset, "__len__"):
         what = f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number"
-        todo = todo or "give a dataset with __len__ and __getitem__; a list of dicts will do"
-        raise LockstepError(what, "the task's `datasets`", todo)
+        fix = fix or "give a dataset with __len__ and __getitem__; a list of dicts will do"
+        raise LockstepError(what, "the task's `datasets`", fix)
 
 
-def check_test_set(tested: Any, train_set: Any, val_set: Any) -> None:
-    """Raise LockstepError if a test set is empty, or if one of its sources is in another set,
-    too."""
+def check_test_set(test_set: Any, train_set: Any, val_set: Any) -> None:
+    """Raise LockstepError if a test set is empty, or if a source of the test set is in a second
+    set."""
     where = "the task's `test_dataset`"
-    _check_indexed(tested, "test")
-    if not len(tested):
+    _check_indexed(test_set, "test")
+    if not len(test_set):
         raise LockstepError("the test set is empty", where, "check the data and the split")
-    for name, other in (("to train", train_set), ("to validate", val_set)):
-        sources = [() if each is None else per_sample(each, "sources") for each in (tested, other)]
-        if both := set.intersection(
-            *({*map(str, () if each is None else each)} for each in sources)
-        ):
-            what = f"{', '.join(sorted(both)[:5])} is both {name} and to test on"
+    for purpose, dataset in (("to train", train_set), ("to validate", val_set)):
+        shared = _sources(test_set) & _sources(dataset)
+        if shared:
+            what = f"{', '.join(sorted(shared)[:5])} is both {purpose} and to test on"
             raise LockstepError(what, where, "leave each source in one set")
 
 
+def _sources(dataset: Any) -> set[str]:
+    """Return the sources of the samples as texts; empty if the dataset is None or names none."""
+    sources = None if dataset is None else per_sample(dataset, "sources")
+    return set() if sources is None else {*map(str, sources)}
+
+
 def check_scored(task: Task, split: str) -> None:
-    """Raise LockstepError if a task cannot be evaluated, in training (no `split`) or on the `split`
-    to score."""
-    if missing := [
-        name for name in ("score", "report") if getattr(type(task), name) is getattr(Task, name)
-    ]:
-        todo = (
-            "give it these methods to score a split"
-            if split
-            else "or return (train, None) from `datasets`"
-        )
+    """Raise LockstepError if a task lacks a method of the evaluation.
+
+    split  the split to score; empty in a training
+    """
+    methods = ("score", "report")
+    missing = [name for name in methods if getattr(type(task), name) is getattr(Task, name)]
+    if missing:
+        fix = "or return (train, None) from `datasets`"
+        if split:
+            fix = "give it these methods to score a split"
         what = f"the Task of {task.cfg.task} lacks {', '.join(missing)}"
-        raise LockstepError(what, "task", f"see engine/contract.py; {todo}")
+        raise LockstepError(what, "task", f"see engine/contract.py; {fix}")
 
 
-WHOLE: dict[str, Callable[..., None]] = {
+CHECKS: dict[str, Callable[..., None]] = {
     "datasets": check_datasets,
     "test_dataset": check_test_set,
     "split": check_scored,
+    "optimizer": check_optimizer,
+    "parameters": check_trained,
+    "init_from": check_weights,
+    "sample": check_sample,
+    "batch": check_rows,
 }
-"""Methods with a function of their own in place of RULES."""
+"""The functions by method."""
 
 
-def check_returned(method: str, value: Any, *about: Any) -> None:
+def check_returned(method: str, value: Any, *facts: Any) -> None:
     """Raise LockstepError if a task's method has returned a bad value."""
-    if method in WHOLE:
-        WHOLE[method](value, *about)
+    if method in CHECKS:
+        CHECKS[method](value, *facts)
     else:
-        check(method, value, *about)
+        check(method, value, *facts)

@@ -1,79 +1,457 @@
-"""Settings that exclude each other."""
+"""The table of settings that exclude each other.
+
+A setting excludes a second setting, or a fact about the machine, the data or the model. A caller
+states the moment and the facts that are known by then (`engine.hooks.check_settings`). The rules of
+the moment are judged in the order of RULES.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from engine.comm.world import World
-from engine.config import Config
-from engine.errors import LockstepError
+from torch import nn
+
+from engine.errors import LockstepError, amount
+from engine.optim.make import name_of, skips_itself
+
+MOMENTS = {
+    "config": "after parsing, from the config alone: cfg",
+    "command": "before the agent starts: cfg, strict (the command is train_ddp.py), forgotten (the "
+    "warning of a launch without RANK)",
+    "launch": "with the GPUs and the launcher: cfg, env, visible (the number of GPUs)",
+    "plan": "with the world: cfg, world, accumulation, devices (the GPUs of DataParallel)",
+    "data": "with the data: cfg, labels, train_set, val_set",
+    "model": "with the model: cfg, model, task, group, processes, precision, through_gloo",
+    "optimizer": "with an optimizer of the task: optim (the section of the config)",
+    "graph": "with the run, before its first step: run, on_gpu",
+    "record": "with the plan: cfg, plan",
+}
+"""When a rule can be judged, with the facts of the moment."""
+
+RAISED_BY_ALL_RANKS = ("model",)
+"""Moments at which all ranks raise the error, outside of `sync_errors`."""
+
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes in which torch.compile records CUDA graphs."""
 
 
-def check_together(cfg: Config, world: World, accumulation: int, devices: tuple[int, ...]) -> None:
-    """Raise LockstepError where what is chosen rules a setting out."""
-    strategy, workers, ddp = cfg.ddp.strategy, cfg.virtual_workers, cfg.ddp
-    if cfg.optim.zero:
-        todo = "use ddp.strategy=fsdp, which shards moments, gradients and weights"
-        raise LockstepError("optim.zero=true is no longer there", "optim.zero", todo)
-    fewer = (
-        f"start at most {workers}, or a new run with more workers than there ever will be processes"
+@dataclass(frozen=True)
+class Condition:
+    """A setting or a fact.
+
+    text   the name in messages. Fields in braces are facts, or `value`
+    holds  a function of the facts: whether the condition holds. The result is the field `value`
+    """
+
+    text: str
+    holds: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two conditions that exclude each other, and the error. The texts may have the fields
+    `setting`, `excluded` and `key`: the texts of the two conditions, and the key of the setting.
+
+    moment    when the rule can be judged, see MOMENTS
+    setting   the setting
+    excluded  the second setting, or the fact
+    fix       an instruction to the user
+    where     the place in the message
+    what      the message
+    """
+
+    moment: str
+    setting: Condition
+    excluded: Condition
+    fix: str
+    where: str = "{key}"
+    what: str = "{setting} with {excluded}"
+
+
+# ---- settings
+
+SHARDS = Condition("ddp.strategy={cfg.ddp.strategy}", lambda facts: facts.cfg.ddp.strategy != "ddp")
+WORKERS = Condition(
+    "virtual_workers={cfg.virtual_workers}", lambda facts: facts.cfg.virtual_workers > 0
+)
+CUDA_GRAPH = Condition("cuda_graph=true", lambda facts: facts.cfg.cuda_graph)
+COMPILE = Condition("compile={cfg.compile}", lambda facts: facts.cfg.compile not in ("off", "auto"))
+DATA_PARALLEL = Condition("multi_gpu=dp", lambda facts: facts.cfg.multi_gpu == "dp")
+COMM_HOOK = Condition(
+    "ddp.comm_hook={cfg.ddp.comm_hook}", lambda facts: facts.cfg.ddp.comm_hook != "none"
+)
+SYNC_BN = Condition("ddp.sync_bn=true", lambda facts: facts.cfg.ddp.sync_bn)
+STATIC_GRAPH = Condition("ddp.static_graph=true", lambda facts: facts.cfg.ddp.static_graph)
+BALANCED = Condition("sampler=balanced", lambda facts: facts.cfg.sampler == "balanced")
+RECORD = Condition("record={cfg.record}", lambda facts: facts.cfg.record > 0)
+RECORDED_STEP = Condition("cuda_graph=true", lambda facts: True)
+
+# ---- facts
+
+ALWAYS = Condition("any setting", lambda facts: True)
+STRICT = Condition("train_ddp.py", lambda facts: facts.strict)
+SEVERAL_PASSES = Condition(
+    "{accumulation} forward passes a step", lambda facts: facts.accumulation > 1
+)
+NO_GPU = Condition("no GPU is visible", lambda facts: not facts.visible)
+
+
+def _several_types(model: nn.Module) -> str:
+    """Return the names of the weights' types, or an empty text if all weights have one type."""
+    types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return " and ".join(sorted(types)) if len(types) > 1 else ""
+
+
+def _scalar_weight(model: nn.Module) -> str:
+    """Return the name of the first weight without an axis, or an empty text."""
+    return next((name for name, p in model.named_parameters() if not p.ndim), "")
+
+
+# ---- the table
+
+ModelRule = partial(Rule, moment="model", setting=SHARDS, what="{excluded}", where="{setting}")
+OptimizerRule = partial(
+    Rule,
+    moment="optimizer",
+    excluded=ALWAYS,
+    what="the task brings its own optimizer",
+    fix="drop the key, or change the task's `optimizer`",
+)
+GraphRule = partial(
+    Rule, moment="graph", setting=RECORDED_STEP, what="{excluded}", where="", fix=""
+)
+RecordRule = partial(
+    Rule,
+    moment="record",
+    setting=RECORD,
+    what="the modules of a step cannot be seen with {excluded}",
+    fix="drop {excluded}",
+)
+
+BY_THEMSELVES = "drop it: virtual workers sum gradients and average buffers by themselves"
+
+RULES = (
+    Rule(
+        moment="config",
+        setting=Condition("epochs=0", lambda facts: not facts.cfg.epochs),
+        excluded=Condition("steps=0", lambda facts: not facts.cfg.steps),
+        what="{setting} and {excluded}",
+        where="config",
+        fix="the run would never end; give one of them",
+    ),
+    Rule(
+        moment="config",
+        setting=Condition(
+            "schedule.lr_scaling={cfg.schedule.lr_scaling}",
+            lambda facts: facts.cfg.schedule.lr_scaling != "none",
+        ),
+        excluded=Condition(
+            "schedule.base_batch_size=0", lambda facts: not facts.cfg.schedule.base_batch_size
+        ),
+        what="{setting} without schedule.base_batch_size",
+        where="config",
+        fix="give the global batch at which optim.lr was tuned",
+    ),
+    Rule(
+        moment="config",
+        setting=Condition("gpu_ids={cfg.gpu_ids}", lambda facts: len(facts.cfg.gpu_ids) > 1),
+        excluded=Condition(
+            "a GPU that is named twice",
+            lambda facts: len({*facts.cfg.gpu_ids}) < len(facts.cfg.gpu_ids),
+        ),
+        what="{setting}",
+        where="config",
+        fix="name each GPU once",
+    ),
+    Rule(
+        moment="command",
+        setting=DATA_PARALLEL,
+        excluded=STRICT,
+        what="{excluded} has no DataParallel",
+        fix="use `python train.py --multi-gpu dp`, or drop it",
+    ),
+    Rule(
+        moment="command",
+        setting=STRICT,
+        excluded=Condition("{forgotten}", lambda facts: facts.forgotten),
+        what="{excluded}",
+        where="environment",
+        fix="or use train.py, which adapts",
+    ),
+    Rule(
+        moment="launch",
+        setting=Condition("device=cuda", lambda facts: facts.cfg.device == "cuda"),
+        excluded=NO_GPU,
+        what="{setting}, but {excluded}",
+        fix="drop it, or check nvidia-smi",
+    ),
+    Rule(
+        moment="launch",
+        setting=Condition("ddp.backend=nccl", lambda facts: facts.cfg.ddp.backend == "nccl"),
+        excluded=NO_GPU,
+        what="{setting} needs CUDA, and {excluded}",
+        fix="leave it at auto: gloo is used on the CPU",
+    ),
+    Rule(
+        moment="launch",
+        setting=DATA_PARALLEL,
+        excluded=Condition("torchrun", lambda facts: facts.env.launched),
+        what="--multi-gpu dp is for one process, but {excluded} started this one",
+        fix="use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun",
+    ),
+    Rule(
+        moment="plan",
+        setting=Condition("optim.zero=true", lambda facts: facts.cfg.optim.zero),
+        excluded=ALWAYS,
+        what="{setting} is no longer there",
+        fix="use ddp.strategy=fsdp, which shards moments, gradients and weights",
+    ),
+    Rule(moment="plan", setting=CUDA_GRAPH, excluded=SHARDS, fix="drop it"),
+    Rule(moment="plan", setting=COMPILE, excluded=SHARDS, fix="drop it"),
+    Rule(
+        moment="plan",
+        setting=Condition(
+            "memory_format=channels_last", lambda facts: facts.cfg.memory_format == "channels_last"
+        ),
+        excluded=SHARDS,
+        fix="drop it: rows are contiguous",
+    ),
+    Rule(moment="plan", setting=DATA_PARALLEL, excluded=SHARDS, fix="use --multi-gpu ddp"),
+    Rule(
+        moment="plan",
+        setting=COMM_HOOK,
+        excluded=SHARDS,
+        fix="drop it, or use ddp.gather_dtype=bf16",
+    ),
+    Rule(moment="plan", setting=SYNC_BN, excluded=SHARDS, fix="drop it, or use GroupNorm"),
+    Rule(moment="plan", setting=STATIC_GRAPH, excluded=SHARDS, fix="drop it"),
+    Rule(
+        moment="plan",
+        setting=WORKERS,
+        excluded=Condition("ddp.strategy=hsdp", lambda facts: facts.cfg.ddp.strategy == "hsdp"),
+        fix="use ddp.strategy=fsdp",
+    ),
+    Rule(
+        moment="plan",
+        setting=Condition(
+            "{world.size} processes", lambda facts: facts.world.size > facts.cfg.virtual_workers
+        ),
+        excluded=WORKERS,
+        where="virtual_workers",
+        fix="start at most {cfg.virtual_workers}, or a new run with more workers than there ever "
+        "will be processes",
+    ),
+    Rule(
+        moment="plan",
+        setting=Condition("multi_gpu=dp", lambda facts: bool(facts.devices)),
+        excluded=WORKERS,
+        fix=BY_THEMSELVES,
+    ),
+    Rule(moment="plan", setting=SYNC_BN, excluded=WORKERS, fix=BY_THEMSELVES),
+    Rule(
+        moment="plan",
+        setting=Condition(
+            "ddp.buffers={cfg.ddp.buffers}", lambda facts: facts.cfg.ddp.buffers != "same"
+        ),
+        excluded=WORKERS,
+        fix=BY_THEMSELVES,
+    ),
+    Rule(moment="plan", setting=COMM_HOOK, excluded=WORKERS, fix=BY_THEMSELVES),
+    Rule(
+        moment="plan",
+        setting=Condition(
+            "ddp.static_graph=true",
+            lambda facts: (
+                facts.cfg.ddp.static_graph and (facts.world.size > 1 or facts.cfg.virtual_workers)
+            ),
+        ),
+        excluded=SEVERAL_PASSES,
+        fix="drop it, or use a larger batch_size: DDP's no_sync() rules it out",
+    ),
+    Rule(
+        moment="plan",
+        setting=Condition(
+            "compile={cfg.compile}",
+            lambda facts: facts.world.device.type == "cuda" and facts.cfg.compile in GRAPH_MODES,
+        ),
+        excluded=SEVERAL_PASSES,
+        # pytorch#169545
+        fix="use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass "
+        "would overwrite the gradients of the one before, which lie in the memory of a CUDA graph",
+    ),
+    Rule(
+        moment="plan",
+        setting=COMPILE,
+        excluded=Condition("DataParallel on a GPU", lambda facts: bool(facts.devices)),
+        what="a compiled model cannot be copied to other GPUs by DataParallel",
+        fix="use --multi-gpu ddp, or compile=off",
+    ),
+    Rule(
+        moment="data",
+        setting=BALANCED,
+        excluded=Condition("data without labels", lambda facts: facts.labels is None),
+        what="{setting}, but the data of task {cfg.task} have no labels",
+        fix="give the dataset an attribute `labels` (N,), or use sampler=shuffle",
+    ),
+    Rule(
+        moment="data",
+        setting=BALANCED,
+        excluded=Condition(
+            "an order of the data", lambda facts: getattr(facts.train_set, "epoch_order", None)
+        ),
+        what="{setting}, but the data have an order of their own",
+        fix="use sampler=shuffle",
+    ),
+    Rule(
+        moment="data",
+        setting=Condition("patience={cfg.patience}", lambda facts: facts.cfg.patience > 0),
+        excluded=Condition("validation data", lambda facts: facts.val_set is None),
+        what="{setting} without {excluded}",
+        fix="drop it: nothing is evaluated",
+    ),
+    ModelRule(
+        # A segmentation fault of two processes on one H200 (torch 2.11).
+        excluded=Condition("shards on GPUs through gloo", lambda facts: facts.through_gloo),
+        fix="give each process a GPU and use NCCL, or ddp.strategy=ddp",
+    ),
+    ModelRule(
+        excluded=Condition(
+            "trials call the model on each rank by itself", lambda facts: facts.task.num_trials
+        ),
+        fix="make none, or use ddp.strategy=ddp",
+    ),
+    ModelRule(
+        excluded=Condition(
+            "ddp.gather_dtype=bf16 without autocast",
+            lambda facts: facts.cfg.ddp.gather_dtype == "bf16" and facts.precision != "bf16",
+        ),
+        fix="add amp=bf16",
+    ),
+    ModelRule(
+        excluded=Condition(
+            "weights of several types, {value}", lambda facts: _several_types(facts.model)
+        ),
+        fix="give all of them one type",
+    ),
+    ModelRule(
+        excluded=Condition(
+            "ddp.find_unused_parameters=true", lambda facts: facts.cfg.ddp.find_unused_parameters
+        ),
+        fix="use every weight, or ddp.strategy=ddp",
+    ),
+    ModelRule(
+        excluded=Condition(
+            "the weight {value} has no rows to shard", lambda facts: _scalar_weight(facts.model)
+        ),
+        fix="give it the shape (1,)",
+    ),
+    ModelRule(
+        excluded=Condition(
+            "{processes} processes are no groups of {group} (ddp.shards)",
+            lambda facts: facts.processes % facts.group,
+        ),
+        fix="give a divisor",
+    ),
+    OptimizerRule(
+        setting=Condition("optim.lr_scale", lambda facts: facts.optim.lr_scale),
+        where="{setting}",
+    ),
+    OptimizerRule(
+        setting=Condition("optim.name={optim.name}", lambda facts: facts.optim.name != "adamw"),
+        where="{setting}",
+    ),
+    GraphRule(excluded=Condition("there is no GPU", lambda facts: not facts.on_gpu)),
+    GraphRule(
+        excluded=Condition(
+            "virtual workers take it in several parts", lambda facts: facts.run.plan.workers
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "the model is in DDP or DataParallel",
+            lambda facts: facts.run.net is not facts.run.model,
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "it has {value}",
+            lambda facts: (
+                facts.run.plan.accumulation > 1 and amount(facts.run.plan.accumulation, "pass")
+            ),
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "exclude makes steps of several sizes", lambda facts: facts.run.cfg.exclude
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "amp=fp16 has a loss scale; bf16 needs none",
+            lambda facts: facts.run.scaler.is_enabled(),
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "compile={run.plan.compile} records graphs of its own",
+            lambda facts: facts.run.plan.compile in GRAPH_MODES,
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "with {value} the host reads whether to skip it",
+            lambda facts: not skips_itself(facts.run.optimizer) and name_of(facts.run.optimizer),
+        )
+    ),
+    RecordRule(excluded=Condition("compile", lambda facts: facts.plan.compile != "off")),
+    RecordRule(excluded=Condition("cuda_graph", lambda facts: facts.cfg.cuda_graph)),
+    RecordRule(excluded=Condition("multi_gpu=dp", lambda facts: facts.plan.devices)),
+    Rule(
+        moment="record",
+        setting=RECORD,
+        excluded=Condition(
+            "a run of {plan.total_steps} steps",
+            lambda facts: facts.cfg.record > facts.plan.total_steps,
+        ),
+        what="the run ends at step {plan.total_steps}",
+        where="{setting}",
+        fix="record one of it",
+    ),
+)
+"""Pairs that exclude each other. At a moment the first error counts."""
+
+
+def find_conflicts(moment: str, named_facts: dict[str, Any]) -> list[LockstepError]:
+    """Return the errors of all rules of the moment that apply."""
+    facts = SimpleNamespace(**named_facts)
+    conflicts = []
+    for rule in RULES:
+        if rule.moment != moment:
+            continue
+        setting = _text_if(rule.setting, facts)
+        excluded = setting and _text_if(rule.excluded, facts)
+        if excluded:
+            conflicts.append(_error(rule, setting, excluded, named_facts))
+    return conflicts
+
+
+def _text_if(condition: Condition, facts: SimpleNamespace) -> str:
+    """Return the text of a condition that holds, or an empty text."""
+    value = condition.holds(facts)
+    if not value:
+        return ""
+    return condition.text.format(**vars(facts), value=value)
+
+
+def _error(rule: Rule, setting: str, excluded: str, facts: dict[str, Any]) -> LockstepError:
+    fields = {**facts, "setting": setting, "excluded": excluded, "key": setting.partition("=")[0]}
+    return LockstepError(
+        rule.what.format(**fields),
+        rule.where.format(**fields),
+        rule.fix.format(**fields),
+        everywhere=rule.moment in RAISED_BY_ALL_RANKS,
     )
-    by_themselves = "drop it: virtual workers sum gradients and average buffers by themselves"
-    graphs = cfg.compile in ("reduce-overhead", "max-autotune") and world.device.type == "cuda"
-    no_graphs = (
-        "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size: each pass "
-        "would overwrite the "
-        "gradients of the one before, which lie in the memory of a CUDA graph"  # pytorch#169545
-    )
-    rules: list[tuple[Any, str, dict[str, tuple[Any, str]]]] = [
-        (
-            strategy != "ddp",
-            f"ddp.strategy={strategy}",
-            {
-                "cuda_graph=true": (cfg.cuda_graph, "drop it"),
-                f"compile={cfg.compile}": (cfg.compile not in ("off", "auto"), "drop it"),
-                "memory_format=channels_last": (
-                    cfg.memory_format == "channels_last",
-                    "drop it: rows are contiguous",
-                ),
-                "multi_gpu=dp": (cfg.multi_gpu == "dp", "use --multi-gpu ddp"),
-                f"ddp.comm_hook={ddp.comm_hook}": (
-                    ddp.comm_hook != "none",
-                    "drop it, or use ddp.gather_dtype=bf16",
-                ),
-                "ddp.sync_bn=true": (ddp.sync_bn, "drop it, or use GroupNorm"),
-                "ddp.static_graph=true": (ddp.static_graph, "drop it"),
-                f"virtual_workers={workers}": (
-                    workers and strategy == "hsdp",
-                    "use ddp.strategy=fsdp",
-                ),
-            },
-        ),
-        (
-            workers,
-            f"virtual_workers={workers}",
-            {
-                f"{world.size} processes": (world.size > workers, fewer),
-                "multi_gpu=dp": (devices, by_themselves),
-                "ddp.sync_bn=true": (ddp.sync_bn, by_themselves),
-                f"ddp.buffers={ddp.buffers}": (ddp.buffers != "same", by_themselves),
-                f"ddp.comm_hook={ddp.comm_hook}": (ddp.comm_hook != "none", by_themselves),
-            },
-        ),
-        (
-            accumulation > 1,
-            f"{accumulation} forward passes a step",
-            {
-                "ddp.static_graph=true": (
-                    ddp.static_graph and (world.size > 1 or workers),
-                    "drop it, or use a larger batch_size: DDP's no_sync() rules it out",
-                ),
-                f"compile={cfg.compile}": (graphs, no_graphs),
-            },
-        ),
-    ]
-    for applies, chosen, excluded in rules:
-        for setting, (is_set, todo) in excluded.items():
-            if applies and is_set:
-                where = setting if "=" in setting else chosen
-                raise LockstepError(f"{setting} with {chosen}", where.partition("=")[0], todo)

@@ -15,15 +15,15 @@ from plugins.reporting.profile import Profile
 from plugins.reporting.step_record import StepRecord
 
 
-def profile(run: Run, folder: Path, wanted: bool) -> Profile | None:
+def open_profile(run: Run, folder: Path, wanted: bool) -> Profile | None:
     return Profile(run.world, folder) if wanted else None
 
 
-def step_record(run: Run, folder: Path, profiled: bool) -> StepRecord | None:
+def open_step_record(run: Run, folder: Path, wanted: bool) -> StepRecord | None:
     return StepRecord(run, folder) if run.cfg.record else None
 
 
-hooks.recorders.add(profile)
-hooks.recorders.add(step_record)
-hooks.sinks.add(trackers.opened)
+hooks.recorders.add(open_profile)
+hooks.recorders.add(open_step_record)
+hooks.sinks.add(trackers.open_trackers)
 hooks.events.add(plan_text.on_event)

@@ -1,5 +1,5 @@
-"""MLflow as a tracker. The package is imported only where `mlflow.enable` asks for it;
-mlflow-skinny is enough."""
+"""MLflow as a tracker. The package is imported only if `mlflow.enable` is true; mlflow-skinny is
+enough."""
 
 from __future__ import annotations
 
@@ -19,42 +19,50 @@ from engine.report.tensorboard import encoded
 
 
 def require(cfg: Any) -> None:
-    """Raise LockstepError if MLflow is enabled and the package is missing. Sends nothing."""
+    """Raise LockstepError if MLflow is enabled and the package is missing. Send nothing."""
     if cfg.mlflow.enable and not find_spec("mlflow"):
         todo = "pip install mlflow; or mlflow-skinny, which has no database of its own"
         raise LockstepError("the package mlflow is not installed", "mlflow.enable", todo)
 
 
 class MLflow:
+    """A run at MLflow.
+
+    earlier  the id of the run to continue; empty: begin a run
+    logged   the last step that an earlier process has logged, or -1
+    """
+
     name = "mlflow"
     todo = "set mlflow.uri or MLFLOW_TRACKING_URI, or mlflow.enable=false"
 
     def __init__(self, cfg: Any, folder: Path, earlier: str):
         import mlflow
 
-        self.mlflow, self.logged, wanted = mlflow, -1, cfg.mlflow
-        uri = wanted.uri or mlflow.get_tracking_uri()
+        self.mlflow = mlflow
+        self.logged = -1
+        uri = cfg.mlflow.uri or mlflow.get_tracking_uri()
         if "://" not in uri or uri.startswith("file:"):
-            # newer ones refuse a folder without it
+            # newer versions refuse a folder without the variable
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow.set_tracking_uri(uri)
-        mlflow.set_experiment(wanted.experiment)
-        found = mlflow.start_run(run_id=earlier or None, run_name=wanted.name or folder.name)
-        # An error ends the process without a call of `close`; MLflow's own handler, called later,
-        # would say FINISHED.
+        mlflow.set_experiment(cfg.mlflow.experiment)
+        name = cfg.mlflow.name or folder.name
+        active = mlflow.start_run(run_id=earlier or None, run_name=name)
+        # An error ends the process without a call of `close`. MLflow's own handler is called later,
+        # and would set the status FINISHED.
         atexit.register(mlflow.end_run, "FAILED")
-        self.id = found.info.run_id
-        if earlier:  # what is logged twice is shown twice
+        self.id = active.info.run_id
+        if earlier:  # a number that is logged twice is shown twice
             history = mlflow.MlflowClient().get_metric_history
-            self.logged = max(
-                (each.step for name in found.data.metrics for each in history(earlier, name)),
-                default=-1,
-            )
+            for metric in active.data.metrics:
+                for entry in history(earlier, metric):
+                    self.logged = max(self.logged, entry.step)
         else:
             mlflow.log_params(config.flatten(config.to_dict(cfg)))
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
-        if step > self.logged:  # in a thread of MLflow's; a class may be called anything
+        if step > self.logged:  # in a thread of MLflow
+            # the name of a class may hold any character
             clean = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers.items()}
             self.mlflow.log_metrics(clean, step=step, synchronous=False)
 

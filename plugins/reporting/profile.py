@@ -29,7 +29,7 @@ PHASES = (
     "optimizer step",
     "logging",
 )
-"""Phases of a training step, in their order. A run's other phases are not part of a step."""
+"""Phases of a training step, in their order. The other phases of a run are not part of a step."""
 
 BETWEEN_STEPS = ("loading validation data", "validation")
 """Phases that may come between two steps of a run."""
@@ -39,18 +39,18 @@ WARM_UP, TIMED, TRACED = 10, 30, 3
 
 
 class Spent(NamedTuple):
-    """Seconds of a phase on the host, and on the GPU's own timeline, which includes idle time
-    within the phase."""
+    """Seconds of a phase on the host, and on the timeline of the GPU with the idle time within the
+    phase."""
 
     host: float
     device: float
 
 
 class PerformanceProfiler:
-    """Split the steps of a loop into phases, without a wait for the GPU; docs/tools.md shows how.
+    """Split the steps of a loop into phases, without a wait for the GPU; example in docs/tools.md.
 
-    A mark costs a microsecond, or ten on a GPU, where it records an event that is read at the end.
-    Time between the phases of a step is "other".
+    A mark costs a microsecond. On a GPU a mark costs ten and records an event, which is read at the
+    end. Time between the phases of a step is "other".
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -61,7 +61,7 @@ class PerformanceProfiler:
         self._spent: dict[str, Spent] = {}
 
     def mark(self, phase: str) -> None:
-        """End the current phase and begin `phase`; "" begins none."""
+        """End the current phase and begin `phase`; "" begins no phase."""
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -72,7 +72,7 @@ class PerformanceProfiler:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enter a phase; a phase within another interrupts it."""
+        """Enter a phase. An outer phase is interrupted."""
         before = self._marks[-1][0]
         self.mark(name)
         try:
@@ -81,8 +81,8 @@ class PerformanceProfiler:
             self.mark(before)
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield `batches`: a step begins with the wait for one, and ends when the next is
-        requested."""
+        """Yield `batches`. A step begins with the wait for a batch, and ends with the next
+        request."""
         self.mark("data loading")
         for batch in batches:
             self.mark("other")
@@ -92,8 +92,9 @@ class PerformanceProfiler:
         self.mark("")
 
     def spent(self) -> dict[str, Spent]:
-        """Return the seconds of each phase, summed over all steps; waits for the GPU."""
-        if last := self._marks[-1][2]:
+        """Return the seconds of each phase, summed over all steps. Waits for the GPU."""
+        last = self._marks[-1][2]
+        if last:
             last.synchronize()
         for (name, began, begin), (_, ended, end) in itertools.pairwise(self._marks):
             if name:
@@ -110,40 +111,45 @@ class PerformanceProfiler:
 
 
 def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: list[str]) -> str:
-    """Return a table of the mean ms per step: of the first rank, and of several ranks also the
-    lowest and the highest. The share is of the GPU's time if there is one.
+    """Return a table of the mean ms per step of the first rank. Several ranks add a column with the
+    lowest and the highest mean. The share is of the GPU's time on a GPU, and of the host's time
+    otherwise.
 
-    rows  the phases to show, even if they took no time
+    ranks  seconds by phase, of each rank
+    rows   the phases of the table
     """
-    ms = np.array([[spent.get(name, (0.0, 0.0)) for name in rows] for spent in ranks]).reshape(
-        len(ranks), -1, 2
-    )
-    # (ranks, rows and the step, 2)
-    ms = np.concatenate([ms, ms.sum(1, keepdims=True)], 1) * 1e3 / max(1, num_steps)
-    shown, several = int(on_gpu), len(ranks) > 1
-    lines = [
-        f"  {'ms per step':<16}      host{'       GPU' * on_gpu}   share"
-        + f"   {'all ranks':>19}" * several
-    ]
+    seconds = [spent.get(name, (0.0, 0.0)) for spent in ranks for name in rows]
+    by_phase = np.array(seconds).reshape(len(ranks), -1, 2)
+    # (ranks, phases and the whole step, 2)
+    ms = np.concatenate([by_phase, by_phase.sum(1, keepdims=True)], 1) * 1e3 / max(1, num_steps)
+    columns = ("host", "GPU") if on_gpu else ("host",)
+    header = f"  {'ms per step':<16}" + "".join(f"{name:>10}" for name in columns) + "   share"
+    if len(ranks) > 1:
+        header += f"   {'all ranks':>19}"
+    lines = [header]
     for row, name in enumerate([*rows, "step"]):
-        of_ranks = ms[:, row, shown]
-        line = f"  {name:<16}" + "".join(f"{value:>10.3f}" for value in ms[0, row, : shown + 1])
-        line += f"{100 * of_ranks[0] / max(1e-9, ms[0, -1, shown]):>7.0f}%"
-        lines.append(line + f"   {of_ranks.min():>8.3f} - {of_ranks.max():.3f}" * several)
+        of_ranks = ms[:, row, len(columns) - 1]
+        whole_step = max(1e-9, ms[0, -1, len(columns) - 1])
+        line = f"  {name:<16}" + "".join(f"{value:>10.3f}" for value in ms[0, row, : len(columns)])
+        line += f"{100 * of_ranks[0] / whole_step:>7.0f}%"
+        if len(ranks) > 1:
+            line += f"   {of_ranks.min():>8.3f} - {of_ranks.max():.3f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
 @contextlib.contextmanager
-def on_phase_change(known: Iterable[str], heed: Callable[[str], Any]) -> Iterator[None]:
-    """Call `heed` when one of the `known` phases follows a different one; the others are nested in
-    those and do not end them."""
-    phases, last = {*known}, ""
+def on_phase_change(names: Iterable[str], call: Callable[[str], Any]) -> Iterator[None]:
+    """Call `call` with the name when one of the phases `names` follows a different one. A phase of
+    a different name is nested and ends no phase."""
+    phases = {*names}
+    last = ""
 
     def listener(name: str) -> None:
         nonlocal last
         if name in phases and name != last:
             last = name
-            heed(name)
+            call(name)
 
     phase.listeners.append(listener)
     try:
@@ -154,20 +160,27 @@ def on_phase_change(known: Iterable[str], heed: Callable[[str], Any]) -> Iterato
 
 class Profile:
     """(all ranks) `--profile`: skip WARM_UP steps, time TIMED steps on all ranks, then trace TRACED
-    steps on rank 0."""
+    steps on rank 0.
+
+    taken      steps so far
+    rows       the phases of the table
+    measuring  the measurement under way
+    """
 
     def __init__(self, world: World, folder: Path):
-        self.world, self.path = world, folder / "trace.json"
-        self.taken = 0  # steps
+        self.world = world
+        self.path = folder / "trace.json"
+        self.taken = 0
         self.on_gpu = world.device.type == "cuda"
-        # the host's phase, when it is ahead
-        self.rows = [*PHASES, *["waiting for the device"] * self.on_gpu]
+        self.rows = [*PHASES]
+        if self.on_gpu:
+            self.rows.append("waiting for the device")  # the host is ahead of the GPU
         self.measuring = contextlib.ExitStack()
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
-        """Yield a training's steps."""
+        """Yield the steps of a training."""
         for step in steps:
-            self.taken += 1  # before the step: after the last one nobody requests another
+            self.taken += 1  # before the step: after the last step there is no further request
             yield step
             if self.taken == WARM_UP:
                 self.measuring.enter_context(self._timed())
@@ -179,10 +192,10 @@ class Profile:
                 self.measuring.close()
 
     def end(self, totals: Any) -> None:
-        """The totals of a step are of no use here."""
+        """Do nothing with the totals of a step."""
 
     def finish(self) -> None:
-        """Report or end the trace, whichever is under way when the run ends."""
+        """Print the times or write the trace, if the run ends during the measurement."""
         if self.taken <= WARM_UP:
             console.info(
                 f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}"
@@ -192,20 +205,25 @@ class Profile:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
+        """(all ranks) Time the phases within the block, then print the table."""
         profiler = PerformanceProfiler(self.world.device)
         with on_phase_change([*self.rows, *BETWEEN_STEPS], profiler.mark):
             yield
         profiler.mark("")
-        ranks, steps = self.world.gather(profiler.spent()), self.taken - WARM_UP
+        ranks = self.world.gather(profiler.spent())
+        steps = self.taken - WARM_UP
         console.info(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
         console.info(describe(ranks, steps, self.on_gpu, self.rows))
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
+        """Trace the block, and write the trace."""
         from torch.profiler import ProfilerActivity, profile, record_function
 
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it begins and ends
-        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.on_gpu]
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines at the begin and the end
+        activities = [ProfilerActivity.CPU]
+        if self.on_gpu:
+            activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as tracer, contextlib.ExitStack() as current:
 
             def name(phase: str) -> None:

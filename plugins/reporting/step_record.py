@@ -1,25 +1,26 @@
-"""`record=N`: a small file with what step N has computed, by which two machines are compared; see
-tools/compare.py.
+"""The record of a step (`record=N`): a small file with the results of step N, to compare two
+machines; see tools/compare.py.
 
-The file is NumPy's .npz. `about` is a JSON text: the step, config, environment, types of modules,
-and `entries`: the tensors of the step in their order. Of each pass these are the batch's leaves,
-every module's output in forward order, and the loss; then the gradients as the optimizer got them
-(divided, clipped), and the weights and buffers after the step. An entry has `rows` rows from
-`first` on in the arrays: one for each sample if its leading axis is that of the pass's samples.
+The file has NumPy's format .npz. `about` is a JSON text: the step, config, environment, types of
+modules, and `entries`, the tensors of the step in their order. For each pass the entries are the
+leaves of the batch, the output of each module in forward order, and the loss. Then follow the
+gradients of the optimizer (divided, clipped), and the weights and buffers after the step. An entry
+has `rows` rows from `first` on in the arrays: a row for each sample, if the leading axis is that of
+the pass's samples.
 
-positions  (R,) int64: the sample's position in the epoch, or -1
-indices    (R,) int64: the sample's number in the dataset, or -1
+positions  (R,) int64: the position of the sample in the epoch, or -1
+indices    (R,) int64: the number of the sample in the dataset, or -1
 digests    (R,) int64: of bits and places
 norms      (R,) float64
 sketches   (R, 8) float64: sums with random signs. The root of the mean square of the difference of
-           two sketches
-           estimates the norm of the difference of the rows, to about a quarter.
+           two sketches estimates the norm of the difference of the rows, to about a quarter.
 """
 
 from __future__ import annotations
 
 import collections
 import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -30,111 +31,106 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import config
+from engine import config, hooks
 from engine.comm import digests
 from engine.comm.shards import to_full
 from engine.contract import INFO_KEY
 from engine.data.batches import tree_leaves
 from engine.environment import environment
-from engine.errors import LockstepError, console
+from engine.errors import console
 from engine.files.atomic import write_atomically
 from engine.run import Run
 
 SIGNS, COLUMNS = 8, 1 << 17
-"""Numbers of a sketch, and columns that are sketched at once: their signs take 8 MB."""
+"""Numbers of a sketch, and columns that are sketched at once. The signs take 8 MB."""
 
 ARRAYS = ("positions", "indices", "digests", "norms", "sketches")
 
 
 class StepRecord:
-    """(all ranks) Watch the step `cfg.record`, and write the file when it has been taken."""
+    """(all ranks) Follow the step `cfg.record`, and write the file at the end of the step.
+
+    entries  the tensors of this rank, each with the arrays of the tensor
+    micro    the pass under way; None outside of a pass
+    calls    calls of each module in the pass
+    """
 
     def __init__(self, run: Run, folder: Path):
-        plan, self.run, self.number = run.plan, run, run.cfg.record
+        self.run = run
+        self.number = run.cfg.record
         self.path = folder / f"record_step_{self.number}.npz"
-        self.entries: list[dict[str, Any]] = []  # of this rank, each with its arrays
-        self.micro: Any = None  # of the pass under way
-        hidden = {
-            "compile": plan.compile != "off",
-            "cuda_graph": run.cfg.cuda_graph,
-            "multi_gpu=dp": plan.devices,
-        }
-        if why := next((name for name, hides in hidden.items() if hides), ""):
-            raise LockstepError(
-                f"the modules of a step cannot be seen with {why}", "record", f"drop {why}"
-            )
-        if self.number > plan.total_steps:
-            raise LockstepError(
-                f"the run ends at step {plan.total_steps}",
-                f"record={self.number}",
-                "record one of it",
-            )
+        self.entries: list[dict[str, Any]] = []
+        self.micro: Any = None
+        hooks.check_settings("record", cfg=run.cfg, plan=run.plan)
 
     def follow(self, steps: Iterable[Any]) -> Iterable[Any]:
-        """Return the steps of an epoch, each with its passes followed."""
+        """Return the steps of an epoch; the passes of the recorded step are followed."""
         return map(self.follow_passes, steps)
 
     def finish(self) -> None:
-        """The file is written at the end of its step."""
+        """Do nothing: `end` writes the file."""
 
     def follow_passes(self, passes: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Yield the passes of the coming step, watched if it is the one."""
+        """Yield the passes of the coming step, and record the outputs of modules if the step is the
+        recorded step."""
         if self.run.progress.step + 1 != self.number:
             yield from passes
             return
-        modules = self.run.model.named_modules()
-        hooks = [
-            each.register_forward_hook(partial(self._output, name or "the model"))
-            for name, each in modules
-        ]
+        handles = []
+        for name, module in self.run.model.named_modules():
+            add_output = partial(self._add_output, name or "the model")
+            handles.append(module.register_forward_hook(add_output))
         for batch, self.micro in passes:
             self.calls: collections.Counter[str] = collections.Counter()
             for name, leaf in tree_leaves(batch):
                 if name.split(".")[0] != INFO_KEY:
                     self._add("batch", name, leaf)
             yield batch, self.micro
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
-    def _output(self, name: str, module: Any, given: Any, output: Any) -> None:
+    def _add_output(self, name: str, module: Any, inputs: Any, output: Any) -> None:
         self.calls[name] += 1
-        call = f" (call {self.calls[name]})" if self.calls[name] > 1 else ""
+        if self.calls[name] > 1:
+            name = f"{name} (call {self.calls[name]})"
         for part, leaf in tree_leaves(output):
-            self._add("forward", f"{name}{call}{part and f': {part}'}", leaf)
+            self._add("forward", f"{name}: {part}" if part else name, leaf)
 
     def _add(self, kind: str, name: str, value: Any) -> None:
-        """Note a tensor of the pass under way, or of the whole step if there is none."""
+        """Add an entry with a tensor of the pass under way, or of the whole step outside of a
+        pass."""
         micro = self.micro
-        if (
-            not isinstance(value, Tensor)
-            or not value.numel()
-            or (micro is not None and micro.empty)
-        ):
+        if not isinstance(value, Tensor) or not value.numel():
             return
-        places, indices = [-1], [-1]
-        if micro is not None and value.shape[:1] == (len(micro.indices),):
-            places, indices = [*range(micro.positions.stop)[micro.positions]], micro.indices
+        if micro is not None and micro.empty:
+            return
+        positions, indices = [-1], [-1]
+        place = []
+        if micro is not None:
+            of_pass = [*range(micro.positions.stop)[micro.positions]]
+            place = [*of_pass[:1], micro.worker]
+            if value.shape[:1] == (len(micro.indices),):
+                positions, indices = of_pass, micro.indices
         with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
-            found = [
-                each.cpu().numpy() for each in sketched(value.detach().reshape(len(places), -1))
-            ]
-        arrays = dict(zip(ARRAYS, [np.array(places), np.array(indices), *found], strict=True))
-        at = (
-            [*range(micro.positions.stop)[micro.positions][:1], micro.worker]
-            if micro is not None
-            else []
+            sketches = sketched(value.detach().reshape(len(positions), -1))
+        columns = [
+            np.array(positions),
+            np.array(indices),
+            *(each.cpu().numpy() for each in sketches),
+        ]
+        self.entries.append(
+            {
+                "kind": kind,
+                "name": name,
+                "pass": place,
+                "shape": [*value.shape],
+                "dtype": str(value.dtype),
+                "arrays": dict(zip(ARRAYS, columns, strict=True)),
+            }
         )
-        about = {
-            "kind": kind,
-            "name": name,
-            "pass": at,
-            "shape": [*value.shape],
-            "dtype": str(value.dtype),
-        }
-        self.entries.append(about | {"arrays": arrays})
 
     def end(self, totals: Tensor) -> None:
-        """(all ranks) Write the file, if the step just taken is the one.
+        """(all ranks) At the end of the recorded step, write the file.
 
         totals  (3 + sums,) of the step, see `Run.loss_vector`
         """
@@ -143,20 +139,16 @@ class StepRecord:
             return
         for self.micro, loss in run.meter.losses:
             self._add("loss", "of the pass", loss)
-        of_passes = run.world.gather_on_main(self.entries)
+        entries_of_ranks = run.world.gather_on_main(self.entries)
         if not (run.world.main or run.plan.sharded):
             return
-        self.micro, self.entries = (
-            None,
-            sorted((e for rank in of_passes for e in rank), key=lambda e: e["pass"]),
-        )
+        self.micro = None
+        self.entries = sorted(itertools.chain(*entries_of_ranks), key=lambda entry: entry["pass"])
         self._add("loss", "of the step: total and weight", totals[1:3])
-        for kind, tensors in (
-            ("gradient", ((name, p.grad) for name, p in run.model.named_parameters())),
-            ("weight", (*run.model.named_parameters(), *run.model.named_buffers())),
-        ):
-            for name, tensor in tensors:
-                self._add(kind, name, tensor if tensor is None else to_full(tensor.detach()))
+        for name, p in run.model.named_parameters():
+            self._add_whole("gradient", name, p.grad)
+        for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):
+            self._add_whole("weight", name, tensor)
         if not run.world.main:
             return
         try:
@@ -166,15 +158,22 @@ class StepRecord:
         else:
             console.info(f"  record       {self.path} ({self.path.stat().st_size / 1e3:.0f} kB)")
 
+    def _add_whole(self, kind: str, name: str, tensor: Tensor | None) -> None:
+        """(all ranks with shards) Add a tensor of which each rank may hold rows."""
+        if tensor is not None:
+            self._add(kind, name, to_full(tensor.detach()))
+
     def _content(self) -> bytes:
-        run, first, file = self.run, 0, io.BytesIO()
-        arrays = {
-            name: np.concatenate([entry["arrays"][name] for entry in self.entries])
-            for name in ARRAYS
-        }
+        """Return the bytes of the file."""
+        run = self.run
+        arrays = {}
+        for name in ARRAYS:
+            arrays[name] = np.concatenate([entry["arrays"][name] for entry in self.entries])
+        first = 0
         for entry in self.entries:
-            entry |= {"first": first, "rows": len(entry.pop("arrays")["norms"])}
-            first += entry["rows"]
+            rows = len(entry.pop("arrays")["norms"])
+            entry |= {"first": first, "rows": rows}
+            first += rows
         about = {
             "step": self.number,
             "processes": run.world.size,
@@ -187,18 +186,20 @@ class StepRecord:
             "entries": self.entries,
         }
         arrays["about"] = np.array(json.dumps(about))
+        file = io.BytesIO()
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
         return file.getvalue()
 
 
 def sketched(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(R, F) -> their digests (R,) int64, norms (R,) and sketches (R, SIGNS) float64."""
-    squares, sums = (
-        torch.zeros(len(rows), n, dtype=torch.float64, device=rows.device) for n in (1, SIGNS)
-    )
+    """Return the digests (R,) int64, norms (R,) and sketches (R, SIGNS) float64 of rows (R, F)."""
+    squares = torch.zeros(len(rows), 1, dtype=torch.float64, device=rows.device)
+    sums = torch.zeros(len(rows), SIGNS, dtype=torch.float64, device=rows.device)
     for begin in range(0, rows.shape[1], COLUMNS):
         part = rows[:, begin : begin + COLUMNS]
-        part = (part.abs() if part.is_complex() else part).double()
+        if part.is_complex():
+            part = part.abs()
+        part = part.double()
         places = torch.arange(begin, begin + part.shape[1], device=rows.device)
         bits = digests.hashed(places)[:, None] >> torch.arange(SIGNS, device=rows.device)
         squares += part.square().sum(1, keepdim=True)

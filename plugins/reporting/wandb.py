@@ -1,4 +1,4 @@
-"""Weights & Biases as a tracker. The package is imported only where `wandb.enable` asks for it."""
+"""Weights & Biases as a tracker. The package is imported only if `wandb.enable` is true."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_LOGIN = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
 
 
 def require(cfg: Any) -> None:
-    """Raise LockstepError if wandb is enabled and the package is missing or has no login. Sends
+    """Raise LockstepError if wandb is enabled and the package is missing or has no login. Send
     nothing."""
     if not cfg.wandb.enable:
         return
@@ -46,32 +46,42 @@ def require(cfg: Any) -> None:
 
 
 class Wandb:
-    name, todo = "wandb", NO_LOGIN
+    """A run at Weights & Biases.
+
+    earlier  the id of the run to continue; empty: begin a run
+    """
+
+    name = "wandb"
+    todo = NO_LOGIN
 
     def __init__(self, cfg: Any, folder: Path, earlier: str):
         import wandb
 
-        about = {
+        options = {
             "project": cfg.wandb.project,
             "name": cfg.wandb.name or folder.name,
             "dir": str(folder),
+            "entity": cfg.wandb.entity or None,
+            "notes": cfg.wandb.notes or None,
         }
-        about |= {"id": known, "resume": "allow"} if (known := earlier or cfg.wandb.run_id) else {}
-        about |= {"entity": cfg.wandb.entity or None, "notes": cfg.wandb.notes or None}
-        self.run = wandb.init(**about, config=config.to_dict(cfg))
+        run_id = earlier or cfg.wandb.run_id
+        if run_id:
+            options |= {"id": run_id, "resume": "allow"}
+        self.run = wandb.init(**options, config=config.to_dict(cfg))
         self.id = str(self.run.id)
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
-        self.run.log(numbers, step=step)  # it drops the steps that an earlier process has logged
+        self.run.log(numbers, step=step)  # wandb drops steps that an earlier process has logged
 
     def picture(self, step: int, name: str, picture: np.ndarray) -> None:
         import wandb
 
         data, kind, _ = encoded(picture)
-        shown = (
-            wandb.Video(io.BytesIO(data), format="gif") if kind == "GIF" else wandb.Image(picture)
-        )
-        self.run.log({f"val/{name}": shown}, step=step)
+        if kind == "GIF":
+            media: Any = wandb.Video(io.BytesIO(data), format="gif")
+        else:
+            media = wandb.Image(picture)
+        self.run.log({f"val/{name}": media}, step=step)
 
     def close(self, status: str) -> None:
         self.run.finish()

@@ -1,4 +1,5 @@
-"""The command line: the config that it asks for, and whether plain python becomes torchrun."""
+"""The command line of plain python: a warning about a forgotten launcher, or the start of
+torchrun."""
 
 from __future__ import annotations
 
@@ -8,21 +9,18 @@ from typing import Any
 
 import torch
 
-from engine import launch
-from engine.errors import LockstepError
+from engine import hooks, launch
 from plugins.resilience import agent
 
 
 def become_torchrun(cfg: Any, strict: bool) -> None:
-    """Become torchrun, and don't return, where plain python was asked for several processes.
-    Otherwise warn of a launch that was perhaps forgotten; with `strict` refuse what train.py would
-    adapt to."""
+    """Replace plain python by torchrun if the config asks for several processes; then the function
+    does not return. Else warn of a perhaps forgotten launcher.
+
+    strict  raise LockstepError in place of the warning, and for settings of train.py alone
+    """
     forgotten = launch.forgotten_launch()
-    if strict and cfg.multi_gpu == "dp":
-        todo = "use `python train.py --multi-gpu dp`, or drop it"
-        raise LockstepError("train_ddp.py has no DataParallel", "multi_gpu", todo)
-    if strict and forgotten:
-        raise LockstepError(forgotten, "environment", "or use train.py, which adapts")
+    hooks.check_settings("command", cfg=cfg, strict=strict, forgotten=forgotten)
     if forgotten:
         print(f"warning: {forgotten}", file=sys.stderr)
     if strict or launch.environment().launched:
@@ -43,14 +41,15 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
 
 
 def _start_torchrun(cfg: Any, gpus: int) -> None:
-    """Become torchrun with one process per GPU (one on the CPU)."""
+    """Replace the process by torchrun with a process per GPU, or one process on the CPU."""
+    processes = gpus or 1
     if cfg.gpu_ids and gpus:
+        processes = len(cfg.gpu_ids)
         launch.check_gpu_ids(cfg.gpu_ids, gpus)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-            visible[g] if visible[0] else str(g) for g in cfg.gpu_ids
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        names = visible.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in cfg.gpu_ids)
     os.environ[launch.COMMAND] = launch.typed_command()
-    options = ["--standalone", f"--nproc_per_node={(len(cfg.gpu_ids) or gpus) if gpus else 1}"]
+    options = ["--standalone", f"--nproc_per_node={processes}"]
     print("Starting torchrun", *options, flush=True)
     os.execv(sys.executable, [sys.executable, agent.__file__, *options, *sys.argv])

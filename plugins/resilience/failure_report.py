@@ -1,11 +1,9 @@
-"""Explain failures: every exception becomes one line, `error: what (where): what to do`, and an
-exit code."""
+"""Report failures: an exception becomes one line, `error: what (where): what to do`, and an exit
+code."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -15,263 +13,152 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import launch
+from engine import hooks, launch
 from engine.comm.digests import ROOT
 from engine.comm.session import session
 from engine.comm.world import World
-from engine.contract import INFO_KEY
-from engine.errors import DATA, DISTRIBUTED, USAGE, LockstepError, headline
+from engine.errors import DISTRIBUTED, LockstepError, headline
 from engine.phases import phase
-from plugins.resilience import status, terminal, watchdog
+from plugins.resilience import oom, status, terminal, watchdog
 from plugins.resilience.signals import cleanup
 from plugins.resilience.store_client import Failure
 
+SIGNS = (
+    "gloo",
+    "NCCL",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    # torchrun sends SIGTERM to the loader processes of a failed job, too. A loader process ignores
+    # SIGTERM only a moment after its start.
+    "Terminated",
+)
+"""Texts in errors of a lost connection. Gloo and NCCL have no class for the error."""
+
+LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    sys.base_prefix + os.sep,
+    os.sep + "site-packages" + os.sep,
+)
+"""Parts of the paths of library files."""
+
 
 def handle_fatal(error: BaseException, debug: bool) -> int:
-    """Print what happened, once for all ranks, and return the exit code. With a launcher, or DDP,
-    end the process: an interpreter that shuts down while gloo's threads live may hang or abort, and
-    the exit code would be lost."""
-    world = None
-    if dist.is_initialized():
-        world = World(
-            dist.get_rank(),
-            launch.environment().local_rank,
-            dist.get_world_size(),
-            torch.device("cpu"),
-        )
-    alone = world is None or not (launch.environment().launched or session.wrapped)
-    if not alone:
-        # torchrun sends it as soon as one rank is dead; without a handler it would end this one
-        # before it reports.
+    """Print the failure once for all ranks, and return the exit code.
+
+    With a launcher or with DDP the function ends the process. The shutdown of an interpreter may
+    hang or abort while the threads of gloo are alive, and the exit code would be lost.
+    """
+    world = _world()
+    keeps_process = world is None or not (launch.environment().launched or session.wrapped)
+    if not keeps_process:
+        # torchrun sends SIGTERM as soon as one rank is dead. Without a handler SIGTERM would end
+        # this rank before its report.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
+    user_error = to_user_error(error, world)
     details = "".join(traceback.format_exception(error))
-    mine = to_user_error(error, world)
-    secondary = lost_connection(error) and not ran_out(error)
+    secondary = lost_connection(error) and not oom.ran_out(error)
     if debug and not secondary:
         terminal.write_stderr(details)
     if world is None:
-        code = status.set_exit_code(mine.exit_code, mine.everywhere)
-        status.fill_in_error_file(f"error: {mine}")
-        if launch.is_local_rank0() or not mine.everywhere:
-            watchdog.print_error(str(mine))
-        return code
+        return _report_without_group(user_error)
     if not status.current.ended.acquire(blocking=False):
         time.sleep(60)  # the watchdog is ending this process
-    everywhere = mine.everywhere or world.size == 1
-    own = isinstance(error, LockstepError)
-    text = f"rank {world.rank}: {mine}" if own and not everywhere else str(mine)
-    cause = Failure(world.rank, text, mine.exit_code, "" if own else details, mine.again)
-    cause, claimed = (
-        (cause, world.main) if everywhere else watchdog.find_cause(world, cause, secondary)
-    )
-    watchdog.announce(world, cause, claimed)
-    if not alone or cause.again:
+    cause = _report(world, user_error, "" if user_error is error else details, secondary)
+    if not keeps_process or cause.again:
         watchdog.exit_process(world, cause)
-    # half-built loaders raise errors when they are destroyed
+    # Half-built loaders raise errors in their destructors.
     sys.unraisablehook = lambda about: None
-    cleanup()  # or torch waits five seconds and more for a loader process that hangs
+    cleanup()  # else torch waits five seconds or more for a loader process that hangs
     dist.destroy_process_group()
     return status.set_exit_code(cause.exit_code)
 
 
-def lost_connection(error: BaseException) -> bool:
-    """Return whether this is what a rank raises when another has failed; gloo and NCCL have no
-    class for it."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    # torchrun sends SIGTERM to a failing job's loader processes too; one that has just begun
-    # doesn't ignore it yet.
-    signs = (
-        "gloo",
-        "NCCL",
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Timed out waiting",
-        "Terminated",
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+def _world() -> World | None:
+    """Return the world of the process group; None without a group."""
+    if not dist.is_initialized():
+        return None
+    local_rank = launch.environment().local_rank
+    return World(dist.get_rank(), local_rank, dist.get_world_size(), torch.device("cpu"))
 
 
-def ran_out(error: BaseException) -> bool:
-    """Return whether memory of the GPU or of the host has run out; only torch's allocator has an
-    error class for it."""
-    signs = (
-        "can't allocate memory",
-        "CUDA error: out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "2 'out of memory'",
-    )
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        sign in str(error) for sign in signs
-    )
+def _report_without_group(error: LockstepError) -> int:
+    """Report a failure before the process group exists. Return the exit code."""
+    code = status.set_exit_code(error.exit_code, error.everywhere)
+    status.fill_in_error_file(f"error: {error}")
+    if launch.is_local_rank0() or not error.everywhere:
+        watchdog.print_error(str(error))
+    return code
+
+
+def _report(world: World, error: LockstepError, details: str, secondary: bool) -> Failure:
+    """Agree with all ranks on the first cause, report the cause, and return the cause.
+
+    details    the traceback; empty for a LockstepError
+    secondary  the rank only lost the connection
+    """
+    everywhere = error.everywhere or world.size == 1
+    # A traceback's error line has the rank in its place.
+    text = str(error) if details or everywhere else f"rank {world.rank}: {error}"
+    cause = Failure(world.rank, text, error.exit_code, details, error.again)
+    claimed = world.main
+    if not everywhere:
+        cause, claimed = watchdog.find_cause(world, cause, secondary)
+    watchdog.announce(world, cause, claimed)
+    return cause
 
 
 def to_user_error(error: BaseException, world: World | None) -> LockstepError:
-    """Return the error as one for the user. Exit code 1: an error in the code, or memory has run
-    out."""
+    """Return an exception as an error for the user. The functions of `hooks.translators` know the
+    exceptions of other subsystems. Exit code 1: an error in the code, or memory has run out."""
     if isinstance(error, LockstepError):
         return error
-    text, code = headline(error), 1
-    places = [_frame(error)]
-    if world is not None:
-        places += [f"rank {world.rank}"] * (world.size > 1) + [f"{phase.name} at step {phase.step}"]
-    where = ", ".join(filter(None, places))
-    if ran_out(error):
-        return _out_of_memory(text or "no words", where, world)
-    if text.startswith(("DataLoader worker", "DataLoader timed out")):
-        what, code = (
-            f"a loader process failed: {str(error.__cause__ or text).strip(' .')}",
-            DATA,
-        )
-        todo = (
-            "one that was killed was likely out of memory: fewer num_workers, or smaller "
-            "batches; one that timed "
-            "out has hung, or needs a longer loader_timeout_s"
-        )
-    elif lost_connection(error):
-        what, code = f"the connection to the other ranks is lost: {text}", DISTRIBUTED
-        todo = (
-            "see what the other processes and machines say; start the same command again to resume"
-        )
-    elif "Expected to have finished reduction in the prior iteration" in str(error):
-        what, code = f"some parameters got no gradient: {_unused(str(error))}", USAGE
-        todo = "set ddp.find_unused_parameters=true, or use every parameter in every step"
-    elif "mixed torch.Tensor and DTensor" in str(error):
-        what, code = "a weight is used past the module that FSDP2 makes it whole for", USAGE
-        todo = (
-            "call `net(...)`, or name the method in the task's `forward_methods`, or use "
-            "ddp.strategy=ddp"
-        )
-    elif "out of bounds for storage of size 0" in str(error):
-        what, code = "a backward pass needs a weight that FSDP2 has cut again", USAGE
-        todo = "take no gradient of a gradient, and one backward pass of each forward pass, "
-        todo += "or use ddp.strategy=ddp"
-    elif isinstance(error, SystemExit):
-        what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
-    else:
-        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        folder = status.current.folder
-        traced = (
-            f"the traceback is in {folder / 'error.txt'}"
-            if folder
-            else "--debug shows the traceback"
-        )
-        todo = suggest_fix(error) or _batch_advice(error) or traced
-    return LockstepError(what, where, todo, exit_code=code)
+    place = _place(error, world)
+    translated = hooks.translators.first(error, place)
+    if translated is not None:
+        return translated
+    if isinstance(error, SystemExit):
+        what = f"sys.exit({error.code}) in the middle of the training"
+        return LockstepError(what, place, "remove that call", exit_code=1)
+    what = ": ".join(filter(None, [type(error).__name__, headline(error)]))
+    path = status.current.folder and status.current.folder / "error.txt"
+    todo = f"the traceback is in {path}" if path else "--debug shows the traceback"
+    return LockstepError(what, place, todo, exit_code=1)
 
 
-def _batch_advice(error: BaseException) -> str:
-    """Return the keys of the batch after a KeyError, or the sample whose label is none of the
-    model's outputs."""
-    # the innermost first
-    scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-    batches = [
-        [value for value in there.values() if type(value) is dict and INFO_KEY in value]
-        for there in scopes
-    ]
-    batch = batches[0][0] if batches and batches[0] else None  # that of the line that failed
-    if isinstance(error, KeyError) and batch and error.args and error.args[0] not in batch:
-        return f"the batch has {', '.join(repr(name) for name in batch if name != INFO_KEY)}"
-    if found := isinstance(error, IndexError) and re.match(
-        r"Target (-?\d+) is out of bounds", str(error)
-    ):
-        # torch's own names; a label may be of a part of a sample
-        with contextlib.suppress(Exception):
-            logits, y = next(
-                (there["input"], there["target"])
-                for there in scopes
-                if {"input", "target"} <= {*there}
-            )
-            index = next(each[INFO_KEY].index for held in batches for each in held)
-            sample = index[(y.reshape(len(index), -1) == int(found[1])).any(1)][0]
-            return (
-                f"the label of sample {sample} is none of the model's {logits.shape[1]} "
-                "outputs, numbered from 0"
-            )
-    if "device-side assert" in str(error):
-        return (
-            "mostly a label that is no output of the model, or an index beyond an embedding: "
-            "device=cpu names it"
-        )
-    return ""
+def lost_connection(error: BaseException) -> bool:
+    """Return whether the error follows from another rank's failure."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
 
 
-def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
-    if world is None or not status.current.smaller or phase.name == "preparing":
-        return LockstepError(
-            f"out of memory: {text}", where, "free some, or use cache=none", exit_code=1
-        )
-    batch, smaller = status.current.smaller[phase.name in ("validation", "loading validation data")]
-    words = " ".join(f"{key}={value}" for key, value in smaller.items() if value)
-    if not smaller:
-        todo = (
-            "no smaller batch takes the same steps: use a smaller model, smaller samples, or "
-            "another global_batch"
-        )
-    elif status.current.shrinks:
-        todo = f"all processes start again with {words}, from the last checkpoint"
-    else:
-        todo = (
-            f"{words} takes the same steps with less memory (oom=shrink does so by itself); "
-            "so may cache=none"
-        )
-    todo += f"; {status.current.less}" if status.current.less else ""
-    error = LockstepError(
-        f"out of memory, {batch} samples a forward pass: {text}", where, todo, exit_code=1
-    )
-    error.again = smaller if status.current.shrinks else {}
-    return error
+def translate_connection(error: BaseException, place: str) -> LockstepError | None:
+    """Return the error of a lost connection."""
+    if not lost_connection(error):
+        return None
+    what = f"the connection to the other ranks is lost: {headline(error)}"
+    todo = "see what the other processes and machines say; start the same command again to resume"
+    return LockstepError(what, place, todo, exit_code=DISTRIBUTED)
 
 
-def _frame(error: BaseException) -> str:
-    """Return the innermost line that is not a library's: file:line in function."""
-    libraries = (
-        str(Path(torch.__file__).parent),
-        sys.base_prefix + os.sep,
-        os.sep + "site-packages" + os.sep,
-    )
+def _place(error: BaseException, world: World | None) -> str:
+    """Return the place of an error: the line of the code, the rank, the phase and the step."""
+    if world is None:
+        return _code_line(error)
+    rank = f"rank {world.rank}" if world.size > 1 else ""
+    activity = f"{phase.name} at step {phase.step}"
+    return ", ".join(filter(None, [_code_line(error), rank, activity]))
+
+
+def _code_line(error: BaseException) -> str:
+    """Return the innermost line outside of libraries as "file:line in function"; else ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in libraries):
-            path = Path(frame.filename)
-            shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-            return f"{shown}:{frame.lineno} in {frame.name}"
+        if any(part in frame.filename for part in LIBRARIES):
+            continue
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT):
+            path = path.relative_to(ROOT)
+        return f"{path}:{frame.lineno} in {frame.name}"
     return ""
-
-
-def _unused(text: str) -> str:
-    """Return the names of the parameters that DDP's error names by their index among the trained
-    ones."""
-    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    names = status.current.parameter_names
-    return (
-        ", ".join(names[int(index)] for index in found[1].split())
-        if found
-        else "torch does not say which"
-    )
-
-
-HINTS = (
-    ("KeyError: 'lockstep'", "of a batch that is no dict it is an attribute: batch.lockstep"),
-    (
-        "KeyError: '(index|position|seed|mean_weight)'",
-        r"the loader's own numbers have one name: batch['lockstep'].\1",
-    ),
-    (
-        "AttributeError: 'dict' object has no attribute 'lockstep'",
-        "of a dict it is a key: batch['lockstep']",
-    ),
-    (
-        "TypeError: .*unexpected keyword argument 'lockstep'",
-        "leave that out: net(**contract.inputs(batch))",
-    ),
-)
-
-
-def suggest_fix(error: BaseException) -> str:
-    """Suggest a fix if a task looks up the loader's metadata in the wrong place, or passes it on;
-    else return ""."""
-    words = f"{type(error).__name__}: {error}"
-    return next(
-        (found.expand(todo) for form, todo in HINTS if (found := re.match(form, words, re.DOTALL))),
-        "",
-    )

@@ -1,4 +1,4 @@
-"""The folder for the temporary files of a run's processes, which goes with them."""
+"""The folder for the temporary files of the processes of a run. The folder ends with the run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from typing import Any
 from engine.errors import LockstepError
 
 SCRATCH = "LOCKSTEP_SCRATCH"
-"""Environment variable: a folder that this process removes at its end, for all temporary files of
-the run's processes and for EXIT_CODE. If this process is killed, they remove it."""
+"""Environment variable: the folder of torchrun's agent, for the temporary files of all processes
+and for EXIT_CODE. The agent removes the folder at its end. If the agent is killed, the processes
+remove the folder."""
 
 EXIT_CODE = "exit_code"
-"""File in it: the exit code that the processes agreed on."""
+"""File in SCRATCH: the exit code on which the processes agreed."""
 
 PREFIX = "lockstep_"
 
 
 def temporary_folder() -> str:
-    """Return the folder for temporary files, here and in the processes to come: shared memory where
-    nothing else can be written, as in `docker run --read-only`. Raises FileNotFoundError where that
-    cannot be written, either."""
+    """Return the folder for temporary files in the process and the child processes. Shared memory
+    is the folder of last resort, as in `docker run --read-only`. Raises FileNotFoundError if shared
+    memory cannot be written either."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -38,45 +39,52 @@ def temporary_folder() -> str:
 
 
 def own_scratch() -> str:
-    """Return this process's folder. The first call must precede the first loader process, which
-    would make a folder of its own for its sockets and leave it behind if killed. Under the launcher
-    it lies in the agent's."""
-    if not _made_here():
+    """Return the folder of the process. Under the launcher the folder lies in the agent's folder.
+
+    The first call must precede the first loader process. Else each loader process would make a
+    folder for sockets, and would leave the folder behind if killed. Raises LockstepError if no
+    folder can be written.
+    """
+    if not _own_folder():
         try:
-            made = tempfile.mkdtemp(
-                prefix=PREFIX, dir=os.environ.get(SCRATCH) or temporary_folder()
-            )
+            parent = os.environ.get(SCRATCH) or temporary_folder()
+            folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         except OSError as error:
             what = f"no folder for the temporary files of loader processes: {error.strerror}"
             todo = "mount one (docker run --tmpfs /tmp), or num_workers=0"
             raise LockstepError(what, "TMPDIR", todo) from error
-        atexit.register(shutil.rmtree, made, ignore_errors=True)
-        # its own would raise errors if it is gone at the end
-        _of_multiprocessing()["tempdir"] = made
-    return _made_here()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        # multiprocessing's own folder would raise errors if absent at the end.
+        _multiprocessing_config()["tempdir"] = folder
+    return _own_folder()
 
 
 def remove_scratch(orphaned: bool) -> None:
-    """Remove this process's folder, and the agent's where that was killed. A second training in
-    this process makes a new one, or its loader processes would never deliver."""
-    if made := _made_here():
-        shutil.rmtree(made, ignore_errors=True)
-        del _of_multiprocessing()["tempdir"]
+    """Remove the folder of the process. A second training in the process makes a new folder: in the
+    removed folder the loader processes would never deliver.
+
+    orphaned  remove the agent's folder, too: the agent was killed
+    """
+    folder = _own_folder()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+        del _multiprocessing_config()["tempdir"]
     if orphaned:
         shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
 
 
-def _made_here() -> str:
-    folder = _of_multiprocessing().get("tempdir") or ""
+def _own_folder() -> str:
+    """Return the folder made by `own_scratch`, or an empty text."""
+    folder = _multiprocessing_config().get("tempdir") or ""
     return folder if os.path.basename(folder).startswith(PREFIX) else ""
 
 
-def _of_multiprocessing() -> dict[str, Any]:
-    """Return what `multiprocessing.util.get_temp_dir()` reads."""
+def _multiprocessing_config() -> dict[str, Any]:
+    """Return the dict with the folder of `multiprocessing.util.get_temp_dir()`."""
     return getattr(multiprocessing.current_process(), "_config", {})
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the one that started it ends (Linux only)."""
+    """Let the kernel send a signal to the process when the parent process ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

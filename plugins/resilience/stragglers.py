@@ -1,4 +1,4 @@
-"""Find a rank that all other ranks wait for."""
+"""Find a rank slower than all other ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from engine.phases import phase
 
 
 class GpuClock:
-    """Measure the seconds that the GPU computes in forward and backward passes, by events that are
-    read at log points. The last pass of a step stands for the others."""
+    """A clock of the computing time of the GPU in forward and backward passes. Events on the GPU
+    are read at log points. The last pass of a step stands for all passes of the step."""
 
     def __init__(self) -> None:
-        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.passes, self.synced, self.in_forward = 0, False, False
+        self.begin = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
+        self.passes = 0
+        self.synced = False
+        self.in_forward = False
 
     def __call__(self, name: str) -> None:
-        # a sum within a forward pass enters "forward" again after it
+        """Record the events of a phase change."""
+        # A sum within a forward pass enters "forward" again after the sum.
         if name == "forward" and not self.in_forward:
             self.begin.record()
             self.passes += 1
@@ -41,8 +45,11 @@ class GpuClock:
 
 
 class Straggler(NamedTuple):
-    """A rank that all others wait for: its time over the others' median, and the phase in which it
-    is slow."""
+    """A rank that keeps all ranks waiting.
+
+    ratio  the time of the rank over the median of the other ranks
+    phase  the slow phase
+    """
 
     rank: int
     ratio: float
@@ -50,50 +57,58 @@ class Straggler(NamedTuple):
 
 
 class Stragglers:
-    """Watch how long the ranks take.
+    """The times of all ranks.
 
-    workers  virtual workers of this rank, which may be more than those of the others
-    times    (ranks, 2) seconds of data loading and of computing per worker, since the last
-             judgement
+    workers  virtual workers of the rank; ranks may have different numbers of workers
+    times    (ranks, 2) seconds of data loading and of computing per worker, since the last result
+             of `find`; on the host, where a sum need not wait for the queue of the device
     """
 
-    # seconds needed to judge, and the multiple of the others' median that is too slow
-    ENOUGH_S, RATIO = 3.0, 1.5
+    ENOUGH_S = 3.0
+    """Seconds of the slowest rank that are needed for a result."""
+
+    RATIO = 1.5
+    """The least ratio of a straggler."""
 
     def __init__(self, world: World, workers: int):
-        self.world, self.workers = world, workers
-        # on the host, where a sum need not wait for the device's queue
+        self.world = world
+        self.workers = workers
         self.times = torch.zeros(world.size, 2)
         self.gpu_clock = GpuClock() if world.size > 1 and world.device.type == "cuda" else None
         if self.gpu_clock:
             phase.listeners.append(self.gpu_clock)
 
     def find(self, seconds: dict[str, float]) -> Straggler | None:
-        """(all ranks) Add the seconds of the phases since the last call; return the rank that is
-        clearly slower than the others, or None."""
-        world = self.world
-        if world.size == 1:
+        """(all ranks) Add the seconds of the phases since the last call. Return the straggler, or
+        None."""
+        if self.world.size == 1:
             return None
-        # Up to the last gradient; after that a rank only waits for the others.
-        computed = sum(seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward"))
-        if self.gpu_clock:
-            with world.host_sync():
-                computed = self.gpu_clock.take()
-        times = torch.zeros(world.size, 2)
-        times[world.rank] = torch.tensor([loading_s(seconds), computed]) / self.workers
-        world.sum(times)
-        self.times += times
+        self.times += self._new_times(seconds)
         rows = self.times.tolist()
-        slowest = rows.pop(rank := max(range(world.size), key=lambda rank: sum(rows[rank])))
-        if sum(slowest) < self.ENOUGH_S:
+        sums = [sum(row) for row in rows]
+        rank = sums.index(max(sums))
+        slowest_s = sums.pop(rank)
+        if slowest_s < self.ENOUGH_S:
             return None
-        self.times = torch.zeros(world.size, 2)
-        usual = statistics.median(map(sum, rows))
-        if sum(slowest) < self.RATIO * usual:
+        self.times = torch.zeros(self.world.size, 2)
+        usual_s = statistics.median(sums)
+        if slowest_s < self.RATIO * usual_s:
             return None
-        data, computing = (
-            mine - statistics.median(theirs) for mine, *theirs in zip(slowest, *rows, strict=True)
+        slowest = rows.pop(rank)
+        loading, computing = map(statistics.median, zip(*rows, strict=True))
+        loads = slowest[0] - loading > slowest[1] - computing
+        return Straggler(rank, slowest_s / usual_s, "data loading" if loads else "computing")
+
+    def _new_times(self, seconds: dict[str, float]) -> torch.Tensor:
+        """(all ranks) Return (ranks, 2) seconds of data loading and computing per worker, up to the
+        last gradient. After the last gradient a rank only waits for slower ranks."""
+        computing_s = sum(
+            seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward")
         )
-        return Straggler(
-            rank, sum(slowest) / usual, "data loading" if data > computing else "computing"
-        )
+        if self.gpu_clock:
+            with self.world.host_sync():
+                computing_s = self.gpu_clock.take()
+        times = torch.zeros(self.world.size, 2)
+        times[self.world.rank] = torch.tensor([loading_s(seconds), computing_s]) / self.workers
+        self.world.sum(times)
+        return times

@@ -1,6 +1,6 @@
-"""Standard output and error, which may be lost before a training ends: ssh drops, `| head` exits, a
-disk is full. A failed write is noted and raises nothing. Standard library only, because torchrun's
-agent uses it, too."""
+"""Standard output and error. A training may lose both: ssh drops, `| head` exits, a disk is full. A
+failed write is recorded and raises no error. The module needs the standard library only, because
+torchrun's agent uses the module, too."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ import sys
 from typing import Any
 
 lost_streams: list[str] = []
-"""Streams that can no longer be written, with the reason. The first entry goes to the log."""
+"""The streams that can no longer be written, with the reason. The first entry goes to the log."""
 
 COLOURS = {"error:": "1;31", "warning:": "33", "✓": "32"}  # bold red, yellow, green
+MARK = re.compile(rf"(?m)^(\s*)({'|'.join(COLOURS)})")
 
 
 def make_safe() -> None:
-    """Make every print succeed from here on, even if stdout or stderr is gone or cannot encode a
-    character. Call before anything is opened: if 2 is closed, the next file would get that number,
-    and with it all that is written to stderr. Child processes find theirs closed again, and note it
-    themselves."""
+    """Make every later print succeed, even if stdout or stderr is gone or cannot encode a
+    character.
+
+    The call must precede the first open file: if descriptor 2 is closed, the next file would get
+    the number 2, and with the number all text for stderr. Child processes find the descriptors
+    closed again, and record the loss themselves.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: `number`
             if number:
                 lost_streams.append(f"{name} is closed")
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream: Any = getattr(sys, name)
-        if stream is not getattr(sys, f"__{name}__"):  # a test's, or ours
+        if stream is not getattr(sys, f"__{name}__"):  # replaced by a test, or by this function
             continue
-        with contextlib.suppress(OSError, AttributeError):  # None where it was closed
+        with contextlib.suppress(OSError, AttributeError):  # None if closed
             stream.flush()
         raw = io.BufferedWriter(_Raw(number, name))
         encoding = getattr(stream, "encoding", "utf-8")
@@ -43,24 +47,30 @@ def make_safe() -> None:
 
 
 class _Raw(io.FileIO):
+    """A descriptor with a record of failed writes in `lost_streams`."""
+
     def __init__(self, number: int, stream: str):
         super().__init__(number, "w", closefd=False)
         self.stream = stream
 
     def write(self, data: Any) -> int:
         try:
-            if (written := super().write(data)) is not None:
+            written = super().write(data)
+            if written is not None:
                 return written
-            # another process has made it non-blocking, and it is full
+            # Another process has made the descriptor non-blocking, and the pipe is full.
             reason = os.strerror(errno.EAGAIN)
         except OSError as error:
             reason = str(error.strerror)
-        if (lost := f"{self.stream} cannot be written ({reason})") not in lost_streams:
+        lost = f"{self.stream} cannot be written ({reason})"
+        if lost not in lost_streams:
             lost_streams.append(lost)
         return len(data)
 
 
 class _Coloured(io.TextIOWrapper):
+    """A text stream with coloured marks."""
+
     def write(self, text: str) -> int:
         super().write(_coloured(text))
         return len(text)
@@ -71,30 +81,27 @@ def _has_colours(number: int) -> bool:
 
 
 def _coloured(text: str) -> str:
-    """Colour the marks at the beginnings of lines."""
-    marks = "|".join(COLOURS)
-    return re.sub(
-        rf"(?m)^(\s*)({marks})",
-        lambda found: f"{found[1]}\x1b[{COLOURS[found[2]]}m{found[2]}\x1b[0m",
-        text,
-    )
+    """Return a text with colours for the marks at the begin of lines."""
+    return MARK.sub(lambda match: f"{match[1]}\x1b[{COLOURS[match[2]]}m{match[2]}\x1b[0m", text)
 
 
 def write_stderr(text: str) -> None:
-    """Write at once, so that the lines of several processes don't mix; works in signal handlers,
-    too."""
+    """Write a text to stderr at once, so that the lines of several processes do not mix. A signal
+    handler may call the function."""
+    if _has_colours(2):
+        text = _coloured(text)
     if os.isatty(2) and os.environ.get("TERM") != "dumb":
-        text = "\r\x1b[J" + (_coloured(text) if _has_colours(2) else text)  # over a progress bar
+        text = f"\r\x1b[J{text}"  # over a progress bar
     _Raw(2, "stderr").write(text.encode(errors="replace"))
 
 
 def plain(text: str, most: int = 4000) -> str:
-    """Return a text from outside without control characters, which a terminal would obey."""
+    """Return a text of another process without control characters: a terminal would obey them."""
     return "".join(sign for sign in text[:most] if sign in "\n\t" or sign.isprintable())
 
 
 class TerminalWatcher:
-    """Report once that the terminal is gone, which doesn't end the training."""
+    """The warning of a lost terminal, once. The training continues."""
 
     of_the_run = True
 
@@ -102,6 +109,7 @@ class TerminalWatcher:
         self.reported = False
 
     def warning(self) -> str:
+        """Return the warning for a log point, or an empty text."""
         if not lost_streams or self.reported:
             return ""
         self.reported = True

@@ -1,5 +1,5 @@
-"""Security: ranks sign their messages, stores listen on few interfaces, checkpoint files are
-inspected before torch reads them."""
+"""Signed messages between ranks, few listening interfaces, and an inspection of checkpoint files
+before torch reads a file."""
 
 from __future__ import annotations
 

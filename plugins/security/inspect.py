@@ -1,4 +1,4 @@
-"""Inspect a checkpoint file before torch reads it. No code in it is run."""
+"""Inspect a checkpoint file before torch reads the file. No code in the file runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ALLOWED_GLOBALS = frozenset(
     "torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor "
     "torch.serialization._get_layout".split()
 )
-"""Globals allowed in a checkpoint, with storages and dtypes: `weights_only=True` takes them for
-plain values."""
+"""The globals that a checkpoint may name, besides storages and dtypes. `weights_only=True` accepts
+the same globals as plain values."""
 
 ELEMENT_BYTES = {
     "Double": 8,
@@ -32,53 +32,69 @@ ELEMENT_BYTES = {
     "Int": 4,
     "Short": 2,
     "Char": 1,
+    "Byte": 1,
+    "Bool": 1,
+    "ComplexDouble": 16,
+    "ComplexFloat": 8,
+    "Untyped": 1,
 }
-ELEMENT_BYTES |= {"Byte": 1, "Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
-"""Bytes of an element, by the name of its storage; torch's own classes warn when they are used."""
+"""Bytes of an element by the name of the storage. A use of torch's own classes prints a warning."""
 
 
 class _DryUnpickler(pickle._Unpickler):
-    """Read a checkpoint's pickle without running anything, and compare the storages it names with
-    those in the archive: some versions of torch read past the end of a shorter one. In Python,
-    because the unpickler in C allocates its memo as large as the file asks for."""
+    """Read the pickle of a checkpoint without running code. Compare the named storages with the
+    storages in the archive: some versions of torch read past the end of a shorter storage.
+
+    The base class is the unpickler in Python. The unpickler in C allocates a memo of the size that
+    the file names.
+
+    sizes  name of a file in the archive -> bytes
+    top    the folder of all files in the archive
+    """
 
     def __init__(self, file: Any, sizes: dict[str, int], top: str):
         super().__init__(file)
-        self.sizes, self.top = sizes, top
+        self.sizes = sizes
+        self.top = top
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a stand-in for an allowed global: of a storage, the bytes of an element. Raises
+        ValueError for any other global."""
         if module in ("torch", "torch.storage"):
-            if name.endswith("Storage") and name.removesuffix("Storage") in ELEMENT_BYTES:
-                return ELEMENT_BYTES[name.removesuffix("Storage")]
-            if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            kind = name.removesuffix("Storage")
+            if kind != name and kind in ELEMENT_BYTES:
+                return ELEMENT_BYTES[kind]
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
                 return dtype
         if f"{module}.{name}" not in ALLOWED_GLOBALS:
             raise ValueError(f"it holds {module}.{name}: neither a tensor nor a plain value")
-        return OrderedDict if name == "OrderedDict" else lambda *given: None
+        return OrderedDict if name == "OrderedDict" else lambda *arguments: None
 
     def persistent_load(self, pid: Any) -> Any:
+        """Raise ValueError unless the data of a storage have the named size."""
         _, bytes_each, key, _, count = pid
         if self.sizes.get(f"{self.top}/data/{key}") != count * bytes_each:
             raise ValueError("a tensor whose size is not that of its data")
 
 
 def check_archive(file: Path | io.BytesIO) -> None:
-    """Raise unless a file has the form that torch.save gives it: nothing packed, no code, no claim
-    larger than the file. Reads little of it; `verify` checks that the contents are as written."""
+    """Raise ValueError unless a file has the form of torch.save: no compression, no code, no size
+    larger than the file. The function reads little of the file. `verify` compares the contents."""
     length = os.stat(file).st_size if isinstance(file, Path) else len(file.getbuffer())
     with zipfile.ZipFile(file) as archive:
         contents = archive.infolist()
-        sizes = {item.filename: item.file_size for item in contents}
+        sizes = {entry.filename: entry.file_size for entry in contents}
         if any(name.endswith("/constants.pkl") for name in sizes):
             raise ValueError("a TorchScript archive, which holds code")
-        packed = any(item.compress_type != zipfile.ZIP_STORED for item in contents)
-        if packed or sum(item.file_size for item in contents) > length:
+        packed = {entry.compress_type for entry in contents} - {zipfile.ZIP_STORED}
+        if packed or sum(entry.file_size for entry in contents) > length:
             raise ValueError("a compressed archive, which torch.save never writes")
         top = min(sizes, default="").split("/")[0]
-        # torch trusts the first bytes of the file and the first name in it, and ignores case
-        names = {name.lower() for name in sizes if name.startswith(f"{top}/")}
-        first = min((item.header_offset for item in contents), default=0)
-        if f"{top}/data.pkl" not in sizes or first != 0 or len(names) != len(contents):
+        # Torch trusts the first bytes of the file and the first name, and ignores upper case.
+        distinct = {name.lower() for name in sizes if name.startswith(f"{top}/")}
+        first = min((entry.header_offset for entry in contents), default=0)
+        if f"{top}/data.pkl" not in sizes or first != 0 or len(distinct) != len(contents):
             raise ValueError("an archive that torch.save has not written")
         with archive.open(f"{top}/data.pkl") as pickled:
             _DryUnpickler(pickled, sizes, top).load()

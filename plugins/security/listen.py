@@ -1,4 +1,5 @@
-"""The network interface that leads from this machine to the others, and where stores listen."""
+"""The network interface on the way to the other machines, and the listening interfaces of
+stores."""
 
 from __future__ import annotations
 
@@ -17,32 +18,46 @@ from typing import Any
 INFINIBAND = Path("/sys/class/infiniband")
 
 MANY = 128
-"""Ranks beyond which gloo connects two of them when one first sends to the other."""
+"""Number of ranks beyond which gloo connects a pair of ranks at the first message of the pair."""
+
+SIOCGIFADDR = 0x8915
+"""The request to Linux for the address of an interface."""
+
+USERS_OF_STORES = (
+    "torch.distributed",
+    "torch.distributed.rendezvous",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+)
+"""The modules of torch that make a TCPStore."""
 
 
 def choose_network(others: list[str]) -> str:
-    """Have gloo and NCCL use the network interface by which the machines reach each other, unless
-    the user has set one; returns a text that names it. Gloo would resolve this machine's own name,
-    often to 127.0.0.1. NCCL would take the first it finds, which may be a bridge that leads
-    nowhere, unless it has InfiniBand or a file that names one.
+    """Let gloo and NCCL use the network interface on the way to the other machines, unless the user
+    has set an interface. Return a text with the name of the interface, or an empty text.
 
-    others  addresses of machines, perhaps this one's among them
+    Gloo would resolve the name of the machine, often to 127.0.0.1. NCCL would take the first
+    interface, perhaps a bridge without a way to other machines; but InfiniBand, or a file of NCCL's
+    with an interface, comes first.
+
+    others  addresses of machines; the own address may be among the addresses
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return ""
-    # For its own machine MASTER_ADDR may be 127.0.0.1, which leads nowhere: there a route to
-    # another rank counts.
-    for there in filter(None, [os.environ.get("MASTER_ADDR"), *others]):
-        address, interface = way_to(there)
+    # On the machine of MASTER_ADDR the variable may be 127.0.0.1, which leads to no other machine.
+    # Then the way to another rank counts.
+    for host in filter(None, [os.environ.get("MASTER_ADDR"), *others]):
+        address, interface = way_to(host)
         if interface and not is_loopback(address):
             listen_on(interface)
             return f"{interface} ({address})"
-    return ""  # all on one machine, or no Linux
+    return ""  # all ranks on one machine, or not Linux
 
 
 def prepare_for_many(size: int) -> None:
-    """Let this process have as many connections as it may: rank 0, and torchrun with the store,
-    hear from all ranks. To connect each two of 1,024 ranks would take 523,776 connections."""
+    """Raise the limit of open files to the allowed maximum: rank 0, and torchrun with the store,
+    have a connection to every rank. A connection for each pair of 1,024 ranks would take 523,776
+    connections."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, 1 << 16)), most))
@@ -51,48 +66,44 @@ def prepare_for_many(size: int) -> None:
 
 
 def listen_on(interface: str) -> None:
-    """Have gloo and NCCL use this interface, unless the user or the machine has named another."""
-    if not _nccl_knows():
-        # eth1 alone would take eth10, too
+    """Let gloo and NCCL use an interface, unless the user or the machine names an interface."""
+    if not _nccl_has_network():
+        # Without "=" eth1 would match eth10, too.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _nccl_knows() -> bool:
-    """Return whether NCCL finds a network by itself; its variable would overrule the files that it
-    reads."""
-    files = (
-        os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"),
-        "/etc/nccl.conf",
-    )
-    texts = [Path(file).read_text(errors="replace") for file in files if os.access(file, os.R_OK)]
-    named = any(
-        line.strip().startswith("NCCL_SOCKET_IFNAME")
-        for text in texts
-        for line in text.splitlines()
-    )
-    return named or (INFINIBAND.is_dir() and any(INFINIBAND.iterdir()))
+def _nccl_has_network() -> bool:
+    """Return whether NCCL finds a network by itself. The variable of NCCL would overrule the files
+    of NCCL."""
+    own_file = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
+    for file in (own_file, "/etc/nccl.conf"):
+        if os.access(file, os.R_OK):
+            for line in Path(file).read_text(errors="replace").splitlines():
+                if line.strip().startswith("NCCL_SOCKET_IFNAME"):
+                    return True
+    return INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
 
 
 def way_to(host: str) -> tuple[str, str]:
-    """Return (this machine's own address, its network interface) for reaching `host`, by its
-    routes: sends nothing.
+    """Return (the own address, the own network interface) on the way to `host`, by the routes of
+    the machine. Sends nothing.
 
-    Empty where there is no route or no such name. On many machines their own name stands for
-    127.0.0.1.
+    Both are empty without a route or without an address of the host. Many machines resolve the own
+    name to 127.0.0.1.
     """
     with contextlib.suppress(OSError):
-        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(there)
+            probe.connect(target)
             here = probe.getsockname()[0].partition("%")[0]
             return here, _interface_of(here, probe)
     return "", ""
 
 
 def _interface_of(address: str, probe: socket.socket) -> str:
-    """Return the interface of `address` on Linux; "" elsewhere, and unless it is the interface's
-    first address."""
+    """Return the interface of an address on Linux; an empty text elsewhere, and for a second
+    address of an interface."""
     packed = ipaddress.ip_address(address).packed
     with contextlib.suppress(OSError):
         if len(packed) == 16:
@@ -100,25 +111,25 @@ def _interface_of(address: str, probe: socket.socket) -> str:
             return next((row.split()[-1] for row in rows if row.startswith(packed.hex())), "")
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                # SIOCGIFADDR
-                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))
-                if found[20:24] == packed:
+                request = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == packed:
                     return name
     return ""
 
 
 def is_loopback(address: str) -> bool:
+    """Return whether an address is empty, or leads to the own machine alone."""
     return not address or ipaddress.ip_address(address).is_loopback
 
 
 def listen_less(one_machine: bool) -> None:
-    """Patch torch's TCPStore, which listens on all network interfaces: from here on a store that
-    this process serves listens on the loopback if the run is on one machine, else at the address by
-    which the other machines find it."""
+    """Patch torch's TCPStore: torch's store listens on all network interfaces. A store of the
+    process listens on the loopback for a run on one machine, else at the address of the store for
+    the other machines."""
     import torch.distributed as dist
 
-    # a second call replaces the first
-    torchs: Any = getattr(dist.TCPStore, "torchs", dist.TCPStore)
+    # A second call replaces the patch of the first call.
+    store_of_torch: Any = getattr(dist.TCPStore, "store_of_torch", dist.TCPStore)
 
     def store(
         host_name: str,
@@ -130,35 +141,32 @@ def listen_less(one_machine: bool) -> None:
     ) -> Any:
         if is_master and (listener := _listen(host_name, port, one_machine)):
             host_name = "127.0.0.1" if one_machine else host_name
-            port, named["master_listen_fd"] = listener.getsockname()[1], listener.detach()
-        return torchs(host_name, port, world_size, is_master, *more, **named)
+            port = listener.getsockname()[1]
+            named["master_listen_fd"] = listener.detach()
+        return store_of_torch(host_name, port, world_size, is_master, *more, **named)
 
-    vars(store)["torchs"] = torchs
-    elastic = [
-        f".elastic.rendezvous.{kind}"
-        for kind in ("c10d_rendezvous_backend", "static_tcp_rendezvous")
-    ]
-    for name in ("", ".rendezvous", *elastic):
-        if module := sys.modules.get(f"torch.distributed{name}"):
-            vars(module)["TCPStore"] = store
+    vars(store)["store_of_torch"] = store_of_torch
+    for name in USERS_OF_STORES:
+        if name in sys.modules:
+            vars(sys.modules[name])["TCPStore"] = store
 
 
 def _listen(host: str, port: int, one_machine: bool) -> socket.socket | None:
-    """Return a socket for a store; None where torch must listen on all interfaces, because `host`
-    does not tell where the other machines come from: it has several addresses, or is the loopback,
-    as a machine's own name is on Debian."""
-    places = ["127.0.0.1"]
+    """Return a socket for a store; None if torch must listen on all interfaces. `host` does not
+    always name the interface of the other machines: a name may have several addresses, or be the
+    loopback, as the name of a Debian machine."""
+    addresses = ["127.0.0.1"]
     if not one_machine:
         with contextlib.suppress(OSError):
-            places = [*{str(found[4][0]) for found in socket.getaddrinfo(host, None)}]
-        if len(places) > 1 or is_loopback(places[0]):
+            addresses = [*{str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}]
+        if len(addresses) > 1 or is_loopback(addresses[0]):
             return None
-        places.append(way_to(host)[0])  # where `host` is translated on the way (NAT)
-    for address in filter(None, places):
+        addresses.append(way_to(host)[0])  # if a router translates the address (NAT)
+    for address in filter(None, addresses):
         try:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             return socket.create_server((address, port), family=family, backlog=2048)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
-                raise RuntimeError(str(error)) from error  # as torch does
+                raise RuntimeError(str(error)) from error  # torch raises the same class
     return None

@@ -338,11 +338,11 @@ def start_from(cfg: Any, policy: Policy) -> str:
             "on with other cameras"
         )
         raise LockstepError(what, where, todo)
-    differs_across_ranks = _differing(cfg, there, policy.cameras)
-    settings = " ".join(f"{key}={value}" for key, value in differs_across_ranks.items())
+    differing = _differing(cfg, there, policy.cameras)
+    settings = " ".join(f"{key}={value}" for key, value in differing.items())
     refused = {
         key: value
-        for key, value in differs_across_ranks.items()
+        for key, value in differing.items()
         if not key.startswith("policy.normalization_mapping.")
     }
     if refused and cfg.pretrained_strict:
@@ -350,7 +350,7 @@ def start_from(cfg: Any, policy: Policy) -> str:
         raise LockstepError(what, where, f"its config.json says {settings}")
     misfits = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
     rest = (f", the rest at random: {misfits}" if misfits else "") + (
-        f"; trained with {settings}" if differs_across_ranks else ""
+        f"; trained with {settings}" if differing else ""
     )
     return f"{cfg.pretrained_path}{rest}"
 
@@ -373,7 +373,7 @@ def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str,
     ]
     # a preset's own sizes follow from its name
     names = [name for name in names if hasattr(cfg, name)] or names
-    differs_across_ranks = {f"policy.{name}": there[name] for name in names}
+    differing = {f"policy.{name}": there[name] for name in names}
     features, ours = there.get("input_features") or {}, cfg.normalization_mapping
     # In LeRobot a type that the mapping does not name is not normalised, and the mapping of no
     # policy names ENV.
@@ -383,11 +383,11 @@ def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str,
         {"ACTION", *(feature["type"] for feature in features.values())} & default.keys()
     ):
         if (mode := modes.get(kind, "IDENTITY")) != getattr(ours, kind):
-            differs_across_ranks[f"policy.normalization_mapping.{kind}"] = mode
+            differing[f"policy.normalization_mapping.{kind}"] = mode
     theirs = _cameras_of(there)
     if theirs != cameras and set(theirs) == set(cameras):
-        differs_across_ranks["dataset.cameras"] = ",".join(theirs)
-    return differs_across_ranks
+        differing["dataset.cameras"] = ",".join(theirs)
+    return differing
 
 
 def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, str]:

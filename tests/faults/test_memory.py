@@ -11,7 +11,7 @@ from conftest import FAULTY, ROOT, by_hand, free_port, launching, succeed
 from runs import weights
 
 from engine import launch
-from plugins.resilience import failure_report
+from plugins.resilience import oom
 from plugins.resilience.signals import StopRequest
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]
@@ -103,6 +103,4 @@ def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
     "error", [torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("... can't allocate memory: y")]
 )
 def test_what_running_out_looks_like(error):
-    assert failure_report.ran_out(error) and not failure_report.ran_out(
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    )
+    assert oom.ran_out(error) and not oom.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

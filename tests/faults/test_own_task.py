@@ -115,6 +115,26 @@ def test_a_gpu_that_asserts_is_explained():
     assert said.endswith("device=cpu names it")
 
 
+TRANSLATED = {
+    # a text of torch: (exit code, the line)
+    "aten.add: got mixed torch.Tensor and DTensor": (2, "a weight is used past the module that FSDP2 makes it whole"),
+    "setStorage: out of bounds for storage of size 0": (2, "a backward pass needs a weight that FSDP2 has cut again:"),
+    "Expected to have finished reduction in the prior iteration": (2, "some parameters got no gradient: torch does no"),
+    "DataLoader timed out after 4 seconds": (5, "a loader process failed: DataLoader timed out after 4 seconds: one"),
+    "[gloo/transport/tcp/pair.cc:1] Connection closed": (6, "the connection to the other ranks is lost: [gloo/trans"),
+    "DefaultCPUAllocator: can't allocate memory": (1, "out of memory: DefaultCPUAllocator: can't allocate memory: fr"),
+    "shape '[2]' is invalid": (1, "RuntimeError: shape '[2]' is invalid: --debug shows the traceback"),
+}
+
+
+@pytest.mark.parametrize("text", TRANSLATED)
+def test_an_error_of_another_subsystem_has_its_own_line(text, monkeypatch):
+    monkeypatch.setattr(failure_report.status, "current", failure_report.status.Status())
+    code, line = TRANSLATED[text]
+    error = failure_report.to_user_error(RuntimeError(text), None)
+    assert error.exit_code == code and str(error).startswith(line)
+
+
 def test_a_batch_larger_than_the_data_and_a_task_mistyped_are_said(launch, tmp_path):
     done = succeed(launch.python("train.py", TOY, "--dry-run", "batch_size=64"))
     assert done.out.count("warning: a step may take 64 samples, and there are 61: an epoch is one smaller step") == 1

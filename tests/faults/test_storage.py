@@ -1,6 +1,6 @@
 """A run's folder under the faults that can be provoked from outside: it holds the old state or the new, or says so.
 
-The I/O calls of atomic.py, archive.py and checkpoints.py are counted by stand-ins for what they import; SIGKILL,
+The I/O calls of atomic.py, archive.py and store.py are counted by stand-ins for what they import; SIGKILL,
 limits and full disks are real.
 """
 
@@ -19,7 +19,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import tarfile
 import tempfile
 import threading
@@ -36,26 +35,18 @@ import torch
 from engine import config
 from engine.contract import LockstepError
 from engine.errors import console
-from engine.files import archive, atomic, run_folder
-from engine.files.checkpoints import (
-    FILES,
-    LAST,
-    LOCK,
-    MANIFEST,
-    Checkpoints,
-    CheckpointWriter,
-    find_checkpoint,
-)
+from engine.files import archive, atomic, run_folder, store
 from engine.files.run_folder import inspect_run_folder as look_into
-from engine.report import log
+from engine.files.store import FILES, LAST, LOCK, MANIFEST, Checkpoints, find_checkpoint
+from engine.files.writer import CheckpointWriter
+from engine.report import lines, log
 from engine.run import Progress, Record
 from plugins.resilience import status
 from plugins.security import inspect
 from tools.use import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINTS = sys.modules[Checkpoints.__module__]  # the name is taken in most tests
-MODULES = (atomic, inspect, CHECKPOINTS)
+MODULES = (atomic, inspect, store)
 
 
 @pytest.fixture
@@ -222,7 +213,7 @@ class Faults:
         plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat")
         mine = {name: self.counted(os, name) for name in plain}
         mine |= {"replace": self.replace, "fsync": self.fsync, "open": self.os_open}
-        for file in (*MODULES, log):
+        for file in (*MODULES, lines):
             patch.setattr(file, "os", Stand(os, mine))
             patch.setattr(file, "open", self.open, raising=False)
         patch.setattr(archive, "torch", Stand(torch, {"load": self.counted(torch, "load")}))
@@ -399,7 +390,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
                 opened = log.Log(folder, job)
                 opened.sinks = [opened.lines]
                 job.progress.step = 3
-                opened._tell("write", "train", job, {})
+                opened._send("write", "train", job, {})
                 writer = CheckpointWriter(checkpoints, SimpleNamespace(sync=opened.sync), "F1")
                 writer.write(state(3))
                 writer.wait()
@@ -471,7 +462,7 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
     """At the end of an epoch after ten seconds, or once the last one's CPU time is a hundredth of the time since; at
     once, if that failed. Within an epoch after `minutes`, and that hundredth; after failures sooner."""
     clock = SimpleNamespace(used=0.0, now=100.0, monotonic=lambda: clock.now, thread_time=lambda: clock.used)
-    monkeypatch.setattr(CHECKPOINTS, "time", clock)
+    monkeypatch.setattr("engine.files.writer.time", clock)
     go_on = threading.Event()
 
     def sync():
@@ -503,16 +494,16 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
 
 FULL_AFTER = """
 import errno
-from engine.files import checkpoints
+from engine.files import store
 from tests.tasks import toy
-real, tried = checkpoints.atomically, []
+real, tried = store.atomically, []
 def write(path):
     step = path.stem.removeprefix("step_")
     if path.suffix == ".pt" and not (step.isdigit() and int(step) <= {step}) and len(tried) < {times}:
         tried.append(path)
         {full}
     return real(path)
-checkpoints.atomically = write
+store.atomically = write
 class Task(toy.Task):
     pass
 """
@@ -760,7 +751,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(run, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(CHECKPOINTS, "os", Stand(os, {"listdir": refuse}))
+    monkeypatch.setattr(store, "os", Stand(os, {"listdir": refuse}))
     (run / MANIFEST).unlink()
     assert error_of(lambda: find_checkpoint("auto", run)).exit_code == 3
     assert error_of(lambda: Checkpoints(run)).exit_code == 3
@@ -1083,7 +1074,7 @@ def test_a_failed_removal_is_a_warning(run, monkeypatch):
             raise PermissionError(errno.EPERM, "Operation not permitted")
         os.unlink(path, *given)
 
-    monkeypatch.setattr(CHECKPOINTS, "os", Stand(os, {"unlink": unlink}))
+    monkeypatch.setattr(store, "os", Stand(os, {"unlink": unlink}))
     said: list[str] = []
     with writer_of(Checkpoints(run), said.append) as writer:
         writer.write(state(3))

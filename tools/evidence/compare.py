@@ -42,7 +42,7 @@ from engine.environment import environment_of
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, weights
 from engine.files.atomic import write_atomically
-from engine.files.checkpoints import Checkpoints, check_files
+from engine.files.store import Checkpoints, check_files
 from plugins import resilience as survive
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN
@@ -51,42 +51,10 @@ from tools.machine import cards
 from tools.running import train_in
 from tools.use.evaluate import TRUST, aligned, of_run
 
-NO_NUMBERS = (
-    "num_workers eval_batch_size log_every eval_every save_every save_minutes patience max_time_s "
-    "digest_every max_skipped_steps check_every check_resume check_sums keep_checkpoints "
-    "loader_timeout_s oom "
-    "allocator record random_samples resume init_from wandb. mlflow. ddp.timeout_s "
-    "ddp.init_timeout_s ddp.bind_cores"
-).split()
-"""Keys and sections (`wandb.`) that change no step. What `resume` and `init_from` name is compared
-by itself."""
-
-NO_BITS = ("processes", "cache", "optim.zero", "ddp.")
-"""The same of what takes the same bits where both runs have virtual workers, as docs/same-bits.md
-says."""
-
-RESOLVED = {
-    "device": "device",
-    "amp": "precision",
-    "compile": "compile",
-    "memory_format": "memory_format",
-    "threads": "threads",
-    "deterministic": "deterministic kernels",
-}
-"""Keys that may be `auto`, and the environment's entry with what was chosen."""
-
 TIMES = ("event", "step", "time_s", "samples_per_s", "data_wait_share")
 OF_THE_STEP = ("digest", "grad_norm", "lr", "samples", "epoch")
 """Entries of the log that are of no account; and those of the last step alone, the others since the
 last log point."""
-
-ONLY_ROUNDING = (
-    "batch_size gradient_accumulation_steps virtual_workers processes multi_gpu gpu_ids device "
-    "threads deterministic "
-    "compile cuda_graph memory_format cache amp optim.zero ddp."
-).split()
-"""Keys that may change the bits of a step, and by rounding alone: how it is cut, and on what it is
-computed."""
 
 SAME, DIFFER, UNKNOWN = "same", "differ", "not known"
 
@@ -426,10 +394,10 @@ def around(a: Side, b: Side) -> dict[str, Differences | None]:
     """Return what differs around the numbers, by section; None where it isn't known of both."""
     found: dict[str, Differences | None] = {"start": start(a, b)}
     virtual = 0 < a.config.get("virtual_workers", 0) == b.config.get("virtual_workers", 0)
-    free = (*NO_NUMBERS, *(NO_BITS if virtual else ()))
+    free = (*config.NO_NUMBERS, *(config.NO_BITS if virtual else ()))
     free += tuple(
         key
-        for key, name in RESOLVED.items()
+        for key, name in config.RESOLVED.items()
         if a.environment.get(name) == b.environment.get(name, "?")
     )
     free += ("steps", "epochs", "schedule.horizon") if a.horizon == b.horizon > 0 else ()
@@ -439,7 +407,7 @@ def around(a: Side, b: Side) -> dict[str, Differences | None]:
         if a.config.get(key) != b.config.get(key) and key != "save_dir"
     ]
     settings = {
-        key: (a.config.get(key, "absent"), b.config.get(key, "absent"), not _is_in(key, free))
+        key: (a.config.get(key, "absent"), b.config.get(key, "absent"), not config.is_in(key, free))
         for key in keys
     }
     for name, sizes in (
@@ -465,10 +433,6 @@ def around(a: Side, b: Side) -> dict[str, Differences | None]:
     found["data"] = data if a.data and b.data else None
     found["processes"] = processes if a.processes and b.processes else None
     return found
-
-
-def _is_in(key: str, free: tuple[str, ...]) -> bool:
-    return key in free or key.startswith(tuple(each for each in free if each.endswith(".")))
 
 
 def start(a: Side, b: Side) -> Differences | None:
@@ -691,7 +655,9 @@ def _settings(a: Side, b: Side) -> str:
     an empty text."""
     differences = around(a, b)["config"] or {}
     matter = {key: both for key, (*both, matters) in differences.items() if matters}
-    named = {key: both for key, both in matter.items() if not _is_in(key, tuple(ONLY_ROUNDING))}
+    named = {
+        key: both for key, both in matter.items() if not config.is_in(key, config.ONLY_ROUNDING)
+    }
     if not named:
         return ""
     shown = [f"{key} is {x} in A, {y} in B" for key, (x, y) in [*named.items()][:2]]

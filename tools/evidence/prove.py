@@ -66,7 +66,7 @@ from engine.comm import digests
 from engine.contract import LOGGED
 from engine.errors import LockstepError, amount
 from engine.files import archive
-from engine.files.checkpoints import LAST
+from engine.files.store import LAST
 from engine.threads import available
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN

@@ -49,7 +49,7 @@ from torch import Tensor
 
 import tasks
 from data_loader import fingerprint, load_datasets
-from engine import checkpoint, config, private, resume
+from engine import checkpoint, config, private
 from engine.comm import digests
 from engine.comm.world import World
 from engine.environment import SQUARE_ROOT
@@ -57,7 +57,7 @@ from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder
 from engine.files.archive import CheckpointState
 from engine.files.atomic import write_json
-from engine.files.checkpoints import LOCK, Checkpoints
+from engine.files.store import LOCK, Checkpoints
 from tools.arguments import NOT_KNOWN
 from tools.machine import cards
 from tools.running import Trained, alone, guarded, train_in
@@ -203,7 +203,7 @@ class Recorded:
 
     def __init__(self, folder: Path, cfg: Any, task: Any):
         self.folder, self.cfg = folder, cfg
-        self.free = {*resume.FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
+        self.task = task
         _check_not_running(folder)
         self.environment = _read_json(folder / "environment.json")
         self.log, self.unreadable = log_of(folder)
@@ -275,19 +275,15 @@ class Recorded:
         return found
 
     def decisive(self, then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the keys that would make another run, see `checkpoint.FREE_KEYS`, with both
+        """Return the keys that would make another run, see `config.may_differ`, with both
         values."""
-        usual, sections = (
-            config.defaults(self.cfg),
-            tuple(key for key in self.free if key.endswith(".")),
-        )
+        usual = config.defaults(self.cfg)
         before, after = (usual | config.flatten(tree) for tree in (then, now))
         return {
             key: (before.get(key), after.get(key))
             for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key)
-            and key not in self.free
-            and not key.startswith(sections)
+            and not config.may_differ(key, self.task.resumable_keys)
             # what it does is in the code's digest
             if key != "task" or Path(before[key]).name != Path(after[key]).name
         }

@@ -27,7 +27,7 @@ from engine import contract, global_loss, private
 from engine.comm.buffers import Buffers
 from engine.data.batches import attach_info, batch_info, map_tensors
 from engine.files.atomic import write_json
-from engine.files.checkpoints import MANIFEST
+from engine.files.store import MANIFEST
 from engine.run import Run
 from engine.seeds import positions
 from plugins.preflight.partition import partition_dependent

@@ -1,15 +1,14 @@
-"""Make the index of shards that a training reads, or verify it: names, bytes, samples, SHA-256,
-where samples begin.
+"""Make or verify the index of shards: names, bytes, samples, SHA-256, and offsets of samples.
 
     python tools/index_shards.py data/shards               # a folder of .tar, .jsonl or .parquet
-    python tools/index_shards.py data/shards --verify      # is each shard what the index says?
+    python tools/index_shards.py data/shards --verify      # compare each shard with the index
     python tools/index_shards.py https://host/set --names 'train-{0000..0811}.tar' --to data/set
 
-The index is two files, shards.json and shards-*.offsets (8 bytes a sample; parquet needs none),
-beside the shards or in --to: upload both to where the shards are, or train with shards.root=TO. A
-tar is laid out as WebDataset's are: the files of a sample lie together and share their name up to
-the first dot. Compressed files are refused: no place in them can be read alone. Of an address, each
-shard is downloaded once, and is not kept.
+A training reads the index. The index is two files, shards.json and shards-*.offsets (8 bytes a
+sample; parquet needs no offsets), beside the shards or in --to. Upload both files beside the
+shards, or train with shards.root=TO. A tar has the layout of WebDataset: the files of a sample are
+adjacent, and share the name up to the first dot. Compressed files are refused, because no part can
+be read alone. From an address, each shard is downloaded once and deleted.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="the shards, in this order; {00..11} counts (default: all)",
+        help="the shards in order; {00..11} is a range of numbers (default: all shards)",
     )
     add(
         "--to",
         type=Path,
         metavar="FOLDER",
-        help="write the index there (default: beside the shards)",
+        help="folder of the index (default: beside the shards)",
     )
     add(
         "--verify", action="store_true", help="compare the shards with the index, and write nothing"
@@ -70,18 +69,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=whole_number(1),
         default=min(8, os.cpu_count() or 1),
         metavar="N",
-        help="(default: one a core)",
+        help="number of processes (default: one per core, at most 8)",
     )
-    asked = parser.parse_args(argv)
-    if shard_cache.is_url(asked.root) and not asked.to and not asked.verify:
+    options = parser.parse_args(argv)
+    if shard_cache.is_url(options.root) and not options.to and not options.verify:
         parser.error("an address cannot be written: give a folder in --to")
-    if asked.verify and (asked.to or asked.names):
+    if options.verify and (options.to or options.names):
         parser.error("--verify takes the shards that the index names")
-    return asked
+    return options
 
 
 class Found(NamedTuple):
-    """What a process has found out about one shard; `fault` is the error, if there is one."""
+    """The scan of a shard by a process. `fault` is the text of an error, or empty."""
 
     name: str
     bytes: int = 0
@@ -91,7 +90,7 @@ class Found(NamedTuple):
 
 
 def _look(work: tuple[str, str, int]) -> Found:
-    """Read a shard: (root, name, its bytes if they are known, or -1)."""
+    """Read a shard: (root, name, bytes or -1 if unknown)."""
     root, name, expected = work
     try:
         if not shard_cache.is_url(root):
@@ -109,6 +108,7 @@ def _look(work: tuple[str, str, int]) -> Found:
 
 
 def _seen(path: Path, name: str, address: str = "") -> Found:
+    """Return the scan of a file. `address` replaces the path in an error."""
     try:
         scanned = shard_files.scan(path)
     except LockstepError as error:
@@ -120,8 +120,8 @@ def _seen(path: Path, name: str, address: str = "") -> Found:
 def _looked(
     root: str, names: Sequence[tuple[str, int]], processes: int, doing: str
 ) -> Iterator[Found]:
-    """Yield what is found about each shard, in their order."""
-    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends them
+    """Yield the scan of each shard, in the order of `names`."""
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the processes
     with multiprocessing.get_context("fork").Pool(
         min(processes, len(names)), signal.signal, ignore
     ) as pool:
@@ -133,30 +133,36 @@ def _looked(
 # --------------------------------------------------------------------------------------------------
 
 
-def names_of(asked: argparse.Namespace) -> list[str]:
-    """Return the names of the shards, relative to the root. Raises LockstepError for none, or
-    several kinds."""
-    names = [each for pattern in asked.names for each in counted(pattern)] or listed(asked.root)
+def names_of(options: argparse.Namespace) -> list[str]:
+    """Return the names of the shards, relative to the root.
+
+    Raises LockstepError for no shard, for a name that is given twice, and for several kinds.
+    """
+    names = [each for pattern in options.names for each in counted(pattern)] or listed(options.root)
     kinds = Counter(Path(name).suffix[1:] for name in names)
     if not names or not kinds.keys() <= SCANS.keys():
         other = next((name for name in names if Path(name).suffix[1:] not in SCANS), "")
-        what = f"{other} is no shard" if other else "no shards there"
         raise LockstepError(
-            what, asked.root, f"give files that end in .{', .'.join(SCANS)}, not compressed"
+            f"{other} is no shard" if other else "no shards there",
+            options.root,
+            f"give files that end in .{', .'.join(SCANS)}, not compressed",
         )
     if len(kinds) > 1:
         what = " and ".join(f"{count} .{kind}" for kind, count in sorted(kinds.items()))
         raise LockstepError(
-            f"shards of several kinds: {what}", asked.root, "index each kind on its own: --names"
+            f"shards of several kinds: {what}", options.root, "index each kind on its own: --names"
         )
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise LockstepError(f"{twice[0]} is given twice", "--names", "give each shard once")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise LockstepError(f"{name} is given twice", "--names", "give each shard once")
     return names
 
 
 def counted(pattern: str) -> list[str]:
-    """Return the names of a pattern such as train-{0000..0811}.tar; numbers have as many digits as
-    the first one."""
+    """Return the names of a pattern such as train-{0000..0811}.tar.
+
+    A number has as many digits as the first number.
+    """
     parts = re.split(r"\{(\d+)\.\.(\d+)\}", pattern)
     texts: list[list[str]] = [[parts[0]]]
     for first, last, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -171,6 +177,7 @@ def counted(pattern: str) -> list[str]:
 
 
 def listed(root: str) -> list[str]:
+    """Return the names of all shards below a folder or an address that can be listed."""
     if not shard_cache.is_url(root):
         if not Path(root).is_dir():
             raise LockstepError("no such folder", root, "give the folder of the shards")
@@ -197,31 +204,32 @@ def listed(root: str) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def index(asked: argparse.Namespace) -> str:
-    """Write the index; return what to print."""
-    names = names_of(asked)
-    found = [*_looked(asked.root, [(name, -1) for name in names], asked.processes, "Indexing")]
-    _check(found, asked.root)
-    folder = asked.to or Path(asked.root)
+def index(options: argparse.Namespace) -> str:
+    """Write the index. Return the text to print."""
+    names = names_of(options)
+    found = [*_looked(options.root, [(name, -1) for name in names], options.processes, "Indexing")]
+    _check(found, options.root)
+    folder = options.to or Path(options.root)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [
-        Shard(each.name, each.bytes, each.scanned.samples, each.sha256)
-        for each in found
-        if each.scanned
-    ]
-    offsets = b"".join(
-        each.scanned.offsets.astype("<i8").tobytes() for each in found if each.scanned
-    )
+    shards = []
+    parts = []
+    held = 0  # bytes of the largest row group
+    for each in found:
+        if each.scanned:
+            shards.append(Shard(each.name, each.bytes, each.scanned.samples, each.sha256))
+            parts.append(each.scanned.offsets.astype("<i8").tobytes())
+            held = max(held, each.scanned.held)
+    offsets = b"".join(parts)
     there: Shard | None = None
     if offsets:
         digest = hashlib.sha256(offsets).hexdigest()
         there = Shard(f"shards-{digest[:12]}.offsets", len(offsets), 0, digest)
         write_atomically(folder / there.name, lambda file: file.write(offsets))
-    held = max(each.scanned.held for each in found if each.scanned)
-    away = "" if folder.resolve() == Path(asked.root).resolve() else asked.root
+
+    away = "" if folder.resolve() == Path(options.root).resolve() else options.root
     root = away if shard_cache.is_url(away) or not away else os.path.abspath(away)
     made = Index(Path(names[0]).suffix[1:], shards, root, there, held)
-    # last: it names the offsets
+    # Written last, because the index names the file of offsets.
     write_atomically(folder / INDEX, lambda file: file.write(made.written()))
     for old in folder.glob("shards-*.offsets"):
         if there is None or old.name != there.name:
@@ -236,27 +244,25 @@ def index(asked: argparse.Namespace) -> str:
 
 
 def _check(found: Sequence[Found], root: str) -> None:
-    """Raise LockstepError for the first shard with a fault."""
-    if faults := [each.fault for each in found if each.fault]:
-        for fault in faults[1:20]:
-            print(f"error: {fault}", file=sys.stderr)
-        more = (
-            f" ({amount(len(faults), 'shard')} of {len(found)} in {root})"
-            if len(faults) > 1
-            else ""
-        )
-        raise LockstepError(faults[0] + more, exit_code=5)
+    """Raise LockstepError for the first shard with a fault. Print the next 19 faults."""
+    faults = [each.fault for each in found if each.fault]
+    for fault in faults[1:20]:
+        print(f"error: {fault}", file=sys.stderr)
+    if len(faults) > 1:
+        faults[0] += f" ({amount(len(faults), 'shard')} of {len(found)} in {root})"
+    if faults:
+        raise LockstepError(faults[0], exit_code=5)
 
 
-def verify(asked: argparse.Namespace) -> str:
-    """Return what to print if all shards are as the index says."""
-    there = read_index(asked.root)
-    root = there.root or asked.root
-    offsets = np.frombuffer(_offsets(there, asked.root), dtype="<i8")
+def verify(options: argparse.Namespace) -> str:
+    """Return the text to print if all shards match the index. Raises LockstepError."""
+    there = read_index(options.root)
+    root = there.root or options.root
+    offsets = np.frombuffer(_offsets(there, options.root), dtype="<i8")
     checked = list[Found]()
     work = [(shard.name, shard.bytes if shard_cache.is_url(root) else -1) for shard in there.shards]
     for shard, found in zip(
-        there.shards, _looked(root, work, asked.processes, "Verifying"), strict=True
+        there.shards, _looked(root, work, options.processes, "Verifying"), strict=True
     ):
         if not found.fault and (found.bytes, found.sha256) != (shard.bytes, shard.sha256):
             what = f"{found.bytes:,} bytes with the SHA-256 {found.sha256[:12]}…"
@@ -291,5 +297,7 @@ def _offsets(there: Index, root: str) -> bytes:
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = parse(argv)
-    return printed(lambda: verify(asked) if asked.verify else index(asked), Path(asked.root))
+    options = parse(argv)
+    return printed(
+        lambda: verify(options) if options.verify else index(options), Path(options.root)
+    )

@@ -1,4 +1,4 @@
-"""What examples/own_*.py share: where a person's files are, and how the commands are started."""
+"""Find the data of examples/own_*.py, and start the commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.errors import LockstepError
+from tools.names import some_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,11 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def find_raw(
     folder: Path, table: str, wanted: str, endings: Sequence[str], make_raw: Callable[[Path], None]
 ) -> tuple[Path, Path]:
-    """Return the folder of a person's table and the folder of what is made of it; else those of
-    files that are made up.
+    """Return the folder of a user's table, and the folder for converted files.
 
-    wanted   the table in words, with its columns
-    endings  of the person's other files, which without the table are refused
+    Without files of the user, `make_raw` makes up files in folder/made_up. Raises LockstepError for
+    files of the user without the table.
+
+    wanted   the table in words, with the columns
+    endings  suffixes of the user's other files
     """
     if folder.exists() and not folder.is_dir():
         raise LockstepError("not a folder", str(folder), "give the folder that holds it")
@@ -32,9 +35,7 @@ def find_raw(
         if path.suffix.lower() in endings and made not in path.parents
     )
     if yours:
-        names = ", ".join(
-            [str(path.relative_to(folder)) for path in yours[:3]] + ["..."] * (len(yours) > 3)
-        )
+        names = some_names([str(path.relative_to(folder)) for path in yours], 3)
         raise LockstepError(f"{names} but no {table}", str(folder), f"write it: {wanted}")
     raw = made / "raw"
     if not any(raw.glob(table)):
@@ -48,12 +49,14 @@ def find_raw(
 
 
 def run(*words: str) -> None:
+    """Run a Python command in the root of the project. Exit with the code of a failed command."""
     print("\n$ python", *words, flush=True)
     if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
         sys.exit(code)
 
 
 def start(main: Callable[..., None]) -> None:
+    """Run `main` with the command line. Exit with one line on an error."""
     try:
         main(*sys.argv[1:])
     except LockstepError as error:

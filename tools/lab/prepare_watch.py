@@ -1,11 +1,10 @@
 """Convert the smartwatch recordings inside the PyPI package seglearn to data/watch/watch.npz.
 
-    python tools/prepare_watch.py
-        # downloads the wheel (11 MB) with pip
-    python tools/prepare_watch.py seglearn-1.2.5-py3-none-any.whl     # uses this one
+    python tools/prepare_watch.py                                     # downloads 11 MB with pip
+    python tools/prepare_watch.py seglearn-1.2.5-py3-none-any.whl     # uses a downloaded wheel
 
-The recordings are a pickle, which can run code when it is read. So it is read here only, once, and
-only from a wheel with the known SHA-256; training reads plain arrays.
+The recordings are a pickle. Reading a pickle can run code. The pickle is read here alone, once, and
+only from a wheel with the known SHA-256. A training reads plain arrays.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ RECORDINGS = "seglearn/data/watch_dataset.npy"
 LICENSE = "seglearn-1.2.5.dist-info/LICENSE"
 VAL_SUBJECTS = (9, 10)
 MANTISSA_BITS = (
-    13  # of float32's 23: a relative error of at most 2**-14 = 6.1e-5, and a third less to store
+    13  # float32 has 23: a relative error of at most 2**-14 = 6.1e-5, and a third less to store
 )
 
 
 def fetch(folder: Path) -> Path:
-    """Download the wheel with pip; its bytes are checked by `read_wheel`."""
+    """Download the wheel with pip. Return the path. `read_wheel` checks the bytes."""
     command = [
         sys.executable,
         "-m",
@@ -59,8 +58,10 @@ def fetch(folder: Path) -> Path:
 
 
 def read_wheel(path: Path) -> tuple[dict[str, Any], str]:
-    """Return (the recordings as seglearn stores them, its licence's text) of a wheel. Raises
-    LockstepError."""
+    """Return (the recordings as seglearn stores them, the text of the licence).
+
+    Raises LockstepError for a missing wheel, and for a wheel with a different SHA-256.
+    """
     if not path.is_file():
         raise LockstepError("no such wheel", str(path), "run without an argument to download it")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -75,14 +76,17 @@ def read_wheel(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def shorten(values: np.ndarray, bits: int = MANTISSA_BITS) -> np.ndarray:
-    """Round float32 to `bits` bits of mantissa, so that it compresses better."""
+    """Round float32 to `bits` bits of mantissa, so that the array compresses better."""
     drop = 23 - bits
     words = values.view(np.uint32).astype(np.uint64)
     return (((words + (1 << (drop - 1))) >> drop) << drop).astype(np.uint32).view(np.float32)
 
 
 def convert(source: dict[str, Any]) -> dict[str, np.ndarray]:
-    """seglearn's dict -> the arrays of watch.npz; data/watch/README.md describes them."""
+    """Return the arrays of watch.npz from the dict of seglearn.
+
+    data/watch/README.md describes the arrays.
+    """
     signal = np.concatenate(list(source["X"])).astype(np.float32)
     subject = np.asarray(source["subject"], dtype=np.int64)
     return {
@@ -100,8 +104,7 @@ def convert(source: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Like np.savez_compressed, but the same bytes each time, because its zip entries have a fixed
-    time."""
+    """Write a compressed .npz with the same bytes each time: the zip entries have a fixed time."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             buffer = io.BytesIO()

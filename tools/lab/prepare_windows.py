@@ -1,24 +1,23 @@
-"""Turn recordings of sensors, as tables or as cases of an archive, into one .npz that the har task
-trains on.
+"""Convert recordings of sensors, as tables or as cases of an archive, to one .npz for the har task.
 
     python tools/prepare_windows.py walks/ walks.npz --rate 50
-        a file per recording, recordings.csv names them
-    python tools/prepare_windows.py all.csv all.npz --time ms --time-unit ms --subject who --label
-        activity
+        a file per recording, named in recordings.csv
+    python tools/prepare_windows.py all.csv all.npz --time ms --time-unit ms --subject who
+        --label activity
     python tools/prepare_windows.py PAMAP2_Dataset/Protocol pamap2.npz --like pamap2
     python tools/prepare_windows.py Gun_TRAIN.tsv gun.npz             with Gun_TEST.tsv beside it
     python train.py har dataset.root=walks.npz
 
 A table is CSV, or separated by semicolons, tabs or blanks, gzipped or not, or parquet (pip install
-pyarrow): a row for each sample. Cases are .tsv of UCR, .arff or .ts of UEA. In a folder every table
-is a recording; a table recordings.csv there (file, subject, label) names them and what they are.
-Columns are known by their names or by --time, --channels, --label, --subject and --recording; what
-was taken is printed.
+pyarrow). A table has a row for each sample. Cases are .tsv of UCR, .arff or .ts of UEA. In a folder
+every table is a recording. A table recordings.csv in the folder (file, subject, label) lists the
+recordings. Columns are found by common names or by --time, --channels, --label, --subject and
+--recording. The command prints the columns in use.
 
 A recording is cut where samples are missing (--max-gap), where time goes back and, unless --mixed,
-where the label changes, so that a window has one label; what is shorter than a window (--length) is
-left out, or padded (--pad). A lower --rate filters first (pip install scipy). What is wrong is
-refused with file, line and column; the file appears only when it is complete.
+where the label changes, so that a window has one label. A part that is shorter than a window
+(--length) is left out, or padded (--pad). A lower --rate filters first (pip install scipy). Invalid
+input is rejected with file, line and column. The file appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -47,10 +46,11 @@ from formats.lab.rates import changed, rate_of, resampled, steps_at, widest_gap
 from formats.lab.sensor_tables import Reading, Sheet
 from formats.lab.windows import VALID
 from tools.arguments import printed, whole_number
+from tools.names import some_names
 
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
-SOME = 5  # sentences of a kind that are printed
+SOME = 5  # printed warnings of each kind
 
 # ---- what is written
 # ------------------------------------------------------------------------------------------------
@@ -58,8 +58,12 @@ SOME = 5  # sentences of a kind that are printed
 
 @dataclass
 class Piece:
-    """(T, C) float32 of one recording, and its label or, with `--mixed`, (T,) labels; both index
-    the classes."""
+    """A part of one recording.
+
+    signal  (T, C) float32
+    label   class number
+    steps   (T,) class numbers, with --mixed
+    """
 
     signal: np.ndarray
     label: int
@@ -70,7 +74,10 @@ class Piece:
 
 @dataclass
 class Output:
-    """Collects the pieces; their samples wait in a temporary file."""
+    """The collected pieces. The samples are in a temporary file until `save`.
+
+    short  samples that were left out, by file
+    """
 
     spool: Any
     length: int
@@ -80,9 +87,10 @@ class Output:
     subjects: list[str] = field(default_factory=list)
     test: list[bool] = field(default_factory=list)
     steps: list[np.ndarray] = field(default_factory=list)
-    short: Counter[str] = field(default_factory=Counter)  # samples left out, by file
+    short: Counter[str] = field(default_factory=Counter)
 
     def add(self, piece: Piece, file: str) -> None:
+        """Append a piece. A piece shorter than a window is padded or left out."""
         signal, steps = piece.signal, piece.steps
         if len(signal) < self.length and not self.pad:
             self.short[file] += len(signal)
@@ -101,8 +109,10 @@ class Output:
             self.steps.append(steps.astype(np.int32))
 
     def save(self, out: Path, arrays: dict[str, np.ndarray], channels: int) -> None:
-        """Write the .npz, the same bytes each time; the signal is copied from the temporary file in
-        blocks."""
+        """Write the .npz, the same bytes each time.
+
+        The signal is copied in blocks from the temporary file.
+        """
 
         def fill(file: Any) -> None:
             with zipfile.ZipFile(file, "w") as archive:
@@ -128,7 +138,10 @@ class Output:
 
 @dataclass
 class Source:
-    """A file, and what a table of the files says of it; `where` is its line there."""
+    """A file, with the person and the label from a table of files.
+
+    where  the line in the table of files
+    """
 
     path: Path
     subject: str = ""
@@ -136,23 +149,26 @@ class Source:
     where: str = ""
 
 
-class Said(list[str]):
-    """Warnings, of which a few of each kind are printed."""
+class Warnings(list[str]):
+    """Warnings, limited to SOME sentences of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds: Counter[str] = Counter()
 
     def add(self, kind: str, text: str) -> None:
+        """Add a warning."""
         self.kinds[kind] += 1
         if self.kinds[kind] <= SOME:
             self.append(text)
 
     def once(self, kind: str, text: str) -> None:
+        """Add a warning, unless the kind has a warning already."""
         if not self.kinds[kind]:
             self.add(kind, text)
 
     def closed(self) -> list[str]:
+        """Return the warnings, with the number of dropped warnings of each kind."""
         more = [
             f"{count - SOME} more places: {kind}"
             for kind, count in self.kinds.items()
@@ -161,35 +177,38 @@ class Said(list[str]):
         return [*self, *more]
 
 
-def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
-    """Return the files to read, as the table, or the command line's pattern, names them. Raises
-    LockstepError."""
-    data: Path = asked.data
+def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
+    """Return the files to read, from the table of files or the pattern. Raises LockstepError."""
+    data: Path = options.data
     if data.is_file():
         return [Source(data)]
-    table = asked.table or (data / TABLE if (data / TABLE).is_file() else None)
+    table = options.table or (data / TABLE if (data / TABLE).is_file() else None)
     if table:
-        return _listed(data, table, said)
+        return _listed(data, table, warnings)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
     found = sorted(
         path
-        for path in data.rglob(asked.files or "*")
+        for path in data.rglob(options.files or "*")
         if path.is_file() and not path.name.startswith(".")
     )
     found = [path for path in found if path.name.lower().endswith(endings)]
-    mapped = asked.label_map.partition(":")[0]
+    mapped = options.label_map.partition(":")[0]
     found = [
-        path for path in found if path != data / mapped and path.resolve() != asked.output.resolve()
+        path
+        for path in found
+        if path != data / mapped and path.resolve() != options.output.resolve()
     ]
     if not found:
-        what = f"no tables{f' {asked.files}' if asked.files else ''}"
         raise LockstepError(
-            what, str(data), f"give a folder with {', '.join(TABLES)}, or name one in --files"
+            " ".join(["no tables", *filter(None, [options.files])]),
+            str(data),
+            f"give a folder with {', '.join(TABLES)}, or name one in --files",
         )
     return [Source(path) for path in found]
 
 
-def _listed(folder: Path, table: Path, said: Said) -> list[Source]:
+def _listed(folder: Path, table: Path, warnings: Warnings) -> list[Source]:
+    """Return the files of a table of files. Raises LockstepError with the line."""
     lines = text_lines(table)
     header, rows = csv_rows(table, lines)
     if "file" not in header:
@@ -223,38 +242,37 @@ def _listed(folder: Path, table: Path, said: Said) -> list[Source]:
         if path.suffix in TABLES and path.resolve() not in known
     )
     if left:
-        said.add(
+        warnings.add(
             "files",
-            f"{table}: it names no {', '.join(left[:SOME])}{', ...' if left[SOME:] else ''}",
+            f"{table}: it names no {some_names(left, SOME)}",
         )
     return found
 
 
 class Labels:
-    """What labels are called, and which are left out: -1."""
+    """The numbers of the labels. An excluded label has number -1."""
 
-    def __init__(self, asked: argparse.Namespace):
+    def __init__(self, options: argparse.Namespace):
         self.names: dict[str, int] = {}
-        self.keep, self.exclude = _words(asked.keep_classes), {*_words(asked.exclude_label)}
+        self.keep, self.exclude = _words(options.keep_classes), {*_words(options.exclude_label)}
         self.all_mapped, self.mapping, self.where = False, dict[str, str](), "--label-map"
         self.seen: set[str] = set()
-        if "=" in asked.label_map:
-            pairs = [pair.split("=", 1) for pair in _words(asked.label_map)]
+        if "=" in options.label_map:
+            pairs = [pair.split("=", 1) for pair in _words(options.label_map)]
             if any(len(pair) != 2 for pair in pairs):
                 raise LockstepError(
-                    f"{asked.label_map!r}", self.where, "write old=new,old=new, or FILE:COLUMN"
+                    f"{options.label_map!r}", self.where, "write old=new,old=new, or FILE:COLUMN"
                 )
             self.mapping = {old.strip(): new.strip() for old, new in pairs}
-        elif asked.label_map:
-            self._read_map(asked)
+        elif options.label_map:
+            self._read_map(options)
 
-    def _read_map(self, asked: argparse.Namespace) -> None:
-        name, _, column = asked.label_map.partition(":")
-        path = (
-            Path(name)
-            if Path(name).is_file()
-            else (asked.data if asked.data.is_dir() else asked.data.parent) / name
-        )
+    def _read_map(self, options: argparse.Namespace) -> None:
+        name, _, column = options.label_map.partition(":")
+        path = Path(name)
+        if not path.is_file():
+            folder = options.data if options.data.is_dir() else options.data.parent
+            path = folder / name
         header, rows = csv_rows(path, text_lines(path))
         if column not in header:
             raise LockstepError(
@@ -269,24 +287,25 @@ class Labels:
         self.all_mapped, self.where = True, str(path)
 
     def number(self, text: str, where: str) -> int:
-        """Return a class's number, new ones counting on, or -1. Raises LockstepError for one that a
-        file lacks."""
-        text = "" if text.lower() == "nan" else text
+        """Return the number of a class; a new class gets the next number; -1 if excluded.
+
+        Raises LockstepError for a label that is missing in the file of --label-map.
+        """
+        if text.lower() == "nan":
+            text = ""
         if self.all_mapped and text and text not in self.mapping:
             raise LockstepError(
                 f"label {text[:60]!r} is not in {self.where}", where, "add it there"
             )
         name = self.mapping.get(text, text)
         self.seen |= {text, name}
-        if (
-            not name
-            or {text, name} & self.exclude
-            or (self.keep and not {text, name} & {*self.keep})
-        ):
+        excluded = {text, name} & self.exclude
+        if not name or excluded or (self.keep and not {text, name} & {*self.keep}):
             return -1
         return self.names.setdefault(name, len(self.names))
 
     def check(self) -> None:
+        """Raise LockstepError if a class of --keep-classes is missing, or no sample has a label."""
         if missing := [name for name in self.keep if name not in self.seen]:
             some = ", ".join(sorted(self.seen - {""}, key=cases.natural)[:12])
             raise LockstepError(
@@ -302,29 +321,35 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _factors(asked: argparse.Namespace, channels: int) -> np.ndarray:
-    """Return (C,) or (1,) of --scale."""
-    found = np.array([float(one) for one in _words(asked.scale)] or [1.0])
+def _factors(options: argparse.Namespace, channels: int) -> np.ndarray:
+    """Return (C,) or (1,) factors of --scale.
+
+    Raises LockstepError for a wrong number of factors.
+    """
+    found = np.array([float(one) for one in _words(options.scale)] or [1.0])
     if len(found) not in (1, channels):
-        what = f"{len(found)} factors for {amount(channels, 'channel')}"
-        raise LockstepError(what, "--scale", "give one, or one for each")
+        raise LockstepError(
+            f"{len(found)} factors for {amount(channels, 'channel')}",
+            "--scale",
+            "give one, or one for each",
+        )
     return found
 
 
 class Recordings:
     """Cuts the rows of sheets into pieces."""
 
-    def __init__(self, asked: argparse.Namespace, labels: Labels, said: Said):
-        self.asked, self.labels, self.said = asked, labels, said
-        self.rate, self.first = asked.rate, ""
+    def __init__(self, options: argparse.Namespace, labels: Labels, warnings: Warnings):
+        self.options, self.labels, self.warnings = options, labels, warnings
+        self.rate, self.first = options.rate, ""
         self.scale = np.ones(1)
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
-        """Yield the pieces of a file: of each person in it, and of each recording of theirs."""
-        self.scale = _factors(self.asked, len(sheet.channels))
+        """Yield the pieces of a file: of each person, and of each recording of a person."""
+        self.scale = _factors(self.options, len(sheet.channels))
         labels = self._labels(sheet, source)
         subject = (
-            self._pattern(self.asked.file_subject, "--file-subject", sheet.path) or source.subject
+            self._pattern(self.options.file_subject, "--file-subject", sheet.path) or source.subject
         )
         codes, names = sheet.texts.get("subject", (np.zeros(len(labels), np.int64), [subject]))
         others, _ = sheet.texts.get("recording", (np.zeros(len(labels), np.int64), [""]))
@@ -337,13 +362,17 @@ class Recordings:
                 yield piece
 
     def _pattern(self, pattern: str, flag: str, path: Path) -> str:
-        """Return what a pattern's group finds in the name of a file, below the folder that was
-        given."""
+        """Return the group of a pattern in the name of a file, relative to the given folder.
+
+        Raises LockstepError if the pattern does not match.
+        """
         if not pattern:
             return ""
         found = re.search(
             pattern,
-            path.relative_to(self.asked.data).as_posix() if path != self.asked.data else path.name,
+            path.relative_to(self.options.data).as_posix()
+            if path != self.options.data
+            else path.name,
         )
         if not found or not found[1]:
             raise LockstepError(
@@ -352,8 +381,8 @@ class Recordings:
         return found[1]
 
     def _labels(self, sheet: Sheet, source: Source) -> np.ndarray:
-        """Return (N,) the class of each row, -1 where there is none."""
-        if self.asked.no_label:
+        """Return (N,) the class of each row, -1 without a class."""
+        if self.options.no_label:
             return np.zeros(len(sheet.values), np.int64)
         if "label" in sheet.texts:
             codes, names = sheet.texts["label"]
@@ -362,7 +391,7 @@ class Recordings:
             for code, row in zip(found.tolist(), first.tolist(), strict=True):
                 table[code] = self.labels.number(names[code], sheet.at(row))
             return table[codes]
-        text = self._pattern(self.asked.file_label, "--file-label", sheet.path) or source.label
+        text = self._pattern(self.options.file_label, "--file-label", sheet.path) or source.label
         if not text:
             todo = (
                 "name its column in --label, its place in the file's name in --file-label, "
@@ -374,40 +403,39 @@ class Recordings:
         return np.full(len(sheet.values), self.labels.number(text, source.where or str(sheet.path)))
 
     def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
-        """Yield the pieces of one recording, without a gap and, unless --mixed, of one label
-        each."""
+        """Yield the pieces of one recording: without a gap, and of one label unless --mixed."""
         if sheet.time is None and not self.rate:
             raise LockstepError(
                 "no column of times", str(sheet.path), "name it in --time, or give --rate"
             )
-        values, time = (
-            sheet.values[rows],
-            np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows],
-        )
-        breaks = np.zeros(len(rows), dtype=bool)  # whether a piece begins here
+        values = sheet.values[rows]
+        time = np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows]
+        breaks = np.zeros(len(rows), dtype=bool)  # True where a piece begins
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
-            what = f"time goes back {len(back)} times, the first to {time[back[0]]:.10g} s"
             raise LockstepError(
-                what, sheet.at(rows[back[0]]), "sort the rows, or name --recording or --subject"
+                f"time goes back {len(back)} times, the first to {time[back[0]]:.10g} s",
+                sheet.at(rows[back[0]]),
+                "sort the rows, or name --recording or --subject",
             )
         for row in back.tolist():
             text = f"time goes back by {time[row - 1] - time[row]:.3g} s: cut there"
-            self.said.add("time goes back", f"{sheet.at(rows[row])}: {text}")
+            self.warnings.add("time goes back", f"{sheet.at(rows[row])}: {text}")
         breaks[back] = True
-        # of samples of one time, which are averaged
+        # Samples with equal times are averaged: (M,) the first sample of each time.
         firsts = np.flatnonzero(np.append(True, np.diff(time) != 0))
         if len(rows) > 1 and len(firsts) < max(2, len(rows) / 2):
-            what = f"{len(rows)} samples have {len(firsts)} different times"
             raise LockstepError(
-                what, str(sheet.path), "give each sample a time of its own, or name --subject"
+                f"{len(rows)} samples have {len(firsts)} different times",
+                str(sheet.path),
+                "give each sample a time of its own, or name --subject",
             )
         if len(rows) - len(firsts) > len(rows) / 10:
             text = (
                 f"{sheet.path}: {len(rows) - len(firsts)} of {len(rows)} samples have the "
                 "time of the one before"
             )
-            self.said.add("samples of one time", f"{text}: such are averaged")
+            self.warnings.add("samples of one time", f"{text}: such are averaged")
         values = np.add.reduceat(values, firsts) / np.diff(np.append(firsts, len(rows)))[:, None]
         time, rows, labels, breaks = time[firsts], rows[firsts], labels[firsts], breaks[firsts]
         parts = [
@@ -424,22 +452,25 @@ class Recordings:
                 f"a sample every {interval:.3g} s from here on, usually every {usual:.3g} s: "
                 "has the rate changed?"
             )
-            self.said.add("the rate", f"{sheet.at(rows[row])}: {text}")
-        gap = self.asked.max_gap or widest_gap(usual, self.asked.length / self.rate)
+            self.warnings.add("the rate", f"{sheet.at(rows[row])}: {text}")
+        gap = self.options.max_gap or widest_gap(usual, self.options.length / self.rate)
         for part in parts:
             yield from self._stretches(
                 sheet, rows[part], time[part], values[part], labels[part], gap
             )
 
     def _check_rate(self, own: float, path: Path) -> None:
+        """Set the rate to the rate of the first file.
+
+        Raises LockstepError for a rate that does not fit.
+        """
         if not self.rate:
-            near = round(own)
-            self.rate, self.first = (
-                near if near and abs(own - near) < 0.01 * own else float(f"{own:.4g}"),
-                str(path),
-            )
+            self.first = str(path)
+            self.rate = round(own)
+            if not self.rate or abs(own - self.rate) >= 0.01 * own:
+                self.rate = float(f"{own:.4g}")
             if not 0.2 < own < 20000:
-                self.said.add(
+                self.warnings.add(
                     "unit",
                     (
                         f"{path}: {own:.3g} samples a second: is the time in another unit "
@@ -447,11 +478,17 @@ class Recordings:
                     ),
                 )
         if self.first and abs(own - self.rate) > 0.05 * self.rate:
-            what = f"{own:.4g} samples a second, {self.first} has {self.rate:g}"
-            raise LockstepError(what, str(path), "--rate takes all at one rate")
+            raise LockstepError(
+                f"{own:.4g} samples a second, {self.first} has {self.rate:g}",
+                str(path),
+                "--rate takes all at one rate",
+            )
         if not self.rate / 5.3 < own < 400 * self.rate:
-            what = f"{own:.4g} samples a second, taken at {self.rate:g}"
-            raise LockstepError(what, str(path), "give another --time-unit or --rate")
+            raise LockstepError(
+                f"{own:.4g} samples a second, taken at {self.rate:g}",
+                str(path),
+                "give another --time-unit or --rate",
+            )
 
     def _stretches(
         self,
@@ -462,13 +499,13 @@ class Recordings:
         labels: np.ndarray,
         gap: float,
     ) -> Iterator[Piece]:
-        """Cut where values or samples are missing; `time` rises."""
-        if self.asked.missing == "fill":
+        """Yield the pieces between missing values or samples. `time` is sorted."""
+        if self.options.missing == "fill":
             values = _filled(time, values, gap)
         alive = ~np.isnan(values).any(1)
-        lost = np.flatnonzero(~alive & np.append(True, alive[:-1]))  # the first of each hole
+        lost = np.flatnonzero(~alive & np.append(True, alive[:-1]))  # first sample of each hole
         for row in lost[(lost > 0)].tolist():
-            self.said.add(
+            self.warnings.add(
                 "values are missing", f"{sheet.at(rows[row])}: values are missing: cut there"
             )
         wide = np.flatnonzero(np.diff(time) > 1.001 * gap)
@@ -477,7 +514,7 @@ class Recordings:
                 f"no sample for {time[row + 1] - time[row]:.3g} s, {time[row]:.4f} s after "
                 "the first: cut there"
             )
-            self.said.add("no sample", f"{sheet.at(rows[row + 1])}: {text}")
+            self.warnings.add("no sample", f"{sheet.at(rows[row + 1])}: {text}")
         begins = np.zeros(len(time), dtype=bool)
         begins[wide + 1] = True
         begins |= alive != np.append(alive[:1], alive[:-1])
@@ -487,20 +524,23 @@ class Recordings:
             signal = resampled(time[part], values[part] * self.scale, self.rate)
             even = time[part[0]] + np.arange(len(signal)) / self.rate
             middles = (time[part][1:] + time[part][:-1]) / 2
-            steps = labels[part][np.searchsorted(middles, even)]  # of the sample next to each
+            steps = labels[part][np.searchsorted(middles, even)]  # label of the nearest sample
             yield from self._by_label(signal, steps)
 
     def _by_label(self, signal: np.ndarray, steps: np.ndarray) -> Iterator[Piece]:
-        if self.asked.mixed and (steps >= 0).any():
+        """Yield the pieces of equal labels; with --mixed, the complete signal."""
+        if self.options.mixed and (steps >= 0).any():
             yield Piece(signal, 0, steps=steps)
         for part in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
-            if steps[part[0]] >= 0 and not self.asked.mixed:
+            if steps[part[0]] >= 0 and not self.options.mixed:
                 yield Piece(signal[part], int(steps[part[0]]))
 
 
 def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
-    """Draw a line over the missing values of each channel where the samples beside them are at most
-    `gap` s apart."""
+    """Return the values with short holes of each channel filled by a line.
+
+    A hole is short if the samples beside the hole are at most `gap` seconds apart.
+    """
     values = values.copy()
     for column in values.T:
         known = np.flatnonzero(~np.isnan(column))
@@ -529,16 +569,16 @@ TEXTS = {
     "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
     "--label": ("COLUMN", "default: label, activity, …"),
     "--subject": ("COLUMN", "the person; default: subject, user, …"),
-    "--recording": ("COLUMN", "what belongs to one recording; default: recording, session, …"),
-    "--file-label": ("REGEX", "finds the label in a file's name, in its group"),
-    "--file-subject": ("REGEX", "finds the person in a file's name, such as 'subject(\\d+)'"),
-    "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN, whose first column is old"),
-    "--keep-classes": ("A,B,…", "keep these alone"),
-    "--exclude-label": ("A,B,…", "leave out what has these, such as 0"),
-    "--separator": ("CHAR", "of the cells (default: what the first line has most of)"),
+    "--recording": ("COLUMN", "the recording of a row; default: recording, session, …"),
+    "--file-label": ("REGEX", "one group, which matches the label in a file's name"),
+    "--file-subject": ("REGEX", "one group: the person in a file's name, 'subject(\\d+)'"),
+    "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN with old in the first column"),
+    "--keep-classes": ("A,B,…", "keep only these classes"),
+    "--exclude-label": ("A,B,…", "leave out samples with these labels, such as 0"),
+    "--separator": ("CHAR", "of the cells (default: the most frequent one of the first line)"),
     "--scale": ("F,…", "multiply all channels, or each, such as 9.81 for g to m/s2"),
 }
-"""Options that take a text, empty unless given: form and help."""
+"""Options with a text value, empty by default: form and help."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -558,73 +598,76 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--like",
         choices=sorted(LIKE),
-        help="a public set as it is published: its columns, labels and people",
+        help="a public data set in the published form: the columns, labels and people are known",
     )
-    told = f"names file, subject and label (default: FOLDER/{TABLE} if it is there)"
-    add("--table", type=Path, metavar="CSV", help=told)
-    for flag, (form, told) in TEXTS.items():
-        add(flag, default="s" if flag == "--time-unit" else "", metavar=form, help=told)
-    add("--no-label", action="store_true", help="of data to predict")
+    help_text = f"table of file, subject and label (default: FOLDER/{TABLE} if present)"
+    add("--table", type=Path, metavar="CSV", help=help_text)
+    for flag, (form, help_text) in TEXTS.items():
+        add(flag, default="s" if flag == "--time-unit" else "", metavar=form, help=help_text)
+    add("--no-label", action="store_true", help="the data have no labels: data to predict")
     add(
         "--mixed",
         action="store_true",
-        help="keep recordings whole: a window has the label of its middle",
+        help="do not cut where the label changes: a window has the label of the middle",
     )
     add(
         "--rate",
         type=float,
         default=0.0,
         metavar="HZ",
-        help="steps a second to write (default: the recordings' own)",
+        help="steps per second of the output (default: the rate of the recordings)",
     )
-    told = "of a window (default: 128; cases: their own)"
-    add("--length", type=whole_number(2), default=0, metavar="STEPS", help=told)
+    help_text = "length of a window (default: 128; cases: the length of a case)"
+    add("--length", type=whole_number(2), default=0, metavar="STEPS", help=help_text)
     add(
         "--pad",
         action="store_true",
-        help="pad what is shorter, and add a channel `valid`; cases to the longest",
+        help="pad shorter pieces, and add a channel `valid`; cases are padded to the longest case",
     )
-    told = (
-        "cut where no sample came for longer (default: 20 usual intervals, or a quarter of a "
-        "window if that is more"
+    help_text = (
+        "cut at a longer time without samples (default: 20 usual intervals, or a quarter of a "
+        "window if the quarter is shorter, but at least 3 intervals)"
     )
-    add("--max-gap", type=float, default=0.0, metavar="S", help=f"{told} than 3)")
-    told = (
-        "empty cells and NaN: refuse them (the default), draw a line over them up to "
-        "--max-gap, or cut there"
+    add("--max-gap", type=float, default=0.0, metavar="S", help=help_text)
+    help_text = (
+        "empty cells and NaN: an error (the default), a line through the neighbours up to "
+        "--max-gap, or a cut"
     )
-    add("--missing", choices=("refuse", "fill", "cut"), default="refuse", help=told)
+    add("--missing", choices=("refuse", "fill", "cut"), default="refuse", help=help_text)
     add(
         "--bad-lines",
         choices=("refuse", "skip"),
         default="refuse",
-        help="lines that cannot be read",
+        help="handling of unreadable lines",
     )
     first, _ = parser.parse_known_args(argv)
     parser.set_defaults(**LIKE.get(first.like or "", {}))
-    asked = parser.parse_args(argv)
-    for flag, text in (("--file-label", asked.file_label), ("--file-subject", asked.file_subject)):
+    options = parser.parse_args(argv)
+    for flag, text in (
+        ("--file-label", options.file_label),
+        ("--file-subject", options.file_subject),
+    ):
         with contextlib.suppress(re.error):
             if not text or re.compile(text).groups == 1:
                 continue
         parser.error(f"argument {flag}: {text!r} is no pattern with one group in brackets")
     try:
-        _ = [float(one) for one in _words(asked.scale)]
+        _ = [float(one) for one in _words(options.scale)]
     except ValueError:
-        parser.error(f"argument --scale: {asked.scale!r} is no number")
-    if asked.output.suffix != ".npz":
-        parser.error(f"argument OUT.npz: {asked.output} does not end in .npz")
-    if not (0 <= asked.rate < 1e9 and 0 <= asked.max_gap < 1e9):
+        parser.error(f"argument --scale: {options.scale!r} is no number")
+    if options.output.suffix != ".npz":
+        parser.error(f"argument OUT.npz: {options.output} does not end in .npz")
+    if not (0 <= options.rate < 1e9 and 0 <= options.max_gap < 1e9):
         parser.error("argument --rate, --max-gap: give a number above 0")
-    asked.mixed &= not asked.no_label  # then nothing is cut for its label
-    return asked
+    options.mixed &= not options.no_label  # without labels no recording is cut at a label
+    return options
 
 
-def prepare(asked: argparse.Namespace) -> str:
-    """Run the command line; returns the text to print. Raises LockstepError."""
-    data: Path = asked.data
-    if asked.output.exists():
-        raise LockstepError("it exists", str(asked.output), "remove it, or give another name")
+def prepare(options: argparse.Namespace) -> str:
+    """Write the .npz. Return the text to print. Raises LockstepError."""
+    data: Path = options.data
+    if options.output.exists():
+        raise LockstepError("it exists", str(options.output), "remove it, or give another name")
     if not data.exists():
         raise LockstepError(
             "no such file or folder", str(data), "give a table, or a folder of tables"
@@ -634,19 +677,23 @@ def prepare(asked: argparse.Namespace) -> str:
             raise LockstepError(
                 "har reads it as it is", str(folder), f"python train.py har dataset.root={data}"
             )
-    archive = cases.find(data) if data.is_dir() else data if _is_cases(asked) else None
-    asked.output.parent.mkdir(parents=True, exist_ok=True)
-    said = Said()
-    with tempfile.TemporaryFile(dir=asked.output.parent) as spool:
-        out = Output(spool, asked.length, asked.pad)
-        about = _of_cases(asked, archive, out) if archive else _of_tables(asked, out, said)
-        return _write(asked, out, said, about)
+    archive = None
+    if data.is_dir():
+        archive = cases.find(data)
+    elif _is_cases(options):
+        archive = data
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    warnings = Warnings()
+    with tempfile.TemporaryFile(dir=options.output.parent) as spool:
+        out = Output(spool, options.length, options.pad)
+        about = _of_cases(options, archive, out) if archive else _of_tables(options, out, warnings)
+        return _write(options, out, warnings, about)
 
 
-def _is_cases(asked: argparse.Namespace) -> bool:
-    """Whether a file has cases: by its ending, and a .tsv by numbers where a table has names."""
-    path: Path = asked.data
-    if path.suffix != ".tsv" or asked.columns:
+def _is_cases(options: argparse.Namespace) -> bool:
+    """Return whether a file has cases: by the ending; of a .tsv by a number in the first cell."""
+    path: Path = options.data
+    if path.suffix != ".tsv" or options.columns:
         return path.suffix in cases.KINDS
     cell = next(sensor_tables.blocks(path, 1), [""])[0].split("\t")[0]
     return sensor_tables.is_number(cell) and not sensor_tables.is_missing(cell)
@@ -654,26 +701,33 @@ def _is_cases(asked: argparse.Namespace) -> bool:
 
 @dataclass
 class About:
-    """What was read: a line to print, the channels, and what is written beside the pieces."""
+    """The input: a line to print, the channels, and further arrays of the .npz.
+
+    unit  step of a recording, or case
+    """
 
     classes: list[str]
     line: str
     channels: list[str]
     more: dict[str, np.ndarray]
-    unit: str  # step of a recording, or case
+    unit: str
 
 
-def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
-    found, labels = cases.read(path), Labels(asked)
+def _of_cases(options: argparse.Namespace, path: Path, out: Output) -> About:
+    """Add the cases of an archive to the output. Raises LockstepError for missing values."""
+    found, labels = cases.read(path), Labels(options)
     chosen = []
     for series, label, where in zip(found.series, found.labels.tolist(), found.where, strict=True):
         holes = np.argwhere(np.isnan(series))
-        if len(holes) and asked.missing != "fill":
-            what = (
-                f"{len(holes)} values are missing, the first in channel {holes[0, 1] + 1}, "
-                f"step {holes[0, 0] + 1}"
+        if len(holes) and options.missing != "fill":
+            raise LockstepError(
+                (
+                    f"{len(holes)} values are missing, the first in channel {holes[0, 1] + 1}, "
+                    f"step {holes[0, 0] + 1}"
+                ),
+                where,
+                "--missing fill draws a line over them",
             )
-            raise LockstepError(what, where, "--missing fill draws a line over them")
         for channel in series.T if len(holes) else ():
             known = ~np.isnan(channel)
             if not known.any():
@@ -685,34 +739,39 @@ def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
     labels.check()
     sizes = [len(series) for series in found.series]
     low, high = min(sizes), max(sizes)
-    if low < high and not asked.pad and not asked.length:
-        what = f"cases of {low} to {high} steps"
-        todo = f"--pad pads them to {high} with a mask, --length {low} cuts each into windows"
-        raise LockstepError(what, str(path), todo)
-    out.length, asked.mixed = asked.length or high, False
-    asked.length = out.length
-    factor = _factors(asked, count := found.series[0].shape[1])
+    if low < high and not options.pad and not options.length:
+        raise LockstepError(
+            f"cases of {low} to {high} steps",
+            str(path),
+            f"--pad pads them to {high} with a mask, --length {low} cuts each into windows",
+        )
+    out.length, options.mixed = options.length or high, False
+    options.length = out.length
+    factor = _factors(options, count := found.series[0].shape[1])
     for n, (series, number) in enumerate(zip(found.series, chosen, strict=True)):
         if number >= 0:
             test = bool(found.test is not None and found.test[n])
             out.add(Piece((series * factor).astype(np.float32), number, test=test), str(path))
     span = f"{low} to {high}" if high > low else str(low)
     line = f"{amount(len(sizes), 'case')} of {span} steps x {amount(count, 'channel')}"
-    more = {"rate_hz": np.array(asked.rate)} if asked.rate else {}
+    more = {"rate_hz": np.array(options.rate)} if options.rate else {}
     names = [f"channel_{n + 1}" for n in range(count)]
-    return About([*labels.names], line, names, more, "case" if low == high or asked.pad else "step")
+    return About(
+        [*labels.names], line, names, more, "case" if low == high or options.pad else "step"
+    )
 
 
-def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
+def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> About:
+    """Add the recordings of tables to the output. Raises LockstepError."""
     from tqdm import tqdm
 
-    out.length = asked.length = asked.length or 128
-    sources, labels, how = sources_of(asked, said), Labels(asked), _reading(asked)
-    if not asked.label and (sources[0].label or asked.file_label or asked.no_label):
+    out.length = options.length = options.length or 128
+    sources, labels, how = sources_of(options, warnings), Labels(options), _reading(options)
+    if not options.label and (sources[0].label or options.file_label or options.no_label):
         how.label = None
-    if not asked.subject and (sources[0].subject or asked.file_subject):
+    if not options.subject and (sources[0].subject or options.file_subject):
         how.subject = None
-    recordings = Recordings(asked, labels, said)
+    recordings = Recordings(options, labels, warnings)
     rows, used = 0, dict[str, str]()
     with _uncollected(), tqdm(unit=" lines", unit_scale=True, disable=None) as bar:
         how.tell = bar.update
@@ -720,21 +779,19 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
             bar.set_description(f"{source.path.name}, {number} of {len(sources)}")
             sheet = sensor_tables.read(source.path, how)
             for note in sheet.notes:
-                said.add("lines and commas", note)
-            if "subject" not in sheet.texts and not source.subject and not asked.file_subject:
-                source.subject = source.path.name if len(sources) > 1 else ""
-                todo = (
-                    "each file counts as a person of its own"
-                    if source.subject
-                    else "training will split by piece"
-                )
-                said.once(
+                warnings.add("lines and commas", note)
+            if "subject" not in sheet.texts and not source.subject and not options.file_subject:
+                todo = "training will split by piece"
+                if len(sources) > 1:
+                    source.subject = source.path.name
+                    todo = "each file counts as a person of its own"
+                warnings.once(
                     "person", f"nothing says who was recorded: {todo} (--subject, --file-subject)"
                 )
             rows, used = rows + len(sheet.lines), used | sheet.used
             for piece in recordings.pieces(sheet, source):
                 out.add(piece, str(source.path))
-    if not asked.no_label:
+    if not options.no_label:
         labels.check()
     if VALID in how.channels:
         raise LockstepError(
@@ -752,8 +809,10 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Collect no garbage: the lists of cells are no cycles, and looking for some takes as long as
-    reading them."""
+    """Switch the garbage collector off.
+
+    The lists of cells have no cycles. A search for cycles takes as long as reading the cells.
+    """
     gc.disable()
     try:
         yield
@@ -761,68 +820,75 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _reading(asked: argparse.Namespace) -> Reading:
-    if asked.time_unit not in (*sensor_tables.UNITS, "datetime") and "%" not in asked.time_unit:
-        todo = "give s, ms, us, ns, datetime, or a form with %"
-        raise LockstepError(f"unit {asked.time_unit!r}", "--time-unit", todo)
-    how = Reading(_words(asked.columns), _words(asked.channels), unit=asked.time_unit)
+def _reading(options: argparse.Namespace) -> Reading:
+    """Return the options for reading a table. Raises LockstepError for an unknown unit of time."""
+    if options.time_unit not in (*sensor_tables.UNITS, "datetime") and "%" not in options.time_unit:
+        raise LockstepError(
+            f"unit {options.time_unit!r}",
+            "--time-unit",
+            "give s, ms, us, ns, datetime, or a form with %",
+        )
+    how = Reading(_words(options.columns), _words(options.channels), unit=options.time_unit)
     for what in sensor_tables.GUESSES:
-        name = getattr(asked, what)
+        name = getattr(options, what)
         setattr(how, what, None if name == "none" else name)
-    how.separator, how.missing = asked.separator.replace("\\t", "\t"), asked.missing != "refuse"
-    how.skip = asked.bad_lines == "skip"
+    how.separator, how.missing = options.separator.replace("\\t", "\t"), options.missing != "refuse"
+    how.skip = options.bad_lines == "skip"
     return how
 
 
-def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> str:
+def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: About) -> str:
+    """Write the .npz. Return the text to print."""
     left = sum(out.short.values())
     if not out.lengths:
-        what = f"all {left} steps are in pieces shorter than the {out.length} of a window"
         raise LockstepError(
-            what, str(asked.data), "give a smaller --length, a longer --max-gap, --mixed or --pad"
+            f"all {left} steps are in pieces shorter than the {out.length} of a window",
+            str(options.data),
+            "give a smaller --length, a longer --max-gap, --mixed or --pad",
         )
     arrays = {"lengths": np.array(out.lengths)} | about.more
     order = sorted(range(len(about.classes)), key=lambda n: cases.natural(about.classes[n]))
-    # old number -> new
+    # `place` maps the old number of a class to the new number.
     classes, place = [about.classes[n] for n in order], np.append(np.argsort(order), -1)
     labels = place[out.labels]
-    if asked.mixed:
+    if options.mixed:
         steps = place[np.concatenate(out.steps)].astype(np.int32)
         arrays |= {"step_label": steps, "classes": np.array(classes)}
-    elif not asked.no_label:
+    elif not options.no_label:
         arrays |= {"label": labels, "classes": np.array(classes)}
     if any(out.subjects):
         arrays["subject"] = np.array(out.subjects)
     if any(out.test):
         arrays["val"] = np.array(out.test)
-    channels = about.channels + [VALID] * asked.pad
-    out.save(asked.output, arrays | {"channels": np.array(channels)}, len(channels))
+    channels = about.channels
+    if options.pad:
+        channels = [*channels, VALID]
+    out.save(options.output, arrays | {"channels": np.array(channels)}, len(channels))
     people = {*out.subjects} - {""}
     whom = f" of {amount(len(people), 'person').replace('persons', 'people')}" if people else ""
     rate = f" at {about.more['rate_hz']:g} Hz" if about.more else ""
     size = f"{sum(out.lengths)} steps x {amount(len(channels), 'channel')}"
     lines = [
         about.line,
-        f"Wrote {amount(len(out.lengths), 'recording')}{whom}, {size}{rate}, to {asked.output}",
+        f"Wrote {amount(len(out.lengths), 'recording')}{whom}, {size}{rate}, to {options.output}",
     ]
-    doubts = said.closed()
+    doubts = warnings.closed()
     if left:
         text = (
             f"{left} of {left + sum(out.lengths)} steps are left out, in pieces shorter than "
             f"{out.length}"
         )
         doubts.append(f"{text} (--length, --mixed, --pad)")
-    if not asked.no_label:
-        seen = [
-            (classes[n], who)  # of each recording, or of each label in it
-            for piece, (label, who) in enumerate(zip(labels.tolist(), out.subjects, strict=True))
-            for n in (
-                {*place[np.unique(out.steps[piece])].tolist()} - {-1} if asked.mixed else [label]
-            )
-        ]
+    if not options.no_label:
+        seen = []  # (class, person) of each recording, or of each label of a recording
+        for piece, who in enumerate(out.subjects):
+            numbers = {labels[piece]}
+            if options.mixed:
+                numbers = {*place[np.unique(out.steps[piece])].tolist()} - {-1}
+            seen += [(classes[n], who) for n in numbers]
         counts = Counter(name for name, _ in seen)
         lines[-1] += f" ({', '.join(f'{name} {counts[name]}' for name in classes)})"
-        # -1 is no typo of 1
+        # Numbers are left out: -1 is no typo of 1.
         words = {name: count for name, count in counts.items() if cases.natural(name)[0]}
         doubts += look_alikes(words) + look_alikes(Counter(out.subjects), typos=False)
         for name, count in counts.items():
@@ -838,15 +904,18 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
         if len(people) == 1:
             doubts.append("all is of one person; training divides people, so it needs two or more")
     lines += [f"warning: {doubt}" for doubt in doubts]
-    stride = max(1, asked.length // 2) if about.unit == "step" else asked.length
+    stride = options.length
+    if about.unit == "step":
+        stride = max(1, options.length // 2)
     command = (
-        f"train.py har dataset.root={asked.output} dataset.length={asked.length} "
+        f"train.py har dataset.root={options.output} dataset.length={options.length} "
         f"dataset.stride={stride}"
     )
-    lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else command}")
-    return "\n".join(lines)
+    if options.no_label:
+        command = f"tools/predict.py RUN {options.output}"
+    return "\n".join([*lines, f"python {command}"])
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = parse(argv)
-    return printed(lambda: prepare(asked), asked.output)
+    options = parse(argv)
+    return printed(lambda: prepare(options), options.output)

@@ -43,7 +43,7 @@ try:
     import tasks
     import train
     from data_loader import TrainLoader, create_data_loaders
-    from engine import config, errors, launch, threads
+    from engine import config, errors, launch
     from engine.comm.world import World
     from engine.data.batches import tensors
     from engine.errors import LockstepError, amount
@@ -334,8 +334,7 @@ def check_threads(cfg: Any, world: World, cores: int) -> list[Line]:
         what = f"{started} x {workers} workers = {processes * workers} on {there}"
         lines.append(warning(what, f"num_workers={max(0, cores // processes - 1)}"))
     each = amount(own, "thread") + (f" + {workers} workers" if workers else "")
-    place = f", this one on {threads.bound[0]}" if threads.bound[0] else ""
-    return lines or [ok(f"{started} x ({each}) on {there}{place}")]
+    return lines or [ok(f"{started} x ({each}) on {there}")]
 
 
 def busy(share: float) -> list[Line]:

@@ -42,7 +42,7 @@ from plugins.parallel import fsdp
 from plugins.performance.cores import CpuContention
 from plugins.reporting import plan_text
 from plugins.reporting.profile import PHASES, PerformanceProfiler, on_phase_change
-from plugins.resilience import failure_report, status
+from plugins.resilience import oom, status
 from plugins.resilience.signals import StopRequest
 from tools.running import guarded, in_world, python, script_of, started
 
@@ -78,7 +78,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
             plan_text.training(run, strict=False)
             found = measure(run, seconds)
         except Exception as error:
-            if failure_report.ran_out(error):
+            if oom.ran_out(error):
                 # by any rank, because the others only lose their connection
                 out.with_suffix(".oom").touch()
             raise

@@ -1,31 +1,31 @@
-"""Write a trained model as a folder that can be handed on: for the Hugging Face Hub, and for our
-own tools.
+"""Write a trained model as a folder for the Hugging Face Hub and for the tools of Lockstep.
 
 python tools/publish.py RUN --to mouse-r1 --license mit
-python tools/publish.py RUN --to mouse-r1 --license other --license-name lab-terms --license-link
-    LICENSE.md
+python tools/publish.py RUN --to mouse-r1 --license other --license-name lab-terms
+    --license-link LICENSE.md
 python tools/publish.py RUN --to mouse-r1 --license mit --study checkpoints/study_video
-hf upload USER/mouse-r1 mouse-r1                       pip install huggingface_hub; the upload is
-                                                       yours
+hf upload USER/mouse-r1 mouse-r1                       upload the folder yourself
+                                                       (pip install huggingface_hub)
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; dataset.root=... after
-it says where the data lie now. They are read: the samples that the model has seen are counted and
-hashed, and the validation is scored.
+RUN is the folder of a run (the best checkpoint is used) or a checkpoint. Give dataset.root=... if
+the data have moved. The data are read: the samples of the training are counted and hashed, and the
+validation is scored.
 
-    model.safetensors    the weights that an evaluation takes (their average, if the run keeps one);
+    model.safetensors    the weights of an evaluation (averaged, if the run keeps an average);
                          no optimizer
     config.yaml          the run's config: no absolute path, save_dir, secret or wandb account
-    checkpoint.json      step, precision, metadata of the task: all else that the tools need
+    checkpoint.json      step, precision and metadata of the task: all values that the tools need
     labels.json          the classes, if there are any
-    provenance.json      what the model has seen, see tools/provenance.py; the sources of the test
+    provenance.json      the samples of the training, see tools/provenance.py; the sources of the
+                         test
     eval_results.json    metrics of the validation, of each class and source; of the test and the
                          study if there are any
-    proof.json           digests, machine and versions, and the command that ends in them
+    proof.json           digests, machine and versions, and the command that reproduces the digests
     README.md            the model card
 
-predict, evaluate, export and init_from take DIR in place of RUN. A run is not continued from it.
---no-sources leaves out the names of people, videos and recordings. A task's own file is program
-code: --with-task copies it, and whoever uses it must give --trust.
+predict, evaluate, export and init_from take DIR in place of RUN. A run cannot be continued from
+DIR. --no-sources leaves out the names of people, videos and recordings. A task file of your own is
+program code: --with-task copies the file, and each user must then give --trust.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ from torch import Tensor
 import tasks
 from engine import checkpoint, config, errors
 from engine.comm import digests
-from engine.contract import Task
+from engine.contract import LOGGED, Task
 from engine.errors import LockstepError, headline
 from engine.files import archive
 from engine.files.archive import CheckpointState
-from engine.files.checkpoints import find_checkpoint
+from engine.files.store import find_checkpoint
 from engine.files.weights import fitted
 from formats.partial import Partial
 from plugins.resilience import status
@@ -59,6 +59,7 @@ from tasks import har, robot, video
 from tools.evidence import provenance
 from tools.paper import model_card
 from tools.paper.report_scores import score
+from tools.paper.run_files import read_json
 from tools.running import alone, guarded
 from tools.use import published
 from tools.use.evaluate import TRUST, of_run
@@ -73,13 +74,24 @@ KINDS: tuple[tuple[type[Task], str, list[str]], ...] = (
     (video.Task, "video-classification", ["behavior"]),
     (robot.Task, "robotics", ["imitation-learning"]),
 )
-"""(task, the Hub's pipeline tag, tags); the Hub has no pipeline for time series."""
+"""(task, the Hub's pipeline tag, tags). The Hub has no pipeline for time series."""
 
 NOT_HANDED_ON = ("save_dir", "resume", "gpu_ids", "record", "wandb", "mlflow")
 SECRET = re.compile(r"(^|[._])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 BEGAN = re.compile(r"(^|\.)(init_from|pretrained|pretrained_path)$")
 OF_A_SPLIT = re.compile(r"exclude|(train|val|test)_")
 TEST = "test.json"
+
+OF_CHECKPOINT = (
+    "progress global_batch num_samples horizon precision data memory_format environment".split()
+)
+"""Parts of a checkpoint that checkpoint.json keeps."""
+
+OF_ENVIRONMENT = "code git_commit git_dirty python packages cuda nccl processes threads".split()
+"""Parts of environment.json that proof.json keeps."""
+
+OF_REPLAY = "from to share verdict points equal whole_run digest processes date".split()
+"""Parts of replay.json that proof.json keeps."""
 
 
 def main(argv: list[str]) -> int:
@@ -95,28 +107,28 @@ def main(argv: list[str]) -> int:
         "--to",
         type=Path,
         metavar="DIR",
-        help="a new folder; its name is the model's, on the Hub, too",
+        help="a new folder, with the name of the model on the Hub",
     )
     add(
         "--license",
         metavar="ID",
-        help="of the weights, as the Hub names it (mit, apache-2.0, cc-by-4.0); or other",
+        help="the Hub's ID of the license of the weights (mit, apache-2.0, cc-by-4.0); or other",
     )
-    add("--license-name", metavar="NAME", help="of another license")
-    add("--license-link", metavar="LINK", help="its text: a URL, or a file that you put into DIR")
+    add("--license-name", metavar="NAME", help="the name of a license that the Hub does not list")
+    add("--license-link", metavar="LINK", help="the license text: a URL, or a file to put into DIR")
     add(
         "--dataset",
         action="append",
         default=[],
         metavar="ID",
-        help="a data set on the Hub that it was trained on",
+        help="a data set on the Hub, used in the training",
     )
-    add("--tag", action="append", default=[], metavar="TAG", help="one more tag on the Hub")
+    add("--tag", action="append", default=[], metavar="TAG", help="a further tag on the Hub")
     add(
         "--source",
         metavar="URL",
         default="",
-        help="where the results come from, such as the code's repository",
+        help="the source of the results, such as the repository of the code",
     )
     add(
         "--study",
@@ -133,91 +145,93 @@ def main(argv: list[str]) -> int:
     add("--no-contents", action="store_true", help="hash no sample: counts without a root")
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
 
     def translate(words: list[str]) -> list[str]:
-        _check_asked(asked)
-        return of_run(asked.trust, words)
+        _check_options(options)
+        return of_run(options.trust, words)
 
-    return guarded([asked.run, *rest], partial(_publish, asked=asked), translate)
+    return guarded([options.run, *rest], partial(_publish, options=options), translate)
 
 
-def _check_asked(asked: argparse.Namespace) -> None:
-    """Raise LockstepError for what can be told without the run."""
-    if not asked.to:
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise LockstepError for options that are wrong for every run."""
+    if not options.to:
         raise LockstepError("no folder to write", "--to", "give the name of a new folder")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", asked.to.name):
-        todo = "a model's name on the Hub has letters, digits, - _ and ."
-        raise LockstepError(f"{asked.to.name!r} is no name for a model", "--to", todo)
-    if asked.to.exists() or asked.to.is_symlink():
-        raise LockstepError(f"{asked.to} exists", "--to", "give a new folder: nothing is replaced")
-    if not asked.license:
-        todo = "give one such as mit or cc-by-4.0, or other with --license-name and --license-link"
-        raise LockstepError("nobody may use a model without a license", "--license", todo)
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", asked.license):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", options.to.name):
         raise LockstepError(
-            f"{asked.license!r} is no license ID of the Hub",
+            f"{options.to.name!r} is no name for a model",
+            "--to",
+            "a model's name on the Hub has letters, digits, - _ and .",
+        )
+    if options.to.exists() or options.to.is_symlink():
+        raise LockstepError(
+            f"{options.to} exists", "--to", "give a new folder: nothing is replaced"
+        )
+    if not options.license:
+        raise LockstepError(
+            "nobody may use a model without a license",
+            "--license",
+            "give one such as mit or cc-by-4.0, or other with --license-name and --license-link",
+        )
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", options.license):
+        raise LockstepError(
+            f"{options.license!r} is no license ID of the Hub",
             "--license",
             "give such as mit, or other",
         )
-    extra = [bool(asked.license_name), bool(asked.license_link)]
-    if asked.license == "other" and not all(extra):
+    extra = [bool(options.license_name), bool(options.license_link)]
+    if options.license == "other" and not all(extra):
         raise LockstepError(
             "which other license?", "--license", "give --license-name and --license-link"
         )
-    if asked.license != "other" and any(extra):
+    if options.license != "other" and any(extra):
         raise LockstepError(
-            f"{asked.license} needs no name and no link",
+            f"{options.license} needs no name and no link",
             "--license",
             "drop them, or give --license other",
         )
-    for option, names in (("--dataset", asked.dataset), ("--tag", asked.tag)):
-        if wrong := [name for name in names if not re.fullmatch(r"[\w.:/-]{1,96}", name)]:
-            raise LockstepError(
-                f"{wrong[0]!r} is no name on the Hub", option, "give such as user/name"
-            )
-    if asked.source and not re.fullmatch(r"https?://\S+", asked.source):
-        raise LockstepError(f"{asked.source!r} is no URL", "--source", "give such as https://...")
+    for option, names in (("--dataset", options.dataset), ("--tag", options.tag)):
+        for name in names:
+            if not re.fullmatch(r"[\w.:/-]{1,96}", name):
+                raise LockstepError(
+                    f"{name!r} is no name on the Hub", option, "give such as user/name"
+                )
+    if options.source and not re.fullmatch(r"https?://\S+", options.source):
+        raise LockstepError(f"{options.source!r} is no URL", "--source", "give such as https://...")
 
 
-def _publish(args: config.Args, asked: argparse.Namespace) -> int:
+def _publish(args: config.Args, options: argparse.Namespace) -> int:
+    """Write the folder and print a summary. Return the exit code. Raises LockstepError."""
     alone("one process writes it", "publish.py")
-    out: Path = asked.to
-    published.safetensors()  # now: what follows may take minutes
-    saved, state = _opened(args, asked)
+    out: Path = options.to
+    published.safetensors()  # fails now, because the next steps may take minutes
+    saved, state = _opened(args, options)
     weights = _weights(saved)
-    study = _study(asked.study) if asked.study else None
+    study = options.study and _study(options.study)
     with contextlib.redirect_stdout(sys.stderr):
         print("Reading what it was trained on", flush=True)
-        _, seen = provenance.tell(args, not asked.no_contents)
+        _, seen = provenance.tell(args, not options.no_contents)
         print("Scoring the validation", flush=True)
-        results = _results(args, asked, saved, state)
-    texts = _texts(
-        args, asked, saved, state, weights, seen, results | ({"study": study} if study else {})
-    )
+        results = _results(args, options, saved, state)
+    if study:
+        results["study"] = study
+    texts = _texts(args, options, saved, state, weights, seen, results)
     sha256 = digests.of_tensors(weights.items())
-    _write(out, weights, texts, _task_file(args.cfg.task) if asked.with_task else None)
+    _write(out, weights, texts, _task_file(args.cfg.task, options.with_task))
     files = sorted(path.name for path in out.iterdir())
-    own = args.cfg.task.endswith(".py") and not asked.with_task
-    if asked.json:
-        print(
-            json.dumps(
-                {
-                    "folder": str(out),
-                    "files": files,
-                    "sha256": sha256,
-                    "step": saved.progress["step"],
-                }
-            )
-        )
+    step = saved.progress["step"]
+    if options.json:
+        summary = {"folder": str(out), "files": files, "sha256": sha256, "step": step}
+        print(json.dumps(summary))
         return status.set_exit_code(errors.DONE)
-    print(f"{published.shown(saved.path or '')}, step {saved.progress['step']}:")
+    print(f"{published.shown(saved.path or '')}, step {step}:")
     for name in files:
         print(f"  {name:<20} {(out / name).stat().st_size / 1000:10.1f} kB")
     print(f"  weights              sha256 {sha256[:16]}")
-    if own:
+    if args.cfg.task.endswith(".py") and not options.with_task:
         print(f"note: whoever uses it needs {Path(args.cfg.task).name}, too (--with-task)")
-    if not asked.no_sources and seen.get("sources"):
+    if not options.no_sources and seen.get("sources"):
         print(f"note: it names {len(seen['sources'])} sources of the training data (--no-sources)")
     print(f"Wrote {out}; after a look at its README.md: hf upload USER/{out.name} {out}")
     return status.set_exit_code(errors.DONE)
@@ -227,400 +241,408 @@ def _publish(args: config.Args, asked: argparse.Namespace) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def _opened(args: config.Args, asked: argparse.Namespace) -> tuple[CheckpointState, dict[str, Any]]:
-    """Return the checkpoint, whole, and its file's contents. Raises LockstepError if it cannot be
-    handed on."""
+def _opened(
+    args: config.Args, options: argparse.Namespace
+) -> tuple[CheckpointState, dict[str, Any]]:
+    """Return the checkpoint, and the contents of the file.
+
+    Raises LockstepError if the checkpoint is missing or cannot be published.
+    """
     path = Path(args.cfg.resume)
     if not path.exists():
-        what = (
-            "the run has no checkpoint yet"
-            if Path(asked.run).is_dir()
-            else f"no checkpoint {asked.run!r}"
-        )
-        raise LockstepError(what, asked.run, "let it train to its first evaluation", exit_code=3)
-    find_checkpoint(str(path), None)  # compares its SHA-256 with the manifest's
+        what = f"no checkpoint {options.run!r}"
+        if Path(options.run).is_dir():
+            what = "the run has no checkpoint yet"
+        raise LockstepError(what, options.run, "let it train to its first evaluation", exit_code=3)
+    find_checkpoint(str(path), None)  # compares the SHA-256 with the manifest
     state = archive.read(path)
-    saved, task = checkpoint.parse_state(state, path), tasks.load(args.cfg.task)
+    saved = checkpoint.parse_state(state, path)
+    task = tasks.load(args.cfg.task)
     if task.metadata is Task.metadata and task.full_dataset is Task.full_dataset:
-        what, where = (
+        raise LockstepError(
             "the task has no `metadata`, so its model cannot be used without the training data",
             args.cfg.task,
-        )
-        todo = (
             "give it `metadata` and `load_metadata` (of {} if `model` needs nothing), see "
-            "engine/contract.py"
+            "engine/contract.py",
         )
-        raise LockstepError(what, where, todo)
     if saved.metadata is None:
-        todo = "resume the run for a step, and publish that"
         raise LockstepError(
-            "an older version wrote the checkpoint, without metadata", str(path), todo, exit_code=3
+            "an older version wrote the checkpoint, without metadata",
+            str(path),
+            "resume the run for a step, and publish that",
+            exit_code=3,
         )
     if not _is_json(saved.metadata):
-        what, todo = (
+        raise LockstepError(
             "its `metadata` is not what JSON keeps",
+            args.cfg.task,
             "return numbers, texts, lists, and dicts by text",
         )
-        raise LockstepError(what, args.cfg.task, todo)
     if saved.left_out and saved.config["init_from"]:
-        what = (
-            f"weights are left to init_from={Path(saved.config['init_from']).name}, which is "
-            "not handed on"
+        name = Path(saved.config["init_from"]).name
+        raise LockstepError(
+            f"weights are left to init_from={name}, which is not handed on",
+            "the task's `saved`",
+            "train with a task that saves them, too",
         )
-        raise LockstepError(what, "the task's `saved`", "train with a task that saves them, too")
     return saved, state
 
 
 def _is_json(value: Any) -> bool:
+    """Return whether a value is unchanged after JSON; a value with NaN counts as unchanged."""
     try:
-        return bool(json.loads(json.dumps(value)) == value) or "nan" in json.dumps(value).lower()
+        text = json.dumps(value)
+        return json.loads(text) == value or "nan" in text.lower()
     except (TypeError, ValueError):
         return False
 
 
 def _weights(saved: CheckpointState) -> dict[str, Tensor]:
-    """Return the weights that an evaluation takes, by the model's names, in its order."""
-    found = dict(saved.ema or saved.model)
-    found.pop("n_averaged", None)
-    found = fitted(found, saved.model)
-    if strange := [
-        name for name, value in found.items() if not isinstance(value, Tensor) or value.is_sparse
-    ]:
-        what = f"{strange[0]} is no plain tensor, and safetensors holds no other"
-        raise LockstepError(what, str(saved.path), "hand on the checkpoint itself")
-    return found
+    """Return {name: tensor} of an evaluation, with the model's names and order.
+
+    Raises LockstepError for a value that safetensors cannot store.
+    """
+    weights = dict(saved.ema or saved.model)
+    weights.pop("n_averaged", None)
+    weights = fitted(weights, saved.model)
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or value.is_sparse:
+            raise LockstepError(
+                f"{name} is no plain tensor, and safetensors holds no other",
+                str(saved.path),
+                "hand on the checkpoint itself",
+            )
+    return weights
 
 
 def public(value: Any, key: str = "") -> Any:
-    """Return a config's value without secrets; of a path outside of the working folder only the
-    last part."""
+    """Return a config's value without secrets, and with absolute paths reduced to the last part."""
     if isinstance(value, Mapping):
-        left = () if key else NOT_HANDED_ON
-        return {
-            name: public(each, f"{key}.{name}") for name, each in value.items() if name not in left
-        }
+        parts = {name: public(part, f"{key}.{name}") for name, part in value.items()}
+        if not key:
+            for name in NOT_HANDED_ON:
+                parts.pop(name, None)
+        return parts
     if isinstance(value, list | tuple):
-        return [public(each, key) for each in value]
+        return [public(part, key) for part in value]
     if not isinstance(value, str):
         return value
-    return "" if SECRET.search(key) else without_paths(value)
+    if SECRET.search(key):
+        return ""
+    return without_paths(value)
 
 
 def without_names(value: Any, key: str = "") -> Any:
     """Return a config without the names that choose a split."""
     if isinstance(value, dict):
-        return {name: without_names(each, name) for name, each in value.items()}
-    return [] if isinstance(value, list) and OF_A_SPLIT.match(key) else value
+        return {name: without_names(part, name) for name, part in value.items()}
+    if isinstance(value, list) and OF_A_SPLIT.match(key):
+        return []
+    return value
 
 
 def without_paths(text: str) -> str:
-    """Return a text in which each absolute path, and one from above this folder, is its last
-    part."""
+    """Return a text with each absolute path, and each path from above this folder, shortened."""
     if text.startswith(("/", "~", "..")):
         return Path(text).name
     return re.sub(r"(?<![\w.:/~-])(~|\.\.)?/([^\s/()]*/)*", "", text)
 
 
-# ---- what is said of it
-# ----------------------------------------------------------------------------------------------
+# ---- results, proof and texts
+# ------------------------------------------------------------------------------------------
 
 
 def _results(
-    args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
+    args: config.Args, options: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the metrics: of the validation, scored now and as logged, and of the test, if that was
-    looked at."""
+    """Return the metrics of the validation, scored now and as logged, and of an existing test."""
     assert saved.path
-    step, folder, found = saved.progress["step"], saved.path.parent, dict[str, Any]()
+    step = saved.progress["step"]
+    folder = saved.path.parent
+    validation: dict[str, Any] = {"split": "val"}
     try:
         scores = score(args, "val", 0)
-        found = {
-            "split": "val",
+        validation |= {
             "count": scores.count,
             "metrics": scores.metrics,
             "per_class": scores.per_class(),
         }
         if scores.confusion is not None:
-            found |= {"classes": scores.classes, "confusion": scores.confusion.tolist()}
-        found |= {
-            "notes": scores.notes,
-            **({} if asked.no_sources else {"per_source": scores.by_source}),
-        }
+            validation |= {"classes": scores.classes, "confusion": scores.confusion.tolist()}
+        validation["notes"] = scores.notes
+        if not options.no_sources:
+            validation["per_source"] = scores.by_source
     except LockstepError as error:  # a task without `score`, or without validation data
-        found = {"split": "val", "notes": [f"not scored: {without_paths(headline(error))}"]}
+        validation["notes"] = [f"not scored: {without_paths(headline(error))}"]
     logged = _logged(folder / "metrics.jsonl", step)
-    found["logged"] = {
-        name: value for name, value in logged.items() if name not in found.get("metrics", {})
-    }
-    results = {"step": step, "monitor": str(tasks.load(args.cfg.task).monitor), "validation": found}
-    tested = _json_of(folder / TEST)
-    mine = (
-        tested.get("sha256", {}).get("weights") == digests.of_tensors(state["model"].items())[:16]
-    )
-    if tested and mine:
-        names = (
-            "count",
-            "metrics",
-            "classes",
-            "confusion",
-            "looks",
-            *(() if asked.no_sources else ("by", "sources")),
-        )
-        results["test"] = {name: tested[name] for name in names if name in tested}
+    for name in validation.get("metrics", ()):
+        logged.pop(name, None)
+    validation["logged"] = logged
+    monitor = str(tasks.load(args.cfg.task).monitor)
+    results = {"step": step, "monitor": monitor, "validation": validation}
+    tested = read_json(folder / TEST)
+    weights = digests.of_tensors(state["model"].items())[:16]
+    if tested and tested.get("sha256", {}).get("weights") == weights:
+        names = ["count", "metrics", "classes", "confusion", "looks"]
+        if not options.no_sources:
+            names += ["by", "sources"]
+        results["test"] = _chosen(tested, names)
     return results
+
+
+def _chosen(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the entries with the given names, in the order of the names."""
+    return {name: values[name] for name in names if name in values}
 
 
 def _logged(log: Path, step: int) -> dict[str, float]:
     """Return the metrics of the last evaluation at a step."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with contextlib.suppress(OSError):
         for line in log.read_text("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
                 event = json.loads(line)
                 if event["event"] == "eval" and event["step"] == step:
-                    others = ("event", "step", "epoch", "samples", "time_s")
-                    found = {
-                        k: v
-                        for k, v in event.items()
-                        if k not in others and isinstance(v, int | float)
-                    }
-    return found
+                    metrics = event
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name not in LOGGED and isinstance(value, int | float)
+    }
 
 
 def _study(folder: Path) -> dict[str, Any]:
-    """Return what is told of a study: mean and spread of each config. Raises LockstepError where
-    there is none."""
-    path = (folder / "study.json") if folder.is_dir() else folder
+    """Return mean and sd of each config of a study. Raises LockstepError without results."""
+    path = folder
+    if folder.is_dir():
+        path = folder / "study.json"
     try:
-        found = json.loads(path.read_bytes())
-        configs = [
-            {"name": without_paths(str(each["name"]))}
-            | {
-                level: {
-                    name: {"mean": value["mean"], "sd": value["sd"], "n": value["n"]}
-                    for name, value in each[key].items()
+        study = json.loads(path.read_bytes())
+        configs = []
+        for each in study["configs"]:
+            configs.append(
+                {
+                    "name": without_paths(str(each["name"])),
+                    "over_folds": _spreads(each["metrics"]),
+                    "over_sources": _spreads(each["over_sources"]),
                 }
-                for level, key in (("over_folds", "metrics"), ("over_sources", "over_sources"))
-            }
-            for each in found["configs"]
-        ]
-        about = {name: found[name] for name in ("what", "by", "monitor", "trainings", "tested")}
-        return about | {"seeds": found["seeds"], "folds": len(found["folds"]), "configs": configs}
+            )
+        names = ("what", "by", "monitor", "trainings", "tested", "seeds")
+        return {
+            **{name: study[name] for name in names},
+            "folds": len(study["folds"]),
+            "configs": configs,
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         todo = "give the folder of a study that tools/study.py has finished"
         raise LockstepError("no results of a study", str(path), todo) from None
 
 
-def _json_of(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
+def _spreads(metrics: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return {metric: mean, sd and n}. Raises KeyError, TypeError."""
+    return {
+        name: {key: value[key] for key in ("mean", "sd", "n")} for name, value in metrics.items()
+    }
 
 
 def _proof(
-    args: config.Args, asked: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
+    args: config.Args, options: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return digests, the machine, and the command that ends in these weights."""
+    """Return digests, machine and versions, and the command that reproduces the weights."""
     assert saved.path
-    environment, replay = (
-        _json_of(saved.path.parent / name) for name in ("environment.json", "replay.json")
-    )
-    processes = environment.get("processes", 1)
-    name, own = asked.to.name, args.cfg.task.endswith(".py")
-    script = (
-        "python train.py"
-        if processes == 1
-        else f"torchrun --standalone --nproc_per_node={processes} train.py"
-    )
-    task = f" {name}/{Path(args.cfg.task).name}" if own else ""
-    root = config.flatten(saved.config).get("dataset.root")
-    data = (
-        f" dataset.root={model_card.DATA}"
-        if isinstance(root, str) and without_paths(root) != root
-        else ""
-    )
-    if isinstance(root, list) and any(without_paths(str(each)) != each for each in root):
-        data = f" 'dataset.root=[{', '.join([model_card.DATA] * len(root))}]'"
-    device = str(args.cfg.device)
-    found: dict[str, Any] = {
-        "command": f"{script}{task} --config {name}/config.yaml{data}",
+    environment = read_json(saved.path.parent / "environment.json")
+    replay = read_json(saved.path.parent / "replay.json")
+    name = options.to.name
+    command = "python train.py"
+    if environment.get("processes", 1) != 1:
+        processes = environment["processes"]
+        command = f"torchrun --standalone --nproc_per_node={processes} train.py"
+    if args.cfg.task.endswith(".py"):
+        command += f" {name}/{Path(args.cfg.task).name}"
+    left_out = []
+    if options.no_sources:
+        for key, value in config.flatten(config.to_dict(args.cfg)).items():
+            if value != without_names(value, key.rpartition(".")[2]):
+                left_out.append(key)
+    proof: dict[str, Any] = {
+        "command": f"{command} --config {name}/config.yaml{_data_words(saved)}",
         "then": "python tools/evaluate.py RUN",
-    }
-    found |= {
         "trained_weights_sha256": digests.of_tensors(state["model"].items()),
-        "device": device,
-    }
-    found |= {
+        "device": str(args.cfg.device),
         "steps": saved.progress["step"],
         "data": saved.data,
         "digest": str(state.get("digest") or ""),
+        "left_out": left_out,
+        "run": {},
+        "machine": {key: value for key, value in saved.environment.items() if value},
     }
-    flat = config.flatten(config.to_dict(args.cfg))
-    names = [
-        key for key, value in flat.items() if value != without_names(value, key.rpartition(".")[2])
-    ]
-    found["left_out"] = names if asked.no_sources else []
-    keys = (
-        "code",
-        "git_commit",
-        "git_dirty",
-        "python",
-        "packages",
-        "cuda",
-        "nccl",
-        "processes",
-        "threads",
-    )
-    found["run"] = {key: environment[key] for key in keys if environment.get(key) is not None}
-    found["machine"] = {key: value for key, value in saved.environment.items() if value}
-    told = (
-        "from",
-        "to",
-        "share",
-        "verdict",
-        "points",
-        "equal",
-        "whole_run",
-        "digest",
-        "processes",
-        "date",
-    )
-    return found | (
-        {"replay": {key: replay[key] for key in told if key in replay}} if replay else {}
-    )
+    for key, value in _chosen(environment, OF_ENVIRONMENT).items():
+        if value is not None:
+            proof["run"][key] = value
+    if replay:
+        proof["replay"] = _chosen(replay, OF_REPLAY)
+    return proof
+
+
+def _data_words(saved: CheckpointState) -> str:
+    """Return the words of a command that give the place of the data; no text for a public place."""
+    root = config.flatten(saved.config).get("dataset.root")
+    if isinstance(root, str) and without_paths(root) != root:
+        return f" dataset.root={model_card.DATA}"
+    if isinstance(root, list) and any(without_paths(str(part)) != part for part in root):
+        return f" 'dataset.root=[{', '.join([model_card.DATA] * len(root))}]'"
+    return ""
 
 
 def _texts(
     args: config.Args,
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     saved: CheckpointState,
     state: dict[str, Any],
     weights: dict[str, Tensor],
     seen: dict[str, Any],
     results: dict[str, Any],
 ) -> dict[str, str]:
-    """Return {file: its text}."""
-    cfg, task = public(config.to_dict(args.cfg)), tasks.load(args.cfg.task)
-    known, test = dict(saved.metadata or {}), dict(state.get("test") or {})
+    """Return {file: text}."""
+    cfg = public(config.to_dict(args.cfg))
+    known = dict(saved.metadata or {})
+    test = dict(state.get("test") or {})
     if args.cfg.task.endswith(".py"):
         cfg["task"] = Path(args.cfg.task).name
     seen |= {"checkpoint": Path(seen["checkpoint"]).name, "init_from": Path(seen["init_from"]).name}
-    if asked.no_sources:
-        known = {
-            name: value
-            for name, value in known.items()
-            if name not in ("videos", "subjects", "groups")
-        }
+    if options.no_sources:
+        for name in ("videos", "subjects", "groups"):
+            known.pop(name, None)
         seen.pop("sources", None)
-        test |= {"sources": {}} if test else {}
+        if test:
+            test["sources"] = {}
         cfg = without_names(cfg)
-    seen |= {"test": test} if test else {}
-    kept = (
-        "progress",
-        "global_batch",
-        "num_samples",
-        "horizon",
-        "precision",
-        "data",
-        "memory_format",
-        "environment",
-    )
-    about: dict[str, Any] = {name: state[name] for name in kept if name in state}
-    about |= {"known": known, "left_out": saved.left_out, "test": test}
-    averaged = int((saved.ema or {})["n_averaged"]) if saved.ema else None
-    whole: dict[str, Any] = {
+    if test:
+        seen["test"] = test
+    averaged = None
+    if saved.ema:
+        averaged = int(saved.ema["n_averaged"])
+    checkpoint_state = _chosen(state, OF_CHECKPOINT)
+    contents: dict[str, Any] = {
         "layout": published.LAYOUT,
         "names": [*weights],
         "tied": published.shared(weights),
+        "averaged": averaged,
+        "sha256": digests.of_tensors(weights.items()),
+        "state": checkpoint_state | {"known": known, "left_out": saved.left_out, "test": test},
     }
-    whole |= {"averaged": averaged, "sha256": digests.of_tensors(weights.items()), "state": about}
-    classes = (
-        [str(name) for name in known["classes"]] if isinstance(known.get("classes"), list) else []
-    )
-    proof = _proof(args, asked, saved, state)
-    pipeline, tags = next(
-        ((tag, tags) for kind, tag, tags in KINDS if issubclass(task, kind)), ("", list[str]())
-    )
-    roots = config.flatten(cfg).get("dataset.root") or []
-    root = ", ".join(
-        without_paths(str(each)).strip("/")
-        for each in (roots if isinstance(roots, list) else [roots])
-    )
-    # Values are cut to names by now; `init_from` is a key of every config.
-    began = [
-        str(value) for key, value in config.flatten(cfg).items() if BEGAN.search(key) and value
-    ]
-    card = model_card.Card(
-        name=asked.to.name,
-        license=asked.license,
-        license_name=asked.license_name or "",
-        license_link=asked.license_link or "",
+    classes = []
+    if isinstance(known.get("classes"), list):
+        classes = list(map(str, known["classes"]))
+    proof = _proof(args, options, saved, state)
+    card = _card(args, options, saved, cfg, weights, contents, classes, seen, results, proof)
+    texts = {
+        published.CONFIG: yaml.safe_dump(cfg, sort_keys=False, allow_unicode=True),
+        published.STATE: _dumped(contents, strict=False),
+        "provenance.json": _dumped(seen),
+        "eval_results.json": _dumped(results),
+        "proof.json": _dumped({"weights_sha256": contents["sha256"], **proof}),
+        "README.md": model_card.text(card),
+    }
+    if classes:
+        numbers = {name: n for n, name in enumerate(classes)}
+        ids = {"id2label": dict(enumerate(classes)), "label2id": numbers}
+        texts["labels.json"] = _dumped(ids)
+    return texts
+
+
+def _card(
+    args: config.Args,
+    options: argparse.Namespace,
+    saved: CheckpointState,
+    cfg: dict[str, Any],
+    weights: dict[str, Tensor],
+    contents: dict[str, Any],
+    classes: list[str],
+    seen: dict[str, Any],
+    results: dict[str, Any],
+    proof: dict[str, Any],
+) -> model_card.Card:
+    """Return the contents of the model card."""
+    task = tasks.load(args.cfg.task)
+    pipeline = ""
+    tags: list[str] = []
+    for kind, kind_pipeline, kind_tags in reversed(KINDS):
+        if issubclass(task, kind):
+            pipeline, tags = kind_pipeline, kind_tags
+    flat = config.flatten(cfg)
+    roots = flat.get("dataset.root") or []
+    if not isinstance(roots, list):
+        roots = [roots]
+    names = [without_paths(str(root)).strip("/") for root in roots]
+    # `public` has shortened the values to names. `init_from` is a key of every config.
+    began = [str(value) for key, value in flat.items() if BEGAN.search(key) and value]
+    own = [value.numel() for name, value in weights.items() if name not in contents["tied"]]
+    return model_card.Card(
+        name=options.to.name,
+        license=options.license,
+        license_name=options.license_name or "",
+        license_link=options.license_link or "",
         pipeline=pipeline,
-        tags=[*tags, *asked.tag],
-        datasets=asked.dataset,
-        data=root or f"{Path(args.cfg.task).stem} (Lockstep)",
-        source=asked.source,
+        tags=[*tags, *options.tag],
+        datasets=options.dataset,
+        data=", ".join(names) or f"{Path(args.cfg.task).stem} (Lockstep)",
+        source=options.source,
         task=Path(args.cfg.task).name,
-        with_task=asked.with_task,
+        with_task=options.with_task,
         began=began,
         left_out=len(saved.left_out),
         robot=issubclass(task, robot.Task),
-        parameters=sum(
-            value.numel() for name, value in weights.items() if name not in whole["tied"]
-        ),
-        sha256=whole["sha256"],
-        averaged=averaged is not None,
+        parameters=sum(own),
+        sha256=contents["sha256"],
+        averaged=contents["averaged"] is not None,
         classes=classes,
         seen=seen,
         results=results,
         proof=proof,
     )
-    found = {
-        published.CONFIG: yaml.safe_dump(cfg, sort_keys=False, allow_unicode=True),
-        published.STATE: _dumped(whole, strict=False),
-        "provenance.json": _dumped(seen),
-        "eval_results.json": _dumped(results),
-        "proof.json": _dumped({"weights_sha256": whole["sha256"], **proof}),
-        "README.md": model_card.text(card),
-    }
-    ids = {
-        "id2label": dict(enumerate(classes)),
-        "label2id": {name: n for n, name in enumerate(classes)},
-    }
-    return found | ({"labels.json": _dumped(ids)} if classes else {})
 
 
 def _dumped(value: Any, strict: bool = True) -> str:
-    """Return JSON; `strict`: with null for what it has no number for, as others read it."""
-    return json.dumps(finite(value) if strict else value, indent=1, ensure_ascii=False) + "\n"
+    """Return JSON.
+
+    strict  write null in place of NaN and infinity, because JSON parsers reject both
+    """
+    if strict:
+        value = finite(value)
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 # ---- the folder
 # --------------------------------------------------------------------------------------------------
 
 
-def _task_file(task: str) -> Path:
+def _task_file(task: str, wanted: bool) -> Path | None:
+    """Return the path of the task's file, or None. Raises LockstepError for a task of Lockstep."""
+    if not wanted:
+        return None
     if not task.endswith(".py"):
         raise LockstepError(f"the task {task} comes with Lockstep", "--with-task", "drop it")
     return Path(task)
 
 
 def _write(out: Path, weights: dict[str, Tensor], texts: dict[str, str], task: Path | None) -> None:
-    """Write the folder, read it back, and give it its name: whole or not at all."""
+    """Write the folder under a temporary name, read the weights back, and rename the folder.
+
+    An error leaves no folder behind. Raises LockstepError if the disk cannot be written.
+    """
     partial_folder = Partial(out.absolute())
-    new, about = partial_folder.path, json.loads(texts[published.STATE])
-    own = {
-        name: value.contiguous().clone()
-        for name, value in weights.items()
-        if name not in about["tied"]
-    }
+    new = partial_folder.path
+    contents = json.loads(texts[published.STATE])
+    own = {name: value.contiguous().clone() for name, value in weights.items()}
+    for name in contents["tied"]:
+        del own[name]
     known = {
         "format": "pt",
-        "sha256": about["sha256"],
-        "step": str(about["state"]["progress"]["step"]),
+        "sha256": contents["sha256"],
+        "step": str(contents["state"]["progress"]["step"]),
+        "digest": json.loads(texts["proof.json"])["digest"],
     }
-    known["digest"] = json.loads(texts["proof.json"])["digest"]
     try:
         partial_folder.begin()
         for name, text in texts.items():
@@ -630,9 +652,8 @@ def _write(out: Path, weights: dict[str, Tensor], texts: dict[str, str], task: P
         published.safetensors().save_file(own, new / published.WEIGHTS, metadata=known)
         if task or not str(yaml.safe_load(texts[published.CONFIG])["task"]).endswith(".py"):
             back = published.read(new)["model"]
-            assert [*back] == [*weights] and all(
-                digests.same_bits(back[name], weights[name]) for name in weights
-            )
+            assert [*back] == [*weights]
+            assert all(digests.same_bits(back[name], weights[name]) for name in weights)
         for path in (*new.iterdir(), new):
             _sync(path)  # a rename may reach the disk before the contents do
         if out.exists():

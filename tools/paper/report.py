@@ -1,20 +1,21 @@
-"""Write a page for a person who looks rather than reads: one HTML file of one or several runs.
+"""Write an HTML page of one or several runs: curves, tables, worst samples, and the proof.
 
-python tools/report.py RUN                            report.html: curves, tables, worst samples,
-                                                      what proves the result
-python tools/report.py RUN OTHER --out both.html      curves over each other, what differs between
-                                                      them, and each run
-python tools/report.py RUN --split train --worst 24   another split, more of its worst samples
-python tools/report.py RUN --no-samples               the log alone: needs neither the data nor the
+python tools/report.py RUN                            write report.html of a run
+python tools/report.py RUN OTHER --out both.html      draw the curves of two runs over each other,
+                                                      list the settings that differ, and describe
+                                                      each run
+python tools/report.py RUN --split train --worst 24   score the training split, and show 24 of the
+                                                      samples with the highest loss
+python tools/report.py RUN --no-samples               show the log alone, without the data and the
                                                       checkpoint
-python tools/report.py STUDY                          the tables of tools/study.py, and the log of
-                                                      each of its runs
+python tools/report.py STUDY                          show the tables of tools/study.py, and the
+                                                      log of each run of the study
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; key=value changes the
-runs' config (device=cpu, dataset.root=...). The file needs no other file and no network, and no
-program runs in it: it can be sent. Samples are scored in the batches of an evaluation, and once
-more one by one. A run that is not over, or that cannot be scored, gets a page of what is there. It
-needs matplotlib and jinja2: pip install matplotlib jinja2
+RUN is the folder of a run (the best checkpoint is used) or a checkpoint. key=value changes the
+config of the runs (device=cpu, dataset.root=...). The page is one file: no other file, no network
+and no script is needed, so the page can be sent. Samples are scored twice: in the batches of an
+evaluation, and one by one. An unfinished run, or a run that cannot be scored, gets a page of the
+parts that exist. Needed packages: pip install matplotlib jinja2
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +41,7 @@ import yaml
 import tasks
 from engine import command, config, errors
 from engine.contract import LOGGED
-from engine.errors import LockstepError, amount, headline
+from engine.errors import LockstepError, amount, few, headline
 from engine.files import run_folder
 from engine.files.atomic import write_atomically
 from engine.report.log import of_trials
@@ -55,6 +57,7 @@ from tools.paper.report_scores import (
     read_checkpoint,
     score,
 )
+from tools.paper.run_files import as_dict, read_json
 from tools.paper.study_tables import STUDY, all_tables, load
 from tools.running import alone, guarded
 from tools.use.evaluate import TRUST, of_run
@@ -78,87 +81,106 @@ def main(argv: list[str]) -> int:
         "--split",
         choices=("val", "train", "test", "all"),
         default="val",
-        help="all: or others, by dataset.root",
+        help="the split to score; all: every sample, or the samples of dataset.root",
     )
     add(
         "--worst",
         type=whole_number(0),
         default=12,
         metavar="N",
-        help="samples to show of those with the highest loss",
+        help="number of samples with the highest loss to show",
     )
-    add("--no-samples", action="store_true", help="score nothing: show what the runs have written")
+    add("--no-samples", action="store_true", help="score no sample: show the files of the runs")
     add(
         "--json",
         action="store_true",
         help="print the numbers of the page as one JSON object on stdout",
     )
     add("--trust", action="store_true", help=TRUST)
-    asked, rest = parser.parse_known_args(argv)
-    settings = [word for word in asked.runs if "=" in word and not Path(word).exists()]
-    asked.runs, asked.rest = (
-        [word for word in asked.runs if word not in settings],
-        [*settings, *rest],
-    )
-    return guarded(["--debug"] * ("--debug" in rest), lambda _: _report(asked))
+    options, rest = parser.parse_known_args(argv)
+    settings = [word for word in options.runs if "=" in word and not Path(word).exists()]
+    options.runs = [word for word in options.runs if word not in settings]
+    options.rest = [*settings, *rest]
+    debug = [word for word in rest if word == "--debug"]
+    return guarded(debug[:1], lambda _: _report(options))
 
 
-def _report(asked: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> int:
+    """Write the page and print a summary. Return the exit code. Raises LockstepError."""
     alone("a report is made by one process", "report.py")
-    if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
-        raise LockstepError(f"{' and '.join(missing)} not installed", "report.py", EXTRA)
-    if not asked.runs:
-        raise LockstepError("no run", "the first word", "give the folder of a run")
-    asked.out = asked.out or _free()
-    if (
-        asked.out.suffix not in (".html", ".htm")
-        or not asked.out.parent.is_dir()
-        or asked.out.is_dir()
-    ):
-        todo = "give one that ends in .html, in a folder that is there"
-        raise LockstepError(f"{asked.out} is not the name of a page", "--out", todo)
-    study, asked.study = [run for run in asked.runs if (Path(run) / STUDY).is_file()], None
-    if study and len(asked.runs) > 1:
-        raise LockstepError("a study is a page of its own", study[0], "give it alone")
-    if study:
-        asked.study, asked.no_samples = load(Path(study[0])), True
-        asked.runs = [
-            str(Path(study[0]) / run["folder"])
-            for each in asked.study["configs"]
-            for run in each["runs"]
-        ]
-    if not asked.runs:
-        raise LockstepError(
-            "no training of the study is tested yet", study[0], "let tools/study.py go on"
-        )
-    # all, before the first is scored
-    words = [of_run(asked.trust, [run, *asked.rest]) for run in asked.runs]
+    study = _check_options(options)
+    # Check the words of all runs before the first run is scored.
+    words = [of_run(options.trust, [run, *options.rest]) for run in options.runs]
     with contextlib.redirect_stdout(sys.stderr):
-        runs = [_read(run, argv, asked) for run, argv in zip(asked.runs, words, strict=True)]
+        runs = list(map(_read, options.runs, words, itertools.repeat(options)))
         _name_apart(runs)
-        for run in runs if study else ():
-            run.name = os.path.relpath(run.folder, study[0])
-        page = _page(runs, asked)
-    write_atomically(asked.out, lambda file: file.write(page))
+        if study:
+            for run in runs:
+                run.name = os.path.relpath(run.folder, study)
+        page = _page(runs, options)
+    write_atomically(options.out, lambda file: file.write(page))
     for run in runs:
         for note in run.notes:
             print(f"warning: {run.name}: {note}", file=sys.stderr)
-    if asked.json:
-        about = {
-            "report": str(asked.out),
+    if options.json:
+        summary = {
+            "report": str(options.out),
             "bytes": len(page),
-            "runs": [_as_json(run) for run in runs],
+            "runs": list(map(_as_json, runs)),
         }
-        print(json.dumps(finite(about)))
-    else:
-        of = [f"{study[0]}, {amount(len(runs), 'run')}"] if study else [run.name for run in runs]
-        print(f"Wrote {asked.out} ({len(page) / 1e6:.2f} MB): {', '.join(of)}")
+        print(json.dumps(finite(summary)))
+        return status.set_exit_code(errors.DONE)
+    names = ", ".join([run.name for run in runs])
+    if study:
+        names = f"{study}, {amount(len(runs), 'run')}"
+    print(f"Wrote {options.out} ({len(page) / 1e6:.2f} MB): {names}")
     return status.set_exit_code(errors.DONE)
 
 
+def _check_options(options: argparse.Namespace) -> str:
+    """Complete the options, and read the study. Return the folder of the study, or no text.
+
+    Raises LockstepError.
+    """
+    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise LockstepError(f"{' and '.join(missing)} not installed", "report.py", EXTRA)
+    if not options.runs:
+        raise LockstepError("no run", "the first word", "give the folder of a run")
+    out = options.out = options.out or _free()
+    if out.suffix not in (".html", ".htm") or not out.parent.is_dir() or out.is_dir():
+        raise LockstepError(
+            f"{out} is not the name of a page",
+            "--out",
+            "give one that ends in .html, in a folder that is there",
+        )
+    options.study = None
+    studies: list[str] = [run for run in options.runs if (Path(run) / STUDY).is_file()]
+    if not studies:
+        return ""
+    study = studies[0]
+    if len(options.runs) > 1:
+        raise LockstepError("a study is a page of its own", study, "give it alone")
+    options.study = load(Path(study))
+    options.no_samples = True
+    options.runs = []
+    for each in options.study["configs"]:
+        options.runs += [str(Path(study) / run["folder"]) for run in each["runs"]]
+    if not options.runs:
+        raise LockstepError(
+            "no training of the study is tested yet", study, "let tools/study.py go on"
+        )
+    return study
+
+
 def _free() -> Path:
-    names = (Path(f"report{f'_{n}' if n > 1 else ''}.html") for n in itertools.count(1))
-    return next(name for name in names if not name.exists())
+    """Return the first free name: report.html, report_2.html, ..."""
+    path = Path("report.html")
+    number = 1
+    while path.exists():
+        number += 1
+        path = Path(f"report_{number}.html")
+    return path
 
 
 # ---- what a run has written
@@ -167,13 +189,15 @@ def _free() -> Path:
 
 @dataclass
 class Run:
-    """A run's folder as it is read, and what its checkpoint makes of the split.
+    """The contents of a run's folder, and the scores of the checkpoint.
 
     given     RUN as typed
     log       the lines of metrics.jsonl
-    settings  dotted keys of config.yaml;  defaults: those of its task
-    monitor   the metric that picks the best checkpoint, empty if the task cannot be loaded
-    notes     what could not be read, or done, as sentences
+    settings  dotted keys of config.yaml
+    defaults  the same keys with the defaults of the task
+    owned     whether a process on this machine owns the folder
+    monitor   the metric that picks the best checkpoint; empty if the task cannot be loaded
+    notes     sentences on files that could not be read and steps that could not be done
     """
 
     given: str
@@ -193,24 +217,40 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def of(self, event: str) -> list[dict[str, Any]]:
+        """Return the lines of an event."""
         return [line for line in self.log if line["event"] == event]
 
+    def last(self) -> dict[str, Any]:
+        """Return the last line of the log; empty without a line."""
+        if self.log:
+            return self.log[-1]
+        return {}
+
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults of the task."""
+        settings = self.settings.items()
+        return {key: value for key, value in settings if self.defaults.get(key, value) != value}
+
     def best(self) -> dict[str, Any]:
-        """Return the line of the best evaluation; empty without one."""
+        """Return the line of the best evaluation; empty without an evaluation."""
         known = [line for line in self.of("eval") if math.isfinite(number(line.get(self.monitor)))]
-        sign = 1 if self.higher_is_better else -1
-        return max(known, key=lambda line: sign * number(line[self.monitor]), default={})
+        known.sort(key=lambda line: number(line[self.monitor]), reverse=self.higher_is_better)
+        known.append({})
+        return known[0]
 
     def column(self, event: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (steps, values) of a number of the log."""
-        rows = [(line["step"], number(line[name])) for line in self.of(event) if name in line]
-        return np.array([step for step, _ in rows], np.float64), np.array(
-            [value for _, value in rows], np.float64
-        )
+        """Return (steps, values), each (N,) float64, of a number in the log."""
+        steps: list[float] = []
+        values: list[float] = []
+        for line in self.of(event):
+            if name in line:
+                steps.append(line["step"])
+                values.append(number(line[name]))
+        return np.array(steps, np.float64), np.array(values, np.float64)
 
 
 def number(value: Any) -> float:
-    """Return a number of a log as a float; NaN for null and for anything else."""
+    """Return a number of a log as a float; NaN for null and for all types but numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -219,8 +259,11 @@ def number(value: Any) -> float:
         return math.inf
 
 
-def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
-    folder = Path(given) if Path(given).is_dir() else Path(given).parent
+def _read(given: str, words: list[str], options: argparse.Namespace) -> Run:
+    """Return the contents of a run. A file that cannot be read becomes a note, not an error."""
+    folder = Path(given)
+    if not folder.is_dir():
+        folder = folder.parent
     run = Run(given, folder, folder.resolve().name)
     run.log, unreadable = _read_log(folder / "metrics.jsonl")
     if unreadable:
@@ -229,43 +272,49 @@ def _read(given: str, words: list[str], asked: argparse.Namespace) -> Run:
         )
     if not run.log:
         run.notes.append("The log is empty: no step has been logged yet.")
-    run.environment, run.status, run.replay = (
-        _read_json(folder / name) for name in ("environment.json", "status.json", "replay.json")
-    )
+    run.environment = read_json(folder / "environment.json")
+    run.status = read_json(folder / "status.json")
+    run.replay = read_json(folder / "replay.json")
     try:
         run_folder.lock(folder, only_look=True)
     except LockstepError:
         run.owned = True
-    with contextlib.suppress(OSError, yaml.YAMLError):  # `of_run` has read it
+    with contextlib.suppress(OSError, yaml.YAMLError):  # `of_run` has reported the error
         run.settings = config.flatten(
             yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         )
     try:
-        args = command.read(words, tasks)
-        task = tasks.load(args.cfg.task)
-        run.monitor, run.higher_is_better = str(task.monitor), bool(task.higher_is_better)
-        run.defaults = _defaults(run, args.cfg)
-        if not run.of("eval") and asked.split == "val" and run.log:
-            run.notes.append("Nothing has been evaluated.")
-        path = Path(args.cfg.resume)
-        if not path.exists():
-            raise LockstepError("there is no checkpoint yet")
-        run.checkpoint = read_checkpoint(path)
-        if not asked.no_samples:
-            run.scores = score(args, asked.split, asked.worst)
-            run.notes += run.scores.notes
+        _score(run, command.read(words, tasks), options)
     except config.EarlyExit:
         raise
-    except Exception as error:  # a page of the rest is better than none
+    except Exception as error:  # the page then shows the rest
         run.notes.append(f"Not scored: {headline(error) or type(error).__name__}")
-        if "--debug" in asked.rest:
+        if "--debug" in options.rest:
             raise
     return run
 
 
+def _score(run: Run, args: config.Args, options: argparse.Namespace) -> None:
+    """Read the checkpoint of a run, and score the split. Raises LockstepError."""
+    task = tasks.load(args.cfg.task)
+    run.monitor = str(task.monitor)
+    run.higher_is_better = bool(task.higher_is_better)
+    run.defaults = _defaults(run, args.cfg)
+    if not run.of("eval") and options.split == "val" and run.log:
+        run.notes.append("Nothing has been evaluated.")
+    path = Path(args.cfg.resume)
+    if not path.exists():
+        raise LockstepError("there is no checkpoint yet")
+    run.checkpoint = read_checkpoint(path)
+    if not options.no_samples:
+        run.scores = score(args, options.split, options.worst)
+        run.notes += run.scores.notes
+
+
 def _read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines that can be read, each with event and step, and the number of the others."""
-    lines, unreadable = list[dict[str, Any]](), 0
+    """Return the readable lines, each with event and step, and the number of unreadable lines."""
+    lines: list[dict[str, Any]] = []
+    unreadable = 0
     try:
         content = path.read_bytes()
     except OSError:
@@ -280,17 +329,8 @@ def _read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     return lines, unreadable
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _defaults(run: Run, cfg: Any) -> dict[str, Any]:
-    """Return the keys of the run's task as they are without a command line, with those of the types
-    it has chosen."""
+    """Return the defaults of the task, with the `type` keys of the run."""
     chosen = [
         f"{key}={value}" for key, value in run.settings.items() if key.endswith(".type") and value
     ]
@@ -301,10 +341,10 @@ def _defaults(run: Run, cfg: Any) -> dict[str, Any]:
 
 
 def _name_apart(runs: list[Run]) -> None:
-    """Give runs of the same name the words by which they were given."""
-    for name in {run.name for run in runs}:
-        same = [run for run in runs if run.name == name]
-        for run in same if len(same) > 1 else []:
+    """Rename runs of the same name to the words of the command line."""
+    counts = Counter(run.name for run in runs)
+    for run in runs:
+        if counts[run.name] > 1:
             run.name = run.given
 
 
@@ -312,7 +352,8 @@ def _name_apart(runs: list[Run]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
+def _page(runs: list[Run], options: argparse.Namespace) -> bytes:
+    """Return the HTML page, encoded in UTF-8."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -320,47 +361,45 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
     )
     environment.filters |= {"num": shown, "share": figures.share}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    facts = [_facts(run) for run in runs]
+    facts: dict[str, list[str]] = {}
+    for n, run in enumerate(runs):
+        for name, text in _facts(run).items():
+            facts.setdefault(name, [""] * len(runs))[n] = text
     text = template.render(
-        title=_title(runs, asked.study),
-        runs=[_about(run, n, asked) for n, run in enumerate(runs)],
-        facts=[
-            (name, [each.get(name, "") for each in facts])
-            for name in dict.fromkeys(itertools.chain(*facts))
-        ],
-        study=_about_study(asked.study) if asked.study else None,
+        title=_title(runs, options.study),
+        runs=list(map(_about, runs, itertools.count(), itertools.repeat(options))),
+        facts=list(facts.items()),
+        study=options.study and _about_study(options.study),
         panels=_panels(runs),
-        differs_across_ranks=_differing(runs),
+        differing=_differing(runs),
         command=shlex.join(["python", "tools/report.py", *sys.argv[1:]]),
     )
-    return text.encode("utf-8", "replace")  # a file's name may hold what is no text
+    return text.encode("utf-8", "replace")  # a file name may contain bytes that are no text
 
 
 def _title(runs: list[Run], study: dict[str, Any] | None) -> str:
     if study:
         return f"{Path(study['task']).name}: {study['what']}"
-    return ", ".join(run.name for run in runs[:3]) + (
-        f" and {len(runs) - 3} more" if len(runs) > 3 else ""
-    )
+    return few([run.name for run in runs], 3)
 
 
-def _about_study(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of a study: its tables, and the plot of people with the colour
-    of each config."""
+def _about_study(study: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the template for a study: tables, plot, and colours of the configs."""
     from tools.paper.study_figure import panel, points
 
-    metric, what, sides = points(found)
-    names = [(each["name"], figures.colour(n)) for n, each in enumerate(found["configs"])]
-    said = f"{found['what']}; {found['tested']} of {found['trainings']} trainings are tested"
+    metric, what, sides = points(study)
+    configs = [(each["name"], figures.colour(n)) for n, each in enumerate(study["configs"])]
+    tables = [
+        {"title": title, "head": rows[0], "rows": rows[1:]} for title, rows in all_tables(study)
+    ]
+    tested = f"{study['tested']} of {study['trainings']} trainings are tested"
     return {
-        "said": said,
-        "configs": names,
-        "plot": panel(found),
+        "said": f"{study['what']}; {tested}",
+        "configs": configs,
+        "plot": panel(study),
         "note": f"{metric} of {len(sides[0])} {what}; the bar is the mean with its 95 % interval",
-        "tables": [
-            {"title": title, "head": rows[0], "rows": rows[1:]} for title, rows in all_tables(found)
-        ],
-        "command": shlex.join(["python", "tools/study.py", *found["words"]]),
+        "tables": tables,
+        "command": shlex.join(["python", "tools/study.py", *study["words"]]),
     }
 
 
@@ -368,17 +407,21 @@ def shown(value: Any) -> str:
     """Format a number or a text for a table."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, float) or math.isinf(value):
         return str(value)
-    if isinstance(value, int) or not math.isfinite(value):
-        return str(value)
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
+    if value == 0 or 1e-3 <= abs(value) < 1e3:
+        return f"{value:.4f}"
+    return f"{value:.4g}"
 
 
 def plain(value: Any) -> Any:
-    """Return a text without control characters, which HTML does not allow or which turn the
-    direction of what follows; anything else as it is."""
-    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
+    """Return a text without control characters. A value of another type is returned unchanged.
+
+    HTML forbids some control characters. Others reverse the direction of the text after them.
+    """
+    if type(value) is str:
+        return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value)
+    return value
 
 
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -391,402 +434,443 @@ def _seconds(value: float) -> str:
         return f"{value:.3g} s"
     minutes, seconds = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s"
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Return what stands at the top, {name: text}."""
-    last, best, env = (run.log[-1] if run.log else {}), run.best(), run.environment
+    """Return the rows at the top of a page, {name: text}."""
+    task = str(run.settings.get("task", "unknown"))
+    if task.endswith(".py"):
+        task = Path(task).name
     state = str(run.status.get("state", "unknown"))
     if state == "running" and not run.owned:
         state = "running, on another machine or killed"
-    reason = run.status.get("reason")
-    task = str(run.settings.get("task", "unknown"))
-    found = {
-        "task": Path(task).name if task.endswith(".py") else task,
-        "state": state + (f": {reason}" if reason else ""),
-    }
+    if run.status.get("reason"):
+        state += f": {run.status['reason']}"
+    facts = {"task": task, "state": state}
+    best = run.best()
+    losses = run.of("train")
     if best:
-        found["best"] = f"{run.monitor} {shown(number(best[run.monitor]))} at step {best['step']}"
-    elif losses := run.of("train"):
-        found["best"] = f"not evaluated; last training loss {shown(number(losses[-1].get('loss')))}"
-    found |= {"steps": shown(last.get("step")), "samples": shown(last.get("samples"))}
-    found["time"] = _seconds(
-        max((number(line.get("time_s")) for line in run.log), default=math.nan)
-    )
-    devices = [str(name) for name in env["devices"]] if isinstance(env.get("devices"), list) else []
-    on = ", ".join(
-        f"{devices.count(name)} × {name}" if devices.count(name) > 1 else name
-        for name in dict.fromkeys(devices)
-    )
-    found["machine"] = (
-        f"{amount(env['processes'], 'process')} on {on or '?'}"
-        if isinstance(env.get("processes"), int)
-        else "unknown"
-    )
-    packages = env["packages"] if isinstance(env.get("packages"), dict) else {}
-    found["torch"] = str(packages.get("torch") or "unknown")
-    commit = str(env.get("git_commit") or "unknown")[:12]
-    found["commit"] = commit + (", with changes" if env.get("git_dirty") else "")
-    return found
+        facts["best"] = f"{run.monitor} {shown(number(best[run.monitor]))} at step {best['step']}"
+    elif losses:
+        facts["best"] = f"not evaluated; last training loss {shown(number(losses[-1].get('loss')))}"
+    commit = str(run.environment.get("git_commit") or "unknown")[:12]
+    if run.environment.get("git_dirty"):
+        commit += ", with changes"
+    times = [number(line.get("time_s")) for line in run.log]
+    return facts | {
+        "steps": shown(run.last().get("step")),
+        "samples": shown(run.last().get("samples")),
+        "time": _seconds(max(times, default=math.nan)),
+        "machine": _processes(run.environment),
+        "torch": str(as_dict(run.environment.get("packages")).get("torch") or "unknown"),
+        "commit": commit,
+    }
+
+
+def _processes(environment: dict[str, Any]) -> str:
+    """Return the number of processes and the devices, such as `2 processes on 2 × H100`."""
+    devices = environment.get("devices")
+    if not isinstance(devices, list):
+        devices = []
+    names = []
+    for name, count in Counter(map(str, devices)).items():
+        if count > 1:
+            name = f"{count} × {name}"
+        names.append(name)
+    processes = environment.get("processes")
+    if not isinstance(processes, int):
+        return "unknown"
+    return f"{amount(processes, 'process')} on {', '.join(names) or '?'}"
+
+
+NO_CURVES = frozenset(
+    "count event step epoch samples time_s digest skipped_steps data_wait_share".split()
+)
+"""Names in the log without a panel."""
+
+TITLES = {
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradient",
+    "samples_per_s": "samples per second",
+}
+"""Titles of the last panels."""
+
+NOTES = {
+    frozenset({"train", "val"}): "training thin, validation with points",
+    frozenset({"val"}): "validation",
+    frozenset({"train"}): "training",
+}
+"""The note below a panel, by the kinds of curves."""
 
 
 def _panels(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return the panels of curves: {title, image, note}. Those of several runs lie over each
-    other."""
-    monitors = [run.monitor for run in runs if run.monitor]
-    scored = [name for run in runs for line in run.of("eval") for name in line if "/" not in name]
-    trained = [name for run in runs for line in run.of("train") for name in line]
-    hidden = {
-        "count",
-        "event",
-        "step",
-        "epoch",
-        "samples",
-        "time_s",
-        "digest",
-        "skipped_steps",
-        "data_wait_share",
-    }
-    last = {
-        "lr": "learning rate",
-        "grad_norm": "norm of the gradient",
-        "samples_per_s": "samples per second",
-    }
-    own = [
-        name
-        for name in dict.fromkeys([*monitors, *scored, *trained])
-        if name not in hidden | last.keys()
-    ]
-    names = dict.fromkeys(["loss", *own][:9]) | dict.fromkeys(last)
+    """Return the panels of curves, {title, image, note}. Curves of several runs share a panel."""
     panels = []
-    for name in names:
-        given = []
-        for n, run in enumerate(runs):
-            for event, kind in (("train", "train"), ("eval", "val")):
-                x, y = run.column(event, name)
-                if np.isfinite(y).any():
-                    given.append(figures.Curve(n, kind, x, y))
-            steps = [number(line.get("skipped_step")) for line in run.of("skipped")]
-            if name == "loss" and steps:
-                given.append(
-                    figures.Curve(
-                        n,
-                        "mark",
-                        np.array([step for step in steps if math.isfinite(step)]),
-                        np.array([]),
-                    )
-                )
-        kinds = {curve.kind for curve in given}
+    for name in _panel_names(runs):
+        curves = _curves(runs, name)
+        kinds = {curve.kind for curve in curves}
         if kinds - {"mark"}:
-            both = (
-                "training thin, validation with points"
-                if {"train", "val"} <= kinds
-                else "validation"
-                if "val" in kinds
-                else "training"
-            )
-            note = both + ("; dotted lines: skipped steps" if "mark" in kinds else "")
-            panels.append(
-                {
-                    "title": last.get(name, name),
-                    "image": figures.curves(given, name in ("loss", "grad_norm")),
-                    "note": note,
-                }
-            )
+            note = NOTES[frozenset(kinds - {"mark"})]
+            if "mark" in kinds:
+                note += "; dotted lines: skipped steps"
+            image = figures.curves(curves, name in ("loss", "grad_norm"))
+            panels.append({"title": TITLES.get(name, name), "image": image, "note": note})
     return panels
 
 
+def _panel_names(runs: list[Run]) -> list[str]:
+    """Return the metrics to draw: the loss, up to eight further metrics, and TITLES."""
+    names = ["loss", *filter(None, [run.monitor for run in runs])]
+    for run in runs:
+        for line in run.of("eval"):
+            names += [name for name in line if "/" not in name]
+    for run in runs:
+        names += itertools.chain(*run.of("train"))
+    metrics = [name for name in dict.fromkeys(names) if name not in NO_CURVES | TITLES.keys()]
+    return [*metrics[:9], *TITLES]
+
+
+def _curves(runs: list[Run], name: str) -> list[figures.Curve]:
+    """Return the curves of a metric; in the panel of the loss also the skipped steps."""
+    curves = []
+    for n, run in enumerate(runs):
+        for event, kind in (("train", "train"), ("eval", "val")):
+            x, y = run.column(event, name)
+            if np.isfinite(y).any():
+                curves.append(figures.Curve(n, kind, x, y))
+        steps = np.array([number(line.get("skipped_step")) for line in run.of("skipped")])
+        if name == "loss" and len(steps):
+            curves.append(figures.Curve(n, "mark", steps[np.isfinite(steps)], np.array([])))
+    return curves
+
+
 def _differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return the keys whose values are not the same in all runs: (key, the value of each run)."""
-    keys = dict.fromkeys(
-        key for run in runs for key in run.settings if key not in ("save_dir", "resume")
-    )
-    rows = [(key, [str(run.settings.get(key, "–")) for run in runs]) for key in keys]
-    return [(key, values) for key, values in rows if len({*values}) > 1]
+    """Return the keys with different values among the runs: (key, the value of each run)."""
+    rows = []
+    for key in dict.fromkeys(itertools.chain(*[run.settings for run in runs])):
+        values = [str(run.settings.get(key, "–")) for run in runs]
+        if len({*values}) > 1 and key not in ("save_dir", "resume"):
+            rows.append((key, values))
+    return rows
 
 
-def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """Return what the template shows of one run."""
-    scores = run.scores
-    changed = [
-        (key, value, run.defaults[key])
-        for key, value in run.settings.items()
-        if run.defaults.get(key, value) != value
-    ]
+def _about(run: Run, n: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the template for one run."""
+    changed = run.changed()
     return {
         "number": n,
         "colour": figures.colour(n),
         "name": run.name,
         "notes": run.notes,
         "monitor": run.monitor,
-        "scores": scores,
-        "metrics": _metrics(run, asked),
-        "confusion": _confusion(scores),
-        "per_class": scores.per_class() if scores else [],
+        "scores": run.scores,
+        "metrics": _metrics(run, options),
         "per_source": _per_source(run),
-        "ethograms": _ethograms(scores),
-        "worst": _worst(scores) if scores and not scores.episodes else [],
-        "episodes": [_episode(each) for each in scores.episodes] if scores else [],
-        "trials": _trials(scores) if scores else {},
+        **_of_scores(run.scores),
         "most_dims": figures.MOST_DIMS,
         "events": _events(run),
         "time": _time(run),
         "machine": _machine(run),
-        "changed": changed,
-        "unchanged": [
-            (key, value)
-            for key, value in run.settings.items()
-            if key not in {key for key, *_ in changed}
-        ],
+        "changed": [(key, value, run.defaults[key]) for key, value in changed.items()],
+        "unchanged": [pair for pair in run.settings.items() if pair[0] not in changed],
         "proof": _proof(run),
     }
 
 
-def _metrics(run: Run, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each metric: as recorded at the checkpoint's step, as scored now, and
-    whether it is one of many of a kind, such as those of a class."""
+def _of_scores(scores: Scores | None) -> dict[str, Any]:
+    """Return the values of the template for the scores of a run; empty values without scores."""
+    if scores is None:
+        return {
+            "confusion": {},
+            "per_class": [],
+            "ethograms": {},
+            "worst": [],
+            "episodes": [],
+            "trials": {},
+        }
+    shown_parts = {
+        "confusion": _confusion(scores),
+        "per_class": scores.per_class(),
+        "ethograms": _ethograms(scores),
+        "worst": [],
+        "episodes": list(map(_episode, scores.episodes)),
+        "trials": _trials(scores),
+    }
+    if not scores.episodes:
+        shown_parts["worst"] = _worst(scores)
+    return shown_parts
+
+
+def _metrics(run: Run, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each metric: as recorded at the checkpoint's step, and as scored now.
+
+    `part` is true for a metric of a group, such as the metric of a class.
+    """
     recorded: dict[str, Any] = {}
-    if run.checkpoint and asked.split == "val":
-        recorded = next(
-            (line for line in reversed(run.of("eval")) if line["step"] == run.checkpoint.step), {}
-        )
-    elif not run.checkpoint and run.of("eval"):
-        recorded = run.of("eval")[-1]
-    now = run.scores.metrics if run.scores else {}
-    names = [name for name in {**now, **recorded} if name not in (*LOGGED, "digest")]
+    now: dict[str, Any] = {}
+    if run.scores:
+        now = run.scores.metrics
+    for line in run.of("eval"):
+        if not run.checkpoint or (options.split == "val" and line["step"] == run.checkpoint.step):
+            recorded = line
     return [
         {"name": name, "recorded": recorded.get(name), "now": now.get(name), "part": "/" in name}
-        for name in names
+        for name in now | recorded
+        if name not in (*LOGGED, "digest")
     ]
 
 
-def _confusion(scores: Scores | None) -> dict[str, Any]:
-    """Return the matrix as rows of (count, share of the row), and the pairs that are confused
-    most."""
-    if scores is None or scores.confusion is None:
-        return {}
+def _confusion(scores: Scores) -> dict[str, Any]:
+    """Return the matrix as rows of (count, share of the row), and the five most confused pairs."""
     counts = scores.confusion
+    if counts is None:
+        return {}
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
-    rows = [
-        [(int(c), float(s)) for c, s in zip(*row, strict=True)]
-        for row in zip(counts, shares, strict=True)
-    ]
     off = counts * (1 - np.eye(len(counts), dtype=np.int64))
     most = np.argsort(-off, axis=None, kind="stable")[:5]
-    cells = [divmod(int(cell), len(counts)) for cell in most if off.flat[cell] > 0]
-    pairs = [
-        (scores.classes[t], scores.classes[p], int(counts[t, p]), float(shares[t, p]))
-        for t, p in cells
-    ]
-    return {"classes": scores.classes, "rows": rows, "pairs": pairs, "shown": len(counts) <= 60}
+    pairs = []
+    for true, guess in zip(*np.unravel_index(most, counts.shape), strict=True):
+        if off[true, guess] > 0:
+            names = scores.classes[true], scores.classes[guess]
+            pairs.append((*names, int(counts[true, guess]), float(shares[true, guess])))
+    return {
+        "classes": scores.classes,
+        "rows": list(map(list, map(zip, counts.tolist(), shares.tolist()))),
+        "pairs": pairs,
+        "shown": len(counts) <= 60,
+    }
 
 
 def _per_source(run: Run) -> dict[str, Any]:
-    """Return the metrics of each source, the worst first."""
+    """Return the metrics of each source, the worst source first."""
     if run.scores is None or not run.scores.by_source:
         return {}
-    found = run.scores.by_source
-    columns = [
-        name
-        for name in dict.fromkeys(itertools.chain(*found.values()))
-        if "/" not in name and name != "count"
-    ]
-    columns = columns[:8]
-    by = run.monitor if run.monitor in columns else "loss"
-    sign = 1 if by == run.monitor and run.higher_is_better else -1
+    sources = run.scores.by_source
+    metrics = dict.fromkeys(itertools.chain(*sources.values()))
+    columns = [name for name in metrics if "/" not in name and name != "count"][:8]
+    by = "loss"
+    sign = -1
+    if run.monitor in columns:
+        by = run.monitor
+        if run.higher_is_better:
+            sign = 1
 
     def rank(name: str) -> float:
-        value = sign * number(found[name].get(by))
-        return value if math.isfinite(value) else -math.inf
+        value = sign * number(sources[name].get(by))
+        if math.isfinite(value):
+            return value
+        return -math.inf
 
-    rows = [
-        (name, found[name].get("count"), [number(found[name].get(column)) for column in columns])
-        for name in sorted(found, key=rank)
-    ]
+    rows = []
+    for name in sorted(sources, key=rank):
+        values = [number(sources[name].get(column)) for column in columns]
+        rows.append((name, sources[name].get("count"), values))
     return {"columns": columns, "rows": rows, "by": by}
 
 
 MOST_STRIPS = 40
 
 
-def _ethograms(scores: Scores | None) -> dict[str, Any]:
-    """Return the labels of each source in the order of the dataset: true above predicted."""
-    if (
-        scores is None
-        or scores.sources is None
-        or scores.confusion is None
-        or (scores.true < 0).all()
-    ):
+def _ethograms(scores: Scores) -> dict[str, Any]:
+    """Return the true and the predicted labels of each source, in the order of the dataset."""
+    if scores.sources is None or scores.confusion is None or (scores.true < 0).all():
         return {}
     members: dict[str, list[int]] = {}
     for n, source in enumerate(scores.sources):
         members.setdefault(source, []).append(n)
     names = [name for name in members if len(members[name]) > 1]
+    if not names:
+        return {}
     strips = []
     for name in names[:MOST_STRIPS]:
-        true, guess = scores.true[members[name]], scores.guess[members[name]]
-        right = float((true == guess).mean())
+        true = scores.true[members[name]]
+        guess = scores.guess[members[name]]
         strips.append(
             {
                 "name": name,
                 "count": len(true),
-                "right": right,
+                "right": float((true == guess).mean()),
                 "true": figures.bands(true),
                 "guess": figures.bands(guess),
             }
         )
     count = len(scores.classes)
-    colours = [figures.class_colour(c, count) for c in range(count)]
-    return (
-        {
-            "strips": strips,
-            "more": len(names) - len(strips),
-            "colours": colours,
-            "classes": scores.classes,
-        }
-        if strips
-        else {}
-    )
+    return {
+        "strips": strips,
+        "more": len(names) - len(strips),
+        "colours": [figures.class_colour(c, count) for c in range(count)],
+        "classes": scores.classes,
+    }
 
 
 def _worst(scores: Scores) -> list[dict[str, Any]]:
-    """Return how each of the worst samples is shown: a picture of it, what it is, and what was
-    predicted."""
-    seen = [_seen(sample) for sample in scores.worst]
-    windows = [array for kind, array in seen if kind == "signal"]
-    alike = len({np.atleast_2d(window).shape[0] for window in windows}) == 1
-    scale = figures.ranges(windows) if alike else None
-    found = []
-    for sample, (kind, array) in zip(scores.worst, seen, strict=True):
-        about = {
+    """Return the values of the template for each of the worst samples.
+
+    Each entry has a picture of the sample, the true class, and the prediction.
+    """
+    drawn = list(map(_seen, scores.worst))
+    windows = [array for kind, array in drawn if kind == "signal"]
+    scale = None
+    if len({len(np.atleast_2d(window)) for window in windows}) == 1:
+        scale = figures.ranges(windows)
+    rows = []
+    for sample, (kind, array) in zip(scores.worst, drawn, strict=True):
+        guess = _class(scores, sample.guess)
+        image, still = _drawn(sample, kind, array, scale)
+        row = {
             "index": sample.index,
             "loss": sample.loss,
             "source": sample.source,
             "kind": kind,
-            "still": "",
-        }
-        about |= {"true": _class(scores, sample.true), "guess": _class(scores, sample.guess)}
-        about |= {
+            "image": image,
+            "still": still,
+            "true": _class(scores, sample.true),
+            "guess": guess,
             "wrong": sample.true != sample.guess,
             "scaled": kind == "signal" and scale is not None,
+            "channels": [],
+            "likely": _likely(scores, sample),
         }
-        about["channels"] = _channels(scores, array) if kind == "signal" else []
-        if kind == "film":
-            about["image"], about["still"] = figures.film(array)
-        elif kind == "signal":
-            about["image"] = figures.signal(array, scale)
-        elif kind == "picture":
-            about["image"] = figures.picture(array)
-        else:
-            about["image"] = figures.beside(*_by_steps(sample, pairs(sample)[0])) if kind else ""
-        shares = {f"p_{each}": each for each in scores.classes}
-        likely = [
-            (shares[key], number(value)) for key, value in sample.predicted.items() if key in shares
-        ]
-        about["likely"] = sorted(likely, key=lambda pair: -pair[1])[:3]
-        rest = {key: value for key, value in sample.predicted.items() if key not in shares}
-        if about["guess"]:
-            rest.pop("label", None)
-        rest = (
-            rest
-            if kind
-            else {f"{key} (recorded)": value for key, value in sample.parts.items()} | rest
-        )
-        about["table"] = [(key, _brief(value)) for key, value in [*rest.items()][:12]]
-        found.append(about)
-    return found
+        if kind == "signal":
+            row["channels"] = _channels(scores, array)
+        table: dict[str, Any] = {}
+        if not kind:
+            table = {f"{key} (recorded)": value for key, value in sample.parts.items()}
+        table |= sample.predicted
+        for name in scores.classes:
+            table.pop(f"p_{name}", None)
+        if guess and "label" in sample.predicted:
+            del table["label"]
+        row["table"] = [(key, _brief(value)) for key, value in [*table.items()][:12]]
+        rows.append(row)
+    return rows
+
+
+def _drawn(sample: Sample, kind: str, array: Any, scale: Any) -> tuple[str, str]:
+    """Return the picture of a sample, and a still picture if the first is a film."""
+    if kind == "film":
+        return figures.film(array)
+    if kind == "signal":
+        return figures.signal(array, scale), ""
+    if kind == "picture":
+        return figures.picture(array), ""
+    if kind:
+        return figures.beside(*_by_steps(sample, pairs(sample)[0])), ""
+    return "", ""
+
+
+def _likely(scores: Scores, sample: Sample) -> list[tuple[str, float]]:
+    """Return (class, probability) of the three most likely classes."""
+    shares = []
+    for key, value in sample.predicted.items():
+        if key.startswith("p_") and key[2:] in scores.classes:
+            shares.append((key[2:], number(value)))
+    return sorted(shares, key=lambda share: -share[1])[:3]
 
 
 def _seen(sample: Sample) -> tuple[str, Any]:
-    """Return what a sample shows: `beside` if an array of it is predicted, else the first of its
-    arrays that can be drawn, `x` before the others; ("", None) if there is none."""
+    """Return (kind, array) of the part of a sample to draw; ("", None) if no part can be drawn.
+
+    The kind is `beside` if an array of the sample is predicted. Otherwise the first array that can
+    be drawn is taken, `x` before the rest.
+    """
     if pairs(sample):
         return "beside", None
-    names = sorted(sample.parts, key=lambda name: name != "x")
-    return next(filter(None, (figures.seen(sample.parts[name]) for name in names)), ("", None))
+    for name in sorted(sample.parts, key=lambda name: name != "x"):
+        drawn = figures.seen(sample.parts[name])
+        if drawn:
+            return drawn
+    return "", None
 
 
 def _class(scores: Scores, number: int) -> str:
-    return scores.classes[number] if 0 <= number < len(scores.classes) else ""
+    """Return the name of a class; no text for an unknown number."""
+    if 0 <= number < len(scores.classes):
+        return scores.classes[number]
+    return ""
 
 
 def _channels(scores: Scores, window: np.ndarray) -> list[tuple[str, str]]:
     """Return (name, colour) of each channel that is drawn as a line."""
     lanes = len(np.atleast_2d(window))
-    names = scores.channels if len(scores.channels) == lanes else [str(n) for n in range(lanes)]
-    return (
-        [(name, figures.colour(n)) for n, name in enumerate(names)]
-        if 1 < lanes <= figures.MOST_LANES
-        else []
-    )
+    if not 1 < lanes <= figures.MOST_LANES:
+        return []
+    names = scores.channels
+    if len(names) != lanes:
+        names = list(map(str, range(lanes)))
+    return [(name, figures.colour(n)) for n, name in enumerate(names)]
 
 
 def _by_steps(sample: Sample, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return recorded and predicted values as (steps, dims)."""
+    """Return the recorded and the predicted values, each (steps, dims)."""
     recorded, predicted = sample.parts[name], sample.predicted[name]
     return recorded.reshape(len(recorded), -1), predicted.reshape(len(predicted), -1)
 
 
 def _brief(value: Any) -> str:
     """Return a predicted value in a few words."""
-    if isinstance(value, np.ndarray):
-        flat = value.ravel()
-        if len(flat) <= 8:
-            return ", ".join(shown(each) for each in flat.tolist())
-        return (
-            f"{' × '.join(map(str, value.shape))} numbers from {shown(float(flat.min()))} to "
-            f"{shown(float(flat.max()))}"
-        )
-    text = shown(value)
-    return text if len(text) <= 300 else text[:299] + "…"
+    if not isinstance(value, np.ndarray):
+        text = shown(value)
+        if len(text) <= 300:
+            return text
+        return text[:299] + "…"
+    if value.size <= 8:
+        return ", ".join(map(shown, value.ravel().tolist()))
+    shape = " × ".join(map(str, value.shape))
+    return f"{shape} numbers from {shown(float(value.min()))} to {shown(float(value.max()))}"
 
 
 def _trials(scores: Scores) -> dict[str, Any]:
-    """Return the rate of success in words, and the films of trials as (moving, still)."""
+    """Return the success rate in words, and the films of the trials as (moving, still)."""
+    if "success_rate_low" not in scores.metrics:
+        return {}
     films = [figures.film(film, side=320) for film in scores.trials.values()]
-    return (
-        {"rate": of_trials(scores.metrics), "films": films}
-        if "success_rate_low" in scores.metrics
-        else {}
-    )
+    return {"rate": of_trials(scores.metrics), "films": films}
 
 
-def _episode(each: Episode) -> dict[str, Any]:
-    moving, still = figures.film(each.film) if each.film is not None else ("", "")
+def _episode(episode: Episode) -> dict[str, Any]:
+    """Return the values of the template for an episode."""
+    moving = still = ""
+    if episode.film is not None:
+        moving, still = figures.film(episode.film)
+    source = episode.source
+    if source.isdigit():
+        source = f"episode {source}"
     return {
-        "source": f"episode {each.source}" if each.source.isdigit() else each.source,
-        "loss": each.loss,
-        "frames": len(each.recorded),
-        "dims": each.recorded.shape[1],
-        "name": each.name,
-        "error": each.difference(),
-        "errors": each.differences(),
-        "image": figures.beside(each.recorded, each.predicted),
+        "source": source,
+        "loss": episode.loss,
+        "frames": len(episode.recorded),
+        "dims": episode.recorded.shape[1],
+        "name": episode.name,
+        "error": episode.difference(),
+        "errors": episode.differences(),
+        "image": figures.beside(episode.recorded, episode.predicted),
         "film": moving,
         "still": still,
     }
 
 
 def _events(run: Run) -> list[tuple[int, str]]:
-    """Return what happened besides training and evaluation: (step, words)."""
+    """Return the events besides training and evaluation: (step, words)."""
     rows = []
     for line in run.log:
         event = line["event"]
         if event == "skipped":
-            found = line["found"] if isinstance(line.get("found"), dict) else {}
-            why = (
-                "; ".join(f"sample {index} has {what}" for index, what in [*found.items()][:5])
-                or "not finite"
-            )
-            rows.append((line["step"], f"step {line.get('skipped_step')} skipped: {why}"))
+            faults = itertools.islice(as_dict(line.get("found")).items(), 5)
+            why = "; ".join([f"sample {index} has {what}" for index, what in faults])
+            words = f"step {line.get('skipped_step')} skipped: {why or 'not finite'}"
+            rows.append((line["step"], words))
         elif event not in ("train", "eval"):
-            told = {key: value for key, value in line.items() if key not in LOGGED}
-            rows.append((line["step"], f"{event}: " + ", ".join(map(str, told.values()))))
+            values = [str(value) for key, value in line.items() if key not in LOGGED]
+            rows.append((line["step"], f"{event}: " + ", ".join(values)))
     return rows
 
 
 def _time(run: Run) -> list[tuple[str, str]]:
+    """Return the times of a run as rows (what, value)."""
     ends: dict[int, float] = {}
     for line in run.log:
         if isinstance(line.get("epoch"), int) and math.isfinite(number(line.get("time_s"))):
@@ -794,56 +878,48 @@ def _time(run: Run) -> list[tuple[str, str]]:
     epochs = np.diff([0.0, *ends.values()])
     rows = []
     if len(epochs):
-        spread = (
-            f" ({_seconds(epochs.min())} to {_seconds(epochs.max())})" if len(epochs) > 1 else ""
-        )
-        rows.append(
-            (f"an epoch, median of {len(epochs)}", _seconds(float(np.median(epochs))) + spread)
-        )
-    for name, words in (
-        ("samples_per_s", "samples per second, median"),
-        ("data_wait_share", "share of time waiting for data, mean"),
-    ):
-        _, values = run.column("train", name)
-        values = values[np.isfinite(values)]
-        if len(values):
-            rows.append(
-                (
-                    words,
-                    f"{100 * values.mean():.1f} %"
-                    if "share" in name
-                    else f"{np.median(values):.0f}",
-                )
-            )
+        text = _seconds(float(np.median(epochs)))
+        if len(epochs) > 1:
+            text += f" ({_seconds(epochs.min())} to {_seconds(epochs.max())})"
+        rows.append((f"an epoch, median of {len(epochs)}", text))
+    speeds = run.column("train", "samples_per_s")[1]
+    speeds = speeds[np.isfinite(speeds)]
+    if len(speeds):
+        rows.append(("samples per second, median", f"{np.median(speeds):.0f}"))
+    waits = run.column("train", "data_wait_share")[1]
+    waits = waits[np.isfinite(waits)]
+    if len(waits):
+        rows.append(("share of time waiting for data, mean", f"{100 * waits.mean():.1f} %"))
     return rows
 
 
 def _machine(run: Run) -> list[tuple[str, str]]:
     """Return environment.json and status.json as rows."""
     rows = []
-    for key, value in (
-        run.environment | {f"status: {name}": each for name, each in run.status.items()}
-    ).items():
+    named = {f"status: {name}": value for name, value in run.status.items()}
+    for key, value in (run.environment | named).items():
         if key == "command" and isinstance(value, list):
             value = shlex.join(map(str, value))
         elif isinstance(value, dict):
-            value = ", ".join(f"{name} {each}" for name, each in value.items())
+            value = ", ".join([f"{name} {part}" for name, part in value.items()])
         elif isinstance(value, list):
             value = ", ".join(map(str, value))
-        rows.append((key, "–" if value is None or value == "" else str(value)))
+        if value is None or value == "":
+            value = "–"
+        rows.append((key, str(value)))
     return rows
 
 
 def _proof(run: Run) -> dict[str, Any]:
+    """Return the values of the template for the proof: digests, replay, and commands."""
     logged = [line for line in run.of("train") if isinstance(line.get("digest"), str)]
     here = shlex.quote(str(run.folder))
+    replay = run.replay.items()
     return {
         "checkpoint": run.checkpoint,
         "points": len(logged),
-        "last": logged[-1] if logged else None,
-        "replay": {
-            key: value for key, value in run.replay.items() if not isinstance(value, dict | list)
-        },
+        "last": [None, *logged][-1],
+        "replay": {key: value for key, value in replay if not isinstance(value, dict | list)},
         "commands": [
             (
                 f"python tools/replay.py {here} --all --write",
@@ -866,41 +942,62 @@ def _proof(run: Run) -> dict[str, Any]:
 
 
 def _as_json(run: Run) -> dict[str, Any]:
-    scores, last = run.scores, (run.log[-1] if run.log else {})
-    about: dict[str, Any] = {
+    """Return the numbers of a run for --json."""
+    numbers: dict[str, Any] = {
         "run": run.given,
         "name": run.name,
         "facts": _facts(run),
         "notes": run.notes,
-    }
-    about |= {"step": last.get("step"), "best": run.best() or None, "settings_changed": {}}
-    about["settings_changed"] = {
-        key: value for key, value in run.settings.items() if run.defaults.get(key, value) != value
+        "step": run.last().get("step"),
+        "best": run.best() or None,
+        "settings_changed": run.changed(),
     }
     if run.checkpoint:
-        about["checkpoint"] = {"file": str(run.checkpoint.path), "step": run.checkpoint.step}
-        about["checkpoint"] |= {
+        numbers["checkpoint"] = {
+            "file": str(run.checkpoint.path),
+            "step": run.checkpoint.step,
             "sha256": run.checkpoint.sha256,
             "digest": run.checkpoint.digest or None,
         }
-    if scores:
-        about |= {
-            "split": scores.split,
-            "count": scores.count,
-            "metrics": scores.metrics,
-            "classes": scores.classes,
-        }
-        about["confusion"] = None if scores.confusion is None else scores.confusion.tolist()
-        about |= {"per_class": scores.per_class(), "per_source": scores.by_source}
-        about["episodes"] = [
-            {"source": each.source, "loss": each.loss, "mean_difference": each.difference()}
-            | {"differences": dict(each.differences())}
-            for each in scores.episodes
-        ]
-        names = ("index", "loss", "source")
-        about["worst"] = [
-            {name: getattr(each, name) for name in names}
-            | {"true": each.true, "predicted": each.guess}
-            for each in scores.worst
-        ]
-    return about
+    if run.scores:
+        numbers |= _scores_as_json(run.scores)
+    return numbers
+
+
+def _scores_as_json(scores: Scores) -> dict[str, Any]:
+    """Return the numbers of the scores for --json."""
+    confusion = scores.confusion
+    if confusion is not None:
+        confusion = confusion.tolist()
+    episodes = []
+    for episode in scores.episodes:
+        episodes.append(
+            {
+                "source": episode.source,
+                "loss": episode.loss,
+                "mean_difference": episode.difference(),
+                "differences": dict(episode.differences()),
+            }
+        )
+    worst = []
+    for sample in scores.worst:
+        worst.append(
+            {
+                "index": sample.index,
+                "loss": sample.loss,
+                "source": sample.source,
+                "true": sample.true,
+                "predicted": sample.guess,
+            }
+        )
+    return {
+        "split": scores.split,
+        "count": scores.count,
+        "metrics": scores.metrics,
+        "classes": scores.classes,
+        "confusion": confusion,
+        "per_class": scores.per_class(),
+        "per_source": scores.by_source,
+        "episodes": episodes,
+        "worst": worst,
+    }

@@ -1,9 +1,10 @@
-"""The pictures of a report, each as a data: URI. No name of a run, class or file is drawn: those
-are text of the page.
+"""Draw the pictures of a report, each as a data: URI.
 
-Curves and signals are SVG by matplotlib, transparent, in colours that can be read on white and on
-black, and that people tell apart who confuse red and green (Okabe and Ito). Films are animated
-WebP, or GIF without it.
+No picture contains the name of a run, a class or a file: names are text of the page.
+
+Curves and signals are transparent SVG by matplotlib. The colours are legible on white and on black,
+and distinct for people with red-green colour blindness (Okabe and Ito). Films are animated WebP, or
+GIF if Pillow has no WebP.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 import numpy as np
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
-"""Of runs and channels; the ninth has the first one's again, dashed."""
-INK = "#808080"  # of axes and numbers
+"""The colours of runs and channels. The ninth has the first colour again, dashed."""
+INK = "#808080"  # colour of axes and numbers
 MOST_POINTS, MOST_LANES, MOST_FRAMES, MOST_DIMS = 1500, 12, 48, 24
-STYLE: Any = {  # its type is a list of every key that matplotlib has
-    "svg.fonttype": "none",  # text is text, in the browser's font
-    "svg.hashsalt": "report",  # the same figure in the same bytes
+STYLE: Any = {  # matplotlib's type lists every key
+    "svg.fonttype": "none",  # text stays text, in the browser's font
+    "svg.hashsalt": "report",  # equal figures have equal bytes
     "text.parse_math": False,
     "text.usetex": False,
     "figure.constrained_layout.w_pad": 0.1,  # inches: the browser's font may be wider
@@ -54,8 +55,10 @@ def _line(number: int) -> str:
 
 @dataclass
 class Curve:
-    """A curve over the steps of a run, `run` its number. `kind` is train, val, or mark: vertical
-    lines at `x`."""
+    """A curve over the steps of run number `run`.
+
+    kind  train, val, or mark: vertical lines at `x`
+    """
 
     run: int
     kind: str
@@ -82,8 +85,10 @@ def _axes(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple
 
 
 def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
-    """Draw the curves of a panel: those of training thin, those of validation with points, in the
-    colour of the run."""
+    """Draw the curves of a panel in the colours of the runs.
+
+    Training curves are thin. Validation curves have points.
+    """
     from matplotlib import rc_context
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
@@ -94,7 +99,7 @@ def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
         )
         if may_be_log and len(values) and values.min() > 0 and values.max() > 100 * values.min():
             ax.set_yscale("log")
-            # the usual one writes mathtext
+            # The default formatter writes mathtext.
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.yaxis.set_minor_formatter(NullFormatter())
         for curve in given:
@@ -105,35 +110,27 @@ def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
                     ax.axvline(step, color=colour(curve.run), linewidth=0.8, linestyle=":")
                 continue
             dots = "o" if curve.kind == "val" or len(x) == 1 else ""
-            thin = curve.kind == "train" and any(other.kind == "val" for other in given)
-            ax.plot(
-                x,
-                y,
-                marker=dots,
-                markersize=3.5,
-                linewidth=0.9 if thin else 1.6,
-                alpha=0.6 if thin else 1,
-                **about,
-            )
+            style = {"linewidth": 1.6, "alpha": 1}
+            if curve.kind == "train" and any(other.kind == "val" for other in given):
+                style = {"linewidth": 0.9, "alpha": 0.6}
+            ax.plot(x, y, marker=dots, markersize=3.5, **style, **about)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.set_xlabel("step")
         return _svg(figure)
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keep so many points that a page stays small: of each stretch its lowest and its highest, so
-    that no peak goes."""
+    """Return at most MOST_POINTS points: the lowest and the highest of each part."""
     y = np.where(np.isfinite(y), y, np.nan)
     if len(y) <= MOST_POINTS:
         return x, y
     kept = []
     for part in np.array_split(np.arange(len(y)), MOST_POINTS // 2):
         known = part[np.isfinite(y[part])]
-        kept += (
-            sorted({known[y[known].argmin()], known[y[known].argmax()]})
-            if len(known)
-            else [part[0]]
-        )
+        if len(known):
+            kept += sorted({known[y[known].argmin()], known[y[known].argmax()]})
+        else:
+            kept.append(part[0])
     return x[kept], y[kept]
 
 
@@ -141,21 +138,21 @@ Ranges = tuple[np.ndarray, np.ndarray]
 
 
 def ranges(windows: Sequence[np.ndarray]) -> Ranges | None:
-    """Return the lowest value of each channel of windows (C, T) and its spread, if the spreads
-    differ so much that each channel needs a scale of its own, or there are too many for lines; else
-    None."""
+    """Return (lowest value, spread) of each channel of windows (C, T), or None.
+
+    The result is None if all channels can share a scale: the spreads are similar, and there are at
+    most MOST_LANES channels.
+    """
     lanes = [_lanes(window) for window in windows]
     low = np.min([np.nan_to_num(each, nan=np.inf).min(1) for each in lanes], 0)
     high = np.max([np.nan_to_num(each, nan=-np.inf).max(1) for each in lanes], 0)
-    known = low <= high  # without any finite value it is the other way round
+    known = low <= high  # False for a channel without a finite value: low is inf
     spread = np.where(known & (high > low), np.where(known, high, 1) - np.where(known, low, 0), 0)
     moving = spread[spread > 0]
     differ = len(moving) > 1 and bool(moving.max() > 20 * moving.min())
-    return (
-        (np.where(known, low, 0), np.where(spread > 0, spread, 1))
-        if differ or len(low) > MOST_LANES
-        else None
-    )
+    if not differ and len(low) <= MOST_LANES:
+        return None
+    return np.where(known, low, 0), np.where(spread > 0, spread, 1)
 
 
 def _lanes(window: np.ndarray) -> np.ndarray:
@@ -164,7 +161,7 @@ def _lanes(window: np.ndarray) -> np.ndarray:
 
 
 def signal(window: np.ndarray, scale: Ranges | None = None) -> str:
-    """Draw a window (C, T) or (T,) as lines, or as a map of shades if it has many channels."""
+    """Draw a window (C, T) or (T,): as lines, or as a map of shades above MOST_LANES channels."""
     from matplotlib import rc_context
 
     lanes = _lanes(window)
@@ -184,13 +181,11 @@ def signal(window: np.ndarray, scale: Ranges | None = None) -> str:
 
 
 def beside(recorded: np.ndarray, predicted: np.ndarray) -> str:
-    """Draw (T, dims) as predicted beside recorded: a small plot for each of the first MOST_DIMS
-    dims."""
+    """Draw predicted over recorded values (T, dims): a plot for each of MOST_DIMS dims."""
     from matplotlib import rc_context
 
-    recorded, predicted = (
-        np.asarray(each, np.float64).reshape(len(each), -1) for each in (recorded, predicted)
-    )
+    recorded = np.asarray(recorded, np.float64).reshape(len(recorded), -1)
+    predicted = np.asarray(predicted, np.float64).reshape(len(predicted), -1)
     dims = min(MOST_DIMS, recorded.shape[1])
     columns = 1 if dims == 1 else 2
     with rc_context(STYLE):
@@ -216,8 +211,10 @@ def beside(recorded: np.ndarray, predicted: np.ndarray) -> str:
 
 
 def seen(part: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return what a sample's array shows: ("signal", (C, T)), ("picture", (H, W[, 3])), ("film",
-    (T, H, W[, 3])), or None for numbers that show nothing."""
+    """Return the kind and the pixels or values of a sample's array, or None if no kind fits.
+
+    The kinds: ("signal", (C, T)), ("picture", (H, W[, 3])), ("film", (T, H, W[, 3])).
+    """
     numbers, shape = part.dtype.kind, part.shape
     if numbers not in "fiub" or 0 in shape:
         return None
@@ -240,15 +237,17 @@ def seen(part: np.ndarray) -> tuple[str, np.ndarray] | None:
 
 
 def _bytes(pixels: np.ndarray) -> np.ndarray:
-    """Return pixels of any range as uint8: their 1st percentile is black, their 99th white."""
+    """Return pixels of any range as uint8: the 1st percentile is black, the 99th is white."""
     values = np.nan_to_num(np.asarray(pixels, np.float32), posinf=0.0, neginf=0.0)
     low, high = np.percentile(values, (1, 99))
     return np.clip((values - low) * (255 / max(high - low, 1e-12)), 0, 255).astype(np.uint8)
 
 
 def film(frames: np.ndarray, side: int = 160) -> tuple[str, str]:
-    """(T, H, W[, 3]) -> a film of at most MOST_FRAMES frames, as an animation; and its middle
-    frame, as a picture."""
+    """Return an animation of frames (T, H, W[, 3]), and the middle frame as a picture.
+
+    The animation has at most MOST_FRAMES frames.
+    """
     from PIL import Image, features  # comes with matplotlib
 
     frames = frames[np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).astype(int)]
@@ -274,7 +273,7 @@ def film(frames: np.ndarray, side: int = 160) -> tuple[str, str]:
 
 
 def picture(pixels: np.ndarray, side: int = 160) -> str:
-    """(H, W[, 3]) -> a picture"""
+    """Return pixels (H, W[, 3]) as a picture."""
     _, still = film(pixels[None], side)
     return still
 
@@ -284,10 +283,10 @@ def picture(pixels: np.ndarray, side: int = 160) -> str:
 
 
 def bands(labels: np.ndarray, width: int = 1000) -> list[tuple[float, float, int]]:
-    """Return the runs of equal labels as (begin, length, label), of an axis of `width`; -1 is left
-    out.
+    """Return the runs of equal labels as (begin, length, label) on an axis of `width`.
 
-    Of more samples than there is room for, each place has the label that is most frequent in it.
+    The label -1 is left out. With more than `width` samples, each place has the most frequent
+    label.
     """
     count = len(labels)
     if count > width:
@@ -309,8 +308,7 @@ def _most(labels: np.ndarray) -> int:
 
 
 def class_colour(number: int, count: int) -> str:
-    """Return a colour of its own for each class: those of Okabe and Ito, or hues in three shades if
-    there are more."""
+    """Return a distinct colour for a class: Okabe and Ito, or hues in three shades if C > 8."""
     if count <= len(COLOURS):
         return COLOURS[number]
     hue = round(360 * (number * 0.61803398875 % 1))
@@ -318,5 +316,5 @@ def class_colour(number: int, count: int) -> str:
 
 
 def share(value: float) -> float:
-    """Return a share in [0, 1] for a shade."""
+    """Return a value clamped to [0, 1], the range of a shade; 0 if not finite."""
     return min(1.0, max(0.0, value)) if math.isfinite(value) else 0.0

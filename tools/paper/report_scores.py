@@ -1,9 +1,8 @@
-"""What the model of a checkpoint makes of a split: metrics of all samples and of each source, and
-the worst samples.
+"""Score a split with the model of a checkpoint: metrics, sources, and the worst samples.
 
-Samples are scored twice: in the batches of an evaluation, whose metrics are those of
-tools/evaluate.py to the last digit, and one by one, for the loss of each sample and the metrics of
-each source.
+Samples are scored twice. The batches of an evaluation give the metrics of the split, equal to those
+of tools/evaluate.py in all digits. One sample at a time gives the loss of each sample and the
+metrics of each source.
 """
 
 from __future__ import annotations
@@ -41,17 +40,16 @@ from tools.running import in_world
 from tools.use.predict import LoadedModel, load_model
 
 EPISODE = "episode_index"
-"""The tensor of a batch that numbers its episodes, in LeRobot's format: the sources, if the dataset
-names none."""
+"""The tensor of episode numbers in LeRobot's format: the sources, if the dataset has no names."""
 
 
 @dataclass
 class Sample:
-    """One sample, with what is to be shown of it.
+    """A sample, with the values that a page shows.
 
-    parts       {name: the sample's own tensor} of its batch, on the host
-    true, guess class numbers, -1 if unknown
-    predicted   {name: value} that the task's `predict` returns of it
+    parts        {name: tensor of the sample, without the batch axis}, on the host
+    true, guess  class numbers, -1 if unknown
+    predicted    {name: value} that the task's `predict` returns for the sample
     """
 
     index: int
@@ -65,8 +63,14 @@ class Sample:
 
 @dataclass
 class Episode:
-    """One episode: (frames, dims) of `name`, recorded and as predicted at each frame; pictures
-    (frames, H, W, 3); the names of the dims, empty where the data have none."""
+    """An episode of recorded and predicted values.
+
+    name       the feature, such as "action"
+    recorded   (frames, dims)
+    predicted  (frames, dims), the prediction made at each frame
+    film       (frames, H, W, 3) uint8, or None
+    names      the names of the dims; empty if the data have none
+    """
 
     source: str
     loss: float
@@ -77,6 +81,7 @@ class Episode:
     names: list[str] = field(default_factory=list)
 
     def difference(self) -> float:
+        """Return the mean absolute difference over all frames and dims."""
         return float(np.abs(self.recorded - self.predicted).mean())
 
     def differences(self) -> list[tuple[str, float]]:
@@ -88,16 +93,16 @@ class Episode:
 
 @dataclass
 class Scores:
-    """The model of a checkpoint on a split of N samples.
+    """The scores of a checkpoint's model on a split of N samples.
 
-    metrics    of the split
-    confusion  (C, C) counts [true, predicted], or None
-    losses     (N,) float64, NaN where it is not known or not finite
-    true, guess  (N,) class numbers, -1 if unknown
-    sources    N names, or None
-    by_source  {name: its metrics, with `count`}
-    known_losses  whether there is a loss of each sample
-    trials     films of the task's trials in a simulation, by name
+    metrics       of the split
+    confusion     (C, C) counts [true, predicted], or None
+    losses        (N,) float64, NaN where a loss is unknown or not finite
+    true, guess   (N,) class numbers, -1 if unknown
+    sources       N names, or None
+    by_source     {name: metrics of the source, with `count`}
+    known_losses  whether the loss of each sample is known
+    trials        films of the task's trials in a simulation, by name
     """
 
     split: str
@@ -125,29 +130,25 @@ class Scores:
         precision, recall, f1 = precision_recall_f1(self.confusion)
         columns = zip(
             self.classes,
-            precision,
-            recall,
-            f1,
-            self.confusion.sum(1),
-            self.confusion.sum(0),
+            precision.tolist(),
+            recall.tolist(),
+            f1.tolist(),
+            self.confusion.sum(1).tolist(),
+            self.confusion.sum(0).tolist(),
             strict=True,
         )
         names = ("name", "precision", "recall", "f1", "count", "predicted")
-        rows = [dict(zip(names, row, strict=True)) for row in columns]
-        return [
-            {name: value if name == "name" else value.item() for name, value in row.items()}
-            for row in rows
-        ]
+        return [dict(zip(names, row, strict=True)) for row in columns]
 
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint's file tells of itself."""
+    """The identity of a checkpoint file."""
 
     path: Path
     step: int
-    sha256: str  # of the weights, as tools/evaluate.py prints it
-    digest: str  # of the weights, as in metrics.jsonl; empty where it has none
+    sha256: str  # of the weights, as printed by tools/evaluate.py
+    digest: str  # of the weights, as in metrics.jsonl; empty if the checkpoint has no digest
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -157,17 +158,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def score(args: config.Args, split: str, most: int) -> Scores:
-    """Score every sample of a split, and look at the `most` worst ones. Raises LockstepError if
-    that is impossible."""
+    """Score every sample of a split, and predict the `most` worst samples.
+
+    Raises LockstepError if the split cannot be scored.
+    """
     loaded, dataset = in_world(args.cfg, lambda world, _: load_model(args, world, split))
     if loaded.device.type == "cpu":
-        # to one: the number of threads changes the last digits
+        # One thread: the number of threads changes the last digits.
         threads.limit_threads(args.cfg.threads, 1)
     check_scored(loaded.task, split)
     if not len(dataset):
         raise LockstepError("it has no samples", f"split {split}", "give another --split")
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of metrics that one sample, or one source, does not have
+        warnings.simplefilter("ignore")  # some metrics of one sample or one source are undefined
         found = _scored(loaded, dataset, split)
         _look(loaded, dataset, found, most)
     return found
@@ -178,43 +181,41 @@ def score(args: config.Args, split: str, most: int) -> Scores:
 
 
 def _batch(loaded: LoadedModel, dataset: Any, indices: list[int]) -> Batch:
-    """Return these samples as a batch of an evaluation, on the device."""
+    """Return samples as a batch of an evaluation, on the device."""
     fetcher, index = Fetcher(dataset), torch.tensor(indices, device=loaded.device)
     batch = to_device(fetcher.fetch(indices), loaded.device)
     return attach_info(batch, BatchInfo(index, index, sample_seeds(0, 0, index)))
 
 
 class _Totals:
-    """The totals of some samples, in the form of an evaluation."""
+    """The totals of several samples, in the form of an evaluation."""
 
     def __init__(self, loaded: LoadedModel):
         self.task: Task = loaded.task
         self.device = loaded.device
-        self.sums, self.collected = (
-            Gathered("score"),
-            Gathered("collect", self.task.collect_limit_mb),
-        )
-        self.besides = Sums()  # of trials
+        self.sums = Gathered("score")
+        self.collected = Gathered("collect", self.task.collect_limit_mb)
+        self.besides = Sums()  # sums of the trials
 
     def add(self, loaded: LoadedModel, batch: Batch, number: int, *others: _Totals) -> None:
-        """Score a batch, the `number`-th; add it here and to the others."""
+        """Score batch `number`. Add the sums to these totals and to `others`."""
         task, samples = self.task, len(batch_info(batch).index)
         seed_generators(loaded.device, "score", task.cfg.seed, number)
         with loaded.precision.autocast():
             sums = check("score", task.score(loaded.model, batch))
-            values = (
-                check("collect", task.collect(loaded.model, batch), samples)
-                if collects(task)
-                else None
-            )
+            values = None
+            if collects(task):
+                values = check("collect", task.collect(loaded.model, batch), samples)
         for each in (self, *others):
             each.sums.add(sums)
             if values is not None:
                 each.collected.collect(values, samples)
 
     def report(self) -> tuple[dict[str, float], Sums]:
-        """Return metrics and sums. No metrics if the task's `report` fails, which may need more
-        samples than these."""
+        """Return metrics and sums.
+
+        The metrics are empty if the task's `report` fails: a report may need more samples.
+        """
         world = World(0, 0, 1, self.device)
         sums = Sums(self.sums.summed(world) | self.besides)
         if collects(self.task):
@@ -238,19 +239,23 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
         notes.append("The task's `report` gives no metrics of this split alone.")
     confusion, classes = _confusion(summed, list(getattr(task, "classes", None) or []))
     sources, note = _sources(dataset, count)
-    notes += [note] if note else []
+    if note:
+        notes.append(note)
     losses, true, guess = np.full(count, np.nan), np.full(count, -1), np.full(count, -1)
     totals: dict[str, _Totals] = {}
     known, episodes = False, list[str]()
     for n in tqdm(range(count), "One by one", unit="sample", disable=None):
         batch, one = _batch(loaded, dataset, [n]), _Totals(loaded)
         parts = _parts(batch, only=EPISODE) if sources is None else {}
+        name = sources[n] if sources else ""
         if EPISODE in parts:
-            episodes.append(f"episode {int(parts[EPISODE])}")
-        name = sources[n] if sources else episodes[n] if len(episodes) > n else ""
+            name = f"episode {int(parts[EPISODE])}"
+            episodes.append(name)
         one.add(loaded, batch, n, totals.setdefault(name, _Totals(loaded)))
         loss, sums = _loss_of(one)
-        known, losses[n] = known or loss is not None, np.nan if loss is None else loss
+        if loss is not None:
+            known = True
+            losses[n] = loss
         true[n], guess[n] = _cell(sums, confusion)
     sources = sources or (episodes if len(episodes) == count else None)
     by_source = {name: each.report()[0] for name, each in totals.items()} if sources else {}
@@ -274,7 +279,10 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
 
 
 def _tried(loaded: LoadedModel, whole: _Totals) -> dict[str, np.ndarray]:
-    """Make the task's trials as an evaluation does, add their totals, and return films of them."""
+    """Run the task's trials as an evaluation does.
+
+    Add the totals, and return films of the trials.
+    """
     task, tried = loaded.task, Gathered("trials")
     starts = range(0, task.num_trials, TRIALS_AT_ONCE)
     for first in tqdm(starts, "Trials", unit=f"{TRIALS_AT_ONCE} trials", disable=None):
@@ -288,16 +296,17 @@ def _tried(loaded: LoadedModel, whole: _Totals) -> dict[str, np.ndarray]:
 
 
 def _loss_of(one: _Totals) -> tuple[float | None, Sums]:
-    """Return the loss of one sample as the task reports it, or else its total, None without either;
-    and the sums."""
+    """Return the loss of one sample, and the sums.
+
+    The loss is the reported loss, or else the total of `loss`, or None without both.
+    """
     found, sums = one.report()
     total = float(sums["loss"]) if "loss" in sums and sums["loss"].numel() == 1 else None
     return found.get("loss", total), sums
 
 
 def _confusion(sums: Sums, classes: list[str]) -> tuple[np.ndarray | None, list[str]]:
-    """Return the counts [true, predicted], if the sums have a square of them, and a name for each
-    class."""
+    """Return the counts [true, predicted], or None without a square matrix, and the class names."""
     found = sums.get("confusion")
     if (
         found is None
@@ -311,17 +320,17 @@ def _confusion(sums: Sums, classes: list[str]) -> tuple[np.ndarray | None, list[
 
 
 def _cell(sums: Sums, confusion: np.ndarray | None) -> tuple[int, int]:
-    """Return the true and the predicted class of one sample, from its cell of the confusion
-    matrix."""
+    """Return the true and the predicted class of one sample, from the sample's confusion matrix."""
     if confusion is None:
         return -1, -1
     cells = sums["confusion"].nonzero()
-    return (int(cells[0, 0]), int(cells[0, 1])) if len(cells) == 1 else (-1, -1)
+    if len(cells) != 1:
+        return -1, -1
+    return int(cells[0, 0]), int(cells[0, 1])
 
 
 def _sources(dataset: Any, count: int) -> tuple[list[str] | None, str]:
-    """Return the dataset's own `sources` as texts, and a note if they are not one for each
-    sample."""
+    """Return the dataset's `sources` as texts, and a note if the number of names is wrong."""
     found = getattr(dataset, "sources", None)
     if found is None:
         return None, ""
@@ -346,12 +355,15 @@ def _channels(task: Task, dataset: Any) -> list[str]:
 
 
 def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
-    """Fetch the worst samples again with what is predicted of them; of a robot's recordings the
-    worst episodes."""
+    """Fetch and predict the worst samples again.
+
+    Of a robot's recordings also take the worst episodes.
+    """
     if not found.known_losses or not most:
         return
     losses: list[float] = found.losses.tolist()
-    # Where the loss of all is finite, one that is not is 0 / 0: of a sample that has no weight.
+    # If the loss of the split is finite, a loss that is not finite is 0 / 0: the sample has no
+    # weight.
     weightless = -math.inf if math.isfinite(found.metrics.get("loss", math.nan)) else math.inf
     ranked = sorted(range(found.count), key=lambda n: -_badness(losses[n], weightless))
     for n in ranked[:most]:
@@ -362,7 +374,7 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
         values = {name: _row(values, 0) for name, values in predicted.items()}
         shown = _batch(
             loaded, getattr(dataset, "raw", dataset), [n]
-        )  # not the features of samples, if these are cached
+        )  # the samples, even if the dataset caches features of the samples
         found.worst.append(Sample(n, losses[n], source, *about, _parts(shown), values))
     if found.worst and found.sources and (name := _action_of(found.worst[0])):
         members = {
@@ -382,33 +394,37 @@ def _badness(loss: float, not_finite: float = math.inf) -> float:
 
 
 def _action_of(sample: Sample) -> str:
-    """Return the name of a chunk (steps, dims) that is both recorded and predicted of a sample of
-    an episode."""
+    """Return the name of a chunk (steps, dims) with a recorded and a predicted value.
+
+    The name is empty if the sample is of no episode.
+    """
     if EPISODE not in sample.parts:
         return ""
-    return next((name for name in pairs(sample) if sample.parts[name].ndim == 2), "")
+    for name in pairs(sample):
+        if sample.parts[name].ndim == 2:
+            return name
+    return ""
 
 
 def pairs(sample: Sample) -> list[str]:
-    """Return the names of the arrays of numbers that are both in the sample and predicted, in the
-    same shape."""
-    return [
-        name
-        for name, value in sample.predicted.items()
-        if isinstance(value, np.ndarray)
-        and value.ndim
-        and value.size > 1
-        and name in sample.parts
-        and sample.parts[name].shape == value.shape
-        and value.dtype.kind == "f"
-    ]
+    """Return the names of float arrays that are recorded and predicted in the same shape."""
+    names = []
+    for name, value in sample.predicted.items():
+        if not isinstance(value, np.ndarray) or name not in sample.parts:
+            continue
+        chunk = value.ndim and value.size > 1 and value.dtype.kind == "f"
+        if chunk and sample.parts[name].shape == value.shape:
+            names.append(name)
+    return names
 
 
 def _episode(
     loaded: LoadedModel, dataset: Any, members: list[int], source: str, loss: float, name: str
 ) -> Episode:
-    """Predict at each frame of an episode. Of each chunk the first step is kept, the one that would
-    be taken."""
+    """Predict at each frame of an episode.
+
+    Keep the first step of each chunk: a robot executes that step.
+    """
     recorded, predicted, pictures = [], [], []
     keep = {members[int(n)] for n in np.linspace(0, len(members) - 1, min(len(members), 48))}
     for first in range(0, len(members), loaded.batch_size):
@@ -439,32 +455,32 @@ def _is_pictures(leaf: Tensor) -> bool:
 
 
 def _predicted(loaded: LoadedModel, batch: Batch, samples: int) -> dict[str, Any]:
-    """Return what the task predicts of a batch; nothing if it has no method for that, or the method
-    fails."""
+    """Return the predictions of a batch; empty if the task has no `predict`, or `predict` fails."""
     if type(loaded.task).predict is Task.predict:
         return {}
     try:
         with loaded.precision.autocast():
             return packed(check("predict", loaded.task.predict(loaded.model, batch), samples))
-    except Exception as error:  # a page without a column is better than none
+    except Exception as error:  # the page then has no predictions
         print(f"warning: the task's `predict` failed: {headline(error)}", file=sys.stderr)
         return {}
 
 
 def _row(values: Any, n: int) -> Any:
-    """Return one sample's value as a number, a text, or an array."""
+    """Return the value of sample `n` as a number, a text, or an array."""
     value = [*values][n] if isinstance(values, Ragged) else values[n]
     if isinstance(value, Tensor):
-        value = (
-            value.detach().cpu().float().numpy()
-            if value.is_floating_point()
-            else value.detach().cpu().numpy()
-        )
-    return value.item() if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 else value
+        value = value.detach().cpu()
+        if value.is_floating_point():
+            value = value.float()
+        value = value.numpy()
+    if isinstance(value, np.ndarray | np.generic) and value.ndim == 0:
+        return value.item()
+    return value
 
 
 def _parts(batch: Batch, only: str = "") -> dict[str, np.ndarray]:
-    """Return the tensors of a batch of one sample, each without its leading axis, by name."""
+    """Return {name: tensor without the leading axis} of a batch of one sample."""
 
     plain = [*batch] if isinstance(batch, list | tuple) and not hasattr(batch, "_fields") else batch
 

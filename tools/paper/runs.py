@@ -1,14 +1,14 @@
-"""List the runs below a folder: what became of each, its best score, its test, and the command that
-continues it.
+"""List the runs below a folder: state, best score, test, and the command that continues each run.
 
-python tools/runs.py                         those below checkpoints/
-python tools/runs.py studies --sort best     another folder, the best first
-python tools/runs.py --csv > runs.csv        every column, a row for each run; --json: a list
+python tools/runs.py                         list the runs below checkpoints/
+python tools/runs.py studies --sort best     list another folder, the best run first
+python tools/runs.py --csv > runs.csv        print all columns, a row for each run; --json: a list
 
-A run is known by its files. Nothing of a run is executed or changed, and what cannot be read is
-left empty. States: complete, running (a process on this machine owns it), killed (no process is
-left, and it has not said why), stopped (by a signal or its time limit), failed, and unknown. A run
-on another machine that shares the folder may still run.
+A run is recognised by the names of files in a folder. No file of a run is executed or changed. A
+value that cannot be read is left empty. States: complete, running (a process on this machine owns
+the run), killed (no process is left, and the last state is "running"), stopped (by a signal or the
+time limit), failed, and unknown. A "killed" run on another machine with the same folder may still
+run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import csv
 import json
 import math
 import os
+import re
 import socket
 import stat
 import sys
@@ -33,6 +34,7 @@ from engine import errors
 from engine.errors import LockstepError
 from engine.files import run_folder
 from plugins.resilience import status
+from tools.paper.run_files import as_dict
 from tools.running import alone, guarded
 from tools.use.evaluate import TEST, aligned
 
@@ -40,9 +42,10 @@ COLUMNS = (
     "folder task state reason epoch epochs step monitor best test looks time_s ended resume_command"
 ).split()
 SORTS = ("folder", "task", "state", "step", "best", "test", "time")
+COLUMN_OF_SORT = {"time": "time_s"}
 STATES = {"done": "complete", "stopped": "stopped", "failed": "failed"}
 MOST = 1 << 16
-"""Bytes that are read of a small file, and of the end of a log."""
+"""Bytes to read of a small file, and of the end of a log."""
 
 
 def main(argv: list[str]) -> int:
@@ -65,29 +68,30 @@ def main(argv: list[str]) -> int:
         "--sort",
         choices=SORTS,
         default="folder",
-        help="best and test: the best first; step and time: the most first",
+        help="best and test: the best run first; step and time: the highest number first",
     )
     add("--csv", action="store_true", help="print a CSV of all columns")
     add("--json", action="store_true", help="print a JSON list of all columns")
-    asked = parser.parse_args(argv)
-    return guarded([], lambda _: _list(asked))
+    options = parser.parse_args(argv)
+    return guarded([], lambda _: _list(options))
 
 
-def _list(asked: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> int:
     alone("one process lists them", "runs.py")
-    if not asked.folder.is_dir():
-        raise LockstepError("no such folder", str(asked.folder), "give one with runs in it")
-    runs = sorted(map(read, found_in(asked.folder)), key=lambda run: _natural(run["folder"]))
-    if asked.sort != "folder":
-        runs.sort(key=lambda run: _rank(run, "time_s" if asked.sort == "time" else asked.sort))
-    if asked.json:
+    if not options.folder.is_dir():
+        raise LockstepError("no such folder", str(options.folder), "give one with runs in it")
+    runs = sorted(map(read, found_in(options.folder)), key=lambda run: _natural(run["folder"]))
+    if options.sort != "folder":
+        column = COLUMN_OF_SORT.get(options.sort, options.sort)
+        runs.sort(key=lambda run: _rank(run, column))
+    if options.json:
         print(json.dumps([{name: run[name] for name in COLUMNS} for run in runs]))
-    elif asked.csv:
+    elif options.csv:
         table = csv.writer(sys.stdout, lineterminator="\n")
         table.writerow(COLUMNS)
         table.writerows([[_cell(run[name]) for name in COLUMNS] for run in runs])
     else:
-        print("\n".join(lines(runs, asked.folder)))
+        print("\n".join(lines(runs, options.folder)))
     return status.set_exit_code(errors.DONE)
 
 
@@ -96,8 +100,10 @@ def _list(asked: argparse.Namespace) -> int:
 
 
 def found_in(top: Path) -> Iterator[Path]:
-    """Yield the folders of runs below `top`, itself among them. Links to folders are not
-    followed."""
+    """Yield the folders of runs below `top`, or `top` alone if it is a run.
+
+    Links are not followed.
+    """
     for place, below, files in os.walk(top):
         there = {*files}
         if there & {"status.json", "metrics.jsonl"} or {"config.yaml", "environment.json"} <= there:
@@ -107,31 +113,27 @@ def found_in(top: Path) -> Iterator[Path]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return a run's columns, None where its files do not say; never raises."""
-    now, log, config = (
-        _json(folder / "status.json"),
-        _last(folder / "metrics.jsonl"),
-        _config(folder / "config.yaml"),
-    )
+    """Return the columns of a run; None for a value that no file contains. Never raises."""
+    now = _json(folder / "status.json")
+    log = _last(folder / "metrics.jsonl")
+    config = _config(folder / "config.yaml")
     task = _text(config.get("task"))
     run: dict[str, Any] = dict.fromkeys(COLUMNS) | {"folder": str(folder), "task": task}
     run["state"], run["reason"] = _state(folder, now)
-    step, epoch = _whole(now.get("step")), _whole(log.get("epoch"))
+    step = _whole(now.get("step"))
     run["step"] = max(filter(None, (step, _whole(log.get("step")))), default=step)
-    run["epoch"], run["epochs"] = (
-        None if epoch is None else epoch + 1,
-        _whole(config.get("epochs")) or None,
-    )
+    epoch = _whole(log.get("epoch"))
+    if epoch is not None:
+        run["epoch"] = epoch + 1
+    run["epochs"] = _whole(config.get("epochs")) or None
     run["time_s"] = _number(log.get("time_s"))
-    run["monitor"], run["best"] = _text(now.get("monitor")) or None, _number(now.get("best"))
-    # an older run; a task of one's own is not executed for it
+    run["monitor"] = _text(now.get("monitor")) or None
+    run["best"] = _number(now.get("best"))
+    # A run of an older version has no monitor. A user's task file is not executed.
     if run["monitor"] is None and task in tasks.names():
         run["monitor"], run["best"] = _best(folder / "metrics.jsonl", tasks.load(task))
-    tested = _json(folder / TEST)
-    metrics = tested.get("metrics")
-    run["test"] = (
-        _number(metrics.get(_text(tested.get("monitor")))) if isinstance(metrics, dict) else None
-    )
+    tested = _json(folder / TEST, most=-1)
+    run["test"] = _number(as_dict(tested.get("metrics")).get(_text(tested.get("monitor"))))
     run["looks"] = _whole(tested.get("looks"))
     run["ended"] = _text(now.get("time")) or None
     run["resume_command"] = _text(now.get("resume_command")) or None
@@ -139,52 +141,56 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _state(folder: Path, now: dict[str, Any]) -> tuple[str, str | None]:
-    said, reason = _text(now.get("state")), _text(now.get("reason")) or None
-    if said in STATES:
-        return STATES[said], reason
-    if said != "running":
-        return "unknown", reason
+    """Return the state of a run and the reason. `now` is the contents of status.json."""
+    written = _text(now.get("state"))
+    reason = _text(now.get("reason")) or None
+    if written != "running":
+        return STATES.get(written, "unknown"), reason
     try:
         run_folder.lock(folder, only_look=True)
     except LockstepError as error:
-        return ("running" if "owns this folder" in str(error) else "unknown"), reason
+        if "owns this folder" in str(error):
+            return "running", reason
+        return "unknown", reason
     except (OSError, ValueError):
         return "unknown", reason
     host = _text(now.get("host"))
-    return "killed", f"or running on {host}" if host not in ("", socket.gethostname()) else reason
+    if host not in ("", socket.gethostname()):
+        reason = f"or running on {host}"
+    return "killed", reason
 
 
-def _bytes(path: Path, end: bool = False) -> bytes:
-    """Return the beginning or the end of a regular file, nothing of anything else: to open a pipe
-    would wait."""
+def _bytes(path: Path, most: int = MOST, end: bool = False) -> bytes:
+    """Return the first bytes of a regular file, or the last MOST; empty for all other files.
+
+    Opening a pipe would block.
+
+    most  number of bytes; -1: all bytes
+    """
     with contextlib.suppress(OSError):
-        about = os.stat(path)
-        if stat.S_ISREG(about.st_mode):
+        status_of_file = os.stat(path)
+        if stat.S_ISREG(status_of_file.st_mode):
             with open(path, "rb") as file:
-                file.seek(max(0, about.st_size - MOST) if end else 0)
-                return file.read(MOST)
+                if end:
+                    file.seek(max(0, status_of_file.st_size - MOST))
+                return file.read(most)
     return b""
 
 
-def _json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(
-            path.read_bytes() if path.name == TEST and path.is_file() else _bytes(path)
-        )
-        return found if isinstance(found, dict) else {}
+def _json(path: Path, most: int = MOST) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        return as_dict(json.loads(_bytes(path, most)))
     return {}
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(_bytes(path))
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
+        return as_dict(yaml.safe_load(_bytes(path)))
+    return {}
 
 
 def _last(path: Path) -> dict[str, Any]:
-    """Return the last line of a log that can be read."""
+    """Return the last readable line of a log."""
     for line in reversed(_bytes(path, end=True).split(b"\n")):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(line)
@@ -194,15 +200,17 @@ def _last(path: Path) -> dict[str, Any]:
 
 
 def _best(path: Path, task: Any) -> tuple[str, float | None]:
-    """Return the monitor of a task of the project, and its best value in the whole log."""
+    """Return the monitor of a built-in task, and the best value in the complete log."""
     values = []
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().split(b"\n") if path.is_file() else []:
-            with contextlib.suppress(ValueError, RecursionError, AttributeError):
-                found = json.loads(line)
-                values += [found.get(task.monitor)] if found.get("event") == "eval" else []
-    known = [value for value in map(_number, values) if value is not None]
-    return str(task.monitor), (max if task.higher_is_better else min)(known, default=None)
+    for line in _bytes(path, most=-1).split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            event = json.loads(line)
+            value = _number(event.get(task.monitor))
+            if event.get("event") == "eval" and value is not None:
+                values.append(value)
+    if task.higher_is_better:
+        return str(task.monitor), max(values, default=None)
+    return str(task.monitor), min(values, default=None)
 
 
 def _number(value: Any) -> float | None:
@@ -213,40 +221,40 @@ def _number(value: Any) -> float | None:
 
 
 def _whole(value: Any) -> int | None:
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
-        else None
-    )
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53:
+        return value
+    return None
 
 
 def _text(value: Any) -> str:
-    """Return a text without what a terminal would obey."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for letter in str(value or "")
-    )
+    """Return a text without the characters that a terminal executes."""
+    text = str(value or "")
+    for letter in {*text}:
+        if not letter.isprintable():
+            text = text.replace(letter, "\N{REPLACEMENT CHARACTER}")
+    return text
 
 
 def _cell(value: Any) -> Any:
-    return _text(value) if isinstance(value, str) else "" if value is None else value
+    if isinstance(value, str) or value is None:
+        return _text(value)
+    return value
 
 
 def _natural(text: str) -> tuple[Any, ...]:
-    """Return the key by which fold_10 comes after fold_9."""
-    parts, number = [""], False
-    for letter in text:
-        if letter.isdecimal() != number:
-            parts, number = [*parts, ""], not number
-        parts[-1] += letter
-    return tuple((part.zfill(20) if part.isdecimal() else part) for part in parts)
+    """Return a sort key that puts fold_10 after fold_9."""
+    parts = re.split(r"(\d+)", text)
+    parts[1::2] = [digits.zfill(20) for digits in parts[1::2]]
+    return tuple(parts)
 
 
 def _rank(run: dict[str, Any], by: str) -> tuple[Any, ...]:
     value = run[by]
     if not isinstance(value, int | float):
         return value is None or value == "", 0.0, str(value or "")
-    return False, value if by in ("best", "test") and run["monitor"] == "loss" else -value, ""
+    if by in ("best", "test") and run["monitor"] == "loss":
+        return False, value, ""
+    return False, -value, ""
 
 
 # ---- the table
@@ -254,57 +262,62 @@ def _rank(run: dict[str, Any], by: str) -> tuple[Any, ...]:
 
 
 def lines(runs: list[dict[str, Any]], top: Path) -> list[str]:
-    """Return a row for each run, and below the commands that continue those that are not
-    complete."""
+    """Return a row for each run, then the commands that continue the incomplete runs."""
     if not runs:
         return [f"no run below {_text(top)}"]
     rows = []
     for run in runs:
-        done = f"{run['epoch'] or '–'}" + (f"/{run['epochs']}" if run["epochs"] else "")
-        cells = [
-            done,
-            shown(run["step"]),
-            run["monitor"] or "–",
-            shown(run["best"]),
-            shown(run["test"]),
-        ]
+        epochs = str(run["epoch"] or "–")
+        if run["epochs"]:
+            epochs += f"/{run['epochs']}"
         rows.append(
             [
-                _text(_below(run["folder"], top)),
+                _below(run["folder"], top),
                 Path(run["task"]).name,
                 run["state"],
-                *cells,
+                epochs,
+                shown(run["step"]),
+                run["monitor"] or "–",
+                shown(run["best"]),
+                shown(run["test"]),
                 _time(run["time_s"]),
             ]
         )
-    said = aligned(
-        [["", "task", "state", "epoch", "step", "monitor", "best", "test", "time"], *rows]
-    )
+    head = ["", "task", "state", "epoch", "step", "monitor", "best", "test", "time"]
+    output = aligned([head, *rows])
     for run in runs:
         if run["state"] != "complete":
-            why = f": {run['reason']}" if run["reason"] else ""
-            said += ["", f"{_text(_below(run['folder'], top))}, {run['state']}{why}"]
+            state = run["state"]
+            if run["reason"]:
+                state += f": {run['reason']}"
+            output += ["", f"{_below(run['folder'], top)}, {state}"]
             if run["resume_command"] and run["state"] != "running":
-                said.append(f"  {run['resume_command']}")
-    return said
+                output.append(f"  {run['resume_command']}")
+    return output
 
 
 def _below(folder: str, top: Path) -> str:
-    return os.path.relpath(folder, top) if folder != str(top) else folder
+    """Return a folder relative to `top`, as a printable text."""
+    if folder == str(top):
+        return _text(folder)
+    return _text(os.path.relpath(folder, top))
 
 
 def shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    """Return a number for a table; a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return str(value)
 
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     hours, minutes = divmod(round(seconds) // 60, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min"
-        if minutes >= 10
-        else f"{seconds:.0f} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    if minutes >= 10:
+        return f"{minutes} min"
+    return f"{seconds:.0f} s"

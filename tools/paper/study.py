@@ -1,29 +1,29 @@
-"""A result that can be published: a training for each fold, seed and config, each tested once on
-people it never saw.
+"""Run a study: a training for each fold, seed and config, each tested once on unseen people.
 
 python tools/study.py har --folds 5 --seeds 0,1,2
     5 folds of people x 3 seeds: 15 trainings
 python tools/study.py har --leave-one-out subjects
-    each person is tested by a training without them
+    a training without each person, tested on that person
 python tools/study.py video dataset.root=data/mice --leave-one-out groups --jobs 2
 python tools/study.py har --folds 5 --compare model.mode=conv model.mode=flatten
     two configs, pair by pair
 python tools/study.py har dataset.test_subjects=9,10 --seeds 0,1,2
-    one test set, and what the seed changes
+    one test set, and the effect of the seed
 
-A fold is a function of the data and --fold-seed; no person (animal, video) is cut, and of those a
-fold does not test about --val-share validate. A training is train.py with these settings, in a
-folder of its own under --out; the checkpoint that is best in validation is scored on the test,
-once. The same command again continues where it was killed; what is done is not done again. Settings
-of the training come before --compare, whose words are the configs: one each, or several settings in
-quotes. On a CPU a process computes in one thread, unless OMP_NUM_THREADS is set. Where several GPUs
-are visible, trainings run at once, each on its own.
+A fold is a function of the data and --fold-seed. No person (animal, video) is divided between
+folds. Of the people that a fold does not test, about --val-share validate. A training is train.py
+with the settings of the fold, in a separate folder below --out. The checkpoint with the best
+validation is scored on the test, once. The same command continues a killed study, and repeats no
+finished training. Settings of the training come before --compare. The words after --compare are
+the configs: one setting each, or several settings in quotes. On a CPU a process computes in one
+thread, unless OMP_NUM_THREADS is set. With several GPUs, trainings run at once, each on separate
+GPUs.
 
-It writes study.json, study.csv, runs.csv and study.tex into --out, study.pdf and study.png with
-matplotlib, and `python tools/report.py FOLDER` makes a page of it. What each number is:
-docs/study.md. Another task than har and video needs `test_dataset` and `split_keys`, see
-engine/contract.py. Exit code 0: each training is tested; 1: one has failed; 7: the result of a test
-is gone, and the numbers are without it.
+The command writes study.json, study.csv, runs.csv and study.tex into --out, and study.pdf and
+study.png with matplotlib. `python tools/report.py FOLDER` makes a page of the study. docs/study.md
+defines each number. A task other than har and video needs `test_dataset` and `split_keys`, see
+engine/contract.py. Exit code 0: each training is tested; 1: a training has failed; 7: the result of
+a test is missing, and the numbers do not include the test.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ import tasks
 from data_loader import test_set
 from engine import config, errors
 from engine.contract import Task, per_sample
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, few
 from engine.files import run_folder
 from engine.files.atomic import write_atomically
 from engine.hooks import check
@@ -63,6 +63,7 @@ from formats.lab.folds import folds, part_to_validate
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN, whole_number
 from tools.machine import cards
+from tools.paper.run_files import as_dict
 from tools.paper.study_numbers import of_study
 from tools.paper.study_tables import STUDY, as_number, lines, write
 from tools.running import Trained, alone, guarded, last_step, run_script, script_of, train_in
@@ -83,13 +84,13 @@ def main(argv: list[str]) -> int:
         "--folds",
         type=whole_number(2),
         metavar="K",
-        help="test each of K parts of the people by a training without it",
+        help="divide the people into K parts, and test each part by a training without that part",
     )
-    add("--leave-one-out", metavar="NAME", help="a fold for each of the subjects, groups or videos")
+    add("--leave-one-out", metavar="NAME", help="a fold for each unit: subjects, groups or videos")
     add(
         "--by",
         metavar="NAME",
-        help="what a fold never cuts: subjects, groups, videos (default: the task's first)",
+        help="the unit that is never divided: subjects, groups, videos (default: the task's first)",
     )
     add("--seeds", type=_seeds, default=[0], metavar="S,S,...", help="seeds of the trainings (0)")
     add(
@@ -103,64 +104,72 @@ def main(argv: list[str]) -> int:
         "--val-share",
         type=float,
         default=0.125,
-        help="share of the people who are not tested to validate on (0.125)",
+        help="share of the people outside of the test that validate (0.125)",
     )
-    add("--fold-seed", type=whole_number(0), default=0, help="of the choice of the folds (0)")
+    add("--fold-seed", type=whole_number(0), default=0, help="seed of the folds (0)")
     add(
         "--out",
         type=Path,
         metavar="FOLDER",
         help="the study's folder (default: checkpoints/study_TASK)",
     )
-    add("--processes", type=whole_number(1), default=1, metavar="N", help="of each training (1)")
-    what = "trainings at once (as many as have GPUs of their own; 1 without GPUs)"
+    add("--processes", type=whole_number(1), default=1, metavar="N", help="per training (1)")
+    what = "trainings at once (default: one per group of GPUs; 1 without GPUs)"
     add("--jobs", type=whole_number(1), metavar="J", help=what)
     add("--dry-run", action="store_true", help="print folds and trainings, and stop")
     add("--json", action="store_true", help="print study.json on stdout")
-    asked, words = parser.parse_known_args(argv)
-    return guarded(words, lambda args: _study(args, asked, words))
+    options, words = parser.parse_known_args(argv)
+    return guarded(words, lambda args: _study(args, options, words))
 
 
 def _seeds(text: str) -> list[int]:
+    """Return the seeds of a text such as 0,1,2. Raises ArgumentTypeError."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) < 1 << 53 for part in parts) or len(
-        {*map(int, parts)}
-    ) < len(parts):
-        raise argparse.ArgumentTypeError(f"{text!r} are no seeds: give some such as 0,1,2")
-    return [*map(int, parts)]
+    if all(part.isdecimal() and int(part) < 1 << 53 for part in parts):
+        seeds = [*map(int, parts)]
+        if len({*seeds}) == len(seeds):
+            return seeds
+    raise argparse.ArgumentTypeError(f"{text!r} are no seeds: give some such as 0,1,2")
 
 
-def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> int:
+def _study(args: config.Args, options: argparse.Namespace, words: list[str]) -> int:
+    """Run the study and print the results. Return the exit code. Raises LockstepError."""
     alone("torchrun started this, which starts processes itself", "environment")
-    aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
+    aside: Any = contextlib.nullcontext()
+    if options.json:
+        aside = contextlib.redirect_stdout(sys.stderr)
     with aside:
-        study = Study(args, asked, words)
+        study = Study(args, options, words)
         print("\n".join(study.plan_lines()), flush=True)
-        if asked.dry_run:
+        if options.dry_run:
             return status.set_exit_code(errors.DONE)
         with study.owned():
             failed = study.run()
             found = results(study.plan, study.folder, study.task)
             print("\n".join(["", *lines(found)]), flush=True)
             print(f"\nWrote {', '.join(write(found, study.folder))} in {study.folder}", flush=True)
-    if asked.json:
+    if options.json:
         print((study.folder / STUDY).read_text(), end="")
     if failed:
         (first, problem), *_ = failed
-        what = (
-            f"{amount(len(failed), 'training')} of {len(study.trainings)} failed, {first}: "
-            f"{problem}"
-        )
         raise LockstepError(
-            what, str(study.folder), "correct that; the same command continues", exit_code=1
+            (
+                f"{amount(len(failed), 'training')} of {len(study.trainings)} failed, {first}: "
+                f"{problem}"
+            ),
+            str(study.folder),
+            "correct that; the same command continues",
+            exit_code=1,
         )
     if lacking := found["trainings"] - found["tested"]:
-        what = (
-            f"{amount(lacking, 'test')} of {found['trainings']} cannot be read: they are not "
-            "in these numbers"
-        )
         raise LockstepError(
-            what, str(study.folder), "the same command tests again", exit_code=NOT_KNOWN
+            (
+                f"{amount(lacking, 'test')} of {found['trainings']} cannot be read: they are not "
+                "in these numbers"
+            ),
+            str(study.folder),
+            "the same command tests again",
+            exit_code=NOT_KNOWN,
         )
     return status.set_exit_code(errors.DONE)
 
@@ -171,8 +180,12 @@ def _study(args: config.Args, asked: argparse.Namespace, words: list[str]) -> in
 
 @dataclass(frozen=True)
 class Training:
-    """One training of a study: which config, which fold (-1: the config's own test set), which
-    seed."""
+    """A training of a study.
+
+    config  number of the config
+    fold    number of the fold; -1: the config's test set
+    name    folder of the training below the study's folder
+    """
 
     config: int
     fold: int
@@ -180,7 +193,7 @@ class Training:
     name: str
 
     def of(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Return what its test has given, with whose it is."""
+        """Return the result of the test with the identity of the training."""
         return found | {
             "folder": self.name,
             "config": self.config,
@@ -190,16 +203,17 @@ class Training:
 
 
 class Study:
-    """What is to be trained, and where.
+    """The plan and the state of a study.
 
-    plan  what decides the numbers, as it is kept in plan.json: a study is continued only with the
-    same one
+    plan  all values that decide the numbers, stored in plan.json. A study continues only with an
+          equal plan
+    free  the numbers of the jobs without a training
     """
 
-    def __init__(self, args: config.Args, asked: argparse.Namespace, words: list[str]):
-        self.asked, self.words, cfg = asked, words, args.cfg
-        self.folder = asked.out or Path("checkpoints") / f"study_{Path(cfg.task).stem}"
-        self.configs = [shlex.split(each) for each in asked.compare] or [[]]
+    def __init__(self, args: config.Args, options: argparse.Namespace, words: list[str]):
+        self.options, self.words, cfg = options, words, args.cfg
+        self.folder = options.out or Path("checkpoints") / f"study_{Path(cfg.task).stem}"
+        self.configs = [shlex.split(each) for each in options.compare] or [[]]
         self.of_each = [
             config.parse([*words, *more], tasks.load).cfg if more else cfg for more in self.configs
         ]
@@ -213,29 +227,28 @@ class Study:
             given = [self._settings(each, Path(scratch)) for each in self.trainings]
             self._try_sides(given[0])
         self.cards = cards.visible(cfg)
-        self.jobs = asked.jobs or min(
-            cards.jobs_for(self.cards, asked.processes), len(self.trainings)
+        self.jobs = options.jobs or min(
+            cards.jobs_for(self.cards, options.processes), len(self.trainings)
         )
-        self.free = [*range(self.jobs)]  # the numbers of the jobs that no training has
+        self.free = [*range(self.jobs)]
         self.stop, self.number = threading.Event(), int(signal.SIGINT)
         self.steps: dict[str, int] = {}
         self.failed: list[tuple[str, str]] = []
 
     def _check(self) -> None:
-        """Raise LockstepError where the words set what the study sets, or options exclude each
-        other."""
-        asked = self.asked
-        if asked.folds and asked.leave_one_out:
+        """Raise LockstepError for settings that belong to the study, and for exclusive options."""
+        options = self.options
+        if options.folds and options.leave_one_out:
             raise LockstepError("--folds and --leave-one-out", "command line", "give one of them")
-        if asked.leave_one_out and asked.by and asked.by != asked.leave_one_out:
+        if options.leave_one_out and options.by and options.by != options.leave_one_out:
             raise LockstepError(
-                f"--by {asked.by}",
+                f"--by {options.by}",
                 "command line",
-                f"drop it: --leave-one-out {asked.leave_one_out}",
+                f"drop it: --leave-one-out {options.leave_one_out}",
             )
-        if not 0 < asked.val_share < 1:
+        if not 0 < options.val_share < 1:
             raise LockstepError(
-                f"--val-share {asked.val_share:g}", "command line", "give a share such as 0.125"
+                f"--val-share {options.val_share:g}", "command line", "give a share such as 0.125"
             )
         if len({*map(tuple, self.configs)}) < len(self.configs):
             raise LockstepError("two configs are the same", "--compare", "name each once")
@@ -245,84 +258,79 @@ class Study:
             )
         for name, cfg in zip(map(" ".join, self.configs), self.of_each, strict=True):
             where = f"--compare {name}" if name else "command line"
-            if cfg.save_dir or cfg.resume != "auto":
-                key, cure = (
-                    ("save_dir", "give --out FOLDER")
-                    if cfg.save_dir
-                    else ("resume", "leave it out")
-                )
-                raise LockstepError(f"{key} is set by the study", where, cure)
+            if cfg.save_dir:
+                raise LockstepError("save_dir is set by the study", where, "give --out FOLDER")
+            if cfg.resume != "auto":
+                raise LockstepError("resume is set by the study", where, "leave it out")
 
     @property
     def _cuts(self) -> bool:
-        """Whether there are folds, in place of the config's own test set."""
-        return bool(self.asked.folds or self.asked.leave_one_out)
+        """Whether folds replace the config's test set."""
+        return bool(self.options.folds or self.options.leave_one_out)
 
     def _kind(self) -> str:
-        """Return what is never cut. Raises LockstepError where the task does not say by which keys
-        it is named."""
+        """Return the unit that is never divided.
+
+        Raises LockstepError if the task has no keys for the unit.
+        """
         keys = self.task.split_keys
-        kind = self.asked.leave_one_out or self.asked.by or next(iter(keys), "sources")
+        kind = self.options.leave_one_out or self.options.by or next(iter(keys), "sources")
         if self._cuts and not keys:
-            todo = "give it `split_keys` and `test_dataset`: see engine/contract.py"
             raise LockstepError(
                 f"the task {self.of_each[0].task} does not say which keys choose a split",
                 "task",
-                todo,
+                "give it `split_keys` and `test_dataset`: see engine/contract.py",
             )
         if keys and kind not in keys:
-            todo = f"give one of {', '.join(keys)}"
             raise LockstepError(
                 f"a split of {kind}",
-                "--leave-one-out" if self.asked.leave_one_out else "--by",
-                todo,
+                "--leave-one-out" if self.options.leave_one_out else "--by",
+                f"give one of {', '.join(keys)}",
             )
         return str(kind)
 
     def _look(self, cfg: Any) -> tuple[np.ndarray, list[str]]:
-        """Return the (G, C) samples of each group and class, and the groups' names. Without folds
-        of the test set."""
+        """Return the (G, C) samples of each group and class, and the names of the groups.
+
+        With folds, all samples count. Without folds, only the test set counts.
+        """
         task = self.task(cfg)
         with contextlib.redirect_stdout(io.StringIO()):
             train_set, val_set = check("datasets", task.datasets())
             tested = test_set(task, train_set, val_set)
         if not self._cuts and tested is None:
-            todo = "give --folds, --leave-one-out, or a test set such as dataset.test_share=0.2"
-            raise LockstepError("nothing to test on", "command line", todo)
-        parts = (
-            [tested]
-            if not self._cuts
-            else [each for each in (train_set, val_set, tested) if each is not None]
-        )
-        names = [each for part in parts if (each := names_of(part, self.kind)) is not None]
-        if len(names) < len(parts):
-            if not self._cuts:
-                return np.zeros((0, 1), np.int64), []
             raise LockstepError(
-                "the datasets have no `sources`", "task", "say of each sample whom it is from"
+                "nothing to test on",
+                "command line",
+                "give --folds, --leave-one-out, or a test set such as dataset.test_share=0.2",
             )
-        labels = [
-            each
-            for part in parts
-            if (each := per_sample(part, "labels")) is not None and each.dtype.kind in "iu"
-        ]
-        which = np.concatenate(
-            labels
-            if len(labels) == len(parts)
-            else [np.zeros(len(part), np.int64) for part in parts]
-        )
-        found, number = np.unique(np.concatenate(names), return_inverse=True)
-        counts = np.zeros((len(found), int(which.max()) + 1), np.int64)
-        np.add.at(counts, (number, which), 1)
-        known: list[str] = found.tolist()
-        order = sorted(
-            range(len(known)), key=lambda n: (len(known[n]) * known[n].isdecimal() or 99, known[n])
-        )
-        return counts[order], [known[n] for n in order]
+        names = []
+        labels = []
+        for part in (train_set, val_set, tested) if self._cuts else (tested,):
+            if part is None:
+                continue
+            part_names = names_of(part, self.kind)
+            if part_names is None and not self._cuts:
+                return np.zeros((0, 1), np.int64), []
+            if part_names is None:
+                raise LockstepError(
+                    "the datasets have no `sources`", "task", "say of each sample whom it is from"
+                )
+            names.append(part_names)
+            values = per_sample(part, "labels")
+            if values is not None and values.dtype.kind in "iu":
+                labels.append(values)
+        classes = np.zeros(sum(map(len, names)), np.int64)
+        if len(labels) == len(names):
+            classes = np.concatenate(labels)
+        groups, number = np.unique(np.concatenate(names), return_inverse=True)
+        counts = np.zeros((len(groups), int(classes.max()) + 1), np.int64)
+        np.add.at(counts, (number, classes), 1)
+        order = sorted(range(len(groups)), key=lambda n: _natural(str(groups[n])))
+        return counts[order], groups[order].tolist()
 
     def _try_sides(self, words: list[str]) -> None:
-        """Raise LockstepError unless the task splits the data of the first training as the study
-        says."""
+        """Raise LockstepError unless the task splits the data of the first training as planned."""
         if not self.plan["folds"]:
             return
         task, cut = self.task(config.parse(words, tasks.load).cfg), self.plan["folds"][0]
@@ -334,28 +342,29 @@ class Study:
         ):
             names = set() if found is None else {*map(str, names_of(found, self.kind))}  # type: ignore[arg-type]
             if names != {*cut[side]}:
-                what = f"{key}={_some(cut[side])} gives {_some(sorted(names)) or 'nobody'}"
                 raise LockstepError(
-                    what,
+                    f"{key}={few(cut[side], 6)} gives {few(sorted(names), 6) or 'nobody'}",
                     "the task's `split_keys`",
                     "give the keys to validate and to test on, in that order",
                 )
 
     def _plan(self) -> dict[str, Any]:
-        asked, names = self.asked, self.names
+        """Return the plan. Raises LockstepError for too few groups."""
+        options, names = self.options, self.names
         cut = list[dict[str, list[str]]]()
         if self._cuts:
-            number = len(names) if asked.leave_one_out else asked.folds
+            number = len(names) if options.leave_one_out else options.folds
             if not 1 < number <= len(names) or len(names) < 3:
-                what = f"{number} folds of {len(names)} {self.kind}: {_some(names)}"
                 raise LockstepError(
-                    what, "the data", f"give at least three {self.kind}, and as many as folds"
+                    f"{number} folds of {len(names)} {self.kind}: {few(names, 6)}",
+                    "the data",
+                    f"give at least three {self.kind}, and as many as folds",
                 )
-            fold = folds(self.counts, number, asked.fold_seed)
+            fold = folds(self.counts, number, options.fold_seed)
             for n in range(number):
                 rest = np.flatnonzero(fold != n)
                 chosen = rest[
-                    part_to_validate(self.counts[rest], asked.val_share, asked.fold_seed, n)
+                    part_to_validate(self.counts[rest], options.val_share, options.fold_seed, n)
                 ]
                 cut.append(
                     {
@@ -368,19 +377,21 @@ class Study:
             "task": self.of_each[0].task,
             "words": self.words,
             "configs": self.configs,
-            "seeds": asked.seeds,
+            "seeds": options.seeds,
             "by": self.kind,
-            "leave_one_out": bool(asked.leave_one_out),
+            "leave_one_out": bool(options.leave_one_out),
             "folds": cut,
-            "val_share": asked.val_share,
-            "fold_seed": asked.fold_seed,
+            "val_share": options.val_share,
+            "fold_seed": options.fold_seed,
             "data": data,
         }
 
     def plan_lines(self) -> list[str]:
-        """Return what is printed before the first training."""
+        """Return the text that is printed before the first training."""
         plan, trainings = self.plan, len(self.trainings)
-        parts = [described(plan)] + [amount(len(self.configs), "config")] * (len(self.configs) > 1)
+        parts = [described(plan)]
+        if len(self.configs) > 1:
+            parts.append(amount(len(self.configs), "config"))
         found = [
             (
                 f"{Path(plan['task']).name}: {', '.join(parts)}: "
@@ -394,14 +405,13 @@ class Study:
             rows = [["fold", "samples", "to test on", "to validate on"]]
             for n, cut in enumerate(plan["folds"]):
                 samples = str(int(sum(of[name].sum() for name in cut["test"])))
-                rows.append([str(n), samples, _some(cut["test"]), _some(cut["val"])])
+                rows.append([str(n), samples, few(cut["test"], 6), few(cut["val"], 6)])
             found += aligned(rows)
         return found
 
     def _about_cards(self) -> list[str]:
-        """Return a line on the GPUs that the trainings use; none where they use no more than
-        usual."""
-        processes = self.asked.processes
+        """Return a line on the GPUs of the trainings; empty for the usual number of GPUs."""
+        processes = self.options.processes
         on = cards.place(0, self.jobs, self.cards, processes)
         if cards.shares(len(on), processes):
             return [f"of each training {cards.shared_by(len(on), processes)}"]
@@ -416,8 +426,10 @@ class Study:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """Make the folder, or continue in it, alone. Raises LockstepError where it holds another
-        study."""
+        """Create or continue the folder, and lock the folder.
+
+        Raises LockstepError if the folder contains a different study.
+        """
         path = self.folder / PLAN
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -436,18 +448,18 @@ class Study:
                 "the folder holds something else", str(self.folder), "give a new --out"
             )
         if before is not None and before != self.plan:
-            differ = [
-                key
-                for key in self.plan
-                if not isinstance(before, dict) or before.get(key) != self.plan[key]
-            ]
-            first = differ[0] if differ else "plan"
-            was = before.get(first) if isinstance(before, dict) else before
-            what = (
-                f"this is not the study of that folder: {first}: {_brief(was)} -> "
-                f"{_brief(self.plan.get(first))}"
+            former = as_dict(before)
+            differ = [key for key, value in self.plan.items() if former.get(key) != value]
+            first = [*differ, "plan"][0]
+            was = former.get(first) if isinstance(before, dict) else before
+            raise LockstepError(
+                (
+                    f"this is not the study of that folder: {first}: "
+                    f"{_brief(was)} -> {_brief(self.plan.get(first))}"
+                ),
+                str(self.folder),
+                "change it back, or give another --out",
             )
-            raise LockstepError(what, str(self.folder), "change it back, or give another --out")
         if before is None:
             _write_text(path, json.dumps(self.plan) + "\n")
         yield
@@ -455,7 +467,7 @@ class Study:
     # ---- the trainings ----
 
     def run(self) -> list[tuple[str, str]]:
-        """Run what is left of the trainings; return (name, problem) of those that failed."""
+        """Run the remaining trainings. Return (name, problem) of the failed trainings."""
         left = [each for each in self.trainings if result(self.plan, self.folder, each) is None]
         done = len(self.trainings) - len(left)
         if done:
@@ -484,7 +496,7 @@ class Study:
                 bar.set_postfix_str(
                     "; ".join(f"{name} step {step}" for name, step in dict(self.steps).items())
                 )
-        finally:  # nothing may stay in the background
+        finally:  # end all threads and processes
             self.stop.set()
             pool.shutdown(cancel_futures=True)
             bar.close()
@@ -493,56 +505,61 @@ class Study:
         return self.failed
 
     def _end(self, number: int, frame: Any) -> None:
-        """Handle a signal. An exception might be raised where a library swallows it."""
+        """Handle a signal.
+
+        An exception could be raised within a library that swallows exceptions.
+        """
         self.number = number
         self.stop.set()
 
     def _take(self, each: Training) -> str:
-        """Train, and test once; return the line to print. Once one has failed no other begins: it
-        would fail alike."""
+        """Train, and test once. Return the line to print.
+
+        After a failure no further training begins, because each would probably fail for the same
+        reason.
+        """
         if self.failed:
             return ""
-        job = self.free.pop()  # there are as many as threads
+        job = self.free.pop()  # never empty: the pool has as many threads as jobs
         try:
             return self._take_as(job, each)
         finally:
             self.free.append(job)
 
     def _take_as(self, job: int, each: Training) -> str:
-        """Train and test on the GPUs of this job, if there are any."""
-        on = cards.place(job, self.jobs, self.cards, self.asked.processes)
+        """Train and test on the GPUs of a job, if there are any."""
+        on = cards.place(job, self.jobs, self.cards, self.options.processes)
         env = cards.showing(on)
         backend = self.of_each[each.config].ddp.backend
         more = [
-            f"{k}={v}" for k, v in cards.sharing(len(on), self.asked.processes, backend).items()
+            f"{k}={v}" for k, v in cards.sharing(len(on), self.options.processes, backend).items()
         ]
         folder, began = self.folder / each.name, time.monotonic()
         words = self._settings(each, self.folder)
         if _state(folder) != "done":
             ended = self._watched(
                 each,
-                lambda tell: train_in(folder, [*words, *more], self.asked.processes, 0, tell, env),
+                lambda tell: train_in(
+                    folder, [*words, *more], self.options.processes, 0, tell, env
+                ),
             )
             if ended.code:
                 return self._failed(each, ended.problem)
-        test = [
-            script_of("evaluate"),
-            str(folder),
-            "--split",
-            "test",
-            "--json",
-            *(["--by", self.kind] if self.names else []),
-        ]
+        test = [script_of("evaluate"), str(folder), "--split", "test", "--json"]
+        if self.names:
+            test += ["--by", self.kind]
         test += more
         ended = self._watched(
-            each, lambda tell: run_script(test, self.asked.processes, lambda child: tell(), env)
+            each, lambda tell: run_script(test, self.options.processes, lambda child: tell(), env)
         )
         found = result(self.plan, self.folder, each)
         if ended.code or found is None:
             return self._failed(each, f"the test: {ended.problem}")
         self.steps.pop(each.name, None)
         value, name = found["metrics"][found["monitor"]], found["monitor"]
-        whom = f" on {_some(self.plan['folds'][each.fold]['test'])}" if each.fold >= 0 else ""
+        whom = ""
+        if each.fold >= 0:
+            whom = f" on {few(self.plan['folds'][each.fold]['test'], 6)}"
         seconds = time.monotonic() - began
         return (
             f"{each.name}: {name} {as_number(value)}{whom} ({found['checkpoint']}, {seconds:.0f} s)"
@@ -554,6 +571,8 @@ class Study:
         return f"{each.name}: {problem}"
 
     def _watched(self, each: Training, start: Callable[[Any], Trained]) -> Trained:
+        """Start a process, and record the step. Raises LockstepError after a signal."""
+
         def tell(step: int = 0) -> None:
             self.steps[each.name] = step or last_step(self.folder / each.name)
             if self.stop.is_set():
@@ -570,8 +589,11 @@ class Study:
         return LockstepError("interrupted", str(self.folder), todo, exit_code=128 + self.number)
 
     def _settings(self, each: Training, place: Path) -> list[str]:
-        """Write what the study sets of a training into a YAML, where a name may have a comma;
-        return its arguments. Raises LockstepError where the study's own words set another value."""
+        """Write the study's settings of a training into a YAML file.
+
+        Return the arguments of the training. In YAML a name may have a comma. Raises LockstepError
+        if the command line sets a different value.
+        """
         settings: dict[str, Any] = {"seed": each.seed}
         if each.fold >= 0:
             cut = self.plan["folds"][each.fold]
@@ -584,34 +606,50 @@ class Study:
         words = [*self.words, *self.configs[each.config], "--config", str(path)]
         flat = config.flatten(config.to_dict(config.parse(words, tasks.load).cfg))
         if wrong := [key for key, value in settings.items() if flat[key] != value]:
-            what = (
-                f"{wrong[0]} is {_brief(flat[wrong[0]])}, and the study sets "
-                f"{_brief(settings[wrong[0]])}"
-            )
             raise LockstepError(
-                what, "command line", "leave it out; a name has no spaces at its ends"
+                (
+                    f"{wrong[0]} is {_brief(flat[wrong[0]])}, and the study sets "
+                    f"{_brief(settings[wrong[0]])}"
+                ),
+                "command line",
+                "leave it out; a name has no spaces at its ends",
             )
         return words
 
 
+def _natural(name: str) -> tuple[int, str]:
+    """Return a sort key: numbers by size, then names."""
+    if name.isdecimal():
+        return len(name), name
+    return 99, name
+
+
 def described(plan: dict[str, Any]) -> str:
-    """Return what a study repeats, such as `5 folds of subjects, 3 seeds`."""
+    """Return the repeated parts of a study, such as `5 folds of subjects, 3 seeds`."""
     number = len(plan["folds"])
-    cut = f"{number} folds of {plan['by']}" if number else "one test set"
+    cut = "one test set"
     if plan["leave_one_out"]:
         cut = f"leave one of {number} {plan['by']} out"
+    elif number:
+        cut = f"{number} folds of {plan['by']}"
     return f"{cut}, {amount(len(plan['seeds']), 'seed')}"
 
 
 def _trainings(plan: dict[str, Any]) -> Iterator[Training]:
-    """Yield them in an order in which every prefix is of use: seed by seed, fold by fold, config
-    beside config."""
-    width = len(str(max(1, len(plan["folds"]) - 1)))
+    """Yield the trainings seed by seed, fold by fold, and config by config.
+
+    With this order every prefix of the study is useful.
+    """
+    numbers = [-1]
+    names = [""]
+    if plan["folds"]:
+        numbers = [*range(len(plan["folds"]))]
+        width = len(str(max(1, len(numbers) - 1)))
+        names = [f"fold_{fold:0{width}}_" for fold in numbers]
     for seed in plan["seeds"]:
-        for fold in range(len(plan["folds"])) if plan["folds"] else [-1]:
+        for fold in numbers:
             for n in range(len(plan["configs"])):
-                cut = f"fold_{fold:0{width}}_" if fold >= 0 else ""
-                yield Training(n, fold, seed, f"{_folder_of(plan, n)}{cut}seed_{seed}")
+                yield Training(n, fold, seed, f"{_folder_of(plan, n)}{names[fold]}seed_{seed}")
 
 
 def _folder_of(plan: dict[str, Any], n: int) -> str:
@@ -627,23 +665,21 @@ def _state(folder: Path) -> str:
 
 
 def result(plan: dict[str, Any], folder: Path, each: Training) -> dict[str, Any] | None:
-    """Return what the test of a training has given, None if there is none yet, or one of other
-    people."""
+    """Return the test result of a training; None if the result is missing or of other people."""
     with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
         found = json.loads((folder / each.name / TEST).read_bytes())
         found["metrics"][found["monitor"]]
         of_others = each.fold >= 0 and {*found["sources"]} != {*plan["folds"][each.fold]["test"]}
-        return None if of_others else dict(found)
+        if not of_others:
+            return dict(found)
     return None
-
-
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _brief(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -656,22 +692,22 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def results(plan: dict[str, Any], folder: Path, task: type[Task]) -> dict[str, Any]:
-    """Return the numbers of a study, of the trainings that have been tested: what study.json
-    holds."""
+    """Return the contents of study.json: the numbers of the tested trainings."""
     taken = [(each, result(plan, folder, each)) for each in _trainings(plan)]
     runs = [each.of(found) for each, found in taken if found is not None]
-    about = {
+    names = [" ".join(words) or Path(plan["task"]).stem for words in plan["configs"]]
+    return {
         "task": plan["task"],
         "monitor": str(task.monitor),
         "higher_is_better": bool(task.higher_is_better),
-    }
-    about |= {
         "what": described(plan),
         "by": plan["by"],
         "seeds": plan["seeds"],
         "folds": plan["folds"],
+        "words": plan["words"],
+        "val_share": plan["val_share"],
+        "data": plan["data"],
+        "trainings": len(taken),
+        "tested": len(runs),
+        **of_study(names, runs, len(plan["folds"])),
     }
-    about |= {"words": plan["words"], "val_share": plan["val_share"], "data": plan["data"]}
-    about |= {"trainings": len(taken), "tested": len(runs)}
-    names = [" ".join(words) or Path(plan["task"]).stem for words in plan["configs"]]
-    return about | of_study(names, runs, len(plan["folds"]))

@@ -1,4 +1,4 @@
-"""The plot of a study: each person's score under each config, with the mean and its interval."""
+"""Draw the plot of a study: the score of each person under each config, with mean and interval."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from tools.paper.report_figures import INK, STYLE, colour, data_uri
 from tools.paper.study_numbers import t_quantile
 
 
-def points(found: dict[str, Any]) -> tuple[str, str, list[dict[str, float]]]:
-    """Return (the metric, what a point is, {name: value} of each config): people, or folds where no
-    source is known."""
-    metric = found["monitor"]
-    if all(metric in each["over_sources"] for each in found["configs"]):
-        of = [{row["name"]: row[metric] for row in each["sources"]} for each in found["configs"]]
-        return metric, found["by"], of
-    key, sides = "fold" if found["folds"] else "seed", list[dict[str, float]]()
-    for each in found["configs"]:
+def points(study: dict[str, Any]) -> tuple[str, str, list[dict[str, float]]]:
+    """Return (metric, kind of a point, {name: value} of each config).
+
+    A point is a person, or a fold (else a seed) if a config has no scores of sources.
+    """
+    metric = study["monitor"]
+    if all(metric in each["over_sources"] for each in study["configs"]):
+        of = [{row["name"]: row[metric] for row in each["sources"]} for each in study["configs"]]
+        return metric, study["by"], of
+    key, sides = "fold" if study["folds"] else "seed", list[dict[str, float]]()
+    for each in study["configs"]:
         runs = [(str(run[key]), run["metrics"].get(metric, math.nan)) for run in each["runs"]]
         sides.append(
             {name: float(np.mean([v for other, v in runs if other == name])) for name, _ in runs}
@@ -28,12 +30,14 @@ def points(found: dict[str, Any]) -> tuple[str, str, list[dict[str, float]]]:
     return metric, f"{key}s", sides
 
 
-def _figure(found: dict[str, Any], names: list[str], width: float) -> Any:
-    """Return a column of points for each config, joined pair by pair; `width` is that of a column,
-    in inches."""
+def _figure(study: dict[str, Any], names: list[str], width: float) -> Any:
+    """Return a column of points for each config, joined pair by pair.
+
+    width  inches of a column
+    """
     from matplotlib.figure import Figure  # an extra, and slow to import
 
-    metric, what, sides = points(found)
+    metric, what, sides = points(study)
     figure = Figure(figsize=(1.6 + width * len(sides), 3.2), layout="constrained")
     ax = figure.subplots()
     for name in sides[0] if len(sides) > 1 else ():
@@ -59,11 +63,11 @@ def _figure(found: dict[str, Any], names: list[str], width: float) -> Any:
     return figure
 
 
-def files(found: dict[str, Any]) -> dict[str, bytes]:
+def files(study: dict[str, Any]) -> dict[str, bytes]:
     """Return {file name: content}, for a paper."""
     from matplotlib import rc_context
 
-    names = [each["name"] for each in found["configs"]]
+    names = [each["name"] for each in study["configs"]]
     width = max(1.6, max(map(len, names)) / 11) if len(names) > 1 else 1.6
     ink = {
         "axes.labelcolor": "black",
@@ -73,7 +77,7 @@ def files(found: dict[str, Any]) -> dict[str, bytes]:
     }
     contents = {}
     with rc_context(STYLE | ink):
-        figure = _figure(found, names, width)
+        figure = _figure(study, names, width)
         for kind, about in (("pdf", {"CreationDate": None}), ("png", {})):
             file = io.BytesIO()
             figure.savefig(file, format=kind, dpi=200, metadata=about)
@@ -81,13 +85,13 @@ def files(found: dict[str, Any]) -> dict[str, bytes]:
     return contents
 
 
-def panel(found: dict[str, Any]) -> str:
-    """Return the plot for a page, without any name."""
+def panel(study: dict[str, Any]) -> str:
+    """Return the plot for a page, without names."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
         file = io.BytesIO()
-        figure = _figure(found, [""] * len(found["configs"]), 1.2)
+        figure = _figure(study, [""] * len(study["configs"]), 1.2)
         figure.savefig(
             file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
         )

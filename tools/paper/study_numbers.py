@@ -1,4 +1,4 @@
-"""The numbers of a study: Cohen's kappa, means, and a confidence interval of paired differences."""
+"""Compute the numbers of a study: Cohen's kappa, means, and intervals of paired differences."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tasks.shared.classification import precision_recall_f1
 
 
 def of_confusion(matrix: np.ndarray) -> dict[str, float]:
-    """(C, C) counts [true, predicted] -> accuracy, macro F1 over the classes that occur or are
-    predicted, and kappa."""
+    """Return accuracy, macro F1 and kappa of (C, C) counts [true, predicted].
+
+    The macro F1 is a mean over the classes that occur or are predicted.
+    """
     known = (matrix.sum(0) + matrix.sum(1)) > 0
     f1 = precision_recall_f1(matrix)[2]
     total = matrix.sum()
@@ -31,7 +33,7 @@ def _kappa(matrix: np.ndarray) -> float:
 
 
 def mean_sd(values: Sequence[float]) -> dict[str, Any]:
-    """Return {"mean", "sd", "n"} of the values that are finite; sd with n - 1, NaN below two."""
+    """Return {"mean", "sd", "n"} of the finite values; sd with n - 1, NaN below two values."""
     known = np.array([value for value in values if math.isfinite(value)], np.float64)
     mean = float(known.mean()) if len(known) else math.nan
     return {
@@ -44,12 +46,13 @@ def mean_sd(values: Sequence[float]) -> dict[str, Any]:
 def paired(
     one: Sequence[float], other: Sequence[float], confidence: float = 0.95, tested: float = 0.0
 ) -> dict[str, Any]:
-    """Return the mean of `other` - `one`, pair by pair, with its t interval: mean +- t(n - 1) sd
-    sqrt(1 / n + tested).
+    """Return the mean of `other` - `one`, pair by pair, with a t interval.
 
-    tested  0 for the usual interval. Between folds, whose training data overlap, the samples tested
-    over those trained
-            on, 1 / (folds - 1) (Nadeau and Bengio 2003): the usual interval is too narrow
+    The interval is mean +- t(n - 1) sd sqrt(1 / n + tested).
+
+    tested  0 for the usual interval. Between folds the training data overlap, and the usual
+            interval is too narrow: tested samples over trained samples, 1 / (folds - 1) (Nadeau and
+            Bengio 2003)
     """
     found = mean_sd([b - a for a, b in zip(one, other, strict=True)])
     half = math.nan
@@ -67,8 +70,10 @@ def paired(
 
 
 def t_probability(t: float, dof: int) -> float:
-    """Return P(T <= t) of Student's t with a whole number of degrees of freedom, by its finite
-    series (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    """Return P(T <= t) of Student's t for a whole number of degrees of freedom.
+
+    The finite series is 26.7.3 and 26.7.4 of Abramowitz and Stegun.
+    """
     angle = math.atan(t / math.sqrt(dof))
     sine, cosine = math.sin(angle), math.cos(angle)
     term = cosine if dof % 2 else 1.0
@@ -81,7 +86,7 @@ def t_probability(t: float, dof: int) -> float:
 
 
 def t_quantile(probability: float, dof: int) -> float:
-    """Return the t with P(T <= t) = probability, 0.5 or more, by bisection."""
+    """Return the t with P(T <= t) = probability, by bisection. The probability is at least 0.5."""
     low, high = 0.0, 1.0
     while t_probability(high, dof) < probability:
         high *= 2
@@ -96,12 +101,11 @@ def t_quantile(probability: float, dof: int) -> float:
 
 
 def of_study(names: Sequence[str], runs: list[dict[str, Any]], folds: int) -> dict[str, Any]:
-    """Return the numbers of the configs with these names, and how each of the others differs from
-    the first.
+    """Return the numbers of each config, and the difference of each later config from the first.
 
-    runs   what the tests have given: test.json of tools/evaluate.py, with folder, config (its
-           number), fold and seed
-    folds  how many there are; 0: one test set
+    runs   test.json of tools/evaluate.py for each training, with folder, config (number), fold and
+           seed
+    folds  number of folds; 0: one test set
     """
     configs = [
         _of_config(name, [run for run in runs if run["config"] == n])
@@ -118,11 +122,12 @@ def of_study(names: Sequence[str], runs: list[dict[str, Any]], folds: int) -> di
 def _of_config(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers of one config.
 
-    metrics          mean and sd over the folds, each the mean of its seeds; over the seeds where
-                     there are no folds
-    seeds            mean and sd over the seeds, each the mean of its folds
-    pooled, classes  of the confusion of all tests together
-    sources          of each person, the mean of the seeds; over_sources: mean and sd over people
+    metrics          mean and sd over the folds, each fold the mean of the seeds; over the seeds
+                     without folds
+    seeds            mean and sd over the seeds, each seed the mean of the folds
+    pooled, classes  of the confusion matrix of all tests together
+    sources          the mean of the seeds for each person
+    over_sources     mean and sd over people
     """
     each = [_of_run(run) for run in runs]
     found: dict[str, Any] = {"name": name, "runs": each, "metrics": {}, "seeds": {}}
@@ -155,6 +160,7 @@ def _of_config(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_run(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a run without the metrics of classes, and the identity of the run."""
     metrics = {
         name: _float(value)
         for name, value in run["metrics"].items()
@@ -174,7 +180,7 @@ def _float(value: Any) -> float:
 
 
 def _means(runs: list[dict[str, Any]], key: str, metric: str) -> dict[int, float]:
-    """Return {fold, or seed: the mean of its runs}."""
+    """Return {fold or seed: the mean of the runs}."""
     found: dict[int, list[float]] = {}
     for run in runs:
         found.setdefault(run[key], []).append(run["metrics"].get(metric, math.nan))
@@ -182,7 +188,7 @@ def _means(runs: list[dict[str, Any]], key: str, metric: str) -> dict[int, float
 
 
 def _per_source(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the numbers of each person: of their own confusion, or else as reported."""
+    """Return the numbers of each person: of the person's confusion matrix, or else as reported."""
     found: dict[str, list[dict[str, float]]] = {}
     counts: dict[str, int] = {}
     for run in runs:
@@ -206,8 +212,7 @@ def _per_source(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any], folds: int) -> list[dict[str, Any]]:
-    """Return `other` - `one` for each metric: over the people that both have tested, and over
-    folds, or else seeds."""
+    """Return `other` - `one` for each metric: over shared people, and over folds, or else seeds."""
     found = list[dict[str, Any]]()
     people = [{source["name"]: source for source in each["sources"]} for each in (one, other)]
     both = [name for name in people[0] if name in people[1]]

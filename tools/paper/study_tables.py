@@ -1,9 +1,10 @@
-"""What a study prints and writes: tables for a terminal, CSV, LaTeX."""
+"""Format and write the results of a study: tables for a terminal, CSV, LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -18,195 +19,187 @@ from tools.use.evaluate import aligned
 
 STUDY = "study.json"
 
+Table = tuple[str, list[list[str]]]
+"""(title, rows). The first row is the head."""
+
 
 def as_number(value: Any, digits: int = 4) -> str:
-    return f"{value:.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+    """Return a number with fixed digits; a dash for NaN, infinity, and a value of another type."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return f"{value:.{digits}f}"
+    return "–"
 
 
-def shown_metrics(found: dict[str, Any], most: int = 5) -> list[str]:
-    """Return the metrics of the tables: the one that the task goes by first, then those that are
-    shares."""
-    names = dict.fromkeys(
-        name for each in found["configs"] for name in [*each["over_sources"], *each["metrics"]]
-    )
-    first = [name for name in (found["monitor"], "macro_f1", "kappa", "accuracy") if name in names]
+def shown_metrics(study: dict[str, Any], most: int = 5) -> list[str]:
+    """Return the metrics of the tables: the task's monitor first, then metrics that are shares."""
+    names: list[str] = []
+    for each in study["configs"]:
+        names += [*each["over_sources"], *each["metrics"]]
+    first = [name for name in (study["monitor"], "macro_f1", "kappa", "accuracy") if name in names]
     return [*dict.fromkeys([*first, *names])][:most]
 
 
 def plus_minus(value: dict[str, Any] | None, of: int = 0) -> str:
-    """Return mean and sd; and of how many values, where they are fewer than `of`: the others are no
-    numbers."""
+    """Return mean and sd as a text.
+
+    of  the expected number of values; a smaller number is printed, because the rest were not finite
+    """
     if not value or not math.isfinite(value["mean"]):
         return "–"
-    fewer = f" ({value['n']} of {of})" if value["n"] < of else ""
-    spread = f" ± {value['sd']:.3f}" if math.isfinite(value["sd"]) else ""
-    return f"{value['mean']:.3f}{spread}{fewer}"
+    text = f"{value['mean']:.3f}"
+    if math.isfinite(value["sd"]):
+        text += f" ± {value['sd']:.3f}"
+    if value["n"] < of:
+        text += f" ({value['n']} of {of})"
+    return text
 
 
-def summary(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Return the tables for people: (title, rows), the first row their head."""
-    metrics, tables = shown_metrics(found), list[tuple[str, list[list[str]]]]()
-    people = max((len(each["sources"]) for each in found["configs"]), default=0)
-    number = max(
-        (value["n"] for each in found["configs"] for value in each["metrics"].values()), default=0
-    )
-    cut = amount(number, "fold" if found["folds"] else "seed")
-    alone = (
-        bool(people)
-        and bool(found["folds"])
-        and all(len(each["test"]) == 1 for each in found["folds"])
-    )
-    for title, key, of in (
-        (f"mean ± sd of {people} {found['by']}", "over_sources", people),
-        (f"mean ± sd of {cut}", "metrics", number),
-    ):
-        if alone and key == "metrics":  # the same numbers
-            continue
-        if any(each[key] for each in found["configs"]):
-            cells = [
-                [plus_minus(each[key].get(name), of) for name in metrics]
-                for each in found["configs"]
-            ]
-            rows = [[each["name"], *row] for each, row in zip(found["configs"], cells, strict=True)]
-            tables.append((title, [["", *metrics], *rows]))
-    if len(found["seeds"]) > 1 and found["folds"]:
-        of = len(found["seeds"])
-        rows = [
-            [each["name"], *(plus_minus(each["seeds"].get(n), of) for n in metrics)]
-            for each in found["configs"]
-        ]
-        tables.append(
-            (
-                f"mean ± sd of {amount(len(found['seeds']), 'seed')}, each the mean of its folds",
-                [["", *metrics], *rows],
-            )
-        )
-    if all("pooled" in each for each in found["configs"]):
-        names = [name for name in metrics if name in found["configs"][0]["pooled"]]
-        rows = [
-            [each["name"], *(as_number(each["pooled"][name], 3) for name in names)]
-            for each in found["configs"]
-        ]
-        tables.append(("all tests pooled", [["", *names], *rows]))
-        first = found["configs"][0]["classes"]
-        heads = [each["name"] if len(found["configs"]) > 1 else "f1" for each in found["configs"]]
-        by_class = [
-            [as_number(row["f1"], 3) for row in each["classes"]] for each in found["configs"]
-        ]
-        rows = [
-            [row["name"], *cells, str(row["count"])]
-            for row, *cells in zip(first, *by_class, strict=True)
-        ]
-        tables.append(("F1 of each class, all tests pooled", [["", *heads, "tests"], *rows]))
-    return tables
+def summary(study: dict[str, Any]) -> list[Table]:
+    """Return the tables for people: (title, rows). The first row is the head."""
+    configs = study["configs"]
+    seeds = len(study["seeds"])
+    people = max((len(each["sources"]) for each in configs), default=0)
+    number = max((value["n"] for each in configs for value in each["metrics"].values()), default=0)
+    cut = amount(number, "fold" if study["folds"] else "seed")
+    tables = [_spreads(study, f"mean ± sd of {people} {study['by']}", "over_sources", people)]
+    # If each fold tests one person, the table over folds has the numbers of the table over people.
+    one_each = study["folds"] and all(len(fold["test"]) == 1 for fold in study["folds"])
+    if not people or not one_each:
+        tables.append(_spreads(study, f"mean ± sd of {cut}", "metrics", number))
+    if seeds > 1 and study["folds"]:
+        title = f"mean ± sd of {amount(seeds, 'seed')}, each the mean of its folds"
+        tables.append(_spreads(study, title, "seeds", seeds))
+    if all("pooled" in each for each in configs):
+        tables += _pooled(study)
+    return [table for table in tables if table[1]]
 
 
-def person_table(found: dict[str, Any]) -> tuple[str, list[list[str]]]:
+def _spreads(study: dict[str, Any], title: str, key: str, of: int) -> Table:
+    """Return the table of mean and sd of each config; without rows if no config has numbers."""
+    metrics = shown_metrics(study)
+    rows = [["", *metrics]]
+    for each in study["configs"]:
+        rows.append([each["name"], *[plus_minus(each[key].get(name), of) for name in metrics]])
+    if key != "seeds" and not any(each[key] for each in study["configs"]):
+        return title, []
+    return title, rows
+
+
+def _pooled(study: dict[str, Any]) -> list[Table]:
+    """Return the tables of the pooled tests: metrics of each config, and F1 of each class."""
+    configs = study["configs"]
+    names = [name for name in shown_metrics(study) if name in configs[0]["pooled"]]
+    rows = [["", *names]]
+    columns = [["", *[row["name"] for row in configs[0]["classes"]]]]
+    for each in configs:
+        rows.append([each["name"], *[as_number(each["pooled"][name], 3) for name in names]])
+        columns.append([each["name"], *[as_number(row["f1"], 3) for row in each["classes"]]])
+    if len(configs) == 1:
+        columns[1][0] = "f1"
+    columns.append(["tests", *[str(row["count"]) for row in configs[0]["classes"]]])
+    by_class = list(map(list, zip(*columns, strict=True)))
+    return [("all tests pooled", rows), ("F1 of each class, all tests pooled", by_class)]
+
+
+def person_table(study: dict[str, Any]) -> Table:
     """Return the table of people, the worst first."""
-    metric, configs = next(iter(shown_metrics(found)), ""), found["configs"]
+    configs = study["configs"]
+    columns = shown_metrics(study)
+    metric = [*columns, ""][0]
     of_each = [{source["name"]: source for source in each["sources"]} for each in configs]
-    names = [*dict.fromkeys(name for each in of_each for name in each)]
-    sign = 1 if found["higher_is_better"] else -1
+    names = list(dict.fromkeys(itertools.chain(*of_each)))
+    sign = 1 if study["higher_is_better"] else -1
     names.sort(key=lambda name: sign * of_each[0].get(name, {}).get(metric, math.inf))
-    several = len(configs) > 1
-    columns = [metric] if several else shown_metrics(found)
-    counts = {name: str(row["count"]) for each in of_each for name, row in each.items()}
-    rows = [
-        [
-            name,
-            *(
-                as_number(each.get(name, {}).get(column, math.nan), 3)
-                for each in of_each
-                for column in columns
-            ),
-            counts[name],
-        ]
-        for name in names
-    ]
-    heads = [each["name"] for each in configs] if several else columns
-    title = f"{metric} of each of the {found['by']}" if several else f"each of the {found['by']}"
-    return title, [["", *heads, "samples"], *rows] if rows else []
+    title = f"each of the {study['by']}"
+    heads = columns
+    if len(configs) > 1:
+        title = f"{metric} of {title}"
+        columns = [metric]
+        heads = [each["name"] for each in configs]
+    rows = [["", *heads, "samples"]]
+    for name in names:
+        row = [name]
+        for sources in of_each:
+            person = sources.get(name, {})
+            row += [as_number(person.get(column, math.nan), 3) for column in columns]
+        counts = [sources[name]["count"] for sources in of_each if name in sources]
+        rows.append([*row, str(counts[-1])])
+    if not names:
+        rows = []
+    return title, rows
 
 
-def difference_table(found: dict[str, Any]) -> tuple[str, list[list[str]]]:
+def difference_table(study: dict[str, Any]) -> Table:
     """Return the table of the paired differences of the shown metrics."""
-    names, metrics = {"sources": found["by"]}, shown_metrics(found)
-    of = [
-        each
-        for each in found["differences"]
-        if each["metric"] in metrics and math.isfinite(each["mean"])
-    ]
-    if not of:
+    metrics = shown_metrics(study)
+    differences = []
+    for each in study["differences"]:
+        if each["metric"] in metrics and math.isfinite(each["mean"]):
+            place = each["of"][1], metrics.index(each["metric"]), each["over"] != "sources"
+            differences.append((place, each))
+    if not differences:
         return "", []
-    several = len({each["of"][1] for each in of}) > 1
-    rows = [
-        [
-            *([each["of"][1]] if several else []),
-            f"{each['metric']}, {each['n']} {names.get(each['over'], each['over'])}",
-            f"{each['mean']:+.3f}",
-            f"{each['low']:+.3f} to {each['high']:+.3f}" if math.isfinite(each["low"]) else "–",
-        ]
-        for each in sorted(
-            of,
-            key=lambda each: (
-                each["of"][1],
-                metrics.index(each["metric"]),
-                each["over"] != "sources",
-            ),
-        )
-    ]
-    other = "each" if several else of[0]["of"][1]
-    title = f"{other} minus {of[0]['of'][0]}, pair by pair, with {of[0]['confidence']:.0%} interval"
-    return title, [["", *([""] if several else []), "difference", "interval"], *rows]
+    differences.sort(key=lambda pair: pair[0])
+    rows = [["", "", "difference", "interval"]]
+    for _, each in differences:
+        over = each["over"]
+        if over == "sources":
+            over = study["by"]
+        interval = "–"
+        if math.isfinite(each["low"]):
+            interval = f"{each['low']:+.3f} to {each['high']:+.3f}"
+        what = f"{each['metric']}, {each['n']} {over}"
+        rows.append([each["of"][1], what, f"{each['mean']:+.3f}", interval])
+    first, other = differences[0][1]["of"]
+    if len({row[0] for row in rows[1:]}) > 1:
+        other = "each"
+    else:
+        rows = [row[1:] for row in rows]
+    confidence = differences[0][1]["confidence"]
+    return f"{other} minus {first}, pair by pair, with {confidence:.0%} interval", rows
 
 
-def all_tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Return (title, rows) of each table that has any, the first row its head."""
-    return [
-        pair for pair in [*summary(found), person_table(found), difference_table(found)] if pair[1]
-    ]
+def all_tables(study: dict[str, Any]) -> list[Table]:
+    """Return (title, rows) of each table with rows. The first row is the head."""
+    tables = [*summary(study), person_table(study), difference_table(study)]
+    return [table for table in tables if table[1]]
 
 
-def lines(found: dict[str, Any], most: int = 12) -> list[str]:
-    """Return the study in words and tables for a terminal."""
-    looks = sum(run["looks"] != 1 for each in found["configs"] for run in each["runs"])
+def lines(study: dict[str, Any], most: int = 12) -> list[str]:
+    """Return the study in words and tables for a terminal, with at most `most` people."""
+    looks = sum(run["looks"] != 1 for each in study["configs"] for run in each["runs"])
     once = f"{looks} of them more than once, by hand" if looks else "each once"
-    said = [
-        (
-            f"{Path(found['task']).name}: {found['what']}; {found['tested']} of "
-            f"{found['trainings']} "
-            f"tested, {once}"
-        )
-    ]
-    title, rows = person_table(found)
-    people = [
-        (
-            title + (f", {most} of {len(rows) - 1}, the worst" if len(rows) > most + 1 else ""),
-            rows[: most + 1],
-        )
-    ]
-    for title, rows in [*summary(found), *people, difference_table(found)]:
+    tested = f"{study['tested']} of {study['trainings']} tested, {once}"
+    output = [f"{Path(study['task']).name}: {study['what']}; {tested}"]
+    title, rows = person_table(study)
+    if len(rows) > most + 1:
+        title += f", {most} of {len(rows) - 1}, the worst"
+    people = title, rows[: most + 1]
+    for title, rows in [*summary(study), people, difference_table(study)]:
         if rows:
-            said += ["", f"  {title}", *aligned(rows)]
-    return said
+            output += ["", f"  {title}", *aligned(rows)]
+    return output
 
 
-def write(found: dict[str, Any], folder: Path) -> list[str]:
-    """Write the study's files; return their names."""
+def write(study: dict[str, Any], folder: Path) -> list[str]:
+    """Write the files of the study.
+
+    Return the names. Raises LockstepError if a file cannot be written.
+    """
     texts = {
-        STUDY: json.dumps(_without_nan(found), indent=1) + "\n",
-        "study.csv": _csv(found),
-        "runs.csv": _runs_csv(found),
+        STUDY: json.dumps(_without_nan(study), indent=1) + "\n",
+        "study.csv": _csv(study),
+        "runs.csv": _runs_csv(study),
     }
-    texts["study.tex"] = latex(found)
+    texts["study.tex"] = latex(study)
     try:
         for name, text in texts.items():
             write_atomically(folder / name, partial(_fill, text.encode()))
-        if find_spec("matplotlib") is None or not found["tested"]:
-            return [*texts, "no plot (pip install matplotlib)"] if found["tested"] else [*texts]
+        if find_spec("matplotlib") is None or not study["tested"]:
+            return [*texts, "no plot (pip install matplotlib)"] if study["tested"] else [*texts]
         from tools.paper.study_figure import files
 
-        figures = files(found)
+        figures = files(study)
         for name, data in figures.items():
             write_atomically(folder / name, partial(_fill, data))
     except OSError as error:
@@ -221,15 +214,15 @@ def _fill(data: bytes, file: Any) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return what study.json holds. Raises LockstepError where it is none."""
+    """Return the contents of study.json. Raises LockstepError if the file is no study."""
     try:
-        found = _with_nan(json.loads((folder / STUDY).read_bytes()))
-        found["monitor"], [run["folder"] for each in found["configs"] for run in each["runs"]]
+        study = _with_nan(json.loads((folder / STUDY).read_bytes()))
+        study["monitor"], [run["folder"] for each in study["configs"] for run in each["runs"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise LockstepError(
             "not a study", str(folder / STUDY), "let tools/study.py write it again"
         ) from None
-    return dict(found)
+    return dict(study)
 
 
 def _with_nan(value: Any) -> Any:
@@ -248,81 +241,62 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _table(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerows([header, *rows])
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
-def _csv(found: dict[str, Any]) -> str:
-    """Return every number in a row of its own."""
-    rows = list[list[Any]]()
-    for each in found["configs"]:
+def _csv(study: dict[str, Any]) -> str:
+    """Return a table with a row for each number."""
+    rows: list[list[Any]] = [
+        ["config", "of", "name", "metric", "mean", "sd", "n", "low", "high"],
+    ]
+    for each in study["configs"]:
+        config = each["name"]
         for level, key in (("folds", "metrics"), ("seeds", "seeds"), ("sources", "over_sources")):
-            rows += [
-                [each["name"], f"over {level}", "", name, *_cells(value)]
-                for name, value in each[key].items()
-            ]
-        rows += [
-            [each["name"], "pooled", "", name, _digits(value), "", ""]
-            for name, value in each.get("pooled", {}).items()
-        ]
+            for name, value in each[key].items():
+                rows.append([config, f"over {level}", "", name, *_cells(value), "", ""])
+        for name, value in each.get("pooled", {}).items():
+            rows.append([config, "pooled", "", name, _digits(value), "", "", "", ""])
         for level, key in (("class", "classes"), ("source", "sources")):
             for row in each.get(key, []):
-                numbers = (
-                    (name, value) for name, value in row.items() if name not in ("name", "count")
-                )
-                rows += [
-                    [each["name"], level, row["name"], name, _digits(v), "", row["count"]]
-                    for name, v in numbers
-                ]
-    for each in found["differences"]:
+                for name, value in row.items():
+                    if name not in ("name", "count"):
+                        cells = _digits(value), "", row["count"], "", ""
+                        rows.append([config, level, row["name"], name, *cells])
+    for each in study["differences"]:
         name = f"{each['of'][1]} - {each['of'][0]}"
-        rows.append(
-            [
-                name,
-                f"difference over {each['over']}",
-                "",
-                each["metric"],
-                *_cells(each),
-                *map(_digits, (each["low"], each["high"])),
-            ]
-        )
-    return _table(
-        ["config", "of", "name", "metric", "mean", "sd", "n", "low", "high"],
-        [row + [""] * (9 - len(row)) for row in rows],
-    )
+        interval = _digits(each["low"]), _digits(each["high"])
+        over = f"difference over {each['over']}"
+        rows.append([name, over, "", each["metric"], *_cells(each), *interval])
+    return _table(rows)
 
 
 def _digits(value: float) -> str:
-    return repr(float(value)) if math.isfinite(value) else ""
+    """Return all digits of a number; no text for NaN and infinity."""
+    if math.isfinite(value):
+        return repr(float(value))
+    return ""
 
 
 def _cells(value: dict[str, Any]) -> list[Any]:
     return [_digits(value["mean"]), _digits(value["sd"]), value["n"]]
 
 
-def _runs_csv(found: dict[str, Any]) -> str:
-    names = [
-        *dict.fromkeys(
-            name for each in found["configs"] for run in each["runs"] for name in run["metrics"]
-        )
-    ]
-    rows = [
-        [
-            each["name"],
-            run["fold"] if run["fold"] >= 0 else "",
-            run["seed"],
-            run["folder"],
-            run["checkpoint"],
-            run["count"],
-        ]
-        + [_digits(run["metrics"].get(name, math.nan)) for name in names]
-        for each in found["configs"]
-        for run in each["runs"]
-    ]
-    return _table(["config", "fold", "seed", "folder", "checkpoint", "samples", *names], rows)
+def _runs_csv(study: dict[str, Any]) -> str:
+    names: dict[str, None] = {}
+    rows: list[list[Any]] = []
+    for each in study["configs"]:
+        for run in each["runs"]:
+            names |= dict.fromkeys(run["metrics"])
+    for each in study["configs"]:
+        for run in each["runs"]:
+            fold = run["fold"] if run["fold"] >= 0 else ""
+            about = each["name"], fold, run["seed"], run["folder"], run["checkpoint"], run["count"]
+            values = [_digits(run["metrics"].get(name, math.nan)) for name in names]
+            rows.append([*about, *values])
+    return _table([["config", "fold", "seed", "folder", "checkpoint", "samples", *names], *rows])
 
 
 SPECIAL = {
@@ -336,24 +310,24 @@ SPECIAL |= {each: rf"\{each}" for each in "&%$#_{}"}
 
 
 def escaped(text: str) -> str:
-    """Return a name as LaTeX shows it."""
+    """Return a name with LaTeX's special characters escaped."""
     return "".join(SPECIAL.get(letter, letter) for letter in text)
 
 
-def latex(found: dict[str, Any]) -> str:
+def latex(study: dict[str, Any]) -> str:
     """Return the tables for a paper (\\usepackage{booktabs})."""
-    said = [f"% {escaped(found['task'])}: {escaped(found['what'])}; \\usepackage{{booktabs}}"]
-    if found["tested"] < found["trainings"]:
-        said.append(
-            f"% NOT COMPLETE: {found['tested']} of {found['trainings']} trainings are tested"
+    output = [f"% {escaped(study['task'])}: {escaped(study['what'])}; \\usepackage{{booktabs}}"]
+    if study["tested"] < study["trainings"]:
+        output.append(
+            f"% NOT COMPLETE: {study['tested']} of {study['trainings']} trainings are tested"
         )
-    for title, rows in all_tables(found):
-        said += [
+    for title, rows in all_tables(study):
+        output += [
             "",
             rf"% {escaped(title)}",
             rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}",
             r"\toprule",
         ]
         body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]
-        said += [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(said).rstrip() + "\n"
+        output += [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(output).rstrip() + "\n"

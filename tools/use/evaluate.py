@@ -45,7 +45,7 @@ from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
 from engine.files import archive
 from engine.files.atomic import write_atomically
-from engine.files.checkpoints import LAST, Checkpoints, check_files
+from engine.files.store import LAST, Checkpoints, check_files
 from engine.report.log import of_trials
 from engine.run import Run
 from plugins.reporting import plan_text
