@@ -23,6 +23,7 @@ from engine.run import Run
 # 1-D convolutions as 2-D convolutions of height 1, as torch itself runs them
 _FORMATS: dict[Any, torch.memory_format] = dict.fromkeys(CONVOLUTIONS, torch.channels_last)
 _FORMATS |= dict.fromkeys((nn.Conv3d, nn.ConvTranspose3d), torch.channels_last_3d)
+_ORDERS = {"contiguous": "the usual", "channels_last": "channels-last"}
 
 
 def set_backends(cfg: Any) -> None:
@@ -59,8 +60,7 @@ def set_threads(run: Run) -> Plan:
             why = "the same on any number of processes"
         texts.append(f"{amount(torch.get_num_threads(), 'thread')} per process ({why})")
     if convolutions(run.model):
-        order = "the usual" if plan.memory_format == "contiguous" else "channels-last"
-        texts.append(f"convolutions in {order} order")
+        texts.append(f"convolutions in {_ORDERS[plan.memory_format]} order")
     if not on_cpu and torch.backends.cuda.matmul.allow_tf32:
         texts.append("TF32")
     if not on_cpu and torch.backends.cudnn.benchmark:

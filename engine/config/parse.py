@@ -249,7 +249,7 @@ def _coerce(raw: Raw, kind: Any, limits: Mapping[str, float]) -> Any:
         return yes if kind is bool else text
     assert choices, f"a config field has one type, not {kind}"
     if yes is not None and {"auto", "off"} <= {*choices}:  # --use_amp, `amp: no`
-        return "auto" if yes else "off"
+        return {True: "auto", False: "off"}[yes]
     question = hooks.closest_choices.first(text, choices) or ""
     raise ValueError(f"{question}choose one of {', '.join(choices)}")
 
@@ -286,4 +286,4 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
         bounds = {"at least": low, "above": above, "at most": high}
         texts = [f"{word} {bound:g}" for word, bound in bounds.items() if isfinite(bound)]
         raise ValueError(f"must be {' and '.join(texts)}")
-    return int(number) if kind is int else number
+    return kind(number)

@@ -1,7 +1,7 @@
-"""The schema of the config: a tree of dataclasses with the defaults in one place. A task adds its
-own sections.
+"""The schema of the config: a tree of dataclasses with the defaults in one place. A task adds
+sections.
 
-A YAML is a delta over it, and the command line a delta over both; see parse.py.
+A YAML file changes defaults, and the command line changes both; see parse.py.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def option(
 
 
 def section(cls: type, free: bool = False, changes: str = NUMBERS) -> Any:
-    """Declare a config field that is itself a dataclass of options. `free` and `changes` hold for
-    all options of the section."""
+    """Declare a config field that is a dataclass of options. `free` and `changes` hold for all
+    options of the section."""
     return field(default_factory=cls, metadata={"free": free, "changes": changes})
 
 
 def choice(default: str, classes: dict[str, type]) -> Any:
-    """Declare a config field that is one of several such dataclasses, chosen by its key `type`. A
-    class may have `defaults` for keys of the common config, as a task has."""
+    """Declare a config field that is one of several dataclasses, chosen by the key `type`. A class
+    may have `defaults` for keys of the common config, as a task has."""
     return field(default_factory=classes[default], metadata={"classes": classes})
 
 
@@ -231,7 +231,8 @@ class MLflow:
 
 @dataclass(frozen=True)
 class Config:
-    """The sections of every task. A task's `Settings` adds its own (`dataset`, `model`, ...)."""
+    """The settings of every task. The `Settings` of a task add sections (`dataset`, `model`,
+    ...)."""
 
     task: str = option("har", "a name in tasks/, or the path of a .py file with a class Task")
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**31 - 1)
@@ -540,7 +541,7 @@ ALIASES = {
     "max_time": "max_time_s",
     "dataset.exclude": "exclude",
 }
-"""Short spellings, the guides' among them."""
+"""{short spelling: key}, with the spellings of the guides."""
 
 SETS_NOTHING: dict[str, tuple[Any, str]] = {
     "torch.backends.cudnn.benchmark": (
@@ -552,8 +553,8 @@ SETS_NOTHING: dict[str, tuple[Any, str]] = {
     # of older versions: each has it in config.yaml
     "gc_every": (None, "Python collects its garbage when it likes"),
 }
-"""Settings that the guides advise and that always hold: {key: (the only value it may have, None:
-any; reason)}."""
+"""{key: (the only accepted value, None for any; the reason)} of settings in the guides without an
+effect here, because the settings always hold."""
 
 
 def _facts(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -612,10 +613,10 @@ EVERYDAY = (
     "num_workers save_dir resume "
     "amp seed multi_gpu gpu_ids log_every eval_every save_every patience max_time_s deterministic"
 ).split()
-"""Keys that --help lists, in this order; --print-config shows the rest."""
+"""Keys in the text of --help, in order; --print-config prints all keys."""
 
 MAPPINGS = ("optim.lr_scale", "rename_map")
-"""Lists of NAME:VALUE that a YAML may also write as a mapping."""
+"""Lists of NAME:VALUE; a YAML file may have a mapping instead."""
 
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 FILES = ("config", "config_path")

@@ -20,8 +20,7 @@ def unsharded(model: Any) -> dict[str, Any]:
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = {}
     for module in model.modules():
-        group = _group(module)
-        for sharded in group.fsdp_params if group else ():
+        for sharded in getattr(_group(module), "fsdp_params", ()):
             if hasattr(sharded, "_unsharded_param") and sharded.sharded_param.requires_grad:
                 parameters[names[id(sharded.sharded_param)]] = sharded._unsharded_param
     return parameters
@@ -47,9 +46,9 @@ def reduce_unused(unit: Any) -> None:
     post_backward = group.post_backward
 
     def with_zeros(*unused: Any) -> None:
-        for sharded in group.fsdp_params if group.reduce_grads else ():
+        for sharded in group.fsdp_params:
             full = getattr(sharded, "_unsharded_param", None)
-            if full is None or not full.requires_grad:
+            if full is None or not full.requires_grad or not group.reduce_grads:
                 continue
             if full.grad is None and sharded.unsharded_accumulated_grad is None:
                 full.grad = torch.zeros_like(full)

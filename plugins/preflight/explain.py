@@ -67,7 +67,7 @@ def add_advice(
         setting.problem = ""
     if of_best:
         names = ", ".join(repr(setting.key) for setting in of_best)
-        which = "a key" if len(of_best) == 1 else "keys"
+        which = {1: "a key"}.get(len(of_best), "keys")
         what = f"{names} ({of_best[0].where}): {which} of task {best}"
         of_best[0].problem = f"{what}: begin with its name, as in `python train.py {best} ...`"
 
