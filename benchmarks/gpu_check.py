@@ -958,6 +958,11 @@ def new_lab(root: Path, tiny: bool) -> Lab:
 # --------------------------------------------------------------------------------------------------
 
 
+def described(name: str) -> str:
+    """Return the docstring of a check in one line."""
+    return " ".join(str(CHECKS[name].__doc__).split())
+
+
 def table(argv: list[str], where: Facts, checks: dict[str, Any]) -> str:
     title = (
         "# What was seen on a GPU"
@@ -972,8 +977,7 @@ def table(argv: list[str], where: Facts, checks: dict[str, Any]) -> str:
             "|", "\\|"
         )
         lines.append(
-            f"| `{name}`: {CHECKS[name].__doc__} | {check['state']} | {check['seconds']:.0f} | "
-            f"{found} |"
+            f"| `{name}`: {described(name)} | {check['state']} | {check['seconds']:.0f} | {found} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -59,7 +59,7 @@ OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
 
 
 class NoMeter(Meter):
-    def add(self, *step: Any) -> list[StepResult]:
+    def add(self, *step: Any, **how: Any) -> list[StepResult]:
         return []
 
 

@@ -25,7 +25,7 @@ from engine.config import option, section
 from engine.contract import Batch, LockstepError, Loss, Sums
 
 
-@dataclass(frozen=True)
+@dataclass
 class Text:
     path: str = option("", "a text in UTF-8; empty: a made-up one")
     base: str = option(

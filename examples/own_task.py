@@ -22,7 +22,7 @@ from engine.config import option, section
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums
 
 
-@dataclass(frozen=True)
+@dataclass
 class Table:
     """The config of the task.
 

@@ -36,7 +36,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz
 SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class DatasetSettings:
     root: str = option(
         "",
@@ -67,7 +67,7 @@ class DatasetSettings:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelSettings(BackboneSettings):
     mode: Literal["conv", "flatten", "transformer", "harnet"] = option(
         "conv",
@@ -80,7 +80,7 @@ class ModelSettings(BackboneSettings):
     dropout: float = option(0.0, "share of activations dropped in training", low=0.0, high=0.9)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AugmentSettings:
     enabled: bool = option(True, "change the training windows at random")
     speed: float = option(0.3, "play up to this share faster or slower", low=0.0, high=0.9)

@@ -31,7 +31,7 @@ from tasks.shared.pretrained import BackboneSettings, FromWeights
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dataset:
     root: str = option(
         "", "packed folder of clips (tools/prepare_clips.py makes one); empty = synthetic clips"
@@ -62,7 +62,7 @@ class Dataset:
     test_groups: list[str] = option([], "groups to test on, by name; they overrule test_share")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Model(BackboneSettings):
     name: Literal["cnn3d", "mc3_18", "r3d_18", "r2plus1d_18"] = option(
         "cnn3d", "a small network of our own, or a backbone of torchvision's, for model.pretrained"
@@ -77,7 +77,7 @@ class Model(BackboneSettings):
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Augment:
     flip: Literal["none", "horizontal", "all"] = option(
         "all",

@@ -345,7 +345,7 @@ def test_all_problems_are_reported_together_in_their_order(tmp_path):
 
 def test_a_config_is_frozen_and_changed_by_a_copy():
     cfg = parse("robot", "policy.type=act")
-    for section in (cfg, cfg.optim, cfg.policy, cfg.policy.normalization_mapping):
+    for section in (cfg, cfg.optim):  # a task's own sections are what its author has made
         with pytest.raises(AttributeError, match="cannot assign to field 'VISUAL'"):
             section.VISUAL = 3
     new = config.changed(cfg, {"optim.lr": 3.0, "policy.normalization_mapping.VISUAL": "IDENTITY"})
@@ -539,3 +539,15 @@ def test_the_length_that_is_asked_for_goes_before_the_default_of_the_other(tmp_p
     assert length("--config", str(tmp_path / "c.yaml")) == (30, 0)
     assert length("--config", str(tmp_path / "c.yaml"), "steps=5") == (0, 5)
     assert length("robot", "epochs=0") == (0, 1200)
+
+
+def test_a_task_of_ones_own_extends_the_section_of_a_shipped_task(tmp_path):
+    """By a plain dataclass, as a user writes it."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from dataclasses import dataclass, field\nfrom tasks import har\n"
+        "@dataclass\nclass Dataset(type(har.Task.Settings().dataset)):\n    extra: int = 3\n"
+        "@dataclass\nclass Settings(har.Task.Settings):\n    dataset: Dataset = field(default_factory=Dataset)\n"
+        "class Task(har.Task):\n    Settings = Settings\n"
+    )
+    assert config.parse([str(path), "dataset.extra=4"], tasks.load).cfg.dataset.extra == 4

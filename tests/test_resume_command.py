@@ -13,6 +13,7 @@ from torch.distributed import run as torchrun
 
 import tasks
 from engine import config, launch
+from engine.launch import COMMAND
 from plugins.resilience import scratch, signals
 
 FOLDER = "checkpoints/a run's  own"
@@ -88,7 +89,7 @@ def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
     run = tmp_path / "it's  $HOME"
     words = [FAULTY, "fault.kind=term", "fault.step=2", "fault.rank=0", "epochs=1", "--save-dir", str(run)]
     words.append(f"fault.once={tmp_path / 'once'}")
-    env = {launch.COMMAND: None}
+    env = {COMMAND: None}
     if started == "python":
         done = launch.python("train.py", *words)
     elif started == "torchrun":

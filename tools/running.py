@@ -19,7 +19,7 @@ import tasks
 import train
 from engine import command, config, launch
 from engine.comm.world import World
-from engine.errors import LockstepError
+from engine.errors import LockstepError, set_up
 from plugins import resilience as survive
 from plugins.reporting import plan_text
 from plugins.resilience import agent, terminal
@@ -55,6 +55,7 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
     """(all ranks) Join the process group, return the result of `work`, and leave. `work` must keep
     no DDP alive."""
     world = train.setup_distributed(cfg)
+    set_up(world.main)
     plan_text.announce(world, cfg, always=False)
     stop = StopRequest()  # max_time_s is for a training
     with survive.Watchdog(world, stop, cfg.ddp.timeout_s):

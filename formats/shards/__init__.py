@@ -54,7 +54,7 @@ ROW_GROUPS = 1 << 30
 """Bytes of decoded parquet in the memory of a process."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
     """A section of a task's settings."""
 

@@ -209,7 +209,7 @@ def _section_of(name: str, base: type, modes: type) -> type:
         (
             "normalization_mapping",
             modes,
-            section(dataclasses.make_dataclass("Modes", own, bases=(modes,), frozen=True)),
+            section(dataclasses.make_dataclass("Modes", own, bases=(modes,))),
         )
     )
     defaults = {
@@ -220,7 +220,7 @@ def _section_of(name: str, base: type, modes: type) -> type:
     }
     space = {"defaults": defaults, "lerobot_fields": hints}
     return dataclasses.make_dataclass(
-        f"{name}Settings", made, bases=(LeRobotSettings, base), namespace=space, frozen=True
+        f"{name}Settings", made, bases=(LeRobotSettings, base), namespace=space
     )
 
 

@@ -24,7 +24,7 @@ Kind = Literal["act", "vla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class DatasetSettings:
     root: str | list[str] = option(
         "", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0), or [a,b] of several"
@@ -85,7 +85,7 @@ class DatasetSettings:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Modes:
     VISUAL: Mode = option("MEAN_STD", "normalisation of pictures")
     STATE: Mode = option("MEAN_STD", "normalisation of observation.state")
@@ -93,12 +93,12 @@ class Modes:
     ACTION: Mode = option("MEAN_STD", "normalisation of action")
 
 
-@dataclass(frozen=True)
+@dataclass
 class VisualRange(Modes):
     VISUAL: Mode = option("MIN_MAX", "normalisation of pictures; MIN_MAX is from -1 to 1")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PolicySettings:
     """Settings of every policy."""
 
@@ -118,7 +118,7 @@ class PolicySettings:
     push_to_hub: bool = option(False, "only false: nothing is uploaded")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ActSettings(PolicySettings):
     """Settings with LeRobot's names and defaults.
 
@@ -180,7 +180,7 @@ class ActSettings(PolicySettings):
     normalization_mapping: Modes = section(Modes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class VlaSettings(PolicySettings):
     defaults: ClassVar[dict[str, Any]] = {
         "batch_size": 64,
@@ -214,7 +214,7 @@ class VlaSettings(PolicySettings):
     normalization_mapping: Modes = section(VisualRange)
 
 
-@dataclass(frozen=True)
+@dataclass
 class EnvSettings:
     type: Literal["auto", "none", "discs", "pusht"] = option(
         "auto",
@@ -237,7 +237,7 @@ class EnvSettings:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalSettings:
     n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
     delay: int = option(
@@ -255,7 +255,7 @@ class EvalSettings:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Augment:
     enabled: bool = option(False, "change the training pictures at random")
     brightness: float = option(0.2, "largest change of brightness, as a share", low=0, high=1)

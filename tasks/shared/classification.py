@@ -28,7 +28,7 @@ LEVELS = 100
 """Levels of a probability in the counts of a binary evaluation."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LossSettings:
     class_weights: Literal["inverse", "effective", "none"] = option(
         "inverse",

@@ -25,7 +25,7 @@ from models.backbone import Backbone
 from tasks.shared.classification import Classification
 
 
-@dataclass(frozen=True)
+@dataclass
 class BackboneSettings:
     pretrained: str = option(
         "", "local file of a backbone's published weights; nothing is downloaded"
