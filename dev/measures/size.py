@@ -38,7 +38,7 @@ def rows() -> list[Row]:
     return [
         *_statements(),
         *_reading_path(),
-        Row("tests: lines", project.lines((project.ROOT / "tests").rglob("*.py")), 25_500),
+        Row("tests: lines", project.lines((project.ROOT / "tests").rglob("*.py")), 30_000),
         _folders(),
         *_longest(),
     ]
