@@ -136,7 +136,7 @@ def measured(mbit: int, rounds: int, steps: int) -> dict[str, Any]:
         ]
         settings = ["env", f"GLOO_SOCKET_IFNAME={CABLE}", "OMP_NUM_THREADS=1", sys.executable]
         words = [__file__, "--work", str(out), "--rounds", str(rounds), "--steps", str(steps)]
-        agent = [*settings, str(ROOT / "engine" / "survive" / "agent.py"), *meet]
+        agent = [*settings, str(ROOT / "plugins" / "resilience" / "agent.py"), *meet]
         runs = [
             subprocess.Popen([*host.enter, *agent, f"--node_rank={node}", *words])
             for node, host in enumerate(hosts)

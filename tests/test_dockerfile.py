@@ -98,7 +98,9 @@ def test_the_image_is_built_and_a_container_is_stopped_with_a_checkpoint(launch,
     os.chown(runs, 1000, 1000)
     run = buildah.start(container, *config["Entrypoint"], *config["Cmd"], *SHORT, runs=runs)
     run.wait_for("step 10/")
-    (agent,) = [pid for pid in launch.left_behind() if b"survive/agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (agent,) = [
+        pid for pid in launch.left_behind() if b"resilience/agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert os.stat(f"/proc/{agent}").st_uid == 1000
     os.kill(agent, signal.SIGTERM)  # as `docker stop` does
     assert run.wait().code == errors.STOPPED

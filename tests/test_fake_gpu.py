@@ -100,7 +100,7 @@ STEPS = {
     "vla": ([*ROBOT, "amp=bf16"], 705),
     "norms": ([BUFFERS, "batch_size=8", EMA, "amp=bf16", FETCHED, "num_workers=1"], 117),
     "terms": ([TERMS, "batch_size=6", "amp=bf16", "gradient_accumulation_steps=2"], 378),
-    "virtual": ([*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=4", "ddp.backend=gloo"], 1181),
+    "virtual": ([*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=4", "ddp.backend=gloo"], 1180),
 }
 """Settings, and the kernels of a step (the most of steps 4 and 5), the loader's thread's among them: one that grows is
 noticed. Of four virtual workers each second one's gradients are added to a tree: by one kernel, not one for each."""

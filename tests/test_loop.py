@@ -28,7 +28,7 @@ from engine.evaluation import evaluate_split, training_metrics
 from engine.meter import means
 from engine.plan import make_plan
 from engine.run import NullLog, Run
-from plugins import resilience as survive
+from plugins import resilience
 from plugins.parallel.virtual import WorkerReducer
 from plugins.reporting import plan_text
 from plugins.resilience import status
@@ -72,7 +72,7 @@ def epoch_of(run):
     run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
     for passes in run.steps():
         due = train.train_step(run, passes)
-        survive.check_outcomes(run, due.outcomes)
+        resilience.check_outcomes(run, due.outcomes)
         run.saves = due.save
         yield run.record.log.told
         run.record.log.told = []

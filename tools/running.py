@@ -20,7 +20,7 @@ import train
 from engine import command, config, launch
 from engine.comm.world import World
 from engine.errors import LockstepError, set_up
-from plugins import resilience as survive
+from plugins import resilience
 from plugins.reporting import plan_text
 from plugins.resilience import agent, terminal
 from plugins.resilience.scratch import end_with_parent
@@ -38,7 +38,7 @@ def guarded(
     translate  converts the tool's own arguments to a training's arguments
     """
 
-    @survive.guarded
+    @resilience.guarded
     def main(words: list[str]) -> int:
         code = work(command.read(translate(words), tasks))
         sys.stdout.flush()
@@ -58,7 +58,7 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
     set_up(world.main)
     plan_text.announce(world, cfg, always=False)
     stop = StopRequest()  # max_time_s is for a training
-    with survive.Watchdog(world, stop, cfg.ddp.timeout_s):
+    with resilience.Watchdog(world, stop, cfg.ddp.timeout_s):
         result = work(world, stop)
     launch.leave()
     return result

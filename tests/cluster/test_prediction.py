@@ -29,7 +29,7 @@ def measured(launch, out, hosts=()):
     script.write_text(FEWER_SUMS)
     probe = [str(script), str(out), "1", *WORDS]
     meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=one", "--master_port=29500"]
-    agent = [sys.executable, str(ROOT / "engine" / "survive" / "agent.py"), *meet]
+    agent = [sys.executable, str(ROOT / "plugins" / "resilience" / "agent.py"), *meet]
     runs = [
         launch.start(*agent, f"--node_rank={node}", *probe, host=host, CUDA_VISIBLE_DEVICES="")
         for node, host in enumerate(hosts)
@@ -123,7 +123,7 @@ def test_gloo_sends_as_many_bytes_as_predicted(launch, tmp_path):
     script, out = tmp_path / "steps.py", tmp_path / "sent"
     script.write_text(STEPS_OF)
     meet = ["--nnodes=2", "--nproc_per_node=2", "--master_addr=one", "--master_port=29500"]
-    agent = [sys.executable, str(ROOT / "engine" / "survive" / "agent.py"), *meet]
+    agent = [sys.executable, str(ROOT / "plugins" / "resilience" / "agent.py"), *meet]
     with two_hosts() as hosts:
         runs = [
             launch.start(*agent, f"--node_rank={node}", script, out, CABLE, host=host, GLOO_SOCKET_IFNAME=CABLE)

@@ -47,7 +47,7 @@ from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, weights
 from engine.files.atomic import write_atomically
 from engine.files.store import Checkpoints, check_files
-from plugins import resilience as survive
+from plugins import resilience
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN
 from tools.evidence import records
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     args = parser.parse_args(argv)
-    return survive.guarded(lambda argv: _main(args))(argv)
+    return resilience.guarded(lambda argv: _main(args))(argv)
 
 
 def _main(args: argparse.Namespace) -> int:

@@ -36,8 +36,7 @@ from engine.files.atomic import write_json
 from engine.phases import phase
 from engine.run import AfterStep, Run
 from engine.threads import threads_at_most
-from plugins import performance
-from plugins import resilience as survive
+from plugins import performance, resilience
 from plugins.parallel import fsdp
 from plugins.performance.cores import CpuContention
 from plugins.reporting import plan_text
@@ -98,7 +97,7 @@ def endless(run: Run) -> Iterator[AfterStep]:
         run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
         for passes in run.steps():
             due = take_step(run, passes)
-            survive.check_outcomes(run, due.outcomes)
+            resilience.check_outcomes(run, due.outcomes)
             yield due
         run.progress.next_epoch()
 
