@@ -34,20 +34,20 @@ test-all: $(VENV)/installed-dev
 # Heavier than `test-all`: processes that are all started anew, random faults, random networks, long fuzzing.
 nightly: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) --real $(ARGS)
-	LOCKSTEP_FUZZ=20000 $(PYTHON) -m pytest tests/test_fuzz.py
-	BITS=1 $(PYTHON) tests/soak.py 5
-	MINUTES=5 $(PYTHON) tests/grammar.py
+	LOCKSTEP_FUZZ=20000 $(PYTHON) -m pytest tests/loader/test_fuzz.py
+	BITS=1 $(PYTHON) tests/long/soak.py 5
+	MINUTES=5 $(PYTHON) tests/long/grammar.py
 
-# Every process started anew, none forked from a warm parent: see tests/warm.py.
+# Every process started anew, none forked from a warm parent: see tests/kit/warm.py.
 test-real: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) --real $(ARGS)
 
 soak: $(VENV)/installed-dev
-	BITS=$(BITS) $(PYTHON) tests/soak.py $(or $(MINUTES),10) $(SEED)
+	BITS=$(BITS) $(PYTHON) tests/long/soak.py $(or $(MINUTES),10) $(SEED)
 
 # Random networks, trained and killed in random ways. SEED=7 MINUTES=0 tries one.
 grammar: $(VENV)/installed-dev
-	MINUTES=$(MINUTES) SEED=$(SEED) $(PYTHON) tests/grammar.py
+	MINUTES=$(MINUTES) SEED=$(SEED) $(PYTHON) tests/long/grammar.py
 
 # LeRobot itself, in a folder of its own: see tests/peer/README.md.
 peer: $(VENV)/installed-dev .peer/installed

@@ -5,12 +5,11 @@ cable.
 python benchmarks/cable.py                              100, 400 and 1600 Mbit/s
 python benchmarks/cable.py --rates 200 --rounds 5
 
-The hosts are Linux namespaces (tests/hosts.py: root or user namespaces, iproute2), two processes on
-each; `tc` rations the cable, and adds no latency. A step of a perceptron is taken by torch's own
-DDP and `fully_shard`. What it computes, and what `fully_shard` copies, is measured by the same four
-processes side by side, each for itself, because they share this machine's cores; the link inside a
-host by sums within it; the bytes by the kernel's counters. Prints markdown.
-"""
+The hosts are Linux namespaces (tests/kit/hosts.py: root or user namespaces, iproute2), two
+processes on each; `tc` rations the cable, and adds no latency. A step of a perceptron is taken by
+torch's own DDP and `fully_shard`. What it computes, and what `fully_shard` copies, is measured by
+the same four processes side by side, each for itself, because they share this machine's cores; the
+link inside a host by sums within it; the bytes by the kernel's counters. Prints markdown."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kit"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch

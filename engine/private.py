@@ -1,5 +1,7 @@
-"""Private names of torch that the core uses, read in torch 2.13; `tests/test_private.py` fails when
-a name is gone. Also the repair of bf16 on CPUs, which replaces functions of torch.
+"""Private names of torch that the core uses, read in torch 2.13.
+
+`tests/repository/test_private.py` fails when a name is gone. The module also repairs bf16 on CPUs:
+the repair replaces functions of torch.
 
 `optim/fused.py` has the private names of the optimizers. A plugin has a private.py of its own.
 """

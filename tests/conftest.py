@@ -195,7 +195,7 @@ class Launcher:
             return fork(command[1:], env)
         if self.zygote and Path(command[0]).name == "train_multigpu.sh" and "--print" not in command:
             with tempfile.TemporaryDirectory() as folder:
-                warm = {"PYTHON": str(ROOT / "tests" / "warm_python"), "WARM_FOLDER": folder}
+                warm = {"PYTHON": str(ROOT / "tests" / "kit" / "warm_python"), "WARM_FOLDER": folder}
                 warm["WARM_PYTHON"] = sys.executable
                 script = subprocess.Popen([*entering, *command], env=env | warm, **how)
                 script.wait()

@@ -2,8 +2,8 @@
 tensor.
 
 Sums, products and quotients of torch already have this property. docs/same-bits.md lists all
-functions that the bits of virtual workers pass through, and tests/test_exact_functions.py tests
-each function.
+functions that the bits of virtual workers pass through, and
+tests/step/test_exact_functions.py tests each function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sqrt_correctly_rounded(values: Tensor) -> Tensor:
 
     On a CPU torch takes the square roots of MKL. Some are off by one unit in the last place, on an
     AMD EPYC 17 % of all float32 numbers and 1.3 % of all float64 numbers, and the model of the CPU
-    decides about the numbers (torch 2.13, MKL 2024.2; `python tests/exact_functions.py` counts
+    decides about the numbers (torch 2.13, MKL 2024.2; `python tests/long/exact_functions.py` counts
     them). NumPy takes the instruction of the CPU, and IEEE 754 requires correct rounding. On a
     GPU torch's kernels round correctly: nvcc compiles with the default, -prec-sqrt=true.
 

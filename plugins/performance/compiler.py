@@ -156,7 +156,7 @@ def stay_unloaded() -> None:
     Some of torch's functions load the compiler on their first call, exclude themselves from
     compilation, and keep the result in an attribute (torch/_compile.py, read in 2.13). Without
     compilation the result is the function itself. If a version of torch uses a different attribute,
-    the compiler is loaded at the cost of a second, and `tests/test_doors.py` fails.
+    the compiler is loaded at the cost of a second, and `tests/run/test_doors.py` fails.
     """
     for owner, name in _SHIELDED:
         function = getattr(owner, name, None)

@@ -1,5 +1,7 @@
-"""Private names of torch for the checks, read in torch 2.13; `tests/test_private.py` fails when a
-name is gone."""
+"""Private names of torch for the checks, read in torch 2.13.
+
+`tests/repository/test_private.py` fails when a name is gone.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 and the run is resumed.
 
 Needs root and Slurm: apt-get install --no-install-recommends slurm-wlm munge iproute2. The daemons run on the hosts of
-tests/hosts.py, with files, sockets and ports of their own: a Slurm that this machine belongs to sees nothing of them.
+tests/kit/hosts.py, with files, sockets and ports of their own: a Slurm of this machine sees nothing of them.
 """
 
 import json

@@ -1,6 +1,6 @@
 """One run on two hosts: two ways to meet, and what happens when one of them is gone.
 
-The hosts are those of tests/hosts.py: other processes, another name that stands for 127.0.1.1, one cable.
+The hosts are those of tests/kit/hosts.py: other processes, another name that stands for 127.0.1.1, one cable.
 """
 
 import json

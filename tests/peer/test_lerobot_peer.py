@@ -6,17 +6,13 @@ import importlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import test_language as language
 import test_lerobot as ours
+import torch
 import torchvision_shim
 
 from formats.robots.frames import Frames

@@ -1,13 +1,7 @@
 """What several datasets are joined to is what LeRobot's own merge of their files holds, where it can be imported."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torchvision_shim
 from test_mix import CAM, SETS, record
 

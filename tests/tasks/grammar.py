@@ -1,4 +1,4 @@
-"""A task whose network, inputs, loss and optimizer are words of a small grammar, which `tests/grammar.py` draws."""
+"""A task whose network, inputs, loss and optimizer are words of a grammar, which `tests/long/grammar.py` draws."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Classes whose names try to break a page, in signals or films from sources with names: for tests/test_report.py."""
+"""Classes whose names try to break a page, in signals or films from named sources: for tests/paper/test_report.py."""
 
 from dataclasses import dataclass
 from typing import Literal

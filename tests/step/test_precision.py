@@ -49,7 +49,7 @@ print("alive")
 @pytest.mark.real
 def test_convolutions_of_tiny_maps_train_in_bf16(launch):
     """In a process of its own, because what is wrong ends it; with memory that is not clean."""
-    env = {"PYTHONPATH": "tests", "MALLOC_PERTURB_": "128", "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": "tests:tests/kit:tests/step", "MALLOC_PERTURB_": "128", "OMP_NUM_THREADS": "1"}
     assert succeed(launch.python("-c", THIRTY_PASSES, **env)).out.endswith("alive\n")
 
 

@@ -174,7 +174,7 @@ def test_weights_are_compared_by_a_sum_and_what_differs_is_named():
 
 def test_on_a_gpu_few_kernels_make_a_sum_and_one_number_comes_back(launch):
     script = (
-        "from tests import fake_gpu; fake_gpu.install()\n"
+        "from tests.kit import fake_gpu; fake_gpu.install()\n"
         "import torch; from engine.comm import digests\n"
         "host = [torch.randn(30, 30), torch.randn(7)]; tensors = [each.to('cuda:0') for each in host]\n"
         "digests.digest(tensors)  # the weights are copied once\n"

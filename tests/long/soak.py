@@ -1,6 +1,6 @@
 """Interrupt one run in every way for some minutes, then compare it with a run that nothing happened to.
 
-python tests/soak.py MINUTES [SEED]         make soak MINUTES=10 SEED=3 [BITS=1]
+python tests/long/soak.py MINUTES [SEED]         make soak MINUTES=10 SEED=3 [BITS=1]
 
 Each round starts the run's next leg on 1 to 4 processes, waits a random while and does one of the things below. The
 task is in float64 with a fixed global batch, so that the straight run's numbers must come out whatever the cuts. With
@@ -20,6 +20,10 @@ import time
 from pathlib import Path
 
 import torch
+
+# A script of its own: pytest's `pythonpath` does not apply.
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "kit", "step", "run"))
+
 from conftest import ROOT, TOY, Launcher, Running
 from test_same_bits import NORMS, assert_same_bits
 

@@ -18,7 +18,7 @@ ODD = [GRAPHED, "dataset.samples=57", "epochs=6"]
 HAR = ["har", "dataset.stride=512", "model.width=8", "schedule.warmup_steps=6", "eval_every=9", "steps=20"]
 SCRIPT = """
 import sys
-from tests import recording
+from tests.kit import recording
 recording.install()
 import train
 [stream] = recording.current

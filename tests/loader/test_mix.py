@@ -526,7 +526,7 @@ def test_a_union_takes_the_steps_of_one_set_of_the_same_frames(launch, made, tmp
 
 @pytest.mark.slow
 def test_other_cuts_take_the_same_steps(launch, made, tmp_path):
-    """In float64, to 1e-9, as tests/test_the_idea.py; with the tutorials' normalisation the same check fails."""
+    """In float64, to 1e-9, as tests/step/test_the_idea.py; with the tutorials' normalisation the same check fails."""
     cuts = {"1x12": (1, 12, 1), "1x3x4": (1, 3, 4), "2x6": (2, 6, 1)}
     for cut, (processes, batch, passes) in cuts.items():
         size = ["steps=8", f"batch_size={batch}", f"gradient_accumulation_steps={passes}"]

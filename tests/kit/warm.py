@@ -36,7 +36,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"}
 """The modules that `python -m` may name; each has a function `main`."""
 

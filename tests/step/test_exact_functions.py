@@ -31,7 +31,7 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_each_function_keeps_its_promise(setting):
-    command = [sys.executable, "tests/exact_functions.py", "1000000"]
+    command = [sys.executable, "tests/long/exact_functions.py", "1000000"]
     env = os.environ | SETTINGS[setting]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout)

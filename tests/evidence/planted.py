@@ -1,6 +1,6 @@
 """The mistakes of tests/tasks/planted.py, and what tools/prove.py says of each.
 
-python tests/planted.py [MISTAKE ...]     a table: the mistake, what differs, the likely cause
+python tests/evidence/planted.py [MISTAKE ...]     a table: the mistake, what differs, the likely cause
 """
 
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TASK = str(ROOT / "tests" / "tasks" / "planted.py")
 
 WORDS = ["--steps", "6", "--processes", "1,2", TASK]

@@ -24,7 +24,7 @@ import pytest
 from conftest import free_port, wait_until
 
 BY_RULE = "LOCKSTEP_THREADS=by_rule "
-LAUNCHER = Path(__file__).resolve().parent.parent / "train_multigpu.sh"
+LAUNCHER = Path(__file__).resolve().parents[2] / "train_multigpu.sh"
 TOOLS = "bash dirname env grep nproc readlink sed".split()
 DEADLINE_S = 600.0  # for what takes seconds on an idle machine: it only ends what hangs
 

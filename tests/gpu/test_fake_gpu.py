@@ -15,7 +15,7 @@ from test_graph import same
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
 
-FAKE = str(ROOT / "tests/fake_gpu.py")
+FAKE = str(ROOT / "tests/kit/fake_gpu.py")
 HAR = ["har", "dataset.stride=512", "model.width=8"]
 VIDEO = ["video", "dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
 ROBOT = ["robot", "env.demonstrations=8", "env.size=16", "eval.n_episodes=0", "policy.chunk_size=5", "batch_size=8"]

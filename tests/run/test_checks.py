@@ -157,7 +157,7 @@ def test_a_task_without_score_is_told_what_it_has_not_done(split, said):
 
 
 def test_who_passes_on_the_loaders_numbers_is_told():
-    """As it is told from DataParallel; see also tests/test_batches.py."""
+    """As it is told from DataParallel; see also tests/loader/test_batches.py."""
     error = TypeError("Caught TypeError in replica 0.\nforward() got an unexpected keyword argument 'lockstep'")
     assert task_errors.suggest_fix(error) == "leave that out: net(**contract.inputs(batch))"
     assert not task_errors.suggest_fix(KeyError("label")) and not task_errors.suggest_fix(ValueError("lockstep"))

@@ -157,7 +157,7 @@ def suite(tmp_path):
         (tmp_path / "test_inner.py").write_text(SUITE.format(shown=shown, count=count))
         unset = {*cards.as_user_has_set(), cards.BEFORE, "PYTEST_XDIST_WORKER"}
         env = {name: value for name, value in os.environ.items() if name not in unset}
-        env |= {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests/kit'}", "PYTHONDONTWRITEBYTECODE": "1"}
         env |= {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
         options = ["-rs", "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
         command = [sys.executable, "-m", "pytest", *options, f"--rootdir={tmp_path}", *words, str(tmp_path)]

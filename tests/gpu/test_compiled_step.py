@@ -15,7 +15,7 @@ from models.layers import largest
 from plugins.performance import compiled_step, compiler
 from plugins.performance.compiled_step import NEAR, Pass, disagreement
 
-STAND_IN = str(ROOT / "tests" / "compiled_stand_in.py")
+STAND_IN = str(ROOT / "tests" / "kit" / "compiled_stand_in.py")
 CONTRAST = str(ROOT / "tests" / "tasks" / "contrast.py")
 
 # ---- a compiler that is right, or not ----

@@ -1,6 +1,6 @@
 """Train random networks in random ways, interrupted at random, and hold them to what the README promises.
 
-    MINUTES=60 [SEED=0] python tests/grammar.py         make grammar MINUTES=60
+    MINUTES=60 [SEED=0] python tests/long/grammar.py         make grammar MINUTES=60
 
 Each seed is a training: layers, inputs, loss, optimizer, schedule and data of `tests/tasks/grammar.py`, how it is cut,
 and legs, each on some processes and killed at some place. It is one of three kinds:
@@ -31,6 +31,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
+# A script of its own: pytest's `pythonpath` does not apply.
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "kit", "step", "run"))
+
 from conftest import ROOT, Done, adopt_orphans, launching
 from test_resume import load, logged
 from test_same_bits import BITS, assert_same_bits

@@ -23,7 +23,7 @@ from formats.lab.clips import Clips, split_by_video
 from formats.lab.videos import Cutting, slide
 from tools.lab import prepare_clips
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NUM_FRAMES = 40
 HEAD = "video,start,label\n"
 

@@ -1,7 +1,7 @@
 """A GPU for machines without one: tensors that say `cuda:0` and compute on the CPU, with real numbers.
 
-    python tests/fake_gpu.py train.py har device=cuda steps=20      a line of JSON at the end: waits, kernels, copies
-    FAKE_GRAPHS=1 python tests/fake_gpu.py train.py har device=cuda cuda_graph=true     graphs of `recording.py`, too
+    python tests/kit/fake_gpu.py train.py har device=cuda steps=20     a line of JSON at the end: waits, kernels, copies
+    FAKE_GRAPHS=1 python tests/kit/fake_gpu.py train.py har device=cuda cuda_graph=true    graphs of `recording.py`, too
 
 As on a GPU: a host tensor beside the device's is an error, a single number is not; a copy to the host that does not
 wait holds rubbish until an event after it, or anything else, is waited for; a copy from pageable memory waits; the
@@ -31,7 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GPU, RUBBISH = torch.device("cuda", 0), 113
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "unique", "equal")
 TAKES_BOTH = ("copy_", "_to_copy", "index", "_index_put", "index_put", "set_", "lift")  # tensors of host and device
@@ -417,7 +417,7 @@ if __name__ == "__main__":
     sys.argv, sys.path[:1] = sys.argv[1:], [str(Path(sys.argv[1]).absolute().parent), str(ROOT)]
     install()
     if os.environ.get("FAKE_GRAPHS"):
-        from tests import recording
+        from tests.kit import recording
 
         recording.install_on(sys.modules[__name__])
         strict[0] = False

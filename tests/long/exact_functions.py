@@ -1,6 +1,6 @@
 """The functions that the bits of virtual workers pass through, and what is true of each on this CPU.
 
-python tests/exact_functions.py [VALUES]
+python tests/long/exact_functions.py [VALUES]
 
 `ROWS` is the table of docs/same-bits.md. Each row is tried for one or more properties:
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from plugins.parallel.exact import sqrt_correctly_rounded
 

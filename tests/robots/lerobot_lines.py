@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Type command lines of LeRobot's documentation and issues (data/lerobot_lines.yaml), and tell what they do here.
 
-python tests/lerobot_lines.py             print a table
-python tests/lerobot_lines.py --update    write the answers into the file, and the table into docs/robots.md
+python tests/robots/lerobot_lines.py             print a table
+python tests/robots/lerobot_lines.py --update    write the answers into the file, and the table into docs/robots.md
 
 A line is typed as it stands, in a folder of its own where its datasets, weights and runs exist: parsed, its dataset
 read and, of our own policies, its network built and its weights loaded ("works"); of LeRobot's, whose weights are on
@@ -25,7 +25,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
@@ -37,9 +37,9 @@ from engine import config  # noqa: E402
 from engine.errors import LockstepError  # noqa: E402
 from formats.robots.lerobot_writer import Recorder  # noqa: E402
 
-FILE = Path(__file__).parent / "data" / "lerobot_lines.yaml"
+FILE = ROOT / "tests" / "data" / "lerobot_lines.yaml"
 PAGE = ROOT / "docs" / "robots.md"
-BEGIN, END = "<!-- lines: python tests/lerobot_lines.py --update -->\n", "<!-- end of lines -->\n"
+BEGIN, END = "<!-- lines: python tests/robots/lerobot_lines.py --update -->\n", "<!-- end of lines -->\n"
 USUAL = "dataset.repo_id output_dir job_name policy.repo_id policy.device wandb.enable steps batch_size".split()
 """Keys that the table leaves out."""
 

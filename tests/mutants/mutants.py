@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Break the product on purpose, one small mistake at a time, and look whether a test fails.
 
-    python tests/mutants.py check                     locate each text, run nothing
-    python tests/mutants.py run                       every mutant of tests/mutants.txt
-    python tests/mutants.py run loader resume-meter   these groups and these mutants
-    python tests/mutants.py run --out results.json    also write {id: verdict}; other ids in the file stay
+    python tests/mutants/mutants.py check                     locate each text, run nothing
+    python tests/mutants/mutants.py run                       every mutant of tests/mutants/mutants.txt
+    python tests/mutants/mutants.py run loader resume-meter   these groups and these mutants
+    python tests/mutants/mutants.py run --out results.json    also write {id: verdict}; other ids in the file stay
 
 The list has one block per mutant:
 
     id: loader-epoch
     before: default_rng((self.seed, self.epoch))
     after: default_rng((self.seed, 0))
-    test: tests/test_loader.py::test_the_order_changes_with_epoch_and_seed_and_with_nothing_else
+    test: tests/loader/test_loader.py::test_the_order_changes_with_epoch_and_seed_and_with_nothing_else
 
 A line `[group]` begins a group. Each line `test:` holds a file or `file::test`; of a file without `::` the quick tests
 run. `lives: REASON` marks a known gap. The text is searched in all product files, so it does not matter where a
@@ -46,8 +46,8 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-LIST = ROOT / "tests" / "mutants.txt"
+ROOT = Path(__file__).resolve().parents[2]
+LIST = ROOT / "tests" / "mutants" / "mutants.txt"
 
 FILES = ("train.py", "train_ddp.py", "data_loader.py", "train_multigpu.sh")
 FOLDERS = ("engine", "plugins", "formats", "tasks", "tools", "models", "envs")

@@ -27,7 +27,7 @@ from formats.lab.clips import Clips, ClipsWriter
 from formats.lab.videos import Cutting
 from tools.lab import prepare_clips
 
-# LOCKSTEP_FUZZ=20000 python -m pytest tests/test_fuzz.py: the long run by hand, with other examples each time.
+# LOCKSTEP_FUZZ=20000 python -m pytest tests/loader/test_fuzz.py: the long run by hand, with other examples each time.
 LONG = int(os.environ.get("LOCKSTEP_FUZZ", "0"))
 fuzz = settings(
     max_examples=LONG or 150,

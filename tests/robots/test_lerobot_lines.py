@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def test_thirty_nine_lines_do_what_is_told(folder):
-    """And what is told, is told in the documentation: `python tests/lerobot_lines.py --update` writes both."""
+    """And what is told, is told in the documentation: `python tests/robots/lerobot_lines.py --update` writes both."""
     _, answers = folder
     assert len(answers) == 39
     assert answers == {entry["line"]: lerobot_lines.expected(entry) for entry in LINES}
