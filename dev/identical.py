@@ -12,6 +12,7 @@ The processor must be the same on both sides: a recording is good for one machin
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -186,4 +187,10 @@ def main(action: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]).resolve()))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["record", "compare"])
+    parser.add_argument("folder", type=Path, help="folder of the recording")
+    options = parser.parse_args()
+    sys.exit(main(options.action, options.folder.resolve()))
