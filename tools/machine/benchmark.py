@@ -27,9 +27,11 @@ Every measurement runs in new processes. On GPUs, DataParallel is measured besid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,17 +54,21 @@ class Case:
     """A row of a table: the number of processes, the settings, and a measurement per round."""
 
     def __init__(self, kind: str, processes: int, settings: dict[str, Any], with_dp: bool = False):
-        self.kind, self.processes, self.settings, self.with_dp = kind, processes, settings, with_dp
+        self.kind = kind
+        self.processes = processes
+        self.settings = settings
+        self.with_dp = with_dp
         self.found: list[Row] = []
         self.out_of_memory = False
 
     def measure(self, words: list[str], seconds: float, threads: int) -> None:
         if self.out_of_memory:
             return
+        started = self.processes
+        if self.with_dp:
+            started = 1
         try:
-            self.found.append(
-                probe(words, self.settings, 1 if self.with_dp else self.processes, seconds, threads)
-            )
+            self.found.append(probe(words, self.settings, started, seconds, threads))
         except OutOfMemory:
             self.out_of_memory = True
 
@@ -70,9 +76,13 @@ class Case:
         """Return the median of `value(measurement)` over the rounds."""
         return statistics.median(map(value, self.found))
 
+    def number(self, name: str) -> float:
+        """Return the median of a measured number over the rounds."""
+        return self.median(lambda row: row[name])
+
     @property
     def samples_per_s(self) -> float:
-        return self.median(lambda row: row["samples_per_s"])
+        return self.number("samples_per_s")
 
 
 def cases(cfg: Any, counts: list[int], kinds: list[str], gpus: int) -> list[Case]:
@@ -83,9 +93,11 @@ def cases(cfg: Any, counts: list[int], kinds: list[str], gpus: int) -> list[Case
         for count in counts:
             if kind == "strong" and whole % count:
                 continue
-            weak = {"batch_size": cfg.batch_size, "global_batch": 0}
-            strong = {"batch_size": min(cfg.batch_size, whole // count), "global_batch": whole}
-            settings = (weak if kind == "weak" else strong) | {"gradient_accumulation_steps": 0}
+            settings = {"batch_size": cfg.batch_size, "global_batch": 0}
+            if kind == "strong":
+                batch = min(cfg.batch_size, whole // count)
+                settings = {"batch_size": batch, "global_batch": whole}
+            settings["gradient_accumulation_steps"] = 0
             found.append(Case(kind, count, settings))
             if 1 < count <= gpus:
                 dp = {"multi_gpu": "dp", "gpu_ids": ",".join(map(str, range(count)))}
@@ -102,50 +114,73 @@ def table(rows: list[Case]) -> str:
         "| memory MB | data wait | sync wait |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    base = next((case.samples_per_s / case.processes for case in rows if case.found), 1.0)
+    base = 0.0
     for case in rows:
-        name = str(case.processes)
-        if case.with_dp:
-            name += " (DP)"
-        if not case.found:
-            lines.append(f"| {name} | {case.settings['batch_size']} | out of memory |")
-            continue
-        first, speed_up = case.found[0], case.samples_per_s / base
-        rates = [row["samples_per_s"] for row in case.found]
-        lines.append(
-            f"| {name} | {first['batch_size']} | {first['global_batch']} "
-            f"| {1e3 / case.median(lambda r: r['step_ms']):.4g} "
-            f"| {case.samples_per_s:.4g} ({min(rates):.4g} - {max(rates):.4g}) | {speed_up:.2f} "
-            f"| {100 * speed_up / case.processes:.0f}% | "
-            f"{case.median(lambda r: r['memory_mb']):.0f} "
-            f"| {100 * case.median(share('data loading', 'host to device')):.0f}% "
-            f"| {100 * case.median(share('gradient sync')):.0f}% |"
-        )
+        if case.found:
+            base = base or case.samples_per_s / case.processes
+            lines.append(_table_row(case, base))
+        else:
+            lines.append(f"| {_name(case)} | {case.settings['batch_size']} | out of memory |")
     return "\n".join(lines)
 
 
-def share(*phases: str) -> Any:
+def _name(case: Case) -> str:
+    if case.with_dp:
+        return f"{case.processes} (DP)"
+    return str(case.processes)
+
+
+def _table_row(case: Case, base: float) -> str:
+    """Return a measured case as a row.
+
+    base  samples per second and process of the first measured case
+    """
+    first = case.found[0]
+    speed_up = case.samples_per_s / base
+    rates = [row["samples_per_s"] for row in case.found]
+    cells = [
+        _name(case),
+        str(first["batch_size"]),
+        str(first["global_batch"]),
+        f"{1e3 / case.number('step_ms'):.4g}",
+        f"{case.samples_per_s:.4g} ({min(rates):.4g} - {max(rates):.4g})",
+        f"{speed_up:.2f}",
+        f"{100 * speed_up / case.processes:.0f}%",
+        f"{case.number('memory_mb'):.0f}",
+        f"{100 * case.median(share('data loading', 'host to device')):.0f}%",
+        f"{100 * case.median(share('gradient sync')):.0f}%",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def share(*phases: str) -> Callable[[Row], float]:
     """Return a function that computes the share of these phases in a measurement's step time."""
-    return lambda row: (
-        sum(row["phases_ms"].get(name, 0.0) for name in phases) / sum(row["phases_ms"].values())
-    )
+
+    def of_measurement(row: Row) -> float:
+        times = row["phases_ms"]
+        return sum(times.get(name, 0.0) for name in phases) / sum(times.values())
+
+    return of_measurement
 
 
 def measured_link(rows: list[Case]) -> scaling.Link:
     """Return the link between the measured processes. Raises LockstepError after measurements of
     one process alone."""
-    several = next(
-        (case for case in rows if case.processes > 1 and case.found and not case.with_dp), None
+    for case in rows:
+        if case.processes > 1 and case.found and not case.with_dp:
+            return _link_of(case)
+    raise LockstepError(
+        "nothing was measured between processes", "--link", "give one, or --processes 1,2"
     )
-    if several is None:
-        raise LockstepError(
-            "nothing was measured between processes", "--link", "give one, or --processes 1,2"
-        )
-    times = {
-        int(size): 1e-3 * several.median(lambda r, size=size: r["sum_ms"][size])
-        for size in several.found[0]["sum_ms"]
-    }
-    return scaling.fit(several.processes, times)
+
+
+def _link_of(case: Case) -> scaling.Link:
+    """Return the link that fits the measured times of sums."""
+    seconds = {}
+    for size in case.found[0]["sum_ms"]:
+        times = [row["sum_ms"][size] for row in case.found]
+        seconds[int(size)] = 1e-3 * statistics.median(times)
+    return scaling.fit(case.processes, seconds)
 
 
 def predicted(
@@ -164,57 +199,80 @@ def predicted(
     """
     alone = next(case for case in rows if case.processes == 1 and case.found)
     one = alone.found[0]
-    step_s = 1e-3 * alone.median(lambda r: r["step_ms"])
-    backward = step_s * alone.median(share("backward", "gradient sync"))
-    forward = step_s * alone.median(share("forward"))
-    step = scaling.Step(backward, step_s - backward - forward, forward)
-    if machines == 1:
-        inside = between = link or measured_link(rows)
-    elif link is None:
+    if machines > 1 and link is None:
         raise LockstepError(
             f"{machines} machines need the link between them",
             "--link",
             "give one, such as 100gbit,20us",
         )
-    else:
-        inside, between = inside or measured_link(rows), link
-    place = scaling.Place(machines, processes // machines, inside, between)
-    num_bytes = 1e6 * one["gradients_mb"]
-    sums = scaling.ddp_sums(num_bytes, one["bucket_cap_mb"], place)
-    gloo = not one["device"].startswith("cuda")
-    passes = scaling.Passes(one["accumulation"], one["reduce_every"])
-    units = [scaling.Unit(*(1e6 * size for size in sizes)) for sizes in one["units_mb"]]
-
-    def row(strategy: str, collectives: list[scaling.Collective], took: float) -> Row:
-        return {
-            "strategy": strategy,
-            "sent_mb": 1e-6 * sum(each.sent for each in collectives),
-            "cable_mb": 1e-6 * sum(each.crossing for each in collectives),
-            "collectives_ms": 1e3 * sum(each.seconds(place) for each in collectives),
-            "step_ms": 1e3 * took,
-            "samples_per_s": processes * alone.samples_per_s * step_s / took,
-            "efficiency": step_s / took,
-        }
-
-    strategies = [row("ddp", sums, scaling.predict_s(step, sums, place))]
-    sharded = ["fsdp", "hsdp"] if 1 < machines < processes else ["fsdp"]
-    if processes == 1:
-        sharded.clear()
-    for strategy in sharded:
-        each = scaling.shards(units, place, strategy, gloo)
-        took = scaling.sharded_s(step, units, each, passes, place, gloo)
-        strategies.append(row(strategy, scaling.collectives(each, passes), took))
-    return {
+    between = link or measured_link(rows)
+    if machines == 1:
+        inside = between
+    place = scaling.Place(machines, processes // machines, inside or measured_link(rows), between)
+    strategies = _strategies(alone, place)
+    gradients = scaling.ddp_sums(1e6 * one["gradients_mb"], float("inf"), place)
+    prediction = {
         "processes": processes,
         "machines": machines,
         "alpha_us": 1e6 * between.alpha,
         "beta_gbit": 8e-9 * between.beta,
         "gradients_mb": one["gradients_mb"],
-        "all_reduce_ms": 1e3
-        * sum(each.seconds(place) for each in scaling.ddp_sums(num_bytes, float("inf"), place)),
+        "all_reduce_ms": 1e3 * _seconds(gradients, place),
         "strategies": strategies,
-        **{name: strategies[0][name] for name in ("step_ms", "samples_per_s", "efficiency")},
     }
+    for name in ("step_ms", "samples_per_s", "efficiency"):
+        prediction[name] = strategies[0][name]
+    return prediction
+
+
+def _strategies(alone: Case, place: scaling.Place) -> list[Row]:
+    """Return the predicted speed under each strategy, ddp first.
+
+    alone  measurements of one process
+    """
+    one = alone.found[0]
+    processes = place.processes
+    step_s = 1e-3 * alone.number("step_ms")
+    backward = step_s * alone.median(share("backward", "gradient sync"))
+    forward = step_s * alone.median(share("forward"))
+    step = scaling.Step(backward, step_s - backward - forward, forward)
+    gloo = not one["device"].startswith("cuda")
+    passes = scaling.Passes(one["accumulation"], one["reduce_every"])
+    units = []
+    for sizes in one["units_mb"]:
+        units.append(scaling.Unit(*(1e6 * size for size in sizes)))
+
+    def row(strategy: str, collectives: list[scaling.Collective], seconds: float) -> Row:
+        return {
+            "strategy": strategy,
+            "sent_mb": 1e-6 * sum(each.sent for each in collectives),
+            "cable_mb": 1e-6 * sum(each.crossing for each in collectives),
+            "collectives_ms": 1e3 * _seconds(collectives, place),
+            "step_ms": 1e3 * seconds,
+            "samples_per_s": processes * alone.samples_per_s * step_s / seconds,
+            "efficiency": step_s / seconds,
+        }
+
+    sums = scaling.ddp_sums(1e6 * one["gradients_mb"], one["bucket_cap_mb"], place)
+    rows = [row("ddp", sums, scaling.predict_s(step, sums, place))]
+    for strategy in _sharded_strategies(place):
+        shards = scaling.shards(units, place, strategy, gloo)
+        seconds = scaling.sharded_s(step, units, shards, passes, place, gloo)
+        rows.append(row(strategy, scaling.collectives(shards, passes), seconds))
+    return rows
+
+
+def _sharded_strategies(place: scaling.Place) -> list[str]:
+    processes = place.processes
+    if processes == 1:
+        return []
+    if 1 < place.machines < processes:
+        return ["fsdp", "hsdp"]
+    return ["fsdp"]
+
+
+def _seconds(collectives: list[scaling.Collective], place: scaling.Place) -> float:
+    return sum(each.seconds(place) for each in collectives)
 
 
 def strategy_table(rows: list[Row]) -> str:
@@ -256,61 +314,98 @@ def main(argv: list[str]) -> int:
 
 def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> int:
     cores = available()
-    gpus = torch.cuda.device_count() if args.cfg.device != "cpu" else 0
-    link = scaling.parse_link(options.link, "--link") if options.link else None
-    inside = scaling.parse_link(options.inside, "--inside") if options.inside else None
+    gpus = 0
+    if args.cfg.device != "cpu":
+        gpus = torch.cuda.device_count()
+    links = _links(options)
+    counts = _counts(options.processes) or _usual_counts(gpus, cores)
+    _check_prediction(options, counts)
+    # On CPUs a process has the same number of threads in all cases, like one GPU each.
+    threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // max(counts))))
+    kinds = [options.scaling]
+    if options.scaling == "both":
+        kinds = ["weak", "strong"]
+    measured = cases(args.cfg, counts, kinds, gpus)
+    for number in range(options.rounds):
+        first = number % len(measured)  # each round begins with another case
+        for case in measured[first:] + measured[:first]:
+            case.measure(words, options.seconds, threads)
+    prediction = None
+    if options.predict:
+        weak = [case for case in measured if case.kind == kinds[0]]
+        prediction = predicted(
+            weak, options.predict, links["link"], options.machines, links["inside"]
+        )
+    if options.json:
+        rows = [vars(case) for case in measured]
+        print(json.dumps({"measured": rows, "predicted": prediction}))
+    else:
+        _print(args.cfg.task, kinds, measured, prediction)
+    return 0
+
+
+def _links(options: argparse.Namespace) -> dict[str, scaling.Link | None]:
+    """Return the given links by the name of the option; None without the option."""
+    links: dict[str, scaling.Link | None] = {}
+    for name in ("link", "inside"):
+        text = getattr(options, name)
+        links[name] = None
+        if text:
+            links[name] = scaling.parse_link(text, f"--{name}")
+    return links
+
+
+def _counts(text: str) -> list[int]:
+    """Return the numbers of processes in `--processes`, sorted. Raises LockstepError."""
+    if not text:
+        return []
+    counts = []
+    with contextlib.suppress(ValueError):
+        counts = sorted({int(word) for word in text.split(",")})
+    if not counts or counts[0] < 1:
+        what = f"{text!r} are no numbers of processes"
+        raise LockstepError(what, "--processes", "give some, such as 1,2,4")
+    return counts
+
+
+def _usual_counts(gpus: int, cores: int) -> list[int]:
+    """Return the powers of two up to the number of GPUs, or of cores (2 to 4)."""
+    largest = gpus or max(2, min(cores, 4))
+    return [1 << n for n in range(largest.bit_length())]
+
+
+def _check_prediction(options: argparse.Namespace, counts: list[int]) -> None:
     if options.machines < 1 or options.predict % options.machines:
         what = (
             f"{options.predict} processes are not the same number on each of "
             f"{options.machines} machines"
         )
         raise LockstepError(what, "--machines", "give a number that divides them")
-    try:
-        counts = (
-            sorted({int(text) for text in options.processes.split(",")})
-            if options.processes
-            else []
-        )
-        fit = not counts or counts[0] > 0
-    except ValueError:
-        fit = False
-    if not fit:
-        what = f"{options.processes!r} are no numbers of processes"
-        raise LockstepError(what, "--processes", "give some, such as 1,2,4")
-    counts = counts or [1 << n for n in range(12) if 1 << n <= (gpus or max(2, min(cores, 4)))]
     if options.predict and 1 not in counts:
         raise LockstepError("a prediction starts from one process", "--processes", "add 1")
-    # On CPUs a process has the same number of threads in all cases, like one GPU each.
-    threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // max(counts))))
-    kinds = ["weak", "strong"] if options.scaling == "both" else [options.scaling]
-    found = cases(args.cfg, counts, kinds, gpus)
-    for number in range(options.rounds):
-        for case in found[number % len(found) :] + found[: number % len(found)]:  # interleaved
-            case.measure(words, options.seconds, threads)
-    tables = {kind: table([case for case in found if case.kind == kind]) for kind in kinds}
-    weak = [case for case in found if case.kind == kinds[0]]
-    ask = (options.predict, link, options.machines, inside)
-    prediction = predicted(weak, *ask) if options.predict else None
-    if options.json:
-        measured = [vars(case) for case in found]
-        print(json.dumps({"measured": measured, "predicted": prediction}))
-        return 0
-    about = next(case.found[0] for case in found if case.found)
-    floats = about["precision"].replace("off", "fp32")
-    each = amount(about["environment"]["threads"], "thread")
-    print(f"{args.cfg.task}, {floats}, {_machine(about)}, {each} a process\n")
-    for kind, text in tables.items():
+
+
+def _print(task: str, kinds: list[str], measured: list[Case], prediction: Row | None) -> None:
+    rows = list[Row]()
+    for case in measured:
+        rows += case.found
+    floats = rows[0]["precision"].replace("off", "fp32")
+    threads = amount(rows[0]["environment"]["threads"], "thread")
+    print(f"{task}, {floats}, {_machine(rows[0])}, {threads} a process\n")
+    for kind in kinds:
+        text = table([case for case in measured if case.kind == kind])
         print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
-    if busy := contention_warning(max(row["waited_share"] for case in found for row in case.found)):
+    if busy := contention_warning(max(row["waited_share"] for row in rows)):
         print(f"warning: {busy}\n")
     if prediction:
         print(f"{_sentence(prediction)}\n\n{strategy_table(prediction['strategies'])}")
-    return 0
 
 
 def _machine(row: Row) -> str:
     here = row["environment"]
-    commit = (here["git_commit"] or "?")[:12] + ("+" if here["git_dirty"] else "")
+    commit = (here["git_commit"] or "?")[:12]
+    if here["git_dirty"]:
+        commit += "+"
     devices = ", ".join(sorted({*here["devices"]}))
     return (
         f"{devices}, {here['cpu_cores']} cores, torch {here['packages']['torch']}, commit {commit}"
@@ -318,7 +413,9 @@ def _machine(row: Row) -> str:
 
 
 def _sentence(one: Row) -> str:
-    machines = f" on {one['machines']} machines" if one["machines"] > 1 else ""
+    machines = ""
+    if one["machines"] > 1:
+        machines = f" on {one['machines']} machines"
     return (
         f"Predicted for {one['processes']} processes{machines} (weak scaling; model in "
         "tools/machine/scaling.py): "

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from data_loader import EvalLoader, EvalSampler
 from engine import config, errors
 from engine.comm import digests
 from engine.comm.world import World
-from engine.contract import Sums, per_sample
+from engine.contract import Sums, Task, per_sample
 from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
 from engine.files import archive
@@ -112,13 +112,16 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
     # A tool may be one process and copy the model. An older run may have optim.zero=true, which is
     # an error now
-    whole = {"ddp.strategy": "ddp", "optim.zero": "false"}
-    own = {key for key in whole if any(word.lstrip("-").startswith(key) for word in rest)}
+    whole = []
+    for setting in ("ddp.strategy=ddp", "optim.zero=false"):
+        key = setting.partition("=")[0]
+        if not any(word.lstrip("-").startswith(key) for word in rest):
+            whole.append(setting)
     return [
         "--config",
         str(folder / "config.yaml"),
         *rest,
-        *(f"{key}={value}" for key, value in whole.items() if key not in own),
+        *whole,
         "save_dir=",
         f"resume={file}",
         "wandb.enable=false",
@@ -138,39 +141,52 @@ def _evaluate(args: config.Args, options: argparse.Namespace) -> int:
             args.cfg, lambda world, stop: _score(args, world, stop, options.split, options.by or "")
         )
     if scored:
-        metrics, sums, checkpoint, step, task, parts = scored
-        classes = getattr(task, "classes", [])
-        state = archive.read(Path(checkpoint))
-        hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
-        if options.state:
-            hashes["state"] = digests.of_tensors(
-                tensors_of("", {name: state[name] for name in SAME_STATE})
-            )[:16]
-        about = {"checkpoint": checkpoint, "step": step, "split": options.split, "sha256": hashes}
-        about |= {"metrics": finite(metrics)} | _confusion(sums, classes)
-        if options.by:
-            about |= {"by": options.by, "sources": {}}
-            for name, (of_part, part_sums) in parts.items():
-                row = {"metrics": finite(of_part)} | _confusion(part_sums, classes)
-                about["sources"][name] = row
-        if options.split == "test":
-            _keep(
-                Path(checkpoint).parent,
-                about | {"monitor": task.monitor, "higher_is_better": task.higher_is_better},
-            )
-        if options.json:
-            print(json.dumps(about | {"checkpoint": shown(checkpoint)}))
-        else:
-            print(f"{shown(checkpoint)}, step {step}, split {options.split}:")
-            if "success_rate_low" in metrics:
-                print(f"  success in {of_trials(metrics)}: the rate's 95 % interval, by Wilson")
-            print(
-                "\n".join(
-                    [*_lines(metrics), *_matrix(**_confusion(sums, classes)), *_sources(parts)]
-                )
-            )
-            print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
+        _report(scored, options)
     return status.set_exit_code(errors.DONE)
+
+
+def _report(scored: Scores, options: argparse.Namespace) -> None:
+    """(rank 0) Print the scores. Write the scores of a test into the run's folder."""
+    task = scored.task
+    classes = getattr(task, "classes", [])
+    hashes = _hashes(scored.checkpoint, options.state)
+    confusion = _confusion(scored.sums, classes)
+    about = {
+        "checkpoint": str(scored.checkpoint),
+        "step": scored.step,
+        "split": options.split,
+        "sha256": hashes,
+        "metrics": finite(scored.metrics),
+        **confusion,
+    }
+    if options.by:
+        about |= {"by": options.by, "sources": {}}
+        for name, (metrics, sums) in scored.parts.items():
+            about["sources"][name] = {"metrics": finite(metrics)} | _confusion(sums, classes)
+    if options.split == "test":
+        goal = {"monitor": task.monitor, "higher_is_better": task.higher_is_better}
+        _keep(scored.checkpoint.parent, about | goal)
+    name = shown(str(scored.checkpoint))
+    if options.json:
+        print(json.dumps(about | {"checkpoint": name}))
+        return
+    print(f"{name}, step {scored.step}, split {options.split}:")
+    if "success_rate_low" in scored.metrics:
+        print(f"  success in {of_trials(scored.metrics)}: the rate's 95 % interval, by Wilson")
+    tables = [*_lines(scored.metrics), *_matrix(**confusion), *_sources(scored.parts), ""]
+    print("\n".join(tables))
+    for kind, value in hashes.items():
+        print(f"  {kind:<8} sha256 {value}")
+
+
+def _hashes(checkpoint: Path, with_state: bool) -> dict[str, str]:
+    """Return the first 16 digits of the SHA-256 of the weights, and of all state."""
+    state = archive.read(checkpoint)
+    hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
+    if with_state:
+        parts = {name: state[name] for name in SAME_STATE}
+        hashes["state"] = digests.of_tensors(tensors_of("", parts))[:16]
+    return hashes
 
 
 SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
@@ -217,9 +233,24 @@ def _keep(folder: Path, about: dict[str, Any]) -> None:
         print(f"warning: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: str) -> Any:
-    """(all ranks) Score the split. Return on rank 0 (metrics, sums, checkpoint, step, task,
-    {source: (metrics, sums)}). Return None on the other ranks and after a stop."""
+class Scores(NamedTuple):
+    """The scores of a split.
+
+    parts  source -> (metrics, sums)
+    """
+
+    metrics: dict[str, float]
+    sums: Sums
+    checkpoint: Path
+    step: int
+    task: Task
+    parts: dict[str, tuple[dict[str, float], Sums]]
+
+
+def _score(
+    args: config.Args, world: World, stop: StopRequest, split: str, by: str
+) -> Scores | None:
+    """(all ranks) Score the split. Return None on all ranks but rank 0, and after a stop."""
     found = train.build(args, world, stop, split=split)
     plan_text.print_plan(found, steps=False)
     names = names_of(found.loaders.val.dataset, by) if by else None
@@ -234,14 +265,17 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: s
     parts = _part_by_part(found, names) if scored and names is not None else {}
     if not scored or parts is None or not world.main:
         return None
-    return *scored, str(found.record.resumed.path), found.progress.step, found.task, parts
+    path = Path(str(found.record.resumed.path))
+    return Scores(*scored, path, found.progress.step, found.task, parts)
 
 
 def names_of(dataset: Any, kind: str) -> np.ndarray | None:
     """Return (N,) str, the dataset's attribute `kind`, or else the `sources`, or None."""
-    names = per_sample(dataset, kind)
-    names = per_sample(dataset, "sources") if names is None else names
-    return None if names is None else names.astype(str)
+    for attribute in (kind, "sources"):
+        names = per_sample(dataset, attribute)
+        if names is not None:
+            return names.astype(str)
+    return None
 
 
 def _part_by_part(found: Run, names: np.ndarray) -> dict[str, tuple[dict[str, float], Sums]] | None:
@@ -290,31 +324,44 @@ def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:
     """Format a line for each source with the overall metrics of the source."""
     if not parts:
         return []
-    columns = [name for name in next(iter(parts.values()))[0] if "/" not in name][:8]
-    rows = [
-        [name, *(f"{metrics.get(column, np.nan):.6g}" for column in columns)]
-        for name, (metrics, _) in parts.items()
-    ]
-    return ["", *aligned([["", *columns], *rows])]
+    first, _ = next(iter(parts.values()))
+    columns = [name for name in first if "/" not in name][:8]
+    rows = [["", *columns]]
+    for name, (metrics, _) in parts.items():
+        rows.append([name, *_cells(metrics, columns, ".6g")])
+    return ["", *aligned(rows)]
+
+
+def _cells(metrics: dict[str, float], names: list[str], form: str) -> list[str]:
+    """Return the numbers of these names as text; nan without a number."""
+    return [format(metrics.get(name, np.nan), form) for name in names]
 
 
 def _lines(metrics: dict[str, Any]) -> list[str]:
     """Format a metric a line. The metrics of a class, such as precision/walk and recall/walk, share
     a line."""
-    parts = {name: name.split("/", 1) for name in metrics if "/" in name}
-    rows = [row for _, row in parts.values()]
-    tabled = {name: part for name, part in parts.items() if rows.count(part[1]) > 1}
-    plain = {name: value for name, value in metrics.items() if name not in tabled}
+    of_classes: dict[str, list[str]] = {}
+    for name in metrics:
+        kind, _, of_class = name.partition("/")
+        if of_class:
+            of_classes.setdefault(of_class, []).append(kind)
+    in_table = set[str]()
+    rows = []
+    for of_class, kinds in of_classes.items():
+        if len(kinds) > 1:
+            rows.append(of_class)
+            in_table.update(f"{kind}/{of_class}" for kind in kinds)
+    plain = [name for name in metrics if name not in in_table]
     width = max(map(len, plain))
-    lines = [f"  {name:<{width}}  {value:.6g}" for name, value in plain.items()]
-    columns = list(dict.fromkeys(column for column, _ in tabled.values()))
-    body = [
-        [row, *(f"{metrics.get(f'{column}/{row}', np.nan):.4f}" for column in columns)]
-        for row in dict.fromkeys(row for _, row in tabled.values())
-    ]
-    if body:
-        lines += ["", *aligned([["", *columns], *body])]
-    return lines
+    lines = [f"  {name:<{width}}  {metrics[name]:.6g}" for name in plain]
+    if not rows:
+        return lines
+    columns = list(dict.fromkeys(name.partition("/")[0] for name in metrics if name in in_table))
+    table = [["", *columns]]
+    for of_class in rows:
+        names = [f"{column}/{of_class}" for column in columns]
+        table.append([of_class, *_cells(metrics, names, ".4f")])
+    return [*lines, "", *aligned(table)]
 
 
 def _matrix(
