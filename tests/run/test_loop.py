@@ -559,8 +559,7 @@ def test_a_model_drawn_from_numpy_and_random_is_the_same_each_time(launch, tmp_p
     (tmp_path / "own.py").write_text(DRAWN)
     words = [str(tmp_path / "own.py"), "steps=1"]
     outputs = [
-        succeed(launch.python("train.py", *words, f"save_dir={tmp_path / run}")).out
-        for run in ("first", "second")
+        succeed(launch.python("train.py", *words, f"save_dir={tmp_path / run}")).out for run in ("first", "second")
     ]
     assert len({line for out in outputs for line in out.splitlines() if "sha256" in line}) == 1
 
