@@ -5,14 +5,16 @@ import json
 import os
 import re
 import signal
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, wait_until
+from forked_tools import fork_trainings
 from planted import ALONE, MEASURED, REFUSED, TASK, WORDS, said, words
+from runs import same_bits, weights
+from tampering import keep_lines, write_log
 from torch import nn
 
 from engine.contract import BatchInfo
@@ -28,13 +30,8 @@ PROVE = "tools/prove.py"
 def forks(launch, monkeypatch):
     """What the tool starts are this suite's processes."""
     launch.may_stay += ["lockstep_", "torch_"]  # of the process that is killed
-
-    def popen(command, *, env, stdout, **how):  # a fork has the hashes of its parent, whatever the variable says
-        env = {name: value for name, value in env.items() if name != "PYTHONHASHSEED"}
-        return launch.popen(command, cwd=ROOT, env=env, stdout=stdout)
-
-    monkeypatch.setattr(running, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    fork_trainings(launch, monkeypatch)
 
 
 @pytest.fixture
@@ -57,10 +54,6 @@ def proved(forks, capfd):
 # ---- the planted task ------------------------------------------------------------------------------------------------
 
 
-def weights(folder):
-    return torch.load(folder / "last.pt", weights_only=True)["model"]
-
-
 @pytest.mark.slow
 def test_a_task_without_a_mistake_passes(proved, tmp_path):
     """What the tool says of its runs is what torch and NumPy find in their checkpoints and logs."""
@@ -73,20 +66,20 @@ def test_a_task_without_a_mistake_passes(proved, tmp_path):
     assert found["runs"][1] == killed, "another cut is tried before the same one again"
     assert 0 < killed["resumed_at"] < killed["killed_at"] < 6 and killed["resumed_on"] == 1
     folders = sorted(path for path in kept.iterdir() if path.is_dir())
-    of = {
-        kind: [weights(path) for path in folders if f"_{kind}_" in path.name] for kind in ("virtual", "plain", "double")
-    }
-    one, *others = of["virtual"]
-    assert len(others) == 2 and all(torch.equal(one[name], each[name]) for each in others for name in one)
+
+    def ended_in(kind):
+        return [weights(path) for path in folders if f"_{kind}_" in path.name]
+
+    one, *others = ended_in("virtual")
+    assert len(others) == 2 and all(same_bits(one, each) for each in others)
     assert {run["digest"] for run in found["runs"] if run["kind"] == "virtual"} == {runs["virtual", 1, False]["digest"]}
     for kind, dtype, least, most in (("plain", torch.float32, 1e-9, 1e-5), ("double", torch.float64, 0.0, 1e-13)):
-        one, *others = of[kind]
+        one, *others = ended_in(kind)
         assert len(others) == 2 and {value.dtype for value in one.values()} == {dtype}
         apart = [max(np.linalg.norm(each[n] - one[n]) / np.linalg.norm(one[n]) for n in one) for each in others]
-        assert [gap["weights"] for gap in found["differences"][kind].values()] == pytest.approx(apart)
-        assert all(least < gap < most for gap in apart)
-        numbers = [gap["numbers"] for gap in found["differences"][kind].values()]
-        assert all(least < gap < most for gap in numbers)
+        gaps = found["differences"][kind].values()
+        assert [gap["weights"] for gap in gaps] == pytest.approx(apart)
+        assert all(least < gap < most for gap in [*apart, *(gap["numbers"] for gap in gaps)])
     configs = [(path / "config.yaml").read_text() for path in folders if "_plain_1" in path.name]
     assert {re.search(r"^batch_size: (\d+)", text, re.M)[1] for text in configs} == {"12", "6"}
 
@@ -96,12 +89,12 @@ def test_a_task_without_a_mistake_passes(proved, tmp_path):
 def test_a_planted_mistake_is_named(proved, mistake):
     found = proved(*words(mistake))
     assert not found["holds"]
-    assert re.search((REFUSED | MEASURED)[mistake], said(found["finding"])), found["finding"]
-    assert (
-        len(found["runs"]) == 1
-        if mistake in REFUSED
-        else found["finding"]["where"] or "error" in said(found["finding"])
-    )
+    finding = found["finding"]
+    assert re.search((REFUSED | MEASURED)[mistake], said(finding)), finding
+    if mistake in REFUSED:
+        assert len(found["runs"]) == 1
+    else:
+        assert finding["where"] or "error" in said(finding)
 
 
 @pytest.mark.slow
@@ -118,19 +111,9 @@ def test_the_order_of_a_set_is_named(launch):
 @pytest.mark.parametrize(
     ("given", "not_checked", "kinds", "holds"),
     [
-        (
-            [*ALONE, "plant.mistake=dropout by a function"],
-            "virtual workers: the loss draws from the generator of t",
-            [],
-            None,
-        ),
-        ([*ALONE, "plant.mistake=dropout"], "dropout without virtual workers, where its masks depend on", [1, 1], True),
-        (
-            [*ALONE, "plant.mistake=float32 inside"],
-            "float64: RuntimeError: mat1 and mat2 must have the same",
-            [2],
-            True,
-        ),
+        ([*ALONE, "plant.mistake=dropout by a function"], "virtual workers: the loss draws from the gen", [], None),
+        ([*ALONE, "plant.mistake=dropout"], "dropout without virtual workers, where its masks depend", [1, 1], True),
+        ([*ALONE, "plant.mistake=float32 inside"], "float64: RuntimeError: mat1 and mat2 must have the", [2], True),
         ([*WORDS, "virtual_workers=1"], "2 processes, killed, then 1: virtual_workers=1 is the most", [2, 2], True),
     ],
 )
@@ -225,14 +208,12 @@ def test_a_promise_about_cuts_needs_another_cut(tmp_path, how, verdict):
 def test_a_log_with_lines_gone_is_not_the_same(tmp_path):
     first = ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [1.0], name="first")
     other = ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [1.0], name="other", processes=2)
-    lines = (other.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (other.folder / "metrics.jsonl").write_text("".join([lines[0], lines[2]]))
+    keep_lines(other.folder, lambda line: line["step"] != 2)
     proof = proof_of(first, other)
     proof._look(other, first)
-    assert proof.verdict == "not known" and proof.not_known == [
-        "on 2 processes: its log lacks 1 line, the first of step 2"
-    ]
-    (other.folder / "metrics.jsonl").write_text("")
+    assert proof.verdict == "not known"
+    assert proof.not_known == ["on 2 processes: its log lacks 1 line, the first of step 2"]
+    write_log(other.folder, [])
     other.__dict__.pop("lines")
     plain = ended(tmp_path, "plain", [1.0], [1.0], name="plain", processes=2)
     proof.trials += [ended(tmp_path, "plain", [1.0, 0.5, 0.25], [1.0], name="one"), plain]
@@ -262,25 +243,27 @@ def ended(folder, kind, losses, weight, digest="a", name="run", **about):
     """A run that has logged these losses, and saved one weight and one counter."""
     each = Trial(kind, about.pop("processes", 1), folder / name, **about)
     each.folder.mkdir()
-    lines = [
-        {"event": "train", "step": n + 1, "epoch": 0, "samples": n, "time_s": n * np.random.rand(), "loss": loss,
-         "grad_norm": 1.0, "digest": f"{digest}{n}"}
-        for n, loss in enumerate(losses)
-    ]  # fmt: skip
-    (each.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    for n, loss in enumerate(losses):
+        counters = {"event": "train", "step": n + 1, "epoch": 0, "samples": n, "time_s": n * np.random.rand()}
+        lines.append(counters | {"loss": loss, "grad_norm": 1.0, "digest": f"{digest}{n}"})
+    write_log(each.folder, lines)
     each.state = dict.fromkeys(prove.SAME_STATE) | {"model": {"w": torch.tensor(weight), "n": torch.tensor([4])}}
     return each
 
 
-def test_the_first_difference_of_two_logs(tmp_path):
+@pytest.mark.parametrize(
+    ("losses", "weight", "digest", "difference"),
+    [
+        ([1.0, 0.5, 0.25], [3.0, 4.0], "a", None),
+        ([1.0, 0.5, 0.26], [3.0, 4.0], "a", (3, "at step 3: loss 0.25 and 0.26")),
+        ([1.0, 0.5, 0.25], [3.0, 4.0], "b", (1, "at step 1: digest a0 and b0")),
+        ([1.0, 0.5, 0.25], [3.0, 4.0000005], "a", (0, "in the final state alone: /model/w")),
+    ],
+)
+def test_the_first_difference_of_two_logs(tmp_path, losses, weight, digest, difference):
     one = ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0], name="one")
-    assert prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0], name="same")) is None
-    step, what = prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.26], [3.0, 4.0], name="loss"))
-    assert step == 3 and what == "at step 3: loss 0.25 and 0.26"
-    step, what = prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0], "b", name="digest"))
-    assert step == 1 and what == "at step 1: digest a0 and b0"
-    step, what = prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0000005], name="state"))
-    assert step == 0 and what == "in the final state alone: /model/w"
+    assert prove._apart(one, ended(tmp_path, "virtual", losses, weight, digest, name="other")) == difference
 
 
 def test_relative_differences_by_hand(tmp_path):

@@ -1,20 +1,34 @@
 """tools/replay.py: steps of real runs are taken again; what was changed in a run is found and named."""
 
-import hashlib
 import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import ROOT, TOY, succeed
+from forked_tools import fork_trainings
 from runs import records
+from tampering import (
+    change_checkpoint,
+    change_line,
+    checkpoint_at,
+    contents,
+    copied,
+    delete_checkpoints,
+    drop_digests,
+    keep_checkpoint,
+    keep_lines,
+    log_of,
+    replace_text,
+    write_log,
+)
 
 from engine import errors
 from tools import running
@@ -39,18 +53,13 @@ def original(launch, once):
 @pytest.fixture
 def run(original, tmp_path):
     """A copy, to be changed."""
-    return shutil.copytree(original, tmp_path / "run", symlinks=True)
+    return copied(original, tmp_path / "run")
 
 
 @pytest.fixture
 def replay(launch, monkeypatch, capfd):
-    """The tool in this process; what it starts are processes like those of the other tests. Returns the exit code, the
-    result, and what was printed for a person."""
-
-    def popen(command, *, env, stdout, **how):
-        return launch.popen(command, cwd=ROOT, env=env, stdout=stdout, **how)
-
-    monkeypatch.setattr(running, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+    """The tool in this process. Return the exit code, the result, and what was printed for a person."""
+    fork_trainings(launch, monkeypatch)
 
     def call(*words):
         capfd.readouterr()
@@ -61,33 +70,13 @@ def replay(launch, monkeypatch, capfd):
     return call
 
 
-def contents(folder):
-    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+def change_config(run, **settings):
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(tree | settings))
 
 
-def change_checkpoint(file, change):
-    """As one who can write the folder does: the manifest agrees with the changed file."""
-    state = torch.load(file, weights_only=True)
-    change(state)
-    torch.save(state, file)
-    manifest = json.loads((file.parent / "manifest.json").read_text())
-    for entry in manifest["checkpoints"]:
-        if entry["file"] == file.name:
-            entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    (file.parent / "manifest.json").write_text(json.dumps(manifest))
-
-
-def change_line(run, step, change, event="train"):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if (line["event"], line["step"]) == (event, step):
-            change(line)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line))
-
-
-def checkpoint_at(run, step):
-    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
-    return next(run / entry["file"] for entry in entries if entry["step"] == step)
+def remove_line(run, step, event="train"):
+    keep_lines(run, lambda line: (line["event"], line["step"]) != (event, step))
 
 
 def flip_a_bit(state):
@@ -108,36 +97,53 @@ def test_every_step_of_a_run_again(original, replay, tmp_path):
     assert contents(original) == before, "the run's folder is only read"
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "points", "first"),
-    [
-        (lambda run: change_checkpoint(checkpoint_at(run, 12), flip_a_bit), ["--to", "12"], (4, 5),
-         (12, "model/layers.0.weight")),
-        (lambda run: change_checkpoint(checkpoint_at(run, 12), flip_a_bit), ["--step", "16"], (0, 1), (16, "digest")),
-        (lambda run: change_line(run, 8, lambda line: line.update(loss=line["loss"] * (1 + 1e-15))), ["--to", "12"],
-         (4, 5), (8, "loss")),
-        (lambda run: change_line(run, 12, lambda line: line.update(count=22), "eval"), ["--to", "12"], (4, 5),
-         (12, "count")),
-        (lambda run: change_checkpoint(checkpoint_at(run, 12), lambda state: state["progress"].update(samples=99)),
-         ["--to", "12"], (4, 5), (12, "progress/samples")),
-    ],
-    ids=["bit of a weight", "and what follows from it", "number in the log", "of an evaluation", "progress"],
-)  # fmt: skip
-def test_what_was_changed_in_a_run_is_named(run, replay, change, options, points, first):
-    change(run)
-    code, found, err = replay(run, *options)
+class Changed(NamedTuple):
+    """A change of a run, and what is found: equal points of all, the first step that differs, and in what."""
+
+    change: Callable
+    options: list[str]
+    equal: int
+    points: int
+    step: int
+    name: str
+
+
+def flip_a_weight(run):
+    change_checkpoint(checkpoint_at(run, 12), flip_a_bit)
+
+
+CHANGED = {
+    "bit of a weight": Changed(flip_a_weight, ["--to", "12"], 4, 5, 12, "model/layers.0.weight"),
+    "and what follows from it": Changed(flip_a_weight, ["--step", "16"], 0, 1, 16, "digest"),
+    "number in the log": Changed(
+        lambda run: change_line(run, 8, lambda line: line.update(loss=line["loss"] * (1 + 1e-15))),
+        ["--to", "12"], 4, 5, 8, "loss",
+    ),
+    "of an evaluation": Changed(
+        lambda run: change_line(run, 12, lambda line: line.update(count=22), "eval"),
+        ["--to", "12"], 4, 5, 12, "count",
+    ),
+    "progress": Changed(
+        lambda run: change_checkpoint(checkpoint_at(run, 12), lambda state: state["progress"].update(samples=99)),
+        ["--to", "12"], 4, 5, 12, "progress/samples",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_was_changed_in_a_run_is_named(run, replay, name):
+    case = CHANGED[name]
+    case.change(run)
+    code, found, err = replay(run, *case.options)
     assert code == 1 and found["verdict"] == "differs" and not found["whole_run"], err
-    assert (found["equal"], found["points"]) == points
-    step, name = first
-    assert found["first_difference"]["step"] == step
-    assert found["first_difference"]["differences"][0]["name"] == name
-    assert f"step {step}, " in err and name in err
+    assert (found["equal"], found["points"]) == (case.equal, case.points)
+    first = found["first_difference"]
+    assert (first["step"], first["differences"][0]["name"]) == (case.step, case.name)
+    assert f"step {case.step}, " in err and case.name in err
 
 
 def test_another_learning_rate_in_the_config_is_named_although_the_steps_are_the_same(run, replay):
-    tree = yaml.safe_load((run / "config.yaml").read_text())
-    tree["optim"]["lr"] = 0.011
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    replace_text(run / "config.yaml", "  lr: 0.01\n", "  lr: 0.011\n")
     code, found, err = replay(run, "--to", 12)
     assert code == 1 and found["verdict"] == "differs" and found["equal"] == found["points"] == 5
     assert found["first_difference"] == {"what": "config.yaml", "name": "optim.lr", "run": 0.01, "replay": 0.011}
@@ -195,7 +201,7 @@ def test_a_step_without_a_line_is_proven_by_the_next(original, launch, replay, t
 
 def test_lines_that_a_log_lacks_are_said(run, replay):
     """With other lines the means are over other steps, but the digests and the norms are still compared."""
-    change_line(run, 4, dict.clear)
+    remove_line(run, 4)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"event": "tra')  # torn
     code, found, err = replay(run, "--to", 12)
@@ -233,7 +239,7 @@ def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
     before = torch.load(checkpoint_at(run, 12), weights_only=True)["progress"]
     held = {name: before[name] for name in ("best", "stale")} | {"evaluation_due": True}
     change_checkpoint(checkpoint_at(run, 24), lambda state: state["progress"].update(held))
-    change_line(run, 24, dict.clear, "eval")
+    remove_line(run, 24, "eval")
     code, found, err = replay(run, "--from", 12)
     assert code == 0 and found["points"] == 4 and not found["stretches"][0]["missing"], err
     assert found["stretches"][0]["left_out"] == "progress/best, progress/evaluation_due, progress/stale"
@@ -241,10 +247,7 @@ def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
 
 def test_a_run_that_had_optim_zero_is_scored_and_replayed(run, replay, capfd):
     """Its config.yaml and its checkpoints have a key that is an error in a new run."""
-    file = run / "config.yaml"
-    text = file.read_text()
-    assert text.count("  zero: false\n") == 1
-    file.write_text(text.replace("  zero: false\n", "  zero: true\n"))
+    replace_text(run / "config.yaml", "  zero: false\n", "  zero: true\n")
     for step in (12, 24):
         change_checkpoint(checkpoint_at(run, step), lambda state: state["config"]["optim"].update(zero=True))
     code, found, err = replay(run, "--to", 12)
@@ -263,17 +266,9 @@ def test_a_checkpoint_names_no_program_to_run(run, replay, tmp_path):
     assert code == 0, err
 
 
-def without(run, *names):
-    """As where these were not recorded: no numbers of these names, and no checkpoint."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    texts = (json.dumps({name: value for name, value in line.items() if name not in names}) for line in lines)
-    (run / "metrics.jsonl").write_text("".join(f"{text}\n" for text in texts))
-    for path in [*run.glob("*.pt"), run / "manifest.json"]:
-        path.unlink()
-
-
 def test_without_a_digest_or_a_checkpoint_nothing_is_known_of_the_bits(run, replay):
-    without(run, "digest")
+    drop_digests(run)
+    delete_checkpoints(run)
     code, found, err = replay(run, "--to", 8)
     assert code == 7 and found["verdict"] == "not known" and not found["whole_run"], err
     assert found["equal"] == found["points"] == 2 and found["to"] == 8, "no later step has bits to compare, either"
@@ -291,11 +286,8 @@ def test_a_step_is_proven_by_the_next_that_has_bits(run, replay):
 @pytest.mark.slow
 def test_a_run_whose_end_is_not_recorded_is_not_proven_whole(run, replay):
     """The last lines of its log are gone, and its last checkpoint."""
-    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
-    kept = next(entry for entry in entries if entry["step"] == 12)
-    (run / "manifest.json").write_text(json.dumps({"checkpoints": [kept], "last": kept["file"], "best": kept["file"]}))
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 12))
+    keep_checkpoint(run, 12)
+    keep_lines(run, lambda line: line["step"] <= 12)
     code, found, err = replay(run)
     assert code == 7 and found["verdict"] == "not known" and found["equal"] == found["points"] == 5, err
     assert not found["whole_run"] and "this proves" not in err
@@ -316,8 +308,7 @@ def test_a_replay_that_ended_before_is_not_known(run, original, replay, monkeypa
 
     def train_in(folder, words, *more, **how):
         folder.mkdir()
-        lines = (original / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (folder / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 8))
+        write_log(folder, [line for line in log_of(original) if line["step"] <= 8])
         return running.Trained(0, "")
 
     monkeypatch.setattr(tool, "train_in", train_in)
@@ -326,48 +317,64 @@ def test_a_replay_that_ended_before_is_not_known(run, original, replay, monkeypa
     assert "at step 12 no bits of the weights could be compared (digests, checkpoints): the last are of step 8" in err
 
 
+class Refused(NamedTuple):
+    says: str
+    options: list[str] = []
+    change: Callable = lambda run: None
+    code: int = 2
+
+
 def with_own_task(run):
     shutil.copy(TOY, run / "toy.py")
-    tree = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(tree | {"task": str(run / "toy.py")}))
+    change_config(run, task=str(run / "toy.py"))
 
 
-def plain(run):
-    tree = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(tree | {"virtual_workers": 0}))
+def without_checkpoints_and_log(run):
+    for path in [*run.glob("*.pt"), run / "metrics.jsonl"]:
+        path.unlink()
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "code", "says"),
-    [
-        (None, ["--step", "25"], 2, "step 25 (command line): the run has recorded steps 0 to 24"),
-        (None, ["--from", "8", "--to", "8"], 2, "steps 8 to 8"),
-        (None, ["--step", "8", "--to", "9"], 2, "--step and --to"),
-        (None, ["--processes", "5"], 2, "5 processes with virtual_workers=4 (--processes): give 4 at most"),
-        (None, ["--jobs", "0"], 2, "--jobs 0"),
-        (None, ["--stretch", "3/2"], 2, "--stretch 3/2"),
-        (None, ["--stretch", "3/3"], 2, "fewer stretches than shares"),
-        (None, ["--keep", str(ROOT / "docs")], 2, "is not empty (--keep)"),
-        (None, ["--out", "nowhere/out.json"], 2, "nowhere/out.json cannot be written (--out)"),
-        (None, ["optim.lir=1"], 2, "optim.lir"),
-        (plain, ["--processes", "1"], 2, " processes, and others add up in another order"),
-        (lambda run: checkpoint_at(run, 12).unlink(), [], 3, "the checkpoint is damaged: No such file or directory"),
-        (lambda run: checkpoint_at(run, 24).write_bytes(b"no"), [], 3, "the checkpoint is damaged: SHA-256 is"),
-        (with_own_task, [], 2, "the run's task is a program in its own folder"),
-        (lambda run: shutil.rmtree(run) or run.mkdir(), [], 2, "no run at"),
-        (lambda run: [path.unlink() for path in run.iterdir() if path.suffix in (".pt", ".jsonl")],
-         [], 3, "damaged: No such file or directory"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line_before_a_step_is_taken(run, monkeypatch, change, options, code, says, capfd):
+REFUSED = [
+    Refused("step 25 (command line): the run has recorded steps 0 to 24", ["--step", "25"]),
+    Refused("steps 8 to 8", ["--from", "8", "--to", "8"]),
+    Refused("--step and --to", ["--step", "8", "--to", "9"]),
+    Refused("5 processes with virtual_workers=4 (--processes): give 4 at most", ["--processes", "5"]),
+    Refused("--jobs 0", ["--jobs", "0"]),
+    Refused("--stretch 3/2", ["--stretch", "3/2"]),
+    Refused("fewer stretches than shares", ["--stretch", "3/3"]),
+    Refused("is not empty (--keep)", ["--keep", str(ROOT / "docs")]),
+    Refused("nowhere/out.json cannot be written (--out)", ["--out", "nowhere/out.json"]),
+    Refused("optim.lir", ["optim.lir=1"]),
+    Refused(
+        " processes, and others add up in another order",
+        ["--processes", "1"],
+        lambda run: change_config(run, virtual_workers=0),
+    ),
+    Refused(
+        "the checkpoint is damaged: No such file or directory",
+        change=lambda run: checkpoint_at(run, 12).unlink(),
+        code=3,
+    ),
+    Refused(
+        "the checkpoint is damaged: SHA-256 is",
+        change=lambda run: checkpoint_at(run, 24).write_bytes(b"no"),
+        code=3,
+    ),
+    Refused("the run's task is a program in its own folder", change=with_own_task),
+    Refused("no run at", change=lambda run: shutil.rmtree(run) or run.mkdir()),
+    Refused("damaged: No such file or directory", change=without_checkpoints_and_log, code=3),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.says)
+def test_bad_input_is_one_line_before_a_step_is_taken(run, monkeypatch, case, capfd):
     monkeypatch.setattr(tool, "train_in", None)
-    if change:
-        change(run)
+    case.change(run)
     before = contents(run)
-    assert tool.main([str(run), *options, "--json"]) == code
+    assert tool.main([str(run), *case.options, "--json"]) == case.code
     out, err = capfd.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert not out and len(lines) == 1 and says in lines[0], err
+    assert not out and len(lines) == 1 and case.says in lines[0], err
     assert contents(run) == before
 
 
@@ -388,10 +395,9 @@ def test_on_another_machine_the_verdict_is_about_rounding(launch, replay, tmp_pa
     """Other CPU instructions are real, in the run; a learning rate that is off by a percent is no rounding."""
     folder = tmp_path / "run"
     succeed(launch.train(*words(folder, model__width=256, optim__lr=lr), ATEN_CPU_CAPABILITY="default"))
-    change = {"optim": {"lr": 0.01}}
     for step in (12, 24):
-        change_checkpoint(checkpoint_at(folder, step), lambda state: state["config"]["optim"].update(change["optim"]))
-    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(f"lr: {lr}", "lr: 0.01"))
+        change_checkpoint(checkpoint_at(folder, step), lambda state: state["config"]["optim"].update(lr=0.01))
+    replace_text(folder / "config.yaml", f"lr: {lr}\n", "lr: 0.01\n")
     code, found, err = replay(folder, "--to", 12)
     assert re.search(r"^  machine +CPU instructions DEFAULT -> .*the verdict is about rounding", err, re.M)
     assert code == 1 and found["equal"] < found["points"], err

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TOY, succeed
-from runs import weights
+from runs import same_bits, weights
 from test_the_idea import TERMS
 from torch import nn
 
@@ -83,8 +83,7 @@ def test_any_cut_writes_the_same_file_and_the_training_does_not_notice(launch, t
     succeed(launch.python(*words, f"save_dir={tmp_path / 'plain'}"))
     succeed(launch.python(*words, "record=5", f"save_dir={tmp_path / '1'}"))
     succeed(launch.torchrun(3, *words, "record=5", f"save_dir={tmp_path / '3'}"))
-    plain = weights(tmp_path / "plain")
-    assert all(torch.equal(plain[name], value) for name, value in weights(tmp_path / "1").items())
+    assert same_bits(weights(tmp_path / "plain"), weights(tmp_path / "1"))
     ours, theirs = read(tmp_path / "3", 5), read(tmp_path / "1", 5)
     assert (ours["processes"], theirs["processes"]) == (3, 1)
     assert len(ours["entries"]) == len(theirs["entries"]) > 20
@@ -125,7 +124,6 @@ def test_it_is_written_after_a_resume_and_not_again_later(launch, tmp_path):
     words.append("record=5")
     succeed(launch.python(*words, "steps=5"))
     path = tmp_path / "record_step_5.npz"
-    content = path.read_bytes()
     path.unlink()
     succeed(launch.python(*words, "steps=6"))
-    assert not path.exists() and content
+    assert not path.exists()

@@ -1,33 +1,33 @@
 """tools/report.py: one page of a run, that holds what it says, and that no name in it can break, or make a program."""
 
 import base64
-import contextlib
 import io
 import json
-import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from chromium import chromium
 from conftest import ROOT, TOY, launching, succeed
+from runs import records
+from tampering import copied, log_of, manifest_of, replace_text
 from test_robot import TINY_ACT, record
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from dev.screenshot import CHROMIUM
 from tools.paper import report_figures as figures
 
 SHOWN = str(ROOT / "tests" / "tasks" / "shown.py")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 EMPTY = {"meta", "link", "br", "img", "source", "input", "hr", "rect", "area", "base", "col", "embed", "wbr"}
 
 
@@ -111,8 +111,7 @@ def plain_loop(run):
     """(N,) true and predicted classes of the validation samples and their losses, by nothing of ours but the data."""
     from tests.tasks.shown import NAMES, Scale, Sourced
 
-    file = json.loads((run / "manifest.json").read_text())["best"]
-    state = torch.load(run / file, weights_only=True)
+    state = torch.load(run / manifest_of(run)["best"], weights_only=True)
     average = {name.removeprefix("module."): value for name, value in state["ema"].items() if name != "n_averaged"}
     model = torch.nn.Sequential(Scale(), torch.nn.Linear(*reversed(average["1.weight"].shape)))
     model.load_state_dict(average)
@@ -153,15 +152,14 @@ def test_the_numbers_are_those_of_scikit_learn_and_of_the_log(page, runs):
     assert np.allclose([each["loss"] for each in about["worst"]], losses[worst], rtol=1e-5)
     assert [each["predicted"] for each in about["worst"]] == guesses[worst].tolist()
     assert [each["source"] for each in about["worst"]] == [data.sources[n] for n in worst]
-    lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    lines = log_of(runs[0])
     best = max((line for line in lines if line["event"] == "eval"), key=lambda line: line["macro_f1"])
     for name in ("loss", "accuracy", "macro_f1"):
         assert about["metrics"][name] == best[name] == about["best"][name], "scored again, to the last bit"
         assert [f"{best[name]:.4f}", f"{best[name]:.4f} ="] in [row[1:] for row in found.tables[runs[0].name][0]]
     assert about["checkpoint"]["step"] == best["step"] and about["step"] == lines[-1]["step"]
     for run, of_run in zip(runs, told["runs"], strict=True):
-        logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        steps = {line["step"]: line for line in logged if line["event"] == "eval"}
+        steps = {line["step"]: line for line in records(run, "eval")}
         assert of_run["metrics"] == {name: steps[of_run["checkpoint"]["step"]][name] for name in of_run["metrics"]}
     toy = [each["loss"] for each in told["runs"][2]["worst"]]
     assert None not in toy and toy == sorted(toy, reverse=True), "the one whose whole mask is empty has no loss"
@@ -209,52 +207,6 @@ def test_the_pictures_can_be_opened(page):
     assert kinds == {"svg+xml": 7 + 4, "moving": 4, "still": 4}
 
 
-@contextlib.contextmanager
-def chromium(folder):
-    """Yields a function that sends a command of the DevTools protocol and returns its result, and all events so far."""
-    (there, ask), (answer, here) = os.pipe(), os.pipe()
-    os.set_inheritable(there, True), os.set_inheritable(here, True)
-
-    def as_three_and_four():
-        a, b = os.dup(there), os.dup(here)
-        os.dup2(a, 3), os.dup2(b, 4)
-
-    options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-background-networking"
-    options += " --disable-component-update --disable-sync --remote-debugging-pipe"
-    command = [CHROMIUM, *options.split(), f"--user-data-dir={folder}", "about:blank"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, preexec_fn=as_three_and_four, close_fds=False, start_new_session=True, **quiet)
-    os.close(there), os.close(here)
-    events, numbers, rest = [], iter(range(1, 10**6)), b""
-
-    def send(method, session="", **parameters):
-        nonlocal rest
-        number = next(numbers)
-        about = {"id": number, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
-        os.write(ask, json.dumps(about).encode() + b"\0")
-        while True:
-            while b"\0" not in rest:
-                some = os.read(answer, 1 << 20)
-                assert some, f"Chromium has ended: {method}"
-                rest += some
-            line, _, rest = rest.partition(b"\0")
-            said = json.loads(line)
-            if said.get("id") == number:
-                assert "error" not in said, said
-                return said["result"]
-            events.append(said)
-
-    try:
-        yield send, events
-        send("Browser.close")
-        process.wait(30)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        os.close(ask), os.close(answer)
-
-
 LOOK = """JSON.stringify({title: document.title, width: document.documentElement.scrollWidth,
 images: [...document.images].map(image => [image.complete, image.naturalWidth]), scripts: document.scripts.length,
 hidden: [...document.querySelectorAll("h1, h2, h3, p, dd, figcaption, li, pre")].filter(
@@ -297,12 +249,8 @@ def test_a_browser_shows_it_and_asks_for_nothing(page, tmp_path):
     assert control_asked[1:] == ["http://planted.test/x"] and control_seen["title"] == "broken"
     assert control_seen["width"] > 400 and control_seen["hidden"]
     assert len(asked) == 1 and asked[0].startswith("file:///"), "the page itself, and nothing else"
-    assert not methods & {
-        "Page.javascriptDialogOpening",
-        "Runtime.consoleAPICalled",
-        "Runtime.exceptionThrown",
-        "Log.entryAdded",
-    }
+    signs = "Page.javascriptDialogOpening Runtime.consoleAPICalled Runtime.exceptionThrown Log.entryAdded"
+    assert not methods & {*signs.split()}
     assert seen["title"].startswith('a"><img src=x') and seen["scripts"] == 0
     assert seen["images"] and all(complete and width > 0 for complete, width in seen["images"])
     assert seen["width"] <= 400 and not seen["hidden"], "nothing is wider than a phone"
@@ -313,21 +261,24 @@ def lines_of(*events):
     return "".join(json.dumps({"event": event, "step": step} | common | more) + "\n" for event, step, more in events)
 
 
-TRAIN = {
-    "loss": 1.25,
-    "lr": 0.1,
-    "grad_norm": 1.0,
-    "samples_per_s": 5.0,
-    "data_wait_share": 0.5,
-    "digest": "0123456789abcdef",
-}
+TRAIN = {"loss": 1.25, "lr": 0.1, "grad_norm": 1.0, "samples_per_s": 5.0, "data_wait_share": 0.5}
+TRAIN |= {"digest": "0123456789abcdef"}
+
+
+class Broken(NamedTuple):
+    """A damaged log, and what its page says."""
+
+    log: str
+    says: list[str]
+
+
 BROKEN = {
-    "empty": ("", ["The log is empty: no step has been logged yet."]),
-    "one point": (
+    "empty": Broken("", ["The log is empty: no step has been logged yet."]),
+    "one point": Broken(
         lines_of(("train", 5, TRAIN)),
         ["Nothing has been evaluated.", "last training loss 1.2500", "0123456789abcdef"],
     ),
-    "not finite": (
+    "not finite": Broken(
         lines_of(
             ("train", 1, TRAIN | {"loss": None, "lr": float("nan"), "grad_norm": float("inf"), "own": "text"}),
             ("train", 2, TRAIN | {"loss": 10**400, "samples_per_s": [1], "data_wait_share": True}),
@@ -335,12 +286,12 @@ BROKEN = {
         ),
         ["not evaluated; last training loss inf"],
     ),
-    "torn": (
+    "torn": Broken(
         lines_of(("train", 1, TRAIN), ("eval", 1, {"loss": 0.75}))
         + '[1]\n{"event": "train"}\n{"event": "train", "step": NaN}\n\x00\n{"event": "tr',
         ["5 lines of metrics.jsonl cannot be read and are left out.", "loss 0.7500 at step 1"],
     ),
-    "skipped": (
+    "skipped": Broken(
         lines_of(
             ("skipped", 3, {"skipped_step": 3, "ranks": {"0": [1]}, "found": {"1": "NaN in <i>x</i>"}}),
             ("train", 4, TRAIN),
@@ -349,38 +300,42 @@ BROKEN = {
         ),
         ["2 events", "step 3 skipped: sample 1 has NaN in <i>x</i>", "optim.lr: 0.1 is 0.2 now"],
     ),
-}  # fmt: skip
+}
+OTHER_FILES = {
+    "damaged": {
+        "environment.json": "{",
+        "status.json": '{"state": "running", "reason": ["odd"]}',
+        "replay.json": "[1]",
+    },
+    "replayed": {
+        "environment.json": '{"devices": 3, "packages": [], "processes": "x", "git_commit": 7}',
+        "replay.json": '{"verdict": "the same <bits>", "equal": 7, "points": 9, "to": 18, "from": 0, "x": []}',
+    },
+}
+"""Whole runs, in which these files are damaged."""
 
 
 def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path):
     """Runs whose logs, checkpoints or other files are missing or damaged: one page of all, with a note in each."""
-    folders = {name: tmp_path / name for name in [*BROKEN, "damaged", "replayed"]}
-    for name, folder in folders.items():
-        folder.mkdir()
-        shutil.copy(runs[2] / "config.yaml", folder)
-        if name in BROKEN:
-            (folder / "metrics.jsonl").write_text(BROKEN[name][0])
-    for name in ("damaged", "replayed"):
-        shutil.copytree(runs[2], folders[name], dirs_exist_ok=True)
-    best = folders["damaged"] / json.loads((runs[2] / "manifest.json").read_text())["best"]
+    folders = {name: tmp_path / name for name in [*BROKEN, *OTHER_FILES]}
+    for name, broken in BROKEN.items():
+        folders[name].mkdir()
+        shutil.copy(runs[2] / "config.yaml", folders[name])
+        (folders[name] / "metrics.jsonl").write_text(broken.log)
+    for name, files in OTHER_FILES.items():
+        copied(runs[2], folders[name])
+        for file, text in files.items():
+            (folders[name] / file).write_text(text)
+    best = folders["damaged"] / manifest_of(runs[2])["best"]
     best.write_bytes(best.read_bytes()[:-500])
-    (folders["damaged"] / "environment.json").write_text("{")
-    (folders["damaged"] / "status.json").write_text('{"state": "running", "reason": ["odd"]}')
-    (folders["damaged"] / "replay.json").write_text("[1]")
-    (folders["replayed"] / "replay.json").write_text(
-        '{"verdict": "the same <bits>", "equal": 7, "points": 9, "to": 18, "from": 0, "x": []}'
-    )
-    (folders["replayed"] / "environment.json").write_text(
-        '{"devices": 3, "packages": [], "processes": "x", "git_commit": 7}'
-    )
     out = tmp_path / "page.html"
     words = ["tools/report.py", *map(str, folders.values()), "--out", str(out), "--json"]
     done = succeed(launch.python(*words))
     found, told = Page(out), json.loads(done.out)["runs"]
     parts = dict(zip(folders, re.split(r"What proves it", found.text)[:-1], strict=True))
     top = found.text[: found.text.index("Curves")]
-    for name, (_, said) in BROKEN.items():
-        assert all(words in parts[name] + top or words in found.text for words in said), (name, said)
+    for name, broken in BROKEN.items():
+        assert not [words for words in broken.says if words not in parts[name] + top], name
     notes = {name: run["notes"] for name, run in zip(folders, told, strict=True)}
     for name in BROKEN:
         assert "Not scored: there is no checkpoint yet" in notes[name]
@@ -394,29 +349,21 @@ def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path
 @pytest.mark.slow
 def test_what_cannot_be_a_report_is_said_before_anything_is_written(launch, runs, tmp_path):
     task = tmp_path / "own"
-    shutil.copytree(runs[2], task)
+    copied(runs[2], task)
     shutil.copy(TOY, task / "mine.py")
-    (task / "config.yaml").write_text((task / "config.yaml").read_text().replace(TOY, str(task / "mine.py")))
+    replace_text(task / "config.yaml", TOY, str(task / "mine.py"))
     run = str(runs[2])
-    for words, error in (
-        ([run, str(tmp_path)], f"error: no run at '{tmp_path}' (the first word): give the folder of a run"),
-        (
-            [run, "--out", "a.pdf"],
-            "error: a.pdf is not the name of a page (--out): give one that ends in .html, in a f",
-        ),
-        (
-            [run, "--out", str(tmp_path / "no" / "a.html")],
-            f"error: {tmp_path}/no/a.html is not the name of a page (--out)",
-        ),
-        (
-            [str(task)],
-            f"error: the run's task is a program in its own folder, {task}/mine.py ({task}/config.yaml): read",
-        ),
-        (["device=cpu"], "error: no run (the first word): give the folder of a run"),
+    no_page = f"{tmp_path}/no/a.html"
+    for error, *words in (
+        (f"no run at '{tmp_path}' (the first word): give the folder of a run", run, str(tmp_path)),
+        ("a.pdf is not the name of a page (--out): give one that ends in .html, in a f", run, "--out", "a.pdf"),
+        (f"{no_page} is not the name of a page (--out)", run, "--out", no_page),
+        (f"the run's task is a program in its own folder, {task}/mine.py ({task}/config.yaml): read", str(task)),
+        ("no run (the first word): give the folder of a run", "device=cpu"),
     ):
         before = sorted(tmp_path.rglob("*"))
         done = launch.python(str(ROOT / "tools" / "report.py"), *words, cwd=tmp_path)
-        assert done.code == 2 and len(done.errors) == 1 and done.errors[0].startswith(error), done.err
+        assert done.code == 2 and len(done.errors) == 1 and done.errors[0].startswith(f"error: {error}"), done.err
         assert sorted(tmp_path.rglob("*")) == before
     trusted = [str(task), "--trust", "--no-samples"]
     for name in ("report.html", "report_2.html"):
@@ -437,16 +384,9 @@ def test_a_robot_shows_what_it_would_have_done_beside_what_was_done(launch, tmp_
     """The worst episodes with a film of the camera; the loss of each is that of tools/evaluate.py on it alone."""
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     data, run, out = record(tmp_path / "set", episodes=5), tmp_path / "run", tmp_path / "page.html"
-    words = [
-        "policy.type=act",
-        *TINY_ACT,
-        "amp=off",
-        "dataset.cache=none",
-        "batch_size=4",
-        "steps=2",
-        "dataset.eval_split=0.4",
-    ]
-    succeed(launch.python("train.py", "robot", f"dataset.root={data}", *words, f"save_dir={run}"))
+    words = ["policy.type=act", *TINY_ACT, "amp=off", "batch_size=4", "steps=2"]
+    words += [f"dataset.root={data}", "dataset.cache=none", "dataset.eval_split=0.4"]
+    succeed(launch.python("train.py", "robot", *words, f"save_dir={run}"))
     told = json.loads(succeed(launch.python("tools/report.py", str(run), "--out", str(out), "--json")).out)["runs"][0]
     found = Page(out)
     assert len(told["per_source"]) == 2 and sum(each["count"] for each in told["per_source"].values()) == told["count"]

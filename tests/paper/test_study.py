@@ -1,25 +1,26 @@
 """tools/study.py: folds that cut nobody, numbers as scikit-learn's and scipy's, trainings that are ordinary ones."""
 
 import csv
-import hashlib
 import io
 import itertools
 import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import ROOT, TOY, succeed
+from forked_tools import fork_trainings
 from runs import same_bits, status, weights
+from tampering import contents
 from test_test_split import write_clips
 
 import tasks
@@ -199,17 +200,11 @@ def test_a_studys_numbers_are_those_of_plain_loops():
     assert by["macro_f1", "folds"]["high"] == pytest.approx(change.mean() + half)
 
 
-def about(found):
+def about(found, **more):
+    """What a study writes, with these numbers."""
     told = {"task": "own_task.py", "monitor": "macro_f1", "higher_is_better": True, "what": "3 folds", "by": "people"}
-    told |= {
-        "seeds": [0, 1],
-        "folds": [{"test": ["p_0", "p_1"]}] * 3,
-        "trainings": 12,
-        "tested": 12,
-        "words": ["x"],
-        "val_share": 0.1,
-    }
-    return told | found
+    told |= {"seeds": [0, 1], "folds": [{"test": ["p_0", "p_1"]}] * 3, "trainings": 12, "tested": 12}
+    return told | {"words": ["x"], "val_share": 0.1} | found | more
 
 
 def test_latex_is_whole_and_names_are_escaped():
@@ -231,7 +226,7 @@ def test_a_task_without_classes_or_sources_has_its_own_metrics():
         | {"metrics": {"loss": 1.0 + n + seed, "count": 9}}
         for n in range(2) for seed in range(3)
     ]  # fmt: skip
-    found = about(of_study(["A", "B"], runs, 0)) | {"monitor": "loss", "folds": [], "seeds": [0, 1, 2]}
+    found = about(of_study(["A", "B"], runs, 0), monitor="loss", folds=[], seeds=[0, 1, 2])
     (difference,) = found["differences"]
     assert (difference["over"], difference["mean"], difference["low"]) == ("seeds", 1.0, 1.0)
     assert found["configs"][0]["metrics"]["loss"] == {"mean": 2.0, "sd": 1.0, "n": 3}
@@ -245,7 +240,7 @@ def test_a_mean_of_fewer_values_than_folds_says_so():
     for run in runs:
         if (run["config"], run["fold"]) == (0, 1):
             run["metrics"]["loss"] = float("nan")
-    found = about(of_study(["A", "B"], runs, 3)) | {"monitor": "loss"}
+    found = about(of_study(["A", "B"], runs, 3), monitor="loss")
     (_, row, other), *_ = [rows for title, rows in summary(found) if title == "mean ± sd of 3 folds"]
     assert row[1] == "1.105 ± 0.141 (2 of 3)" and other[1] == "2.105 ± 0.100"
 
@@ -260,29 +255,29 @@ def test_the_tables_of_a_part_of_a_study_say_so():
 # ---- the tool ----
 
 
+class Called(NamedTuple):
+    """What a call has printed, and what it has started: `train` and `evaluate`."""
+
+    code: int
+    out: str
+    err: str
+    started: list[str]
+
+
 @pytest.fixture
 def study(launch, monkeypatch, capfd, tmp_path):
     """The tool in this process; the trainings that it starts are processes like those of the other tests."""
-    started = []
-
-    def popen(command, *, env, stdout, **how):
-        started.append(command)
-        return launch.popen(command, cwd=ROOT, env=env, stdout=stdout, **how)
-
-    monkeypatch.setattr(running, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+    started = fork_trainings(launch, monkeypatch)
 
     def call(*words, task=PEOPLE, out=tmp_path / "study"):
         started.clear()
         capfd.readouterr()
         code = tool.main([task, "device=cpu", *map(str, words), f"--out={out}"])
-        return code, *capfd.readouterr(), ["evaluate" if "evaluate.py" in str(each) else "train" for each in started]
+        kinds = ["evaluate" if "evaluate.py" in str(each) else "train" for each in started]
+        return Called(code, *capfd.readouterr(), kinds)
 
     call.started, call.folder = started, tmp_path / "study"
     return call
-
-
-def contents(folder):
-    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.pt"))}
 
 
 COMPARED = ["--folds=2", "--seeds=0,1", "--compare", "model.width=0", "model.width=4 optim.lr=0.02"]
@@ -338,9 +333,9 @@ def test_a_study_from_its_folds_to_its_page(launch, study, tmp_path, monkeypatch
     page = (tmp_path / "page.html").read_text()
     assert "mean ± sd of 9 people" in page and "bob &amp; co" in page and page.count('<h2 id="run-') == 8
     # Again: nothing is started, and nothing has changed.
-    before = contents(study.folder)
+    before = contents(study.folder, "*.pt")
     code, again, err, started = study(*COMPARED)
-    assert code == 0 and started == [] and "8 of 8 are done" in again and contents(study.folder) == before
+    assert code == 0 and started == [] and "8 of 8 are done" in again and contents(study.folder, "*.pt") == before
     assert again.splitlines()[-20:] == out.splitlines()[-20:]
 
 
@@ -365,10 +360,10 @@ def test_what_is_done_stays_and_what_was_begun_is_resumed(study, monkeypatch, tm
     assert started == ["train", "evaluate", "train"] and signal.getsignal(signal.SIGINT) is not tool.Study._end
     assert status(study.folder / "fold_1_seed_0")["state"] in ("stopped", "done")
     assert not (study.folder / "study.json").exists() and not (study.folder / "fold_1_seed_0/test.json").exists()
-    before = contents(study.folder / "fold_0_seed_0")
+    before = contents(study.folder / "fold_0_seed_0", "*.pt")
     code, out, err, started = study(*words)
     assert code == 0 and "1 of 2 are done" in out, err
-    assert contents(study.folder / "fold_0_seed_0") == before and started == ["train", "evaluate"]
+    assert contents(study.folder / "fold_0_seed_0", "*.pt") == before and started == ["train", "evaluate"]
     code, _, err, _ = study(*words, out=tmp_path / "straight")
     assert code == 0, err
     for fold in range(2):

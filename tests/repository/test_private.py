@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from engine import private
@@ -23,36 +24,32 @@ OF_OTHERS |= {f"_foreach_{name}" for name in ("div_", "norm", "lerp_", "add", "a
 
 def test_they_are_used_behind_one_fence():
     """The core and each plugin have one file of private names; fused kernels and the backend have theirs."""
-    used = set()
-    for path in [
-        ROOT / "train.py",
-        ROOT / "data_loader.py",
-        *ROOT.glob("engine/**/*.py"),
-        *ROOT.glob("plugins/**/*.py"),
-    ]:
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
-        own = OF_OTHERS | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
-        used |= {
-            (str(path.relative_to(ROOT)), node.attr)
-            for node in nodes
-            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in own
-        }
-    fenced = {
-        f"{name}/private.py" for name in ("engine", "plugins/parallel", "plugins/preflight", "plugins/resilience")
-    }
-    fenced |= {"engine/optim/fused.py", "plugins/performance/shm_backend.py"}
-    assert {path for path, _ in used} == fenced
+    files = [ROOT / "train.py", ROOT / "data_loader.py", *ROOT.glob("engine/**/*.py"), *ROOT.glob("plugins/**/*.py")]
+    using = {str(path.relative_to(ROOT)) for path in files if private_names(path)}
+    packages = ("engine", "plugins/parallel", "plugins/preflight", "plugins/resilience")
+    fenced = {f"{package}/private.py" for package in packages}
+    assert using == fenced | {"engine/optim/fused.py", "plugins/performance/shm_backend.py"}
+
+
+def private_names(path):
+    """The private attributes in a file that are neither its own nor those of others."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    own |= {node.attr for node in attributes if ast.unparse(node.value) == "self"}
+    return {node.attr for node in attributes if re.match("_[^_]", node.attr)} - own - OF_OTHERS
 
 
 @pytest.fixture
-def net():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield DistributedDataParallel(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+def world():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
     torch.distributed.destroy_process_group()
 
 
-def test_ddp_tells_what_it_is_made_of_and_what_it_waits_for(net):
+def test_ddp_tells_what_it_is_made_of_and_what_it_waits_for(world):
+    net = DistributedDataParallel(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     record = parallel_private.ddp_record(net)
     assert record["backend_name"] == "gloo" and record["num_parameter_tensors"] == 4
     assert record["total_parameter_size_bytes"] == 48
@@ -107,19 +104,14 @@ def test_agents_meet_at_torchs_barrier():
     assert Agent.waited == [3] and "_exit_barrier_timeout" in SimpleElasticAgent._exit_barrier.__code__.co_names
 
 
-def test_gradients_that_fsdp2_has_kept_whole_are_added_up_after_the_backward_pass():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        for module in (net[0], net):
-            torch.distributed.fsdp.fully_shard(module, mesh=mesh)
-        net.set_requires_gradient_sync(False)
-        net(torch.ones(1, 2)).sum().backward()
-        assert net[1].weight.grad is None and parallel_private.unsharded(net)["1.bias"].grad == 1
-        net.set_requires_gradient_sync(True)
-        parallel_private.reduce_gradients(net)
-        assert net[1].bias.grad.to_local() == 1 and net[0].bias.grad is None
-    finally:
-        torch.distributed.destroy_process_group()
+def test_gradients_that_fsdp2_has_kept_whole_are_added_up_after_the_backward_pass(world):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for module in (net[0], net):
+        fully_shard(module, mesh=mesh)
+    net.set_requires_gradient_sync(False)
+    net(torch.ones(1, 2)).sum().backward()
+    assert net[1].weight.grad is None and parallel_private.unsharded(net)["1.bias"].grad == 1
+    net.set_requires_gradient_sync(True)
+    parallel_private.reduce_gradients(net)
+    assert net[1].bias.grad.to_local() == 1 and net[0].bias.grad is None

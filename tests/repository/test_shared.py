@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FAULTY, ROOT, TOY, succeed
+from runs import same_bits, weights
 
 from plugins.performance import shm_backend
 
@@ -22,14 +23,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
-def test_sums_in_the_order_of_the_ranks_and_all_other_collectives(launch, processes):
-    assert "shared" in succeed(launch.torchrun(processes, SUMS, "right")).out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
-def test_ddp_with_and_without_hooks(launch, processes):
-    assert "shared" in succeed(launch.torchrun(processes, SUMS, "ddp")).out
+@pytest.mark.parametrize("case", ["right", "ddp"])
+def test_sums_in_the_order_of_the_ranks_and_all_other_collectives(launch, case, processes):
+    """Alone, and from DDP with and without hooks."""
+    assert "shared" in succeed(launch.torchrun(processes, SUMS, case)).out
 
 
 @pytest.mark.slow
@@ -54,24 +51,19 @@ def test_torch_has_what_the_backend_is_made_of():
 
 @pytest.mark.slow
 def test_both_ways_train_the_same(launch, tmp_path):
-    states = {}
     for backend in ("auto", "gloo"):
         words = [TOY, "steps=14", "gradient_accumulation_steps=2", "batch_size=3", f"ddp.backend={backend}"]
         done = succeed(launch.torchrun(2, "train_ddp.py", *words, f"save_dir={tmp_path / backend}"))
         assert ("sums through shared memory" in done.out) is (backend == "auto")
-        states[backend] = torch.load(tmp_path / backend / "last.pt", weights_only=True)
-    for name, weight in states["gloo"]["model"].items():
-        assert torch.equal(weight, states["auto"]["model"][name]), name
+    assert same_bits(weights(tmp_path / "auto"), weights(tmp_path / "gloo"))
 
 
 @pytest.mark.slow
 def test_a_static_graph_is_the_same_and_has_no_accumulation(launch, tmp_path):
-    common = [TOY, "steps=14", "batch_size=6"]
     for how in ("true", "false"):
-        words = [*common, f"ddp.static_graph={how}", f"save_dir={tmp_path / how}"]
+        words = [TOY, "steps=14", "batch_size=6", f"ddp.static_graph={how}", f"save_dir={tmp_path / how}"]
         succeed(launch.torchrun(2, "train_ddp.py", *words))
-    first, second = (torch.load(tmp_path / how / "last.pt", weights_only=True)["model"] for how in ("true", "false"))
-    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    assert same_bits(weights(tmp_path / "true"), weights(tmp_path / "false"))
     words = [TOY, "ddp.static_graph=true", "gradient_accumulation_steps=2", f"save_dir={tmp_path / 'no'}"]
     done = launch.launcher(2, *words)
     assert done.code == 2 and "DDP's no_sync() rules it out" in done.errors[0] and not (tmp_path / "no").exists()
@@ -86,6 +78,5 @@ def test_stopped_on_three_processes_equals_straight(launch, tmp_path):
     done = succeed(launch.torchrun(3, stops, str(tmp_path), json.dumps(common), json.dumps(variants)))
     starts = dict(line.split()[1:] for line in done.out.splitlines() if line.startswith("STARTS"))
     assert int(starts["0"]) > 5 and int(starts["1"]) > 1, starts
-    straight, *stopped = (torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("straight", "0", "1"))
-    for name, weight in straight["model"].items():
-        assert all(torch.equal(weight, other["model"][name]) for other in stopped), name
+    straight, *stopped = (weights(tmp_path / run) for run in ("straight", "0", "1"))
+    assert all(same_bits(straight, each) for each in stopped)

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 from conftest import launching, succeed
-from test_guides import SHORT_ROBOT, SHORT_VIDEO
+from guides import SHORT_ROBOT, SHORT_VIDEO
 
 from dev.screenshot import CHROMIUM, ask, board, newest, shoot
 
