@@ -18,6 +18,7 @@ from runs import progress, records, same_bits, status, weights
 from engine.data.samples import Fetcher, Request
 from engine.errors import LockstepError
 from plugins.resilience import failure_report, scratch
+from tests.tasks.faulty import FAULTS
 
 TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]
@@ -43,44 +44,6 @@ def fail(launch, folder):
     return run
 
 
-UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank ., gradient sync at "
-DIED, SILENT = r"rank 1 died without an error message", r"rank 1 gives no sign of life \(process \d+ on .*\)"
-HUNG = r"rank 1 has been in {} for \d+ s; waiting: rank 0 in {}"
-LOADER, ONE_WORKER, SMALL_EVALUATION = "a loader process failed: .* ", "num_workers=1", "eval_batch_size=8"
-PATIENT = "ddp.timeout_s=20"  # a loader process starts slowly beside many others, and no such fault waits for a timeout
-IN_TASK = r"\(tests/tasks/faulty.py:\d+ in"
-
-FAILURES = {
-    # fault: (exit code, the one error line, further settings)
-    "kill": (6, DIED + r" \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside"),
-    "leave": (6, DIED),
-    "exit": (1, rf"sys.exit\(0\) in the middle of the training {IN_TASK} misbehave, rank 1"),
-    "raise": (1, rf"^error: ZeroDivisionError: an error in the task {IN_TASK} misbehave, rank 1, forward"),
-    "raise in data": (1, rf"RuntimeError: the disk is on fire {IN_TASK} datasets, rank 1, prep"),
-    "no model": (2, r"there is no such model \(model.name\): take another"),
-    "raise in validation": (1, r"an error in the validation \(.* rank 1, validation at step 3\)", SMALL_EVALUATION),
-    "out of memory": (
-        1,
-        r"out of memory, 12 samples .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes",
-    ),
-    "freeze": (6, SILENT + r"; waiting: rank 0 in gradient sync \(step 2, ddp"),
-    "hang": (6, HUNG.format("forward", r"gradient sync \(step 2, ddp.timeout_s=2\)")),
-    "hang in data": (6, HUNG.format("preparing", "all_gather")),
-    "hang in validation": (6, HUNG.format("validation", "all_gather"), SMALL_EVALUATION),
-    "drift": (6, r"rank 1 differs from rank 0 in .* layers.0.weight: \w+ instead of \w+ \(step 4\)", "check_every=2"),
-    "another sum": (6, r"rank (0: .* rank 1 28 bytes, rank 0 \d+|1: .* rank 0 \d+ bytes, rank 1 28) \(a sum over the"),
-    "unused": (2, UNUSED + "step 0"),
-    "sometimes unused": (2, UNUSED + "step 2"),
-    "unused at times": (2, UNUSED + "step 0", "gradient_accumulation_steps=2"),
-    "unused on rank 1": (2, UNUSED.replace("rank .", "rank 1") + "step 0"),
-    "corrupt sample": (5, r"rank 1: sample 7 cannot be loaded: ValueError: corrupt recording wave_0007.bin \(Waves\)"),
-    "worker killed": (5, LOADER + r"killed by signal: Killed \(.* rank 1", "num_workers=2", PATIENT),
-    "worker crashes": (5, LOADER + r"Segmentation fault \(.* rank 1", ONE_WORKER, PATIENT),
-    "worker hangs": (5, r"timed out after 4.0 seconds \(.* rank 1, data", ONE_WORKER, "loader_timeout_s=4", PATIENT),
-    "worker unpicklable": (5, r"rank 1: sample .* cannot be loaded: .*Unpicklable: cannot be", ONE_WORKER, PATIENT),
-}
-
-
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()], ids=repr)
 def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
     """What this process meets first depends on the moment; the dataset's own such error comes as text."""
@@ -103,25 +66,25 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("kind", FAULTS)
 def test_one_rank_fails(launch, fail, folder, kind):
     """All processes end, one line says who and where, the exit code says what, the run's status holds both."""
-    code, said, *more = FAILURES[kind]
+    expected = FAULTS[kind]
     if kind == "worker killed":
         launch.may_stay.append("torch_")
-    limit = [] if PATIENT in more else [TIMEOUT]
-    done = fail(kind, *limit, "save_every=2", *more)
-    assert done.code == code, done.err
-    assert len(done.errors) == 1 and re.search(said, done.errors[0]), done.err
+    done = fail(kind, "save_every=2", *expected.settings.split())
+    assert done.code == expected.code, done.err
+    assert len(done.errors) == 1 and re.search(expected.line, done.errors[0]), done.err
     assert "Traceback" not in done.err + done.out, "the traceback is in error.txt"
-    if "Starting training" in done.out:
-        now = status(folder)
-        assert (now["state"], now["exit_code"], f"error: {now['reason']}") == ("failed", code, done.errors[0])
-        if now["checkpoint"]:
-            assert progress(now["checkpoint"])["step"] == now["step"]
-        assert "in validation" not in kind or now["step"] == 3, "the training before the evaluation is kept"
-    if code == 1 and kind not in ("raise in data", "out of memory", "exit"):
-        assert "ZeroDivisionError" in (folder / "error.txt").read_text()
+    if expected.step is None:
+        assert not (folder / "status.json").exists()
+        return
+    now = status(folder)
+    assert (now["state"], now["exit_code"], f"error: {now['reason']}") == ("failed", expected.code, done.errors[0])
+    kept = progress(now["checkpoint"])["step"] if now["checkpoint"] else 0
+    assert now["step"] == kept == expected.step
+    if expected.traceback:
+        assert expected.traceback in (folder / "error.txt").read_text()
     if kind in ("freeze", "hang", "hang in validation"):
         stacks = (folder / "stacks.txt").read_text()
         assert "==== rank 0" in stacks and done.err.count("warning: rank 1") == 1

@@ -6,7 +6,6 @@ the GPUs and the Slurm of the machine that runs the tests play no part.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -16,12 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from conftest import free_port, wait_until
+from conftest import Launcher, free_port, launching, wait_until
+from listening import EVERYWHERE, listening
+from nvidia_smi import nvidia_smi
 
 BY_RULE = "LOCKSTEP_THREADS=by_rule "
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_multigpu.sh"
@@ -82,11 +83,9 @@ while not other.exists() and time.monotonic() < deadline:
 class Home:
     """A folder with the launcher and stand-in training scripts, and an environment of its own."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder / "home"
-        self.bin = folder / "bin"
-        self.out = folder / "out"
-        self.mark = uuid.uuid4().hex
+    def __init__(self, folder: Path, launch: Launcher):
+        self.folder, self.bin, self.out = (folder / name for name in ("home", "bin", "out"))
+        self.launch = launch
         for path in (self.folder, self.bin, self.out):
             path.mkdir()
         for tool in TOOLS:
@@ -95,13 +94,7 @@ class Home:
         shutil.copy(LAUNCHER, self.script)
         source = re.sub(r"/dev/(nvidiactl|kfd|dxg)\b", rf"{self.folder}/\1", self.script.read_text())
         self.script.write_text(source.replace("/sys/", f"{self.folder}/sys/"))
-        self.env = {
-            "PATH": str(self.bin),
-            "HOME": str(folder),
-            "PYTHON": sys.executable,
-            "OUT": str(self.out),
-            "LOCKSTEP_TEST_MARK": self.mark,
-        }
+        self.env = {"PATH": str(self.bin), "HOME": str(folder), "PYTHON": sys.executable, "OUT": str(self.out)}
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
         for package in ("engine", "plugins"):
@@ -119,7 +112,7 @@ class Home:
         return path
 
     def gpus(self, lines: list[str]) -> None:
-        self.tool("nvidia-smi", f"test \"$1\" = -L || exit 9\nprintf '%s\\n' {shlex.join(lines)}")
+        nvidia_smi(self.bin, listing="".join(f"{line}\n" for line in lines))
 
     def idle_python(self) -> str:
         """An interpreter that has PyTorch, as far as it says, and leaves a file behind instead of running torchrun."""
@@ -127,20 +120,21 @@ class Home:
 
     def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The launcher's outcome, started from a folder that is not its own."""
-        return subprocess.run(
-            [self.script, *args],
-            env=self.env | env,
-            cwd=self.out,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        how = {"cwd": self.out, "capture_output": True, "text": True, "timeout": DEADLINE_S}
+        return subprocess.run([self.script, *args], env=self.env | env, **how)
 
     def words(self, *args: str, **env: str) -> list[str]:
         """The words of the command that --print shows."""
         done = self.run("--print", *args, **env)
         assert done.returncode == 0, done.stderr
         return shlex.split(done.stdout.removeprefix(BY_RULE))
+
+    def banner(self, *args: str, **env: str) -> list[str]:
+        """What is printed before torchrun starts, without empty lines, rules and titles."""
+        done = self.run(*args, **{"PYTHON": self.idle_python()} | env)
+        assert done.returncode == 0, done.stderr
+        usual = ("=====", "Multi-GPU", "Available", "Launching")
+        return [line for line in done.stdout.splitlines() if line and not line.startswith(usual)]
 
     def refusal(self, *args: str, **env: str) -> str:
         """The one error line of a launch that must be refused, before anything started."""
@@ -152,93 +146,67 @@ class Home:
         return line
 
     def start(self, *args: str, before: Callable[[], object] | None = None) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [self.script, *args],
-            env=self.env,
-            cwd=self.out,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=before,
-        )
-
-    def processes(self) -> list[int]:
-        """The living processes that descend from this home."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (path / "environ").read_bytes():
-                    found.append(int(path.name))
-            except OSError:  # ended meanwhile, or another user's
-                continue
-        return found
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": before}
+        return subprocess.Popen([self.script, *args], env=self.env, cwd=self.out, **how)
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path)
-    yield home
-    try:
-        wait_until(lambda: not home.processes(), 10)
-    finally:
-        for pid in home.processes():
-            os.kill(pid, signal.SIGKILL)
+    with launching(real=True) as launch:
+        yield Home(tmp_path, launch)
 
 
 # --- how many processes, on what -----------------------------------------------------------------------------------
 
 
+class Visible(NamedTuple):
+    """GPUs that CUDA would see: what nvidia-smi lists, CUDA_VISIBLE_DEVICES, and the numbers of the lines."""
+
+    listing: list[str] | None
+    variable: str | None
+    expected: list[int]
+
+
 @pytest.mark.parametrize(
-    ("listing", "visible", "expected"),
+    "case",
     [
-        (None, None, []),
-        ([], None, []),
-        (GPUS[:1], None, [0]),
-        (GPUS, None, [0, 1, 2]),
-        (GPUS, "0,2", [0, 2]),
-        (GPUS, "2,0", [2, 0]),
-        (GPUS, " 1 , 2 ", [1, 2]),
-        (GPUS, "", []),
-        (GPUS, "-1", []),
-        (GPUS, "0,-1,1", [0]),
-        (GPUS, "1,7,0", [1]),
-        (GPUS, "7", []),
-        (GPUS, "1,1", []),
-        (GPUS, "none", []),
-        (GPUS, "GPU-abcd-0000,GPU-aaaa-0000", [2, 0]),
-        (GPUS, "GPU-ab,GPU-b", [2, 1]),
-        (GPUS, "GPU-a", []),
-        (GPUS, "GPU-bbbb-0000,GPU-ffff", [1]),
-        (MIG, None, [1]),
-        (MIG, "0", [1]),
-        (MIG, "MIG-2222-0000", [2]),
-        (MIG, "MIG-1111-0000,MIG-2222-0000", [1]),
-        (MIG, "1", [3]),
+        Visible(None, None, []),
+        Visible([], None, []),
+        Visible(GPUS[:1], None, [0]),
+        Visible(GPUS, None, [0, 1, 2]),
+        Visible(GPUS, "0,2", [0, 2]),
+        Visible(GPUS, "2,0", [2, 0]),
+        Visible(GPUS, " 1 , 2 ", [1, 2]),
+        Visible(GPUS, "", []),
+        Visible(GPUS, "-1", []),
+        Visible(GPUS, "0,-1,1", [0]),
+        Visible(GPUS, "1,7,0", [1]),
+        Visible(GPUS, "7", []),
+        Visible(GPUS, "1,1", []),
+        Visible(GPUS, "none", []),
+        Visible(GPUS, "GPU-abcd-0000,GPU-aaaa-0000", [2, 0]),
+        Visible(GPUS, "GPU-ab,GPU-b", [2, 1]),
+        Visible(GPUS, "GPU-a", []),
+        Visible(GPUS, "GPU-bbbb-0000,GPU-ffff", [1]),
+        Visible(MIG, None, [1]),
+        Visible(MIG, "0", [1]),
+        Visible(MIG, "MIG-2222-0000", [2]),
+        Visible(MIG, "MIG-1111-0000,MIG-2222-0000", [1]),
+        Visible(MIG, "1", [3]),
     ],
 )
-def test_visible_gpus(home: Home, listing: list[str] | None, visible: str | None, expected: list[int]) -> None:
+def test_visible_gpus(home: Home, case: Visible) -> None:
     """Without N: one process per GPU that CUDA would see; the banner lists these, in CUDA's order."""
-    if listing is not None:
-        home.gpus(listing)
-    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert banner(home, **env) == written([(listing or [])[i] for i in expected])
-
-
-RULE = "=" * 42
-
-
-def banner(home: Home, *args: str, **env: str) -> list[str]:
-    """Return what is printed before torchrun starts."""
-    done = home.run(*args, **{"PYTHON": home.idle_python()} | env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    if case.listing is not None:
+        home.gpus(case.listing)
+    env = {} if case.variable is None else {"CUDA_VISIBLE_DEVICES": case.variable}
+    assert home.banner(**env) == written([(case.listing or [])[i] for i in case.expected])
 
 
 def written(gpus: list[str], place: str = "") -> list[str]:
-    """Return the banner's lines for a process on each of these GPUs, or for one on the CPU."""
+    """The banner for a process on each of these GPUs, or for one on the CPU."""
     processes = f"Number of GPUs: {len(gpus)}" if gpus else "Number of processes: 1 (CPU)"
-    where = [place] * bool(place) + ["", "Available GPUs:", *gpus] * bool(gpus)
-    return [RULE, "Multi-GPU Training Launcher", RULE, processes, *where, "", "Launching distributed training...", ""]
+    return [processes, *filter(None, [place]), *gpus]
 
 
 @pytest.mark.parametrize(
@@ -247,15 +215,13 @@ def written(gpus: list[str], place: str = "") -> list[str]:
         ("GPUS=3 run 2", 2, ""),
         ("NNODES=2 NODE_RANK=1 MASTER_ADDR=a MASTER_PORT=1234 run", 0, "Node 1 of 2, meeting at a:1234"),
         ("RDZV=c10d NNODES=2 MASTER_ADDR=a MASTER_PORT=1234 run", 0, "One of 2 nodes, meeting at a:1234"),
-        (
-            "NNODES=2 NODE_RANK=1 MASTER_ADDR=a run", 0,
-            "Node 1 of 2, meeting at a:29500 (the default port; MASTER_PORT sets another)",
-        ),
+        ("NNODES=2 NODE_RANK=1 MASTER_ADDR=a run", 0,
+         "Node 1 of 2, meeting at a:29500 (the default port; MASTER_PORT sets another)"),
     ],
 )  # fmt: skip
 def test_banner(home: Home, line: str, gpus: int, place: str) -> None:
     args, env = typed(home, line)
-    assert banner(home, *args, **env) == written(GPUS[:gpus], place)
+    assert home.banner(*args, **env) == written(GPUS[:gpus], place)
 
 
 @pytest.mark.parametrize(("device", "count"), [("kfd", 2), ("kfd", 0), ("nvidiactl", 2), ("dxg", 2), ("", 2)])
@@ -267,12 +233,12 @@ def test_gpus_without_nvidia_smi(home: Home, device: str, count: int) -> None:
     python = home.tool("python", f'case "$2" in *device_count*) {answer};; *import*) echo True;; esac')
     if device:
         (home.folder / device).touch()
-    assert banner(home, PYTHON=str(python)) == written(listing if device else [])
+    assert home.banner(PYTHON=str(python)) == written(listing if device else [])
     assert asked.exists() is bool(device)
 
 
 def test_broken_driver_is_said(home: Home) -> None:
-    home.tool("nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    nvidia_smi(home.bin, listing="NVIDIA-SMI has failed\n", code=9)
     done = home.run("--print")
     assert done.returncode == 0 and "NVIDIA-SMI has failed" in done.stderr and "--nproc_per_node=1 " in done.stdout
 
@@ -348,103 +314,82 @@ def typed(home: Home, line: str) -> tuple[list[str], dict[str, str]]:
     return shlex.split(after), env
 
 
-@pytest.mark.parametrize(
-    ("line", "expected", "warning"),
-    [
-        # How many processes; on the CPU with a warning.
-        ("run", f"{ONE}=1 train.py", ""),
-        ("run 3 har --epochs 5", f"{ONE}=3 train.py har --epochs 5", "0 GPUs visible: "),
-        *((f"GPUS=3 run {n}", f"{ONE}={n or 3} train.py", "") for n in ("", 1, 2, 3)),
-        ("GPUS=3 CUDA_VISIBLE_DEVICES=0,2 run 02", f"{ONE}=2 train.py", ""),
-        ("GPUS=3 CUDA_VISIBLE_DEVICES= run 3", f"{ONE}=3 train.py", "0 GPUs visible"),
-        ("GPUS=3 CUDA_VISIBLE_DEVICES=-1 run 3", f"{ONE}=3 train.py", "0 GPUs visible"),
-        # What follows is the script's, and decides which one it is.
-        *((f"run {each} 5", f"{ONE}=1 train.py {each} 5", "") for each in ("har", "''", "--epochs", "--configs")),
-        ("run har --print", f"{ONE}=1 train.py har --print", ""),
-        ("run har --lr=1e-3", f"{ONE}=1 train.py har --lr=1e-3", ""),
-        ("run --save-dir runs/lr=1", f"{ONE}=1 train.py --save-dir runs/lr=1", ""),
-        *(
-            (f"run {w}", f"{ONE}=1 train_ddp.py {w}", "")
-            for w in ("--config a.yaml", "--config=a.yaml", "har a.b=5", "lr=1")
-        ),
-        (
-            "TORCHRUN_ARGS='--max-restarts=3  --monitor-interval 1\n--tee=*' run har",
-            f"{ONE}=1 --max-restarts=3 --monitor-interval 1 --tee=* train.py har",
-            "",
-        ),
-        # One node takes a free port, whatever is set.
-        ("MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 run", f"{ONE}=1 train.py", ""),
-        ("NNODES=1 run", f"{ONE}=1 train.py", ""),
-        ("SLURM_NNODES=1 SLURM_JOB_ID=7 run", f"{ONE}=1 train.py", ""),
-        ("RDZV=c10d run", f"{ONE}=1 train.py", ""),
-        (f"{SLURM} SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=gpu08 run", f"{ONE}=1 train.py", ""),
-        # A share of several.
-        (f"{NODES} MASTER_PORT=1234 run", f"{TWO}=1234 --nproc_per_node=1 train.py", ""),
-        (f"{NODES} run", f"{TWO}=29500 --nproc_per_node=1 train.py", ""),
-        *(
-            (
-                f"{rank}RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=1234 run",
-                "--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 --nproc_per_node=1 train.py",
-                "",
-            )
-            for rank in ("", "NODE_RANK=1 ")  # the agent finds out whether it is node 0 (tests/cluster runs it)
-        ),
-        # Slurm. Jobs that share a node take other ports.
-        *(
-            (f"{env} run", f"--nnodes=2 --node_rank={place} --nproc_per_node=1 train.py", warning)
-            for env, place, warning in [
-                (f"SCONTROL=1 {STEP}", "1 --master_addr=gpu07 --master_port=29500", ""),
-                (
-                    "SCONTROL=1 SLURM_NNODES=4 SLURM_NODEID=1 SLURM_STEP_NODELIST=b[1-2] SLURM_STEP_NUM_NODES=2",
-                    "1 --master_addr=b1 --master_port=29500",
-                    "",
-                ),
-                (SLURM, "1 --master_addr=gpu07 --master_port=29500", "not inside srun, .* `srun "),
-                (
-                    f"{STEP} SLURM_JOB_NODELIST=x SLURM_STEP_NODELIST=left,right",
-                    "1 --master_addr=left --master_port=29500",
-                    "",
-                ),
-                (f"{SLURM} MASTER_ADDR=a NODE_RANK=0", "0 --master_addr=a --master_port=29500", ""),
-                (f"{STEP} NNODES=2", "1 --master_addr=gpu07 --master_port=29500", ""),
-                (f"{STEP} SLURM_JOB_ID=7", "1 --master_addr=gpu07 --master_port=10007", ""),
-                (f"{STEP} SLURM_JOB_ID=20000", "1 --master_addr=gpu07 --master_port=10000", ""),
-                (f"{STEP} SLURM_JOB_ID=123456789", "1 --master_addr=gpu07 --master_port=26789", ""),
-                (f"{STEP} SLURM_JOB_ID=7 MASTER_PORT=1234", "1 --master_addr=gpu07 --master_port=1234", ""),
-            ]
-        ),
-        # As Kubeflow sets them: what was planned for a pod alone would train a model of its own in each.
-        (f"{POD} run", f"{PODS}=1 train.py", ""),
-        (f"{POD} PET_NPROC_PER_NODE=2 run 2", f"{PODS}=2 train.py", "0 GPUs"),
-        (f"{POD} PET_NPROC_PER_NODE=4 run", f"{PODS}=4 train.py", "0 GPUs"),
-        (f"{POD} PET_NPROC_PER_NODE=02 PET_NODE_RANK=01 run 2", f"{PODS.replace('=1', '=01')}=2 train.py", "0 GPUs"),
-        (f"{POD} PET_NPROC_PER_NODE=auto run", f"{PODS}=1 train.py", ""),
-        (f"{POD} NNODES=3 MASTER_PORT=29400 NODE_RANK=1 run", f"{PODS}=1 train.py", ""),
-        (f"{POD} PET_NNODES=1 PET_NODE_RANK=00 run", f"{ONE}=1 train.py", ""),
-        (f"{INDEXED} NNODES=2 MASTER_ADDR=10.0.0.1 run", f"{TWO}=29500 --nproc_per_node=1 train.py", ""),
-        (f"{INDEXED} NNODES=2 MASTER_ADDR=a NODE_RANK=0 run",
-         "--nnodes=2 --node_rank=0 --master_addr=a --master_port=29500 --nproc_per_node=1 train.py", ""),
-        (f"{INDEXED} {POD} run", f"{PODS}=1 train.py", ""),
-        (f"{INDEXED} run", f"{ONE}=1 train.py", ""),  # pods that each train a model of their own
-        (f"{INDEXED} NNODES=1 run", f"{ONE}=1 train.py", ""),
-        (f"{INDEXED} {ELASTIC} PET_NNODES=3 run", f"--nnodes=3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
-        (f"{ELASTIC} PET_NNODES=3 run", f"--nnodes=3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
-        (f"{ELASTIC} PET_NNODES=1:3 run", f"--nnodes=1:3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
-        (
-            f"{ELASTIC} PET_NNODES=3 PET_RDZV_ENDPOINT=job-worker-0 run",
-            f"--nnodes=3 {JOINED}:29400 --nproc_per_node=1 train.py",
-            "",
-        ),
-        (
-            f"{OLDER} run",
-            "--nnodes=3 --node_rank=1 --master_addr=job-master-0 --master_port=23456 --nproc_per_node=1 train.py",
-            "",
-        ),
-        (f"{OLDER} LOCAL_RANK=0 run", f"{ONE}=1 train.py", ""),
-    ],
-)  # fmt: skip
-def test_what_is_started(home: Home, line: str, expected: str, warning: str) -> None:
-    args, env = typed(home, line)
+class Start(NamedTuple):
+    """A line such as `NNODES=2 run 2 har`, the words that it starts, and the warning's pattern; else there is none."""
+
+    line: str
+    words: str
+    warning: str = ""
+
+
+def by_slurm(env: str, place: str, warning: str = "") -> Start:
+    return Start(f"{env} run", f"--nnodes=2 --node_rank={place} --nproc_per_node=1 train.py", warning)
+
+
+C10D = "--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 --nproc_per_node=1 train.py"
+STARTS = [
+    # How many processes; on the CPU with a warning.
+    Start("run", f"{ONE}=1 train.py"),
+    Start("run 3 har --epochs 5", f"{ONE}=3 train.py har --epochs 5", "0 GPUs visible: "),
+    *(Start(f"GPUS=3 run {n}", f"{ONE}={n or 3} train.py") for n in ("", 1, 2, 3)),
+    Start("GPUS=3 CUDA_VISIBLE_DEVICES=0,2 run 02", f"{ONE}=2 train.py"),
+    Start("GPUS=3 CUDA_VISIBLE_DEVICES= run 3", f"{ONE}=3 train.py", "0 GPUs visible"),
+    Start("GPUS=3 CUDA_VISIBLE_DEVICES=-1 run 3", f"{ONE}=3 train.py", "0 GPUs visible"),
+    # What follows is the script's, and decides which one it is.
+    *(Start(f"run {each} 5", f"{ONE}=1 train.py {each} 5") for each in ("har", "''", "--epochs", "--configs")),
+    *(Start(f"run {each}", f"{ONE}=1 train.py {each}")
+      for each in ("har --print", "har --lr=1e-3", "--save-dir runs/lr=1")),
+    *(Start(f"run {each}", f"{ONE}=1 train_ddp.py {each}")
+      for each in ("--config a.yaml", "--config=a.yaml", "har a.b=5", "lr=1")),
+    Start("TORCHRUN_ARGS='--max-restarts=3  --monitor-interval 1\n--tee=*' run har",
+          f"{ONE}=1 --max-restarts=3 --monitor-interval 1 --tee=* train.py har"),
+    # One node takes a free port, whatever is set.
+    *(Start(f"{env} run", f"{ONE}=1 train.py") for env in (
+        "MASTER_ADDR=10.0.0.1 MASTER_PORT=29500", "NNODES=1", "SLURM_NNODES=1 SLURM_JOB_ID=7", "RDZV=c10d",
+        f"{SLURM} SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=gpu08")),
+    # A share of several. With c10d the agent finds out whether it is node 0 (tests/cluster runs it).
+    Start(f"{NODES} MASTER_PORT=1234 run", f"{TWO}=1234 --nproc_per_node=1 train.py"),
+    Start(f"{NODES} run", f"{TWO}=29500 --nproc_per_node=1 train.py"),
+    *(Start(f"{rank} RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=1234 run", C10D)
+      for rank in ("", "NODE_RANK=1")),
+    # Slurm. Jobs that share a node take other ports.
+    by_slurm(f"SCONTROL=1 {STEP}", "1 --master_addr=gpu07 --master_port=29500"),
+    by_slurm("SCONTROL=1 SLURM_NNODES=4 SLURM_NODEID=1 SLURM_STEP_NODELIST=b[1-2] SLURM_STEP_NUM_NODES=2",
+             "1 --master_addr=b1 --master_port=29500"),
+    by_slurm(SLURM, "1 --master_addr=gpu07 --master_port=29500", "not inside srun, .* `srun "),
+    by_slurm(f"{STEP} SLURM_JOB_NODELIST=x SLURM_STEP_NODELIST=left,right", "1 --master_addr=left --master_port=29500"),
+    by_slurm(f"{SLURM} MASTER_ADDR=a NODE_RANK=0", "0 --master_addr=a --master_port=29500"),
+    by_slurm(f"{STEP} NNODES=2", "1 --master_addr=gpu07 --master_port=29500"),
+    *(by_slurm(f"{STEP} SLURM_JOB_ID={job}", f"1 --master_addr=gpu07 --master_port={port}")
+      for job, port in [("7", 10007), ("20000", 10000), ("123456789", 26789), ("7 MASTER_PORT=1234", 1234)]),
+    # As Kubeflow sets them: what was planned for a pod alone would train a model of its own in each.
+    Start(f"{POD} run", f"{PODS}=1 train.py"),
+    Start(f"{POD} PET_NPROC_PER_NODE=2 run 2", f"{PODS}=2 train.py", "0 GPUs"),
+    Start(f"{POD} PET_NPROC_PER_NODE=4 run", f"{PODS}=4 train.py", "0 GPUs"),
+    Start(f"{POD} PET_NPROC_PER_NODE=02 PET_NODE_RANK=01 run 2", f"{PODS.replace('=1', '=01')}=2 train.py", "0 GPUs"),
+    Start(f"{POD} PET_NPROC_PER_NODE=auto run", f"{PODS}=1 train.py"),
+    Start(f"{POD} NNODES=3 MASTER_PORT=29400 NODE_RANK=1 run", f"{PODS}=1 train.py"),
+    Start(f"{POD} PET_NNODES=1 PET_NODE_RANK=00 run", f"{ONE}=1 train.py"),
+    Start(f"{INDEXED} NNODES=2 MASTER_ADDR=10.0.0.1 run", f"{TWO}=29500 --nproc_per_node=1 train.py"),
+    Start(f"{INDEXED} NNODES=2 MASTER_ADDR=a NODE_RANK=0 run",
+          "--nnodes=2 --node_rank=0 --master_addr=a --master_port=29500 --nproc_per_node=1 train.py"),
+    Start(f"{INDEXED} {POD} run", f"{PODS}=1 train.py"),
+    Start(f"{INDEXED} run", f"{ONE}=1 train.py"),  # pods that each train a model of their own
+    Start(f"{INDEXED} NNODES=1 run", f"{ONE}=1 train.py"),
+    Start(f"{INDEXED} {ELASTIC} PET_NNODES=3 run", f"--nnodes=3 {JOINED}:23456 --nproc_per_node=1 train.py"),
+    Start(f"{ELASTIC} PET_NNODES=3 run", f"--nnodes=3 {JOINED}:23456 --nproc_per_node=1 train.py"),
+    Start(f"{ELASTIC} PET_NNODES=1:3 run", f"--nnodes=1:3 {JOINED}:23456 --nproc_per_node=1 train.py"),
+    Start(f"{ELASTIC} PET_NNODES=3 PET_RDZV_ENDPOINT=job-worker-0 run",
+          f"--nnodes=3 {JOINED}:29400 --nproc_per_node=1 train.py"),
+    Start(f"{OLDER} run",
+          "--nnodes=3 --node_rank=1 --master_addr=job-master-0 --master_port=23456 --nproc_per_node=1 train.py"),
+    Start(f"{OLDER} LOCAL_RANK=0 run", f"{ONE}=1 train.py"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STARTS, ids=lambda case: case.line)
+def test_what_is_started(home: Home, case: Start) -> None:
+    args, env = typed(home, case.line)
     done = home.run("--print", *args, **env)
     assert done.returncode == 0 and done.stdout.count("\n") == 1 and not list(home.out.iterdir()), done.stderr
     by_rule, threads, python, agent, *words = shlex.split(done.stdout)
@@ -453,9 +398,10 @@ def test_what_is_started(home: Home, line: str, expected: str, warning: str) -> 
     assert threads == f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // processes)}"
     assert (python, agent) == (sys.executable, str(home.folder / "plugins" / "resilience" / "agent.py"))
     words.remove("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2")
-    assert [word.removeprefix(f"{home.folder}/") for word in words] == shlex.split(expected)
-    lines = done.stderr.splitlines()
-    assert re.match(f"warning: {warning}", lines[0]) and len(lines) == 1 if warning else not lines, lines
+    assert [word.removeprefix(f"{home.folder}/") for word in words] == shlex.split(case.words)
+    warnings = done.stderr.splitlines()
+    assert len(warnings) == bool(case.warning), warnings
+    assert all(re.match(f"warning: {case.warning}", line) for line in warnings), warnings
 
 
 @pytest.mark.parametrize(
@@ -584,8 +530,8 @@ def numa_nodes(home: Home, cores: list[str], gpus: list[int | None]) -> None:
         folder.mkdir(parents=True)
         if on_node is not None:
             (folder / "numa_node").write_text(f"{on_node}\n")
-    listing = f"case $1 in -L) printf '%s\\n' {shlex.join(GPUS[: len(gpus)])} ;;"
-    home.tool("nvidia-smi", f"{listing} *) printf '%s\\n' {shlex.join(rows)} ;; esac")
+    home.gpus(GPUS[: len(gpus)])
+    nvidia_smi(home.bin, gpus="".join(f"{row}\n" for row in rows))
     home.tool("numactl", 'case $1 in --physcpubind=*[89]*) exit 1 ;; esac; shift; exec "$@"')
 
 
@@ -722,21 +668,13 @@ def test_signals_reach_the_workers(home: Home, sent: str) -> None:
     home.train(WAIT_FOR_A_SIGNAL)
     run = home.start("2", before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     wait_until(lambda: run.poll() is not None or len(list(home.out.glob("ready*"))) == 2)
-    assert set(listening(run.pid)) == {False}
+    addresses = set().union(*listening(run.pid, [run.pid]).values())
+    assert addresses and not addresses & EVERYWHERE
     run.send_signal(signal.Signals[sent])
     output, _ = run.communicate(timeout=DEADLINE_S)
     assert {path.name: path.read_text() for path in home.out.glob("got*")} == {"got0": sent, "got1": sent}, output
     assert run.returncode == 128 + signal.Signals[sent], "these workers leave no exit code of their own"
-    assert home.processes() == []
-
-
-def listening(pid: int) -> list[bool]:
-    """For each socket that a process listens on: whether on all interfaces, 0.0.0.0 or [::]."""
-    names = [os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [row.split() for row in itertools.chain(*tables)]
-    mine = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in names]
-    return [set(address) == {"0"} for address in mine]
+    assert home.launch.left_behind() == []
 
 
 @pytest.mark.slow
@@ -746,7 +684,8 @@ def test_plain_torchrun_listens_on_all_interfaces(home: Home) -> None:
     train, home.script = home.folder / "train.py", Path(sys.executable)
     run = home.start(*"-m torch.distributed.run --standalone --nproc_per_node=1".split(), str(train))
     wait_until(lambda: run.poll() is not None or (home.out / "ready0").exists())
-    assert set(listening(run.pid)) == {True}
+    addresses = set().union(*listening(run.pid, [run.pid]).values())
+    assert addresses and addresses <= EVERYWHERE
     run.terminate()
     run.communicate(timeout=DEADLINE_S)
 
@@ -758,7 +697,7 @@ def test_a_signal_that_comes_after_the_run_changes_nothing(home: Home) -> None:
     run = home.start("1")
     output, _ = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == 0 and "Traceback" not in output, output
-    wait_until(lambda: not home.processes())
+    wait_until(lambda: not home.launch.left_behind())
 
 
 # --- the script itself ---------------------------------------------------------------------------------------------

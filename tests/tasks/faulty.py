@@ -186,3 +186,81 @@ class Task(toy.Task):
         if self.fires("raise in pictures"):
             raise ZeroDivisionError("an error in the pictures")
         return super().pictures(model, batch, sums)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run of two processes, which saves every second step, ends where rank 1 has a fault.
+
+    code       exit code of the launcher
+    line       pattern of the one error line
+    step       of the status and of its checkpoint; 0: there is no checkpoint; None: there is no status either
+    settings   further settings
+    traceback  what error.txt has to hold
+    """
+
+    code: int
+    line: str
+    step: int | None = 2
+    settings: str = "ddp.timeout_s=2"
+    traceback: str = ""
+
+
+# A loader process starts slowly beside many others, and no such fault waits for a timeout.
+PATIENT = "ddp.timeout_s=20 num_workers=1"
+SMALL_EVALUATION = "ddp.timeout_s=2 eval_batch_size=8"
+DIED = "rank 1 died without an error message"
+HUNG = r"rank 1 has been in {} for \d+ s; waiting: rank 0 in {}"
+UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank {}, gradient sync at step {}"
+LOADER = r"a loader process failed: .* {} \(.* rank 1"
+IN_TASK = r"\(tests/tasks/faulty.py:\d+ in {}, rank 1"
+
+FAULTS = {
+    "kill": Ending(6, DIED + r" \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside"),
+    "leave": Ending(6, DIED),
+    "exit": Ending(1, r"sys.exit\(0\) in the middle of the training " + IN_TASK.format("misbehave")),
+    "raise": Ending(
+        1,
+        r"^error: ZeroDivisionError: an error in the task " + IN_TASK.format("misbehave") + ", forward",
+        traceback="ZeroDivisionError",
+    ),
+    "raise in data": Ending(1, "RuntimeError: the disk is on fire " + IN_TASK.format("datasets") + ", prep", None),
+    "no model": Ending(2, r"there is no such model \(model.name\): take another", None),
+    "raise in validation": Ending(
+        1,
+        r"an error in the validation \(.* rank 1, validation at step 3\)",
+        step=3,
+        settings=SMALL_EVALUATION,
+        traceback="ZeroDivisionError",
+    ),
+    "out of memory": Ending(
+        1, r"out of memory, 12 samples .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes"
+    ),
+    "freeze": Ending(
+        6, r"rank 1 gives no sign of life \(process \d+ on .*\); waiting: rank 0 in gradient sync \(step 2, ddp"
+    ),
+    "hang": Ending(6, HUNG.format("forward", r"gradient sync \(step 2, ddp.timeout_s=2\)")),
+    "hang in data": Ending(6, HUNG.format("preparing", "all_gather"), None),
+    "hang in validation": Ending(6, HUNG.format("validation", "all_gather"), 3, SMALL_EVALUATION),
+    "drift": Ending(
+        6,
+        r"rank 1 differs from rank 0 in .* layers.0.weight: \w+ instead of \w+ \(step 4\)",
+        step=3,
+        settings="ddp.timeout_s=2 check_every=2",
+    ),
+    "another sum": Ending(
+        6, r"rank (0: .* rank 1 28 bytes, rank 0 \d+|1: .* rank 0 \d+ bytes, rank 1 28) \(a sum over the"
+    ),
+    "unused": Ending(2, UNUSED.format(".", 0), 0),
+    "sometimes unused": Ending(2, UNUSED.format(".", 2)),
+    "unused at times": Ending(2, UNUSED.format(".", 0), 0, "ddp.timeout_s=2 gradient_accumulation_steps=2"),
+    "unused on rank 1": Ending(2, UNUSED.format("1", 0), 0),
+    "corrupt sample": Ending(
+        5, r"rank 1: sample 7 cannot be loaded: ValueError: corrupt recording wave_0007.bin \(Waves\)", 0
+    ),
+    "worker killed": Ending(5, LOADER.format("killed by signal: Killed"), 0, "ddp.timeout_s=20 num_workers=2"),
+    "worker crashes": Ending(5, LOADER.format("Segmentation fault"), 0, PATIENT),
+    "worker hangs": Ending(5, r"timed out after 4.0 seconds \(.* rank 1, data", 0, f"{PATIENT} loader_timeout_s=4"),
+    "worker unpicklable": Ending(5, r"rank 1: sample .* cannot be loaded: .*Unpicklable: cannot be", 0, PATIENT),
+}
+"""By kind of fault."""
