@@ -1,11 +1,13 @@
 """Mistakes in a task of one's own are errors of one line, before the first step."""
 
 import re
+import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, TOY, succeed
+from conftest import ROOT, TOY, cases, succeed
+from runs import same_bits, weights
 
 import data_loader
 from engine import contract
@@ -20,72 +22,101 @@ from tests.tasks.toy import Net, Task as Toy
 
 class Task(Toy):
 """
+SUMS = """\
+def loss(self, net, batch):
+    loss = super().loss(net, batch)
+    often = dict(hits=loss.weight, count=loss.weight)
+    return loss._replace(sums=Sums(often if {seldom} else dict(reversed(often.items()))))
+"""
 
-MISTAKES = {
-    "a bare loss": (
-        "def loss(self, net, batch):\n  return super().loss(net, batch).total",
-        "`loss` returns a Tensor of shape () (the task's `loss`): return Loss(total, weight)",
-    ),
-    "a number for a sum": (
-        "def score(self, model, batch):\n  return Sums(total=1.0, count=torch.tensor(3), weight=torch.tensor(1))",
-        "`score` returns a float as 'total' (the task's `score`): return Sums(",
-    ),
-    "the log's own name in a sum": (
-        "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(sums=Sums(epoch=torch.tensor(1.0)))",
-        "`loss` returns the sum 'epoch', which each step has already (the task's `loss`): give it another name",
-    ),
-    "a method's old name": (
-        "def known(self):\n  return {'classes': ['a']}",
-        "has `known`, which is called `metadata` now (task): rename it: nothing asks for it",
-    ),
-    "an attribute's old name": ("free = ('dataset.',)", "has `free`, which is called `resumable_keys` now (task)"),
-    "a typo in the report": ("def report(self, sums):\n  return {'loss': sums['totl']}", "KeyError: 'totl' ("),
-    "nothing to train": ("def model(self):\n  return Net(4, 0.0).requires_grad_(False)", "no parameter to train"),
-    "an error in the evaluation": (
-        "def score(self, model, batch):\n  return batch['nothing']",
-        "KeyError: 'nothing' (",
-    ),
-    "a key that is not there": (
-        "def score(self, model, batch):\n  return batch['label']",
-        "validation at step 0): the batch has 'x', 'y', 'mask'",
-    ),
-    "a label of no output": (
-        "def loss(self, net, batch):\n  y = torch.where(batch['lockstep'].index == 17, 4, 3)\n"
-        "  return Loss(torch.nn.functional.cross_entropy(net(batch['x']), y, reduction='sum'), len(y))",
-        "): the label of sample 17 is none of the model's 4 outputs, numbered from 0",
-    ),
-    "a negative label": (
-        "def score(self, model, batch):\n  y = torch.full((len(batch['x']),), -1)\n"
-        "  torch.nn.functional.cross_entropy(net := model(batch['x']), y)",
-        "): the label of sample 0 is none of the model's 4 outputs",
-    ),
-    "sparse gradients": (
-        "def model(self):\n  net = Net(4, 0.0); net.words = torch.nn.Embedding(9, 8, sparse=True); return net",
-        "words gives sparse gradients (the task's `model`): make it sparse=False",
-    ),
-    "complex weights": (
-        "def model(self):\n  net = Net(4, 0.0); net.phase = torch.nn.Parameter(torch.ones(8) * 1j); return net",
-        "the weight phase is complex (the task's `model`): keep its real and imaginary parts in",
-    ),
-}
+
+MISTAKES = cases("""
+# a bare loss: `loss` returns a Tensor of shape () (the task's `loss`): return Loss(total, weight)
+def loss(self, net, batch):
+    return super().loss(net, batch).total
+# a number for a sum: `score` returns a float as 'total' (the task's `score`): return Sums(
+def score(self, model, batch):
+    return Sums(total=1.0, count=torch.tensor(3), weight=torch.tensor(1))
+# the log's own name in a sum: `loss` returns the sum 'epoch', which each step has already (the task's `loss`): give it
+def loss(self, net, batch):
+    return super().loss(net, batch)._replace(sums=Sums(epoch=torch.tensor(1.0)))
+# a method's old name: has `known`, which is called `metadata` now (task): rename it: nothing asks for it
+def known(self):
+    return {'classes': ['a']}
+# an attribute's old name: has `free`, which is called `resumable_keys` now (task)
+free = ('dataset.',)
+# a typo in the report: KeyError: 'totl' (
+def report(self, sums):
+    return {'loss': sums['totl']}
+# nothing to train: no parameter to train
+def model(self):
+    return Net(4, 0.0).requires_grad_(False)
+# a key that is not there: validation at step 0): the batch has 'x', 'y', 'mask'
+def score(self, model, batch):
+    return batch['label']
+# a label of no output: ): the label of sample 17 is none of the model's 4 outputs, numbered from 0
+def loss(self, net, batch):
+    y = torch.where(batch['lockstep'].index == 17, 4, 3)
+    return Loss(torch.nn.functional.cross_entropy(net(batch['x']), y, reduction='sum'), len(y))
+# a negative label: ): the label of sample 0 is none of the model's 4 outputs
+def score(self, model, batch):
+    torch.nn.functional.cross_entropy(net := model(batch['x']), torch.full((len(batch['x']),), -1))
+# sparse gradients: words gives sparse gradients (the task's `model`): make it sparse=False
+def model(self):
+    net = Net(4, 0.0); net.words = torch.nn.Embedding(9, 8, sparse=True); return net
+# complex weights: the weight phase is complex (the task's `model`): keep its real and imaginary parts in
+def model(self):
+    net = Net(4, 0.0); net.phase = torch.nn.Parameter(torch.ones(8) * 1j); return net
+""")
+# Or of the same names in another order, which would go unnoticed.
+MISTAKES["sums of other names"] = (
+    SUMS.format(seldom="batch['lockstep'].position[0] < 16"),
+    "the sums of the loss are ['count', 'hits'] once and ['hits', 'count']",
+)
+
+
+@pytest.fixture
+def own(launch, tmp_path):
+    """Returns a function that trains a task with such a body."""
+
+    def run(body, *words, processes=1, head=HEAD):
+        (tmp_path / "own.py").write_text(head + textwrap.indent(body, "    ") + "\n")
+        return launch.train(str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}", *words, processes=processes)
+
+    return run
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(launch, tmp_path, mistake):
-    body, said = MISTAKES[mistake]
-    (tmp_path / "own.py").write_text(HEAD + "\n".join(f"    {line}" for line in body.splitlines()) + "\n")
-    done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
-    assert done.code in (1, 2) and len(done.err.splitlines()) == 1 and said in done.errors[0], done.err
+def test_a_mistake_is_one_line(own, tmp_path, mistake):
+    body, error = MISTAKES[mistake]
+    done = own(body)
+    assert done.code in (1, 2) and len(done.err.splitlines()) == 1 and error in done.errors[0], done.err
     assert "Traceback" not in done.out + done.err and "✓" not in done.out
     assert not (tmp_path / "run").exists() or "def loss" in body, "only a loss is not rehearsed"
 
 
-def test_a_report_that_one_batch_is_too_few_for(launch, tmp_path):
-    """Such as an AUC of one class."""
-    body = "    def report(self, sums):\n        if sums['count'] < 23:\n            raise ValueError('one class')\n"
-    (tmp_path / "own.py").write_text(HEAD + body + "        return super().report(sums)\n")
-    words = ["eval_batch_size=8", "steps=1", f"save_dir={tmp_path / 'run'}"]
-    succeed(launch.python("train.py", str(tmp_path / "own.py"), *words))
+def test_sums_of_other_names_on_another_rank_are_not_added_up(own):
+    done = own(SUMS.format(seldom="batch['lockstep'].position[0] % 2"), processes=2)
+    assert done.code and len(done.errors) == 1, done.err
+    assert "the sums of the loss are ['hits', 'count'] once and ['count', 'hits']" in done.errors[0]
+
+
+RIGHT = cases("""
+# a report that one batch is too few for, such as an AUC of one class: eval_batch_size=8
+def report(self, sums):
+    if sums['count'] < 23:
+        raise ValueError('one class')
+    return super().report(sums)
+# a number for a weight: epochs=1
+def loss(self, net, batch):
+    return Loss(self._errors(net, batch).sum(), len(batch['x']))
+""")
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_what_is_no_mistake(own, what):
+    body, setting = RIGHT[what]
+    succeed(own(body, "steps=1", setting))
 
 
 class Waves:
@@ -153,6 +184,9 @@ def test_numbers_for_other_samples_are_refused():
 
 
 DRAWN = """
+import torch
+from tests.tasks.toy import Task as Toy, Waves
+
 class Drawn(Waves):
     def __getitems__(self, indices):
         batch = super().__getitems__(indices)
@@ -164,54 +198,22 @@ class Task(Toy):
 """
 
 
-def test_data_drawn_at_random_are_refused_or_warned_of(launch, tmp_path):
-    (tmp_path / "own.py").write_text("import torch\nfrom tests.tasks.toy import Task as Toy, Waves\n" + DRAWN)
-    words = ["train.py", str(tmp_path / "own.py"), "steps=2", f"save_dir={tmp_path / 'run'}"]
-    done = launch.python(*words)
+def test_data_drawn_at_random_are_refused_or_warned_of(own, tmp_path):
+    done = own("", "steps=2", head=DRAWN)
     assert done.code == 2 and len(done.err.splitlines()) == 1, done.err
     assert done.errors[0].startswith("error: 'x' of sample 0 changes between two fetches (Drawn): draw from")
     assert not (tmp_path / "run").exists()
-    done = succeed(launch.python(*words, "random_samples=warn"))
+    done = succeed(own("", "steps=2", "random_samples=warn", head=DRAWN))
     assert done.out.count("warning: 'x' of sample 0 changes between two fetches (Drawn)") == 1
 
 
-SUMS = """    def loss(self, net, batch):
-        loss = super().loss(net, batch)
-        often = dict(hits=loss.weight, count=loss.weight)
-        return loss._replace(sums=Sums(often if {seldom} else dict(reversed(often.items()))))
-"""
-
-
-def test_sums_of_other_names_are_not_added_up(launch, tmp_path):
-    """Nor of the same names in another order, which would go unnoticed."""
-    (tmp_path / "own.py").write_text(HEAD + SUMS.format(seldom="batch['lockstep'].position[0] < 16"))
-    done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
-    assert done.code == 2 and "the sums of the loss are ['count', 'hits'] once and ['hits', 'count']" in done.errors[0]
-
-
-def test_sums_of_other_names_on_another_rank_are_not_added_up(launch, tmp_path):
-    (tmp_path / "own.py").write_text(HEAD + SUMS.format(seldom="batch['lockstep'].position[0] % 2"))
-    done = launch.torchrun(2, "train_ddp.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
-    assert done.code and len(done.errors) == 1, done.err
-    assert "the sums of the loss are ['hits', 'count'] once and ['count', 'hits']" in done.errors[0]
-
-
-def test_a_weight_may_be_a_number(launch, tmp_path):
-    body = "    def loss(self, net, batch):\n        return Loss(self._errors(net, batch).sum(), len(batch['x']))\n"
-    (tmp_path / "own.py").write_text(HEAD + body)
-    succeed(launch.python("train.py", str(tmp_path / "own.py"), "epochs=1", f"save_dir={tmp_path / 'run'}"))
-
-
-def test_the_evaluation_changes_nothing_for_the_training(launch, tmp_path):
+def test_the_evaluation_changes_nothing_for_the_training(own, launch, tmp_path):
     """However often it happens, and whatever it draws at random."""
-    body = "    def score(self, model, batch):\n        torch.randn(3)\n        return super().score(model, batch)\n"
-    (tmp_path / "own.py").write_text(HEAD + body)
-    states = []
-    for name, task, every in (("a", str(tmp_path / "own.py"), 1), ("b", FAULTY, 0)):
-        words = ["model.dropout=0.3", "epochs=2", f"eval_every={every}", f"save_dir={tmp_path / name}"]
-        succeed(launch.python("train.py", task, *words))
-        states.append(torch.load(tmp_path / name / "last.pt", weights_only=True)["model"])
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    words = ["model.dropout=0.3", "epochs=2"]
+    draws = "def score(self, model, batch):\n  torch.randn(3)\n  return super().score(model, batch)"
+    succeed(own(draws, *words, "eval_every=1"))
+    succeed(launch.train(TOY, *words, "eval_every=0", f"save_dir={tmp_path / 'other'}"))
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "other"))
 
 
 def test_the_task_of_the_readme_trains(launch, tmp_path):

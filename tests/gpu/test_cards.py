@@ -8,13 +8,7 @@ import sys
 import cards
 import pytest
 from conftest import ROOT, launching, succeed
-
-SMI = """#!/bin/sh
-case $1 in
-    -L) echo "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-0)" ;;
-    *) echo "0, GPU-aaaa-0, NVIDIA H200, 580.159.04, 143771, 0, 5, 16, 16" ;;
-esac
-"""
+from nvidia_smi import nvidia_smi
 
 PROBE = """
 import json, os
@@ -42,24 +36,26 @@ NOTHING |= {"HIP_VISIBLE_DEVICES": "-1", "ROCR_VISIBLE_DEVICES": ""}
 @pytest.fixture
 def probe(tmp_path, monkeypatch):
     """The path of the probe; nvidia-smi is first on the PATH of what the test starts."""
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text(SMI)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    gpu = "GPU-aaaa-0, NVIDIA H200, 580.159.04, 143771, 0, 5, 16, 16"
+    nvidia_smi(tmp_path / "bin", gpus=f"0, {gpu}\n", listing="GPU 0: NVIDIA H200 (UUID: GPU-aaaa-0)\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for a test's own subprocess
     path = tmp_path / "probe.py"
     path.write_text(PROBE)
     return str(path)
 
 
-def inherited(launch, probe, tmp_path):
-    return subprocess.run([sys.executable, probe], capture_output=True, text=True).stdout
+def by_subprocess(env):
+    """`env` returns the environment of the process, or None: it is inherited."""
+
+    def run(launch, probe, tmp_path):
+        return subprocess.run([sys.executable, probe], env=env(), capture_output=True, text=True).stdout
+
+    return run
 
 
-def copied(launch, probe, tmp_path):
-    env = os.environ | {"SOMETHING": "else"}
-    return subprocess.run([sys.executable, probe], env=env, capture_output=True, text=True).stdout
+def by_child(code):
+    return lambda launch, probe, _: succeed(launch.python("-c", code, probe)).out
 
 
 def by_popen(launch, probe, tmp_path):
@@ -68,33 +64,16 @@ def by_popen(launch, probe, tmp_path):
     return (tmp_path / "out").read_text()
 
 
-def child_of(launch, probe, tmp_path):
-    code = "import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]], check=True)"
-    return succeed(launch.python("-c", code, probe)).out
-
-
-def becoming(launch, probe, tmp_path):
-    code = "import os, sys; os.execv(sys.executable, [sys.executable, sys.argv[1]])"
-    return succeed(launch.python("-c", code, probe)).out
-
-
-def by_launcher(launch, probe, tmp_path):
-    """All visible GPUs, or one process on the CPU."""
-    done = succeed(launch("./train_multigpu.sh", probe, "--dry-run"))
-    assert "Number of processes: 1 (CPU)" in done.out
-    return done.out
-
-
 WAYS = {
     "python": lambda launch, probe, _: succeed(launch.python(probe)).out,
     "torchrun": lambda launch, probe, _: succeed(launch.torchrun(2, probe)).out,
     "training": lambda launch, probe, _: succeed(launch.train(probe, "--dry-run")).out,
-    "launcher": by_launcher,
+    "launcher": lambda launch, probe, _: succeed(launch("./train_multigpu.sh", probe, "--dry-run")).out,
     "popen": by_popen,
-    "child of a fork": child_of,
-    "fork that becomes another": becoming,
-    "environment inherited": inherited,
-    "environment copied": copied,
+    "child of a fork": by_child("import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]], check=True)"),
+    "fork that becomes another": by_child("import os, sys; os.execv(sys.executable, [sys.executable, sys.argv[1]])"),
+    "environment inherited": by_subprocess(lambda: None),
+    "environment copied": by_subprocess(lambda: dict(os.environ)),
 }
 
 
@@ -144,42 +123,27 @@ def test_of_the_gpu():
 """
 
 
-@pytest.fixture
-def suite(tmp_path):
-    """Returns a function that runs pytest with this conftest, on a machine with two GPUs; it returns the output.
-
-    shown  the user's CUDA_VISIBLE_DEVICES;  count  the number of GPUs that it shows
-    """
+@pytest.mark.parametrize(
+    ("words", "shown", "count", "outcome"),
+    [
+        ("-m gpu", None, 2, "1 passed, 1 deselected"),
+        ("-m gpu", "1", 1, "1 passed, 1 deselected"),
+        ("-m gpu -n 1", "1", 1, "1 passed"),  # pytest's workers know what the user shows
+        ("-m gpu", "", 0, "1 skipped, 1 deselected"),
+        ("", None, 2, "1 passed, 1 skipped"),
+    ],
+)
+def test_what_needs_a_gpu_sees_those_that_the_user_shows(tmp_path, words, shown, count, outcome):
+    """With this conftest, on a machine with two GPUs: only if it is asked for, else it is skipped with the reason."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(TORCH)
-
-    def run(*words, shown, count):
-        (tmp_path / "test_inner.py").write_text(SUITE.format(shown=shown, count=count))
-        unset = {*cards.as_user_has_set(), cards.BEFORE, "PYTEST_XDIST_WORKER"}
-        env = {name: value for name, value in os.environ.items() if name not in unset}
-        env |= {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests/kit'}", "PYTHONDONTWRITEBYTECODE": "1"}
-        env |= {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-        options = ["-rs", "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-        command = [sys.executable, "-m", "pytest", *options, f"--rootdir={tmp_path}", *words, str(tmp_path)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
-
-
-@pytest.mark.parametrize(("shown", "count"), [(None, 2), ("1", 1)])
-def test_what_needs_a_gpu_sees_those_that_the_user_shows(suite, shown, count):
-    said = suite("-m", "gpu", shown=shown, count=count)
-    assert "1 passed, 1 deselected" in said
-
-
-def test_pytests_workers_know_what_the_user_shows(suite):
-    assert "1 passed" in suite("-m", "gpu", "-n", "1", shown="1", count=1)
-
-
-def test_without_being_asked_for_or_without_a_gpu_it_is_skipped_with_the_reason(suite):
-    for words in ([], ["-m", "gpu"]):
-        said = suite(*words, shown="" if words else None, count=0)
-        assert cards.NONE_VISIBLE in said
-        assert ("1 skipped, 1 deselected" if words else "1 passed, 1 skipped") in said
+    (tmp_path / "test_inner.py").write_text(SUITE.format(shown=shown, count=count))
+    unset = {*cards.as_user_has_set(), cards.BEFORE, "PYTEST_XDIST_WORKER"}
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env |= {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests/kit'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env |= {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    options = ["-rs", "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "pytest", *options, f"--rootdir={tmp_path}", *words.split(), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and outcome in done.stdout, done.stdout + done.stderr
+    assert (cards.NONE_VISIBLE in done.stdout) == ("skipped" in outcome)

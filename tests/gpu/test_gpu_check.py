@@ -24,15 +24,13 @@ from models.cnn3d import CNN3d
 COMMAND = "benchmarks/gpu_check.py"
 
 
-def test_without_a_gpu_it_says_so(launch):
-    done = launch.python(COMMAND, CUDA_VISIBLE_DEVICES="")
-    assert done.code == 2 and not done.out
-    assert len(done.err.splitlines()) == 1 and "torch sees no GPU here" in done.err
-
-
-def test_unknown_checks_are_named(launch):
-    done = launch.python(COMMAND, "--only", "amp,ampere")
-    assert done.code == 2 and "no check ampere; there are nccl, amp," in done.err
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [([], "torch sees no GPU here"), (["--only", "amp,ampere"], "no check ampere; there are nccl")],
+)
+def test_what_cannot_be_checked_is_said_in_the_last_line(launch, words, error):
+    done = launch.python(COMMAND, *words)
+    assert done.code == 2 and not done.out and error in done.err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -82,16 +80,16 @@ def test_what_fails_is_reported_and_the_rest_continues(rehearse, monkeypatch, ca
         return {}["missing"]
 
     fault = ["steps=9", "fault.rank=0"]
-    code = provoke(
-        monkeypatch, rehearse, raises=raises, differs=differs, stops_short=stops_short, errs=errs, works=works
-    )
+    checks = {check.__name__: check for check in (raises, differs, stops_short, errs, works)}
+    assert provoke(monkeypatch, rehearse, **checks) == 1
     said = capsys.readouterr().out
-    assert code == 1
-    assert "raises: failed" in said and "bad: exit code 1: error: ZeroDivisionError: an error in the task" in said
-    assert "differs: failed" in said and "the weights of seed 1 and seed 0 may be 0.1 apart" in said
-    assert "stops_short: failed" in said and "3 steps took another number of steps" in said
-    assert "errs: failed" in said and "KeyError: 'missing'" in said
-    assert "works: ok" in said and "other and one: the same bits" in said
+    for words in (
+        *("raises: failed", "bad: exit code 1: error: ZeroDivisionError: an error in the task"),
+        *("differs: failed", "the weights of seed 1 and seed 0 may be 0.1 apart"),
+        *("stops_short: failed", "3 steps took another number of steps"),
+        *("errs: failed", "KeyError: 'missing'", "works: ok", "other and one: the same bits"),
+    ):
+        assert words in said, words
     assert str(ROOT) not in said, "no paths of this machine"
 
 
@@ -127,14 +125,6 @@ def test_what_no_time_is_left_to_begin_has_not_failed(rehearse, monkeypatch, cap
     assert "lasts: ok" in said and "waits: left out (0 s) {}" in said and "| left out | 0 |" in said
 
 
-def test_the_part_of_speeds_fits_into_nine_minutes_and_what_matters_most_comes_first(tmp_path):
-    assert [check.__name__ for check in gpu_check.GROUPS["speed"]] == ["graph", "speed", "loader"]
-    assert sum(gpu_check.LIMITS_S[check.__name__] for check in gpu_check.GROUPS["speed"]) <= 9 * 60
-    ways = gpu_check.ways(gpu_check.Lab(tmp_path, False), ["video"])
-    fused = [bool({"cuda_graph=true", "compile=default"} & {*words}) for words in ways.values()]
-    assert fused == sorted(fused, reverse=True) and 0 < sum(fused) < len(ways)
-
-
 @pytest.mark.real  # it ends what it finds by a mark in the environment
 @pytest.mark.slow
 def test_a_part_that_is_out_of_time_ends_its_checks(launch, rehearse, tmp_path):
@@ -166,15 +156,8 @@ def test_a_way_to_run_that_fails_leaves_the_others_their_speed(tmp_path):
         def part(self, name, *words):
             if name.startswith("pace"):
                 gpu_check.require(name != "pace perceptron in two passes", "out of time")
-                return {
-                    "rate": 500.0,
-                    "ms": 2.0,
-                    "memory": 7.0,
-                    "waits": 0.0,
-                    "kernels": 93,
-                    "launches": 90,
-                    "limit": 1e3,
-                }
+                pace = {"rate": 500.0, "ms": 2.0, "memory": 7.0, "waits": 0.0}
+                return pace | {"kernels": 93, "launches": 90, "limit": 1e3}
             return str(tmp_path) if name.startswith("clips") else [1e12, 1e12, 1e9, 4e6, 2e6]
 
         def end(self):
@@ -185,11 +168,9 @@ def test_a_way_to_run_that_fails_leaves_the_others_their_speed(tmp_path):
     with pytest.raises(gpu_check.Failed, match=r"^out of time$"):
         gpu_check.speed(lab, facts)
     assert lab.ended == 1 and lab.until == until, "what hangs is ended, and the others have their own time"
-    said = "500/s, 2.000 ms a step of 93 kernels in 90 launches, 7 MB, waits 0 %, 50 % of a plain loop's 1000/s"
-    assert facts["ACT"] == said and "perceptron in two passes" not in facts
-    shares = "50.0 % of the FLOP/s, 0.1 % of the TB/s, if it moved the fewest bytes"
-    assert facts["video, compile"] == f"{said}, {shares}"
-    assert facts["video"] == f"{said}, {shares}, 0.2 % of the TB/s"
+    assert "perceptron in two passes" not in facts and facts["ACT"].endswith("50 % of a plain loop's 1000/s")
+    assert "50.0 % of the FLOP/s, 0.1 % of the TB/s" in facts["video, compile"]
+    assert facts["video"].endswith("0.2 % of the TB/s")
 
 
 def test_the_work_of_a_clip_is_counted():
@@ -239,21 +220,24 @@ def test_sigterm_ends_what_runs(launch):
     assert run.wait().code == 143 and not launch.left_behind()
 
 
+WAITING = """
+import warnings
+from tests.tasks import toy
+class Task(toy.Task):
+    def loss(self, net, batch):
+        warnings.warn("called a synchronizing CUDA operation")
+        return super().loss(net, batch)
+    def score(self, model, batch):
+        warnings.warn("called a synchronizing CUDA operation")
+        return super().score(model, batch)
+"""
+
+
 @pytest.mark.slow
 def test_a_call_that_waits_is_found_with_its_line(launch, tmp_path):
     """On the CPU torch reports none, so the task says what torch would."""
     task = tmp_path / "waiting.py"
-    task.write_text(
-        "import warnings\n"
-        "from tests.tasks import toy\n"
-        "class Task(toy.Task):\n"
-        "    def loss(self, net, batch):\n"
-        "        warnings.warn('called a synchronizing CUDA operation')\n"
-        "        return super().loss(net, batch)\n"
-        "    def score(self, model, batch):\n"
-        "        warnings.warn('called a synchronizing CUDA operation')\n"
-        "        return super().score(model, batch)\n"
-    )
+    task.write_text(WAITING)
     done = succeed(launch.python(str(ROOT / COMMAND), "--part", "steps", str(task), "device=cpu", "batch_size=4"))
     places, steps, seen = gpu_check.json.loads(done.out.rpartition("RESULT ")[2])
     assert steps == 6 == len(places) / 2 and seen
@@ -312,11 +296,10 @@ def test_quick_begins_nothing_that_it_has_no_time_for(tmp_path, monkeypatch):
     def begun(lab, facts):
         raise AssertionError("it is begun")
 
-    ways = {"toy": [TOY, "device=cpu"]}
-    results, found = quickly(tmp_path, monkeypatch, {"begun": begun, "stall": begun}, ways, seconds=5.0)
+    checks, ways = {"begun": begun, "stall": begun}, {"toy": [TOY, "device=cpu"]}
+    results, found = quickly(tmp_path, monkeypatch, checks, ways, seconds=5.0)
     assert {check["state"] for check in found["checks"].values()} == {"left out"} and not results.failed()
     assert {*found["left out"]} == {"begun", "stall", "toy (training)"}
-    assert "Left out, because there was no time: " in (tmp_path / "results/quick.md").read_text()
 
 
 @pytest.mark.real  # it ends what it finds by a mark in the environment
@@ -336,38 +319,6 @@ def test_a_contest_measures_all_that_can_run(launch, rehearse, tmp_path, monkeyp
     assert speeds["toy"]["plain loop"]["rate"] > 0 and not launch.left_behind()
 
 
-class Contestants:
-    """A contest of which each contestant is ready once so many turns have been taken."""
-
-    def __init__(self, **ready_after):
-        self.ready_after, self.taken = ready_after, []
-
-    def can_be_taken(self, turn):
-        return len(self.taken) >= self.ready_after[turn.way]
-
-    def take(self, turn, until):
-        self.taken.append((turn.way, turn.measure))
-        gpu_check.require(turn.way != "bad", "it has failed")
-        return {"rate": 1.0}
-
-
-def test_turns_are_taken_in_order_and_nobody_waits_for_the_one_that_is_late():
-    contest, noted = Contestants(late=3, bad=0, good=0), []
-    turns = [
-        gpu_quick.Turn(way, measure, 0.0, 9.0)
-        for way in ("late", "bad", "good")
-        for measure in ("training", "plain loop")
-    ]
-    left = gpu_quick.take_turns(
-        contest, turns, time.monotonic() + 60, lambda turn, facts: noted.append((turn.way, turn.measure, facts))
-    )
-    order = [("bad", "training"), ("bad", "plain loop"), ("good", "training")]
-    order += [("late", "training"), ("late", "plain loop"), ("good", "plain loop")]
-    assert not left and contest.taken == order == [one[:2] for one in noted]
-    assert {facts.get("failed") for way, _, facts in noted if way == "bad"} == {"it has failed"}
-    assert gpu_quick.take_turns(contest, turns, time.monotonic() - 1, print) == turns, "no time is left"
-
-
 def test_the_quick_ways_are_known_and_each_setting_is_given_once(tmp_path):
     class Lab(gpu_check.Lab):
         def part(self, name, *words):
@@ -381,21 +332,6 @@ def test_the_quick_ways_are_known_and_each_setting_is_given_once(tmp_path):
         assert len(keys) == len({*keys}), name
     measured = {(turn.way, turn.measure) for turn in gpu_quick.turns_of([*ways], False)}
     assert {each for ratio in gpu_quick.RATIOS for each in ratio[:2]} <= measured
-    assert gpu_check.SECONDS.keys() <= gpu_check.CHECKS.keys()
-    assert sum(turn.seconds for turn in gpu_quick.turns_of([*ways], False)) < 60
-
-
-def test_the_table_of_speeds_has_the_ratios_that_could_be_taken():
-    speeds = {
-        "perceptron": {"training": {"rate": 50.0, "least": 40.0, "most": 60.0, "ms": 2.0, "memory": 7.0}},
-        "perceptron in DDP": {"training": {"rate": 49.0, "ms": 2.04, "memory": 8.0}, "kernels": {"kernels": 90.0}},
-        "ACT": {"training": {"failed": "out of | time"}},
-    }
-    lines = gpu_quick.speeds_table(speeds)
-    assert "| perceptron | 50 (40 .. 60) | 2.000 |  |  | 7 |  |  |" in lines
-    assert "| perceptron in DDP ÷ perceptron | 0.98 | 0.95 |" in lines
-    assert any("failed: out of \\| time" in line for line in lines)
-    assert len([line for line in lines if "÷" in line]) == 1
 
 
 @pytest.mark.parametrize(

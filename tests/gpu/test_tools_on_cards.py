@@ -13,7 +13,6 @@ from engine.errors import LockstepError
 from tools import running
 from tools.evidence import prove
 from tools.machine import cards, doctor, tune
-from tools.machine import checks as machine
 from tools.paper import study
 
 PEOPLE = str(ROOT / "tests" / "tasks" / "people.py")
@@ -161,18 +160,6 @@ def test_the_doctors_processes_share_the_gpus(gpus, monkeypatch, visible, words,
     doctor.main(["--launch", "3", "--json", *words])
     ((*_, script, as_json), given) = commands[0][:6], commands[0][6:]
     assert as_json == "--json" and script == str(ROOT / "tools" / "doctor.py") and given == [*words, *more]
-
-
-@pytest.mark.parametrize(("backend", "level"), [("gloo", "warning"), ("auto", "failure")])
-def test_the_doctor_says_that_they_share_one(gpus, monkeypatch, backend, level):
-    gpus(1)
-    env = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_ADDR": "x", "MASTER_PORT": 1}
-    for name, value in env.items():
-        monkeypatch.setenv(name, str(value))
-    _, (line,) = machine.launch_of(parsed(TOY, f"ddp.backend={backend}"))
-    assert line.level == level
-    assert ("3 processes share 1 GPU by gloo" in line.text) is (backend == "gloo")
-    assert "ddp.backend=gloo" in line.remedy
 
 
 @pytest.mark.parametrize(("visible", "settings"), [(1, {"ddp.backend": "gloo"}), (2, {}), (0, {})])

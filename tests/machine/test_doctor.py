@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import socket
 import sys
 import warnings
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FAULTY, TOY, launching, succeed
+from nvidia_smi import nvidia_smi
 
 import tasks
 import train
@@ -93,17 +93,11 @@ def test_json_and_the_table_say_the_same(healthy):
     table, as_json, _ = healthy
     found = json.loads(as_json.out)
     assert found["exit_code"] == found["failures"] == 0
-
-    def form(level, text):  # what is measured differs a little; so may the advice about it
-        return level if "samples/s" in text else f"{level} {re.sub(r'[0-9.]+', 'N', text)}"
-
     rows = [line for line in table.out.splitlines() if re.match("ok|warning|failure", line)]
-    whole = [f"{line['text']}: {line['remedy']}" if line["remedy"] else line["text"] for line in found["lines"]]
-    measured = [n for n, text in enumerate(whole) if "samples/s" in text or found["lines"][n]["check"] == "busy"]
-    assert len(measured) == 2
-    assert [form(row.split()[0], row[9:]) for n, row in enumerate(rows) if n not in measured] == [
-        form(line["level"], whole[n]) for n, line in enumerate(found["lines"]) if n not in measured
-    ]
+    for row, line in zip(rows, found["lines"], strict=True):
+        if line["check"] not in ("loader", "busy"):  # measured anew
+            text = f"{line['level']:<8} " + ": ".join(filter(None, [line["text"], line["remedy"]]))
+            assert re.sub(r"[0-9.]+", "N", row) == re.sub(r"[0-9.]+", "N", text)
 
 
 def test_a_checkpoint_is_as_large_as_it_says(healthy):
@@ -171,12 +165,7 @@ def test_a_failure_on_several_processes_ends_all_of_them(launch, tmp_path):
     [
         (["har", "dataset.root=/gone"], {}, "/gone", True),
         # The middle one is looked at as the data are read; this one only when batches are.
-        (
-            [FAULTY, "fault.kind=corrupt sample", "fault.rank=0"],
-            {},
-            "sample 7 cannot be loaded: ValueError: corr",
-            False,
-        ),
+        ([FAULTY, "fault.kind=corrupt sample", "fault.rank=0"], {}, "sample 7 cannot be loaded: ValueError", False),
         ([TOY], {"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not", False),
     ],
 )
@@ -354,7 +343,7 @@ def test_a_check_that_breaks_is_no_success(launch):
 
 def test_a_gpu_that_nvidia_smi_does_not_list_was_not_looked_at(smi, monkeypatch):
     """A container without the tool, or one that lists nothing: torch uses the GPU, and nobody has seen its users."""
-    smi(cards="")
+    smi(gpus="")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine, "_cuda", lambda there: iter(()))
     says = "unknown nvidia-smi lists no GPU, and torch uses one: its memory and its users were not checked"
@@ -406,42 +395,6 @@ Legend:
 
   X    = Self
 """
-NVLINK = (
-    "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n\t Link 2: <inactive>\n"
-)
-
-
-@pytest.fixture
-def smi(tmp_path, monkeypatch):
-    """A stand-in for nvidia-smi that is the first on the PATH; give it another text, or an exit code. This process, not
-    those that it starts by `launch`, takes the GPUs for visible."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    answers = tmp_path / "answers"
-    answers.mkdir()
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text(
-        f"#!{shutil.which('sh')}\n"
-        'case "$*" in *query-gpu*) what=cards;; *query-comp*) what=users;; topo*) what=paths;; *) what=links;; esac\n'
-        f'cat "{answers}/$what"\n'
-        f'test ! -e "{answers}/slow" -o "$LOCAL_RANK" != 0 || sleep 2\n'
-        f'test ! -e "{answers}/broken"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-
-    def say(cards=CARDS, users="", paths=TOPOLOGY, links=NVLINK, broken=False, slow=False):
-        for name, text in (("cards", cards), ("users", users), ("paths", paths), ("links", links)):
-            (answers / name).write_text(text)
-        for name in ["broken"] * broken + ["slow"] * slow:
-            (answers / name).touch()
-        nvidia.cards.cache_clear()
-        nvidia.users.cache_clear()
-
-    say()
-    yield say
-    nvidia.cards.cache_clear()
-    nvidia.users.cache_clear()
 
 
 @pytest.fixture
@@ -454,6 +407,28 @@ def shown_as(monkeypatch, visible):
     """The lines about GPUs where the user shows these."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     return machine.attempt(machine.cards, config.Config())
+
+
+NVLINK = "GPU 0: NVIDIA H200\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n\t Link 2: <inactive>\n"
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """The stand-in for nvidia-smi, first on the PATH; give it other answers. This process, not those that it starts by
+    `launch`, takes the GPUs for visible."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+    def answer(**other):
+        usual = {"gpus": CARDS, "users": "", "paths": TOPOLOGY, "links": NVLINK}
+        nvidia_smi(tmp_path / "bin", **usual | other)
+        nvidia.cards.cache_clear()
+        nvidia.users.cache_clear()
+
+    answer()
+    yield answer
+    nvidia.cards.cache_clear()
+    nvidia.users.cache_clear()
 
 
 BUILD = "failure nvidia-smi lists 4 GPUs, but this torch is built for the CPU: install torch for CUDA"
@@ -471,7 +446,7 @@ def test_gpus_that_this_torch_cannot_use(smi, cpu_build, monkeypatch):
     smi(users="GPU-cccc-3, 1, python, 39000\n")
     lines, kinds = shown_as(monkeypatch, "1,GPU-cccc"), "warning GPUs of different kinds: NVIDIA H200, NVIDIA L40S;"
     assert told(lines, "ok GPU 1", "warning GPU 2 …is used", "warning GPU 2 …has 8 of 16 PCIe lanes", kinds, BUILD)
-    smi(cards="Failed to initialize NVML: Driver/library version mismatch\n", broken=True)
+    smi(gpus="Failed to initialize NVML: Driver/library version mismatch\n", code=1)
     assert told(shown_as(monkeypatch, "0"), "failure …Driver/library version mismatch")
 
 
@@ -531,7 +506,9 @@ def test_more_processes_than_gpus(smi, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     launch, lines = machine.launch_of(config.Config())
     assert launch.local_size == 3
-    assert told(lines, "failure 3 processes on this machine, but 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1): ")
+    assert told(lines, "failure 3 processes on this machine, but 2 GPUs visible (…=0,1): …ddp.backend=gloo")
+    shared = config.parse([TOY, "ddp.backend=gloo"], tasks.load).cfg
+    assert told(machine.launch_of(shared)[1], "warning 3 processes share 2 GPUs by gloo: …ddp.backend=gloo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert told(machine.launch_of(config.Config())[1], "ok 3 processes, 3 on this machine")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -542,7 +519,7 @@ def test_more_processes_than_gpus(smi, monkeypatch):
 @pytest.mark.slow
 def test_more_processes_than_gpus_under_torchrun(smi, launch):
     """Rank 0, which says so, has more to do before than the others: torchrun must not end it with them."""
-    smi(slow=True)
+    smi(before='test "$LOCAL_RANK" != 0 || sleep 2')
     not_of_this_machine = "GPU-aaaa-1,GPU-aabb-2"  # whose own GPUs torch would find by their numbers
     done = launch.python(DOCTOR, "--launch", "3", TOY, CUDA_VISIBLE_DEVICES=not_of_this_machine)
     assert done.code == 1, done.out + done.err
@@ -571,7 +548,7 @@ def test_bandwidth_is_compared_with_the_link(smi):
         (3.0, cards, "ok t; what the link should give is not known"),  # one does not say
     ):
         assert told([doctor._against_the_link("t", speed, some)], line)
-    smi(paths="", cards="")
+    smi(paths="", gpus="")
     assert "is not known" in doctor._against_the_link("t", 3.0, nvidia.cards()).text
     assert math.isnan(cards[3].pcie_gb_s)
 

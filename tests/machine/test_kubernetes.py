@@ -104,25 +104,17 @@ def test_the_published_schemas_accept_the_manifests(name, document):
 TYPOS = [  # kind, where, what is written there, what is said of it
     ("Job", "spec completionmode", "Indexed", "'completionmode' was unexpected"),
     ("Job", "spec completions", "2", "'2' is not of type 'integer'"),
-    ("Job", "spec template spec terminationGracePeriod", 180, "'terminationGracePeriod' was unexpected"),
     ("Job", "spec template spec containers 0 envs", [], "'envs' was unexpected"),
-    ("Job", "spec template spec containers 0 env 0 value", 2, "2 is not of type 'string'"),
     ("Job", "spec template spec containers 0 resources limits cpu", 2, "2 is not of type 'string'"),
-    ("Job", "spec template spec volumes 1 emptyDir size", "8Gi", "'size' was unexpected"),
-    ("Job", "spec podFailurePolicy rules 1 onExitCodes exitCodes", [75], "'exitCodes' was unexpected"),
     ("Job", "spec podFailurePolicy rules 1 onExitCodes values", [75, 0], "[75, 0] are not exit codes"),
     ("Service", "spec publishNotReady", True, "'publishNotReady' was unexpected"),
     ("Service", "metadata name", "Lockstep", "no label of RFC 1035"),
     ("PersistentVolumeClaim", "spec accessModes", "ReadWriteMany", "is not of type 'array'"),
     ("TrainJob", "spec runtimeRef", None, "is not of type 'object'"),
-    ("TrainJob", "spec runtimeRef name", None, "is not of type 'string'"),
     ("TrainJob", "spec trainer nodes", 2, "'nodes' was unexpected"),
-    ("TrainJob", "spec trainer numProcPerNode", "auto", "'auto' is not of type 'integer'"),
     ("TrainJob", "spec trainer numProcPerNode", 0, "too small"),
     ("TrainJob", "spec trainer env", [{"name": "PET_NNODES", "value": "2"}], "are reserved"),
     ("TrainJob", "spec podTemplateOverrides", [], "'podTemplateOverrides' was unexpected"),
-    ("TrainJob", "metadata name", "a" * 64, "no label of RFC 1035"),
-    ("TrainingRuntime", "spec mlPolicy numNode", 2, "'numNode' was unexpected"),
     ("TrainingRuntime", "spec template spec replicatedJobs 0 template spec template spec container", [],
      "'container' was unexpected"),
 ]  # fmt: skip
@@ -173,12 +165,10 @@ def test_the_parts_of_a_manifest_fit_each_other(name):
         assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
         assert train_job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
         replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
-        assert replicated["name"] == container["name"] == "node", (
-            "else Kubeflow finds no container to tell where it stands"
-        )
-        assert replicated["template"]["metadata"]["labels"] == {
-            "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
-        }
+        # Else Kubeflow finds no container to tell where it stands.
+        assert replicated["name"] == container["name"] == "node"
+        labels = replicated["template"]["metadata"]["labels"]
+        assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
 # ---- a pod that is stopped ----------------------------------------------------------------------------------------
@@ -269,9 +259,8 @@ def test_two_pods_of_a_job_are_stopped_and_end_as_the_straight_run(launch, tmp_p
             pod = start_pod(launch, "job.yaml", index, tmp_path, *alone, host=hosts[index])
             if alone and index == 1:
                 pod.wait_for("Launching distributed training")
-            hosts[index].run(
-                "sh", "-c", f"grep -q {address} /etc/hosts || echo {hosts[0].address} {address} >> /etc/hosts"
-            )
+            named = f"grep -q {address} /etc/hosts || echo {hosts[0].address} {address} >> /etc/hosts"
+            hosts[index].run("sh", "-c", named)
             return pod
 
         def stop(pods):
