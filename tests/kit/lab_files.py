@@ -1,7 +1,7 @@
 """Files as people have them, each with its expected results, in tests/lab/files/KIND/NAME:
 
 input/         the files of a person
-COMMAND.yaml   the words of one command, and its error or its results: the fields of `Case`
+COMMAND.yaml   the words of one command, and its error or its results: the fields of a `Case`
 COMMAND.csv    the expected recordings, if any: a row for each step
 """
 
@@ -12,12 +12,48 @@ import itertools
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import pytest
 import yaml
 
+from formats.lab import windows
+
 FILES = Path(__file__).resolve().parents[1] / "lab" / "files"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command on the input of a folder.
+
+    data     the file or folder of `input` that the command reads
+    needs    a package that the command needs
+    error    a pattern of the one line of a refusal; the other fields are of a success
+    prints   texts of the output
+    """
+
+    folder: Path
+    command: str
+    data: str = "."
+    options: str = ""
+    needs: str = ""
+    error: str = ""
+    prints: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.folder.name}-{self.command}"
+
+    @property
+    def path(self) -> Path:
+        """Return the path that the command reads; skip the test if a package is missing."""
+        if self.needs:
+            pytest.importorskip(self.needs)
+        return self.folder / "input" / self.data
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.options, comments=True)
 
 
 class Recording(NamedTuple):
@@ -30,54 +66,75 @@ class Recording(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
-    """One command on the input of a folder.
+class RecordingCase(Case):
+    """Recordings of sensors or tracks, as COMMAND.csv lists them.
 
-    data     the file or folder of `input` that the command reads
-    needs    a package that the command needs
-    error    a pattern of the one line of a refusal; the other fields are of a success
-    prints   texts of the output
-    within   the largest deviation of a value from COMMAND.csv
+    classes  empty for recordings without labels
+    within   the largest deviation of a value
     lost     steps that deviate more, because their values are missing in the input
     """
 
-    folder: Path
-    command: str
-    data: str = "."
-    options: str = ""
-    needs: str = ""
-    error: str = ""
-    prints: list[str] = field(default_factory=list)
-    classes: list[str] = field(default_factory=list)
     rate_hz: float | None = None
+    classes: list[str] = field(default_factory=list)
     within: float = 1e-6
     lost: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.folder.name}-{self.command}"
-
-    @property
-    def words(self) -> list[str]:
-        return [str(self.folder / "input" / self.data), *shlex.split(self.options, comments=True)]
-
-    @property
-    def channels(self) -> list[str]:
+    def check(self, path: Path) -> None:
+        """Compare the recordings of a file with the expected ones."""
+        written = windows.read(path, 2, 1, labelled=bool(self.classes))
+        assert written.rate_hz == self.rate_hz and self.classes in ([], written.classes)
         with open(self.folder / f"{self.command}.csv", newline="") as file:
-            return next(csv.reader(file))[4:]
+            header, *rows = csv.reader(file)
+        assert written.channels == header[4:]
+        steps = [[*group] for _, group in itertools.groupby(rows, lambda row: row[0])]
+        expected = [Recording(*of_one[0][1:4], np.array(of_one)[:, 4:].astype(float)) for of_one in steps]
+        wrong = 0
+        for found, truth in zip(by_label(recordings_of(path)), by_label(expected), strict=True):
+            assert found[:3] == truth[:3] and found.signal.shape == truth.signal.shape
+            wrong += (np.abs(found.signal - truth.signal).max(1) > self.within).sum()
+        assert wrong == self.lost
+
+
+def by_label(recordings: list[Recording]) -> list[Recording]:
+    return sorted(recordings, key=lambda recording: recording[:2])
+
+
+def recordings_of(path: Path) -> list[Recording]:
+    """Return each recording of a file, as the har task reads them."""
+    labelled = "label" in np.load(path).files
+    found = windows.read(path, 2, 1, labelled)
+    unnamed = [""] * len(found)
+    labels = [found.classes[n] for n in found.labels] if labelled else unnamed
+    subjects = [found.subjects[g] for g in found.groups] if found.subjects else unnamed
+    sides = unnamed if found.val is None else np.where(found.val, "test", "train").tolist()
+    signals = np.split(found.signal, np.cumsum(found.lengths)[:-1])
+    return [*map(Recording, labels, subjects, sides, signals)]
+
+
+@dataclass(frozen=True)
+class LabelCase(Case):
+    """Annotations of one video.
+
+    video    its name
+    labels   the labels of its frames in order, such as [12 background, 3 groom]
+    offset   how the time offset of the file is treated
+    """
+
+    video: str = ""
+    labels: list[str] = field(default_factory=list)
+    offset: str = ""
 
     @property
-    def recordings(self) -> list[Recording]:
-        with open(self.folder / f"{self.command}.csv", newline="") as file:
-            _, *rows = csv.reader(file)
-        found = []
-        for _, of_one in itertools.groupby(rows, lambda row: row[0]):
-            steps = [*of_one]
-            signal = np.array([row[4:] for row in steps], dtype=np.float64)
-            found.append(Recording(*steps[0][1:4], signal))
-        return found
+    def names(self) -> list[str]:
+        """Return the label of each frame."""
+        runs = (run.split(" ", 1) for run in self.labels)
+        return [name for count, name in runs for _ in range(int(count))]
 
 
-def cases(kind: str) -> list[Case]:
+OneCase = TypeVar("OneCase", bound=Case)
+
+
+def cases(kind: str, case_type: type[OneCase]) -> list[OneCase]:
     """Return the commands of all folders of a kind."""
     paths = sorted((FILES / kind).glob("*/*.yaml"))
-    return [Case(path.parent, path.stem, **yaml.safe_load(path.read_text())) for path in paths]
+    return [case_type(path.parent, path.stem, **yaml.safe_load(path.read_text())) for path in paths]

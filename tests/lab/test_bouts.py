@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import launching, succeed
+from lab_files import FILES
 
 from engine.contract import LockstepError
 from formats.lab import behaviour, boris, boris_writer, bouts
@@ -246,11 +247,11 @@ def test_the_spreadsheet_has_the_five_columns_and_each_state_twice(tmp_path):
 
 
 def test_the_table_has_the_columns_of_boris_in_their_order():
-    from test_lab_files import AGGREGATED
-
     video = boris_writer.Video("a.mp4", 40, 20.0, [("groom", 2, 10)], {"this video was": "new"})
     rows = [*csv.reader(boris_writer.aggregated([video], ",").splitlines())]
-    own = [name for name in AGGREGATED if name != "Modifier #1"]
+    exported = FILES / "annotations/boris_aggregated/input/events.tsv"
+    columns = exported.read_text().splitlines()[0].split("\t")
+    own = [name for name in columns if name != "Modifier #1"]
     assert [name for name in rows[0] if name != "this video was"] == own
     row = dict(zip(*rows, strict=True))
     assert (row["Start (s)"], row["Stop (s)"], row["Image index stop"]) == ("0.1", "0.5", "10")

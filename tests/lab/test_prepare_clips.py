@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import succeed
+from conftest import ROOT, succeed
+from films import encode, gray_of, left
 from wheels import unpacked
 
 import tasks
@@ -23,28 +24,7 @@ from formats.lab.clips import Clips, split_by_video
 from formats.lab.videos import Cutting, slide
 from tools.lab import prepare_clips
 
-ROOT = Path(__file__).resolve().parents[2]
-NUM_FRAMES = 40
 HEAD = "video,start,label\n"
-
-
-def gray_of(number: int, video: int = 0) -> int:
-    """The gray level of a test video's frame: all frames of both videos differ by at least 2."""
-    return 10 + 5 * number + 2 * video
-
-
-def encode(path: Path, video: int = 0, height: int = 48, width: int = 64, rate: int | Fraction = 20) -> None:
-    """A lossless video: the left half has the frame's gray level, the right half is white."""
-    av = pytest.importorskip("av")
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.options = {"crf": "0", "g": "12", "bf": "2"}  # B frames and rare key frames: as hard as real ones
-        for number in range(NUM_FRAMES):
-            picture = np.full((height, width, 3), 255, np.uint8)
-            picture[:, : width // 2] = gray_of(number, video)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())
 
 
 @pytest.fixture
@@ -64,11 +44,6 @@ def prepare(tmp_path, capsys):
         return prepare_clips.main(words), *capsys.readouterr()
 
     return run
-
-
-def left(clips: Clips, trial: int) -> list[int]:
-    """The gray levels of a trial's frames at its left edge."""
-    return clips.__getitems__([trial])["x"][0, :, 0, 0].tolist()
 
 
 @pytest.mark.parametrize(

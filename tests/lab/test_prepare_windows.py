@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import succeed
-from lab_files import FILES, Recording, cases
+from lab_files import FILES, RecordingCase, cases, recordings_of
 from wheels import unpacked
 
 from formats.lab import windows
@@ -45,28 +45,14 @@ def refuse(tmp_path, prepare):
     return run
 
 
-def pieces(path: Path) -> list[Recording]:
-    """Return each recording that was written, as the har task reads them."""
-    found = windows.read(path, length=2, stride=1)
-    cuts = np.split(found.signal, np.cumsum(found.lengths)[:-1])
-    who = [found.subjects[g] if found.subjects else "" for g in found.groups]
-    sides = [""] * len(cuts)
-    if found.val is not None:
-        sides = ["test" if val else "train" for val in found.val]
-    labels = [found.classes[n] for n in found.labels]
-    return [*map(Recording, labels, who, sides, cuts)]
-
-
 # ---- files as people have them, and of the archives -------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases("sensors"), ids=str)
+@pytest.mark.parametrize("case", cases("sensors", RecordingCase), ids=str)
 def test_a_layout_is_read_at_the_first_try(tmp_path, capsys, case):
     """Each person's samples of each label, to the last digit that was written, and nothing else."""
-    if case.needs:
-        pytest.importorskip(case.needs)
     out = tmp_path / "out.npz"
-    code = prepare_windows.main([*case.words[:1], str(out), *case.words[1:]])
+    code = prepare_windows.main([str(case.path), str(out), *case.words])
     printed = capsys.readouterr()
     if case.error:
         assert code == 2 and re.search(f"^error: {case.error}", printed.err) and not out.exists()
@@ -74,18 +60,7 @@ def test_a_layout_is_read_at_the_first_try(tmp_path, capsys, case):
     assert code == 0, printed.err
     assert f"dataset.root={out} dataset.length=" in printed.out
     assert [text for text in case.prints if text not in printed.out] == []
-    written = windows.read(out, length=2, stride=1)
-    assert (written.rate_hz, written.classes) == (case.rate_hz, case.classes)
-    assert written.channels == case.channels
-    wrong = 0
-    for found, expected in zip(by_label(pieces(out)), by_label(case.recordings), strict=True):
-        assert found[:3] == expected[:3] and found.signal.shape == expected.signal.shape
-        wrong += (np.abs(found.signal - expected.signal).max(1) > case.within).sum()
-    assert wrong == case.lost
-
-
-def by_label(recordings: list[Recording]) -> list[Recording]:
-    return sorted(recordings, key=lambda recording: recording[:2])
+    case.check(out)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +118,7 @@ def test_windows_span_no_gap_no_hole_no_step_back_and_no_change_of_label(tmp_pat
 
     def spans(options: str) -> list[tuple[str, int, int]]:
         assert prepare("a.csv", f"{options} --length 20")[0] == 0
-        found = pieces(tmp_path / "out.npz")
+        found = recordings_of(tmp_path / "out.npz")
         return [(each.label, *each.signal[[0, -1], 0].round()) for each in found]
 
     walks = [("walk", 2, 199), ("walk", 200, 299)]
@@ -202,7 +177,7 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, coded, prepare, options,
     code, _, err = prepare("a.csv", f"{options} --length 10")
     assert code == 0, err
     assert windows.read(tmp_path / "out.npz", 10, 10).classes == [*classes]
-    found = pieces(tmp_path / "out.npz")
+    found = recordings_of(tmp_path / "out.npz")
     assert [len(each.signal) for each in found if each.label == "walk"] == steps_of_walk
 
 
@@ -230,7 +205,7 @@ def test_recordings_of_one_person_are_kept_apart_and_bad_lines_out(tmp_path, pre
     assert code == 0, err
     assert "recording session" in out and "119 samples" in out
     assert "a.csv: 1 lines are left out, the first: x is 'oops'" in out
-    found = np.concatenate([each.signal[:, 0] for each in pieces(tmp_path / "out.npz")])
+    found = np.concatenate([each.signal[:, 0] for each in recordings_of(tmp_path / "out.npz")])
     assert np.allclose(found, [1000 * d + n for d in (0, 1) for n in range(60)], atol=1e-3)
 
 
@@ -279,7 +254,7 @@ def test_the_command_line_filters_too_and_takes_the_label_of_the_nearest_sample(
     code, out, err = prepare("a.csv", "--rate 25 --length 50 --scale 3,1")
     assert code == 0, err
     assert "at 25 Hz" in out
-    found = pieces(tmp_path / "out.npz")
+    found = recordings_of(tmp_path / "out.npz")
     assert [(each.label, len(each.signal)) for each in found] == [("a", 250), ("b", 250)] * 2
     for label, _, _, signal in found:
         assert np.abs(signal[20:-20, 0]).max() < 0.02, "19 Hz would be one of 6 Hz"
@@ -287,7 +262,7 @@ def test_the_command_line_filters_too_and_takes_the_label_of_the_nearest_sample(
         ramp = begin + np.arange(250) / 25
         assert np.allclose(signal[10:-10, 1], ramp[10:-10], atol=2e-3)
     assert prepare("a.csv", "--length 50 --scale 3 --channels tone")[0] == 0
-    signal = pieces(tmp_path / "out.npz")[0].signal
+    signal = recordings_of(tmp_path / "out.npz")[0].signal
     assert np.abs(signal).max() == pytest.approx(3, abs=0.05)
 
 
