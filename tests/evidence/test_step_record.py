@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import TOY, succeed
+from conftest import ROOT, TOY, succeed
 from runs import same_bits, weights
-from test_the_idea import TERMS
 from torch import nn
 
 import tasks
@@ -16,6 +15,7 @@ from engine.comm import digests
 from engine.contract import sample_seeds, uniform
 from plugins.reporting.step_record import SIGNS, sketched
 
+TERMS = str(ROOT / "tests" / "tasks" / "terms.py")
 COMMON = ["log_every=2", "seed=3", "model.double=true"]
 WORDS = [TOY, "global_batch=12", "batch_size=3", "steps=4", *COMMON]
 

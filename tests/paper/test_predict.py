@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TOY, launching, succeed
+from conftest import ROOT, TOY, by_hand, launching, succeed
 from test_clips import pack
 from test_robot import TINY_ACT, record
 
@@ -26,6 +26,7 @@ from tools.lab import prepare_clips
 from tools.use import predict
 
 FPS = 20
+TOOL = "tools/predict.py"
 
 
 def film(path, moves, seed=0, rate=FPS, beside=0):
@@ -90,6 +91,17 @@ def table(path):
         return list(csv.DictReader(file))
 
 
+OWN = [f"{number}.mp4" for number in range(6)]
+
+
+def own_and_new(folder, new_rate=FPS):
+    """The run's own six videos, and a new one. Return their names."""
+    folder.mkdir()
+    for number, name in enumerate([*OWN, "new.mp4"]):
+        film(folder / name, np.arange(60) >= 30, seed=number, rate=FPS if name in OWN else new_rate)
+    return [*OWN, "new.mp4"]
+
+
 @pytest.mark.slow
 def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run, tmp_path):
     """Cropped and thinned out as the clips were, though nothing says so here."""
@@ -103,8 +115,8 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     film(recordings / "day 2" / "b.AVI", ~moves, seed=21)
     out = tmp_path / "said" / "table.csv"
     (tmp_path / "seen.csv").write_text("video,start_s,label\na.mp4,0,still\na.mp4,2.5,moving\na.mp4,4.5,sleep\n")
-    words = ["tools/predict.py", str(video_run), str(recordings), "--out", str(out)]
-    done = succeed(launch.python(*words, "--annotations", str(tmp_path / "seen.csv"), "--json"))
+    words = [TOOL, video_run, recordings, "--out", out]
+    done = succeed(launch.python(*words, "--annotations", tmp_path / "seen.csv", "--json"))
     said = json.loads(done.out)
     rows = table(out)
     assert [*rows[0]] == ["video", "frame", "time_s", "side", "label", "p_moving", "p_still"]
@@ -128,7 +140,7 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     hits = [*(label == "still" for label in mine[:9]), *(label == "moving" for label in mine[50:59])]
     assert about["as_annotated"] == round(np.mean(hits), 6) > 0.8 and "as_annotated" not in said["found"][1]
     again = succeed(launch.python(*words)).out
-    elsewhere = launch.python(*words[:2], str(recordings / "day 2"), "--annotations", str(tmp_path / "seen.csv"))
+    elsewhere = launch.python(*words[:2], recordings / "day 2", "--annotations", tmp_path / "seen.csv")
     assert elsewhere.code == 2 and "none of these videos is annotated" in elsewhere.err and "b.AVI" in elsewhere.err
     (second,) = {path for path in out.parent.iterdir() if path.is_dir()} - {folder}
     assert f"Wrote {out} and the ethograms in {second}/" in again, "the first pictures are as they were"
@@ -146,7 +158,7 @@ def test_a_box_of_ones_own_takes_the_place_of_the_trainings(launch, video_run, t
     def predicted(*box):
         """The probabilities of the frames of each video."""
         out = tmp_path / f"{len(box)}.csv"
-        succeed(launch.python("tools/predict.py", str(video_run), str(recordings), "--out", str(out), *box))
+        succeed(launch.python(TOOL, video_run, recordings, "--out", out, *box))
         rows = table(out)
         return [[row["p_moving"] for row in rows if row["video"] == name] for name in ("a.mp4", "b.mp4")]
 
@@ -160,26 +172,23 @@ def test_a_box_of_ones_own_takes_the_place_of_the_trainings(launch, video_run, t
 def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, video_run, tmp_path):
     """Six of the run's own, whose sides are those of the split, and a new one of a different frame rate."""
     recordings = tmp_path / "again"
-    recordings.mkdir()
-    names = [f"{number}.mp4" for number in range(6)]
-    for number, name in enumerate([*names, "new.mp4"]):
-        film(recordings / name, np.arange(60) >= 30, seed=number, rate=FPS if name in names else 30)
-    trials = [(name, label) for name in names for label in ("moving", "still") for _ in range(10)]
+    names = own_and_new(recordings, new_rate=30)
+    trials = [(name, label) for name in OWN for label in ("moving", "still") for _ in range(10)]
     videos, labels = (np.array(column) for column in zip(*trials, strict=True))
     trained_on = {*videos[split_by_video(videos, (labels == "still").astype(int), 0.2)[0]]}
-    rows = "".join(f"{name},0,still\n{name},40,moving\n" for name in [*names, "new.mp4"])
+    rows = "".join(f"{name},0,still\n{name},40,moving\n" for name in names)
     (tmp_path / "seen.csv").write_text(f"video,start,label\n{rows}")
-    words = ["tools/predict.py", str(video_run), str(recordings), "--annotations", str(tmp_path / "seen.csv")]
-    done = succeed(launch.python(*words, "--out", str(tmp_path / "a.csv")))
-    found = json.loads(succeed(launch.python(*words, "--out", str(tmp_path / "a.csv"), "--json")).out)["found"]
+    words = [TOOL, video_run, recordings, "--annotations", tmp_path / "seen.csv"]
+    done = succeed(launch.python(*words, "--out", tmp_path / "a.csv"))
+    found = json.loads(succeed(launch.python(*words, "--out", tmp_path / "a.csv", "--json")).out)["found"]
     assert 0 < len(trained_on) < 6
     assert {one["name"] for one in found if one["side"] == "trained on"} == trained_on
     assert {one["name"]: one["side"] for one in found if one["name"] not in trained_on} == {
-        name: "new" if name == "new.mp4" else "held out" for name in {*names, "new.mp4"} - trained_on
+        name: "new" if name == "new.mp4" else "held out" for name in {*names} - trained_on
     }
     in_table = {row["video"]: row["side"] for row in table(tmp_path / "a.csv")}
     assert in_table == {one["name"]: one["side"] for one in found}
-    plain = succeed(launch.python(*words[:3], "--out", str(tmp_path / "b.csv")))  # without annotations, too
+    plain = succeed(launch.python(*words[:3], "--out", tmp_path / "b.csv"))  # without annotations, too
     assert all(re.search(rf"^  {name} .*  {side}$", plain.out, re.M) for name, side in in_table.items())
     assert {row["video"]: row["side"] for row in table(tmp_path / "b.csv")} == in_table and "mean" not in plain.out
     mean = np.mean([one["as_annotated"] for one in found if one["name"] not in trained_on])
@@ -192,18 +201,15 @@ def test_bouts_of_videos_and_a_smoothing_of_those_that_were_validated(launch, vi
     """Six of the run's own and a new one, annotated as BORIS does; only what was not trained on is scored."""
     run, recordings = tmp_path / "run", tmp_path / "again"
     shutil.copytree(video_run, run, symlinks=True)
-    recordings.mkdir()
-    names = [*(f"{number}.mp4" for number in range(6)), "new.mp4"]
-    rows = []
-    for number, name in enumerate(names):
-        film(recordings / name, np.arange(60) >= 30, seed=number)
-        times = [("still", 0, 1.5), ("moving", 1.5, 3)]
-        rows += [f"{name},m,{what},STATE,{start},{stop},20" for what, start, stop in times]
+    names, rows = own_and_new(recordings), []
+    for name in names:
+        for what, start, stop in (("still", 0, 1.5), ("moving", 1.5, 3)):
+            rows.append(f"{name},m,{what},STATE,{start},{stop},20")
     header = "Media file name,Subject,Behavior,Behavior type,Start (s),Stop (s),FPS (frame/s)"
     (tmp_path / "seen.csv").write_text("\n".join([header, *rows]))
-    seen = [str(recordings), "--annotations", str(tmp_path / "seen.csv")]
-    out = ["--out", str(tmp_path / "p.csv"), "--bouts", str(tmp_path / "b.csv"), "--json"]
-    words = ["tools/predict.py", str(run), *seen, *out, "--events", str(tmp_path / "e.csv")]
+    seen = [recordings, "--annotations", tmp_path / "seen.csv"]
+    out = ["--out", tmp_path / "p.csv", "--bouts", tmp_path / "b.csv", "--json"]
+    words = [TOOL, run, *seen, *out, "--events", tmp_path / "e.csv"]
     said = json.loads(succeed(launch.python(*words)).out)
     sides = {one["name"]: one["side"] for one in said["found"]}
     counts = {side: [*sides.values()].count(side) for side in ("held out", "new")}
@@ -212,24 +218,21 @@ def test_bouts_of_videos_and_a_smoothing_of_those_that_were_validated(launch, vi
     assert {row["source"]: row["side"] for row in table(tmp_path / "b.csv")} == sides
     events = table(tmp_path / "e.csv")
     assert {row["Media file name"]: row["this video was"] for row in events} == sides
-    done = launch.python("tools/decide.py", str(run), *seen)
+    done = launch.python("tools/decide.py", run, *seen)
     assert done.code == 2 and "no folder" in done.err, "the temperature is of the clips, which are gone"
-    done = succeed(launch.python("tools/decide.py", str(run), *seen, "--only-smoothing"))
+    done = succeed(launch.python("tools/decide.py", run, *seen, "--only-smoothing"))
     held_out = [name for name in names if sides[name] == "held out"]
     assert f"in {', '.join(held_out)}" in done.out and "temperature" not in done.out
     (kept,) = run.glob("*.decision.json")
     about = json.loads(kept.read_text())
-    assert (
-        about["about"]["bout_f1"]
-        >= about["about"]["bout_f1_without"]
-        == pytest.approx(said["bouts"]["held out"]["all"]["overlap_f1"])
-    )
+    smoothed, without = (about["about"][name] for name in ("bout_f1", "bout_f1_without"))
+    assert smoothed >= without == pytest.approx(said["bouts"]["held out"]["all"]["overlap_f1"])
     assert about["temperature"] is None
-    done = launch.python("tools/decide.py", str(run), str(recordings), "--only-smoothing")
+    done = launch.python("tools/decide.py", run, recordings, "--only-smoothing")
     assert done.code == 2 and "nothing says what is seen in the videos (--annotations)" in done.err
     packed = tmp_path / "packed"
     pack(packed, [("v", "still"), ("w", "moving")], ["still", "moving"], (5, 16, 16))
-    done = launch.python("tools/predict.py", str(run), str(packed), "--bouts", str(tmp_path / "c.csv"))
+    done = launch.python(TOOL, run, packed, "--bouts", tmp_path / "c.csv")
     assert done.code == 2 and "a packed folder has trials, and no frames in a row" in done.err
 
 
@@ -255,13 +258,13 @@ def test_what_cannot_be_read_is_left_out_and_named(launch, video_run, tmp_path):
     (tmp_path / "torn.mp4").write_bytes((tmp_path / "good.mp4").read_bytes()[:300])
     (tmp_path / "notes.txt").write_text("no video")
     out = tmp_path / "out.csv"
-    done = launch.python("tools/predict.py", str(video_run), str(tmp_path), "--out", str(out))
+    done = launch.python(TOOL, video_run, tmp_path, "--out", out)
     assert done.code == 5 and {row["video"] for row in table(out)} == {"good.mp4"}
     warnings = [line for line in done.err.splitlines() if line.startswith("warning: left out")]
     assert len(warnings) == 2 and "fewer frames than a trial, which has 9" in warnings[0] and "torn.mp4" in warnings[1]
     (tmp_path / "good.mp4").unlink()
     out.unlink()
-    done = launch.python("tools/predict.py", str(video_run), str(tmp_path), "--out", str(out))
+    done = launch.python(TOOL, video_run, tmp_path, "--out", out)
     assert done.code == 5 and "not one video could be read" in done.err and not out.exists()
 
 
@@ -269,21 +272,20 @@ def test_what_cannot_be_read_is_left_out_and_named(launch, video_run, tmp_path):
 def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
     """The same answers as an evaluation of that folder gives."""
     film(tmp_path / "new.mp4", np.arange(60) >= 30, seed=9)
-    prepared(
-        tmp_path, tmp_path / "packed", [("new.mp4", at, "moving" if at % 4 else "still") for at in range(0, 50, 2)]
-    )
+    trials = [("new.mp4", at, "moving" if at % 4 else "still") for at in range(0, 50, 2)]
+    prepared(tmp_path, tmp_path / "packed", trials)
     out = tmp_path / "out.csv"
-    succeed(launch.python("tools/predict.py", str(video_run), str(tmp_path / "packed"), "--out", str(out)))
+    succeed(launch.python(TOOL, video_run, tmp_path / "packed", "--out", out))
     rows, truth = table(out), table(tmp_path / "packed" / "trials.csv")
     assert [row["trial"] for row in rows] == [row["trial"] for row in truth]
     assert [*rows[0]][:4] == ["video", "trial", "side", "label"] and {row["side"] for row in rows} == {"new"}
-    words = ["tools/evaluate.py", str(video_run), f"dataset.root={tmp_path / 'packed'}", "--split=all", "--json"]
+    words = ["tools/evaluate.py", video_run, f"dataset.root={tmp_path / 'packed'}", "--split=all", "--json"]
     scored = json.loads(succeed(launch.python(*words)).out)
     hits = np.mean([mine["label"] == theirs["label"] for mine, theirs in zip(rows, truth, strict=True)])
     assert scored["metrics"]["accuracy"] == hits and 0.2 < hits < 0.8
-    names = ["0.avi", *(f"{number}.mp4" for number in range(1, 6)), "7.mp4"]
+    names = ["0.avi", *OWN[1:], "7.mp4"]
     pack(tmp_path / "again", [(name, "still") for name in names], ["still", "moving"], (5, 16, 16))
-    words = ["tools/predict.py", str(video_run), str(tmp_path / "again"), "--out", str(tmp_path / "again.csv")]
+    words = [TOOL, video_run, tmp_path / "again", "--out", tmp_path / "again.csv"]
     done = succeed(launch.python(*words))
     sides = [row["side"] for row in table(tmp_path / "again.csv")]
     assert sides[-1] == "new" and {*sides[:-1]} == {"trained on", "held out"}
@@ -291,7 +293,7 @@ def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
     assert re.search(", ".join(f"{count} {side}" for side, count in counts.items()) + "$", done.out, re.M)
     assert json.loads(succeed(launch.python(*words, "--json")).out)["found"][0]["sides"] == counts
     pack(tmp_path / "larger", [("v", "still")], ["still", "moving"], (5, 32, 32))
-    done = launch.python("tools/predict.py", str(video_run), str(tmp_path / "larger"), "--out", str(out))
+    done = launch.python(TOOL, video_run, tmp_path / "larger", "--out", out)
     assert done.code == 2 and "clips of 5 x 32 x 32, the model was trained on clips of 5 x 16 x 16" in done.err
     assert len(table(out)) == len(rows), "the table before is as it was"
 
@@ -307,22 +309,17 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
     shutil.copy(har_run / "config.yaml", old)
     state = torch.load(har_run / "last.pt", weights_only=True)
     torch.save({name: value for name, value in state.items() if name != "known"}, old / "last.pt")
-    words = ["tools/predict.py", str(har_run), "--stride", "100"]
-    for run, data, out in (
-        (har_run, "new.npz", "new.csv"),
-        (har_run, SHIPPED, "whole.csv"),
-        (old, "new.npz", "old.csv"),
-    ):
-        there = [str(run), str(tmp_path / data), *words[2:], "--out", str(tmp_path / out)]
+    words = [TOOL, har_run, "--stride", "100"]
+    made = (har_run, "new.npz", "new.csv"), (har_run, SHIPPED, "whole.csv"), (old, "new.npz", "old.csv")
+    for run, data, out in made:
+        there = [run, tmp_path / data, *words[2:], "--out", tmp_path / out]
         done = succeed(launch.python(words[0], *there))
         assert "Using device" not in done.out + done.err, "nothing of what a training prints"
     assert (tmp_path / "old.csv").read_text() == (tmp_path / "new.csv").read_text()
     rows, whole = table(tmp_path / "new.csv"), table(tmp_path / "whole.csv")
     assert [*rows[0]][:5] == ["file", "recording", "start", "time_s", "label"] and "p_TRAP" in rows[0]
-    assert {(row["subject"] in ("9", "10"), row["side"]) for row in whole} == {
-        (True, "held out"),
-        (False, "trained on"),
-    }
+    sides = {(row["subject"] in ("9", "10"), row["side"]) for row in whole}
+    assert sides == {(True, "held out"), (False, "trained on")}
     counts = [(length - 128) // 100 + 1 for length in new["lengths"]]
     assert [(int(row["recording"]), int(row["start"])) for row in rows] == [
         (recording, 100 * n) for recording, count in enumerate(counts) for n in range(count)
@@ -338,21 +335,18 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
         ({"channels": np.array("ay ax az wx wy wz".split())}, "6 channels ay ax az wx wy wz, the model was trained on"),
     ):
         np.savez(tmp_path / "new.npz", **(new | change))
-        done = launch.python(*words[:2], str(tmp_path / "new.npz"), "--out", str(tmp_path / "new.csv"))
+        done = launch.python(*words[:2], tmp_path / "new.npz", "--out", tmp_path / "new.csv")
         assert done.code == 2 and says in done.err and len(done.errors) == 1
 
 
-def test_one_process_and_one_kind_of_name(launch, har_run, tmp_path):
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-    done = launch.python("tools/predict.py", str(har_run), str(SHIPPED), **alone)
+def test_predictions_are_made_by_one_process(launch, har_run):
+    done = launch.python(TOOL, har_run, SHIPPED, **by_hand(0, "9"))
     assert done.code == 2 and "predictions are made by one process" in done.err and len(done.errors) == 1
-    done = launch.python("tools/predict.py", str(har_run), str(SHIPPED), "--out", str(tmp_path / "data.npz"))
-    assert done.code == 2 and "give one that ends in .csv" in done.err and not (tmp_path / "data.npz").exists()
 
 
 def test_what_is_of_a_training_only_is_not_of_a_score(launch, har_run):
     """Neither its time limit nor its warm-up, which is longer than the run's four steps."""
-    done = succeed(launch.python("tools/evaluate.py", str(har_run), "--split", "all", "max_time_s=0.001"))
+    done = succeed(launch.python("tools/evaluate.py", har_run, "--split", "all", "max_time_s=0.001"))
     assert "\n  count     508\n" in done.out and "\n  macro_f1 " in done.out and "warning" not in done.out
 
 
@@ -376,19 +370,19 @@ class Task(Toy):
 def test_every_task_with_the_method_writes_a_table_or_arrays(launch, tmp_path):
     """Numbers, tables, texts, and as many numbers as there are, of 23 samples in batches of 4."""
     (tmp_path / "said.py").write_text(SAID)
-    words = [str(tmp_path / "said.py"), "steps=3", "amp=off", f"save_dir={tmp_path / 'run'}"]
+    words = [tmp_path / "said.py", "steps=3", "amp=off", f"save_dir={tmp_path / 'run'}"]
     succeed(launch.python("train.py", *words))
-    words = ["tools/predict.py", str(tmp_path / "run"), "eval_batch_size=4", "--split", "val", "--out"]
-    done = succeed(launch.python(*words, str(tmp_path / "a.csv"), "--json"))
+    words = [TOOL, tmp_path / "run", "eval_batch_size=4", "--split", "val", "--out"]
+    done = succeed(launch.python(*words, tmp_path / "a.csv", "--json"))
     rows = table(tmp_path / "a.csv")
     outs, tables = [f"out_{n}" for n in range(4)], [f"table_{i}_{k}" for i in range(2) for k in range(2)]
     header = ["index", *outs, *tables, "positive", "name", "some"]
     about = {"predictions": str(tmp_path / "a.csv"), "rows": 23, "columns": header}
     assert [*rows[0]] == header and json.loads(done.out) == about
     for name in ("predictions.csv", "predictions_2.csv"):
-        assert f"Wrote {name}" in succeed(launch.python(str(ROOT / words[0]), *words[1:-1], cwd=tmp_path)).out
+        assert f"Wrote {name}" in succeed(launch.python(ROOT / words[0], *words[1:-1], cwd=tmp_path)).out
         assert table(tmp_path / name) == rows, "without a name none that is there is replaced"
-    succeed(launch.python(*words, str(tmp_path / "a.npz")))
+    succeed(launch.python(*words, tmp_path / "a.npz"))
     arrays = np.load(tmp_path / "a.npz")
     assert arrays["index"].tolist() == [int(row["index"]) for row in rows] == [*range(23)]
     assert arrays["out"].shape == (23, 4) and arrays["table"].shape == (23, 2, 2) and arrays["positive"].dtype == bool
@@ -403,9 +397,9 @@ def test_every_task_with_the_method_writes_a_table_or_arrays(launch, tmp_path):
 
 @pytest.mark.slow
 def test_the_labels_of_a_split_are_those_of_its_evaluation(launch, har_run, tmp_path):
-    done = succeed(launch.python("tools/predict.py", str(har_run), "--split", "val", "--out", str(tmp_path / "a.csv")))
+    done = succeed(launch.python(TOOL, har_run, "--split", "val", "--out", tmp_path / "a.csv"))
     rows = table(tmp_path / "a.csv")
-    scored = json.loads(succeed(launch.python("tools/evaluate.py", str(har_run), "--json")).out)
+    scored = json.loads(succeed(launch.python("tools/evaluate.py", har_run, "--json")).out)
     predicted = np.sum(scored["confusion"], 0).tolist()
     assert [sum(row["label"] == name for row in rows) for name in scored["classes"]] == predicted
     assert [*rows[0]] == ["index", "label", *(f"p_{name}" for name in scored["classes"])]
@@ -418,30 +412,33 @@ def test_what_a_robot_would_do_at_each_frame(launch, tmp_path):
     root = {name: record(tmp_path / name, episodes) for name, episodes in (("old", 4), ("new", 2))}
     words = ["train.py", "robot", "policy.type=act", *TINY_ACT, "dataset.cache=none", "batch_size=4", "steps=2"]
     succeed(launch.python(*words, f"dataset.root={root['old']}", f"save_dir={tmp_path / 'run'}"))
-    how, out = ["tools/predict.py", str(tmp_path / "run"), "--out"], tmp_path / "a.npz"
-    for more, episodes in ((["--split", "train"], 3), ([str(root["new"])], 2)):
-        succeed(launch.python(*how, str(out), *more))
+    how, out = [TOOL, tmp_path / "run", "--out"], tmp_path / "a.npz"
+    for more, episodes in ((["--split", "train"], 3), ([root["new"]], 2)):
+        succeed(launch.python(*how, out, *more))
         arrays = np.load(out)
         frames = [(e, n) for e in sorted({*arrays["episode"].tolist()}) for n in range(9 + e)]
         assert [*zip(arrays["episode"].tolist(), arrays["frame"].tolist(), strict=True)] == frames
         assert len({e for e, _ in frames}) == episodes and arrays["action"].shape == (len(frames), 6, 3)
         assert np.isfinite(arrays["action"]).all()
-    succeed(launch.python(*how, str(tmp_path / "a.csv"), str(root["new"])))
+    succeed(launch.python(*how, tmp_path / "a.csv", root["new"]))
     first, *_ = table(tmp_path / "a.csv")
     assert float(first["action_5_2"]) == pytest.approx(arrays["action"][0, 5, 2], rel=1e-5) and first["episode"] == "0"
 
 
 def test_what_cannot_be_predicted_is_said(launch, har_run, tmp_path):
-    succeed(launch.python("train.py", TOY, "steps=1", f"save_dir={tmp_path / 'toy'}"))
-    for words, said in (
-        ([str(tmp_path / "toy"), "--split", "val"], "this task predicts nothing (task): give it a method `predict`"),
-        ([str(tmp_path / "toy"), "new.csv"], "toy.py takes no path of data (new.csv): give --split"),
-        ([str(har_run), "--split", "val", "--stride", "3"], "it is for new videos and recordings (--stride)"),
-        ([str(har_run), "--split", "val", "--out", "a.txt"], "give one that ends in .csv or .npz"),
-        ([str(har_run), str(SHIPPED), "--annotations", "a.csv"], "only videos have frames to annotate"),
+    toy = tmp_path / "toy"
+    succeed(launch.python("train.py", TOY, "steps=1", f"save_dir={toy}"))
+    for said, *words in (
+        ("this task predicts nothing (task): give it a method `predict`", toy, "--split", "val"),
+        ("toy.py takes no path of data (new.csv): give --split", toy, "new.csv"),
+        ("it is for new videos and recordings (--stride)", har_run, "--split", "val", "--stride", "3"),
+        ("give one that ends in .csv or .npz", har_run, "--split", "val", "--out", "a.txt"),
+        ("give one that ends in .csv", har_run, SHIPPED, "--out", tmp_path / "data.npz"),
+        ("only videos have frames to annotate", har_run, SHIPPED, "--annotations", "a.csv"),
     ):
-        done = launch.python("tools/predict.py", *words)
+        done = launch.python(TOOL, *words)
         assert done.code == 2 and len(done.errors) == 1 and said in done.errors[0], done.err
+    assert not (tmp_path / "data.npz").exists()
 
 
 # ---- the sliding trials alone ----
@@ -483,9 +480,8 @@ def test_a_frame_is_what_its_trials_say_on_average(count, every, stride):
     cutting = Cutting(5, every, None, 2)
     frames = np.random.default_rng(0).integers(0, 256, (count, 2, 2), dtype=np.uint8)
     found = slide(iter(frames), cutting, stride, brightness, batch_size=4)
-    starts = (
-        sorted({*range(0, count - cutting.span + 1, stride), count - cutting.span}) if count >= cutting.span else []
-    )
+    last = count - cutting.span
+    starts = sorted({*range(0, last + 1, stride), last}) if last >= 0 else []
     assert len(found) == (count if starts else 0)
     for n in range(len(found)):
         mine = [brightness(torch.tensor(frames[None, at : at + 1]))[0] for at in starts if at <= n < at + cutting.span]
@@ -495,14 +491,13 @@ def test_a_frame_is_what_its_trials_say_on_average(count, every, stride):
 def test_a_trial_has_every_nth_frame():
     """And a batch as many trials as it may."""
     asked = []
+
+    def model(x):
+        asked.append(x[..., 0, 0].tolist())
+        return np.ones((len(x), 2))
+
     frames = np.arange(31, dtype=np.uint8)[:, None, None]
-    slide(
-        iter(frames),
-        Cutting(3, 4, None, 1),
-        5,
-        lambda x: asked.append(x[..., 0, 0].tolist()) or np.ones((len(x), 2)),
-        3,
-    )
+    slide(iter(frames), Cutting(3, 4, None, 1), 5, model, batch_size=3)
     starts = [0, 5, 10, 15, 20, 22]
     assert asked == [[[at, at + 4, at + 8] for at in starts[n : n + 3]] for n in (0, 3)]
 
@@ -579,9 +574,8 @@ def test_the_axis_of_an_ethogram_is_of_time():
 
 def test_trials_become_frames_of_a_video(tmp_path):
     """Windows start where labels do, with the length of the model's own; other classes and unseen ones are nothing."""
-    (tmp_path / "seen.csv").write_text(
-        "video,center,label\na.mp4,4,walk\na.mp4,12,rest\na.mp4,20,sleep\nb.mp4,5,rest\n"
-    )
+    rows = ["video,center,label", "a.mp4,4,walk", "a.mp4,12,rest", "a.mp4,20,sleep", "b.mp4,5,rest"]
+    (tmp_path / "seen.csv").write_text("\n".join(rows))
     plan, _ = prepare_clips.read_annotations(tmp_path / "seen.csv", Cutting(3, 2, None, 8), [])
     found = plan.class_of_frames("a.mp4", 30.0, 24, ["rest", "walk"])
     assert found.tolist() == [-1] * 2 + [1] * 5 + [-1] * 3 + [0] * 5 + [-1] * 9

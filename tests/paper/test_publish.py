@@ -6,7 +6,9 @@ import re
 import shlex
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 import yaml
 from conftest import ROOT, TOY, launching, succeed
 from runs import records
+from tampering import copied, delete_checkpoints
 from test_clips import pack
 from test_robot import TINY_ACT, record
 
@@ -169,17 +172,16 @@ def test_the_hub_reads_the_card_and_no_name_breaks_it(places):
     assert set(data) == {"license", "library_name", "tags", "metrics", "model-index"}, "no name has added a key"
     assert list(json_of(places / "har/labels.json")["id2label"].values()) == sorted(ODD)
     lines = text.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.endswith("---: |")]
     for name in (*ODD, *PEOPLE):  # a row of its own, of as many cells as its head
-        rows = [
-            line for line in lines if line.startswith(f"| {model_card.escaped(name)} |") and not line.endswith("---: |")
-        ]
+        begin = f"| {model_card.escaped(name)} |"
+        rows = [number for number, line in enumerate(lines) if line.startswith(begin) and number not in heads]
         assert rows, name
         for row in rows:
-            head = next(line for line in reversed(lines[: lines.index(row)]) if line.endswith("---: |"))
-            assert len(re.findall(r"(?<!\\)\|", row)) == head.count("|") > 3
-    assert not [line for line in lines if line.startswith(("# title", "license:"))] and "<b>" not in text.replace(
-        "\\<b", ""
-    )
+            head = max(number for number in heads if number < row)
+            assert len(re.findall(r"(?<!\\)\|", lines[row])) == lines[head].count("|") > 3
+    assert not [line for line in lines if line.startswith(("# title", "license:"))]
+    assert not re.search(r"(?<!\\)<b>", text)
 
     data, text, results = card_of(places / "own")
     assert data["license"] == "other" and data["license_name"] == "lab: |" and data["license_link"] == "LICENSE.md"
@@ -198,9 +200,8 @@ def test_the_numbers_are_those_of_the_other_tools(launch, places):
         found = json_of(folder / "eval_results.json")
         assert found["validation"]["metrics"] == scored["metrics"] and found["step"] == scored["step"]
         kept = json_of(folder / "provenance.json")
-        assert {**kept, "checkpoint": ""} == {**seen, "checkpoint": ""} and kept["root"] in (
-            folder / "README.md"
-        ).read_text()
+        assert {**kept, "checkpoint": ""} == {**seen, "checkpoint": ""}
+        assert kept["root"] in (folder / "README.md").read_text()
         proof = json_of(folder / "proof.json")
         assert proof["trained_weights_sha256"][:16] == scored["sha256"]["weights"]
         by = found["validation"]["per_source"]
@@ -209,21 +210,13 @@ def test_the_numbers_are_those_of_the_other_tools(launch, places):
 
 
 def test_nothing_private_is_in_it(places):
+    secrets = [places, ROOT, Path.home(), socket.gethostname(), "hunter2", "entity", "save_dir", "\nresume:"]
+    long = [str(secret).encode() for secret in secrets if len(str(secret)) >= 4]
     for name, more in (("har", set()), ("own", {"own.py"})):
         assert {path.name for path in (places / name).iterdir()} == FILES | more
         for path in (places / name).iterdir():
             content = path.read_bytes()
-            for secret in (
-                places,
-                ROOT,
-                Path.home(),
-                socket.gethostname(),
-                "hunter2",
-                "entity",
-                "save_dir",
-                "\nresume:",
-            ):
-                assert len(str(secret)) < 4 or str(secret).encode() not in content, (path, secret)
+            assert not [secret for secret in long if secret in content], path
     config = yaml.safe_load((places / "har/config.yaml").read_text())
     assert config["dataset"]["root"] == "data.npz" and config["dataset"]["val_subjects"] == ["5", "6"]
     assert yaml.safe_load((places / "own/config.yaml").read_text())["task"] == "own.py"
@@ -325,18 +318,26 @@ def test_a_program_in_it_is_trusted_by_name_only(launch, places, tmp_path):
     assert not [*tmp_path.rglob("ran")]
 
 
+class Damage(NamedTuple):
+    """What is done to a folder, and what is said of it."""
+
+    do: Callable[[Path], object]
+    says: str
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
 DAMAGES = {
-    "a flipped bit": (lambda f: flip(f / "model.safetensors", -5), "SHA-256 of the weights is"),
-    "cut short": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
-        "damaged",
-    ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "no config": (lambda f: (f / "config.yaml").unlink(), "No such file"),
-    "no JSON": (lambda f: (f / "checkpoint.json").write_text("{"), "damaged, or not whole"),
-    "another's JSON": (lambda f: (f / "checkpoint.json").write_text("{}"), "damaged, or not whole"),
-    "newer": (lambda f: change(f / "checkpoint.json", layout=2), "its layout is 2, this version reads 1"),
-    "another name": (lambda f: change(f / "checkpoint.json", names=["x"]), "damaged, or not whole"),
+    "a flipped bit": Damage(lambda f: flip(f / "model.safetensors", -5), "SHA-256 of the weights is"),
+    "cut short": Damage(lambda f: cut_short(f / "model.safetensors"), "damaged"),
+    "no weights": Damage(lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "no config": Damage(lambda f: (f / "config.yaml").unlink(), "No such file"),
+    "no JSON": Damage(lambda f: (f / "checkpoint.json").write_text("{"), "damaged, or not whole"),
+    "another's JSON": Damage(lambda f: (f / "checkpoint.json").write_text("{}"), "damaged, or not whole"),
+    "newer": Damage(lambda f: change(f / "checkpoint.json", layout=2), "its layout is 2, this version reads 1"),
+    "another name": Damage(lambda f: change(f / "checkpoint.json", names=["x"]), "damaged, or not whole"),
 }
 
 
@@ -353,9 +354,9 @@ def change(path, **what):
 @pytest.mark.parametrize("case", DAMAGES)
 def test_a_damaged_folder_is_refused(places, tmp_path, case):
     shutil.copytree(places / "har", tmp_path / "har")
-    damage, said = DAMAGES[case]
-    damage(tmp_path / "har")
-    with pytest.raises(LockstepError, match=re.escape(said)) as error:
+    damage = DAMAGES[case]
+    damage.do(tmp_path / "har")
+    with pytest.raises(LockstepError, match=re.escape(damage.says)) as error:
         published.as_run(tmp_path / "har")
     assert str(tmp_path / "har") in str(error.value) and "\n" not in str(error.value)
 
@@ -363,43 +364,44 @@ def test_a_damaged_folder_is_refused(places, tmp_path, case):
 # ---- refused ----
 
 
-def refusals(places):
-    mit = ["--license", "mit"]
-    return {
-        "no license": (["har_run"], "nobody may use a model without a license (--license): give one such as mit"),
-        "other": (["har_run", "--license", "other"], "which other license? (--license): give --license-name"),
-        "name": (["har_run", *mit, "--license-name", "x"], "mit needs no name and no link"),
-        "no ID": (["har_run", "--license", "MIT License"], "'MIT License' is no license ID of the Hub"),
-        "tag": (["har_run", *mit, "--tag", "a\nb"], "'a\\nb' is no name on the Hub (--tag)"),
-        "source": (["har_run", *mit, "--source", "x"], "'x' is no URL"),
-        "no run": (["nothing", *mit], "no run at"),
-        "no checkpoint": (["empty", *mit], "the run has no checkpoint yet"),
-        "damaged": (["damaged", *mit], "the checkpoint is damaged: SHA-256 is"),
-        "no metadata": (["toy_run", *mit], "the task has no `metadata`"),
-        "no study": (["har_run", *mit, "--study", str(places)], "no results of a study"),
-        "shipped": (["har_run", *mit, "--with-task"], "the task har comes with Lockstep (--with-task): drop it"),
-    }
+class Refusal(NamedTuple):
+    says: str
+    run: str
+    words: list[str]
+
+
+MIT = ["--license", "mit"]
+REFUSALS = [
+    Refusal("nobody may use a model without a license (--license): give one such as mit", "har_run", []),
+    Refusal("which other license? (--license): give --license-name", "har_run", ["--license", "other"]),
+    Refusal("mit needs no name and no link", "har_run", [*MIT, "--license-name", "x"]),
+    Refusal("'MIT License' is no license ID of the Hub", "har_run", ["--license", "MIT License"]),
+    Refusal("'a\\nb' is no name on the Hub (--tag)", "har_run", [*MIT, "--tag", "a\nb"]),
+    Refusal("'x' is no URL", "har_run", [*MIT, "--source", "x"]),
+    Refusal("no run at", "nothing", MIT),
+    Refusal("the run has no checkpoint yet", "empty", MIT),
+    Refusal("the checkpoint is damaged: SHA-256 is", "damaged", MIT),
+    Refusal("the task has no `metadata`", "toy_run", MIT),
+    Refusal("no results of a study", "har_run", [*MIT, "--study", str(ROOT / "docs")]),
+    Refusal("the task har comes with Lockstep (--with-task): drop it", "har_run", [*MIT, "--with-task"]),
+    Refusal("exists", "har_run", [*MIT, "--to", str(ROOT / "docs")]),
+    Refusal("is no name for a model", "har_run", [*MIT, "--to", "a b"]),
+]
 
 
 def test_what_cannot_be_published_is_said_before_anything_is_written(launch, places, tmp_path):
     succeed(launch.train(TOY, "steps=1", "device=cpu", f"save_dir={tmp_path / 'toy_run'}"))
-    for name in ("empty", "damaged"):
-        shutil.copytree(places / "har_run", tmp_path / name, symlinks=True)
-    for path in (tmp_path / "empty").glob("*.pt"):
-        path.unlink()
-    (tmp_path / "empty/manifest.json").unlink()
+    for name in ("har_run", "empty", "damaged"):
+        copied(places / "har_run", tmp_path / name)
+    delete_checkpoints(tmp_path / "empty")
     for path in (tmp_path / "damaged").glob("*.pt"):
         if not path.is_symlink():
             flip(path, path.stat().st_size // 2)
-    shutil.copytree(places / "har_run", tmp_path / "har_run", symlinks=True)
     before = sorted(os.listdir(tmp_path))
-    for case, ((run, *words), said) in refusals(places).items():
+    for says, run, words in REFUSALS:
         done = launch.python(TOOL, tmp_path / run, "--to", tmp_path / "out", *words, "device=cpu")
-        assert done.code in (2, 3) and len(done.errors) == 1 and said in done.err, (case, done.err)
-        assert sorted(os.listdir(tmp_path)) == before, case
-    for out, said in ((places / "har", "exists"), (tmp_path / "a b", "is no name for a model")):
-        done = launch.python(TOOL, tmp_path / "har_run", "--to", out, "--license", "mit")
-        assert done.code == 2 and said in done.errors[0]
+        assert done.code in (2, 3) and len(done.errors) == 1 and says in done.err, (says, done.err)
+        assert sorted(os.listdir(tmp_path)) == before, says
 
 
 def test_it_is_written_whole_or_not_at_all(places, tmp_path, monkeypatch):
@@ -464,19 +466,10 @@ def test_of_clips_and_of_a_robot(launch, places, tmp_path):
     words = ["video", "model.width=4", "dataset.frames=3", "steps=2", "batch_size=8", "optim.ema_decay=0.5"]
     words += [f"dataset.root={tmp_path / 'packed'}"]
     old, new = (record(tmp_path / name, episodes) for name, episodes in (("old", 4), ("new", 2)))
-    robot = [
-        "robot",
-        "policy.type=act",
-        *TINY_ACT,
-        "dataset.cache=none",
-        "batch_size=4",
-        "steps=2",
-        f"dataset.root={old}",
-    ]
-    for name, settings, data, out in (
-        ("clips", words, tmp_path / "packed", "a.csv"),
-        ("policy", robot, new, "a.npz"),
-    ):
+    robot = ["robot", "policy.type=act", *TINY_ACT, "batch_size=4", "steps=2"]
+    robot += [f"dataset.root={old}", "dataset.cache=none"]
+    published_of = ("clips", words, tmp_path / "packed", "a.csv"), ("policy", robot, new, "a.npz")
+    for name, settings, data, out in published_of:
         succeed(launch.train(*settings, "device=cpu", f"save_dir={tmp_path / f'{name}_run'}"))
         run, folder = tmp_path / f"{name}_run", tmp_path / name
         succeed(launch.python(TOOL, run, "--to", folder, "--license", "cc-by-4.0", "device=cpu"))
@@ -488,12 +481,11 @@ def test_of_clips_and_of_a_robot(launch, places, tmp_path):
         assert data["pipeline_tag"] == {"clips": "video-classification", "policy": "robotics"}[name]
     assert "tools/save_pretrained.py" in text
     succeed(launch.python("-c", SAVE, str(folder), str(tmp_path / "lerobot"), str(old)))
-    ours, theirs = (
-        published.safetensors().load_file(path / "model.safetensors") for path in (folder, tmp_path / "lerobot")
-    )
-    assert theirs and all(
-        torch.equal(value, ours[f"net.{name.removeprefix('model.')}"]) for name, value in theirs.items()
-    )
+    load = published.safetensors().load_file
+    ours, theirs = (load(path / "model.safetensors") for path in (folder, tmp_path / "lerobot"))
+    assert theirs
+    for name, value in theirs.items():
+        assert torch.equal(value, ours[f"net.{name.removeprefix('model.')}"])
 
 
 SAVE = """

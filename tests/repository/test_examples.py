@@ -5,9 +5,8 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT, succeed
-from test_resume import load, logged
+from runs import progress, records, same_bits, weights
 
 import tasks
 from engine import config
@@ -48,13 +47,12 @@ def test_an_example_learns_and_is_resumed_on_other_processes(launch, tmp_path, n
     words = [f"examples/{name}.py", *more, "virtual_workers=2", "save_every=5", "eval_every=15", "device=cpu"]
     runs = {place: [*words, f"save_dir={tmp_path / place}"] for place in ("straight", "killed")}
     killed = launch.torchrun(2, BITS, json.dumps([runs["killed"]]), "SIGKILL:1:22:begin_step")
-    assert killed.code and 15 <= load(tmp_path / "killed")["progress"]["step"] < 22
+    assert killed.code and 15 <= progress(tmp_path / "killed" / "last.pt")["step"] < 22
     for each in runs.values():
         succeed(launch.python("train.py", *each))
-    scores = [[line for line in logged(tmp_path / place) if line["event"] == "eval"] for place in runs]
-    assert scores[0] == scores[1]
-    assert scores[0][-1]["loss"] < bar
-    states = [load(tmp_path / place) for place in runs]
-    assert all(torch.equal(value, states[1]["model"][key]) for key, value in states[0]["model"].items())
+    straight, resumed = ([(line["step"], line["loss"]) for line in records(tmp_path / place, "eval")] for place in runs)
+    assert straight == resumed and straight[-1][1] < bar
+    one, other = (weights(tmp_path / place) for place in runs)
+    assert same_bits(one, other)
     if name == "own_lora":
-        assert states[0]["model"] and all("lora_" in key for key in states[0]["model"])
+        assert one and all("lora_" in key for key in one)
