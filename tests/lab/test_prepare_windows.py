@@ -288,6 +288,9 @@ HEAD = "time,x,y,label,subject"
         (5, "0.06,3,1e39,walk,ann", "", "y is '1e39' (PATH:5, column 3): write a number that float32 has"),
         (5, "0.06,3,6", "--missing fill --label none", "no label (PATH)"),
         (5, "0,06,3,6,walk,ann", "", "6 cells, the header names 5 (PATH:5): write a decimal point in numbers"),
+        (5, "0.06,3", "", "y is empty (PATH:5, column 3)"),
+        (5, "0.06,3,inf,walk,ann", "", "y is 'inf' (PATH:5, column 3): write a number"),
+        (5, '0.06,"3' + "1" * 200_000, "", "no CSV: field larger than field limit"),
         (5, ",3,6,walk,ann", "", "time is empty (PATH:5, column 1): write a number"),
         (5, "07:12:30,3,6,walk,ann", "", "time is '07:12:30' (PATH:5, column 1): it looks like a date: --t"),
         (5, '0.06,"3,6,walk,ann', "", "a quote opens that does not end on its line (PATH:5): close it"),
@@ -369,12 +372,27 @@ def test_files_of_other_rates_or_columns_are_refused(tmp_path, two_rates, prepar
         ("file,subject,label\nb.csv,bob,\n", "label is empty ({0}/recordings.csv:2)"),
         ("file,subject,label\nb.csv,bob,sit\n./b.csv,bob,sit\n", "stands twice, also in {0}/recordings.csv:2 ({0}/r"),
         ("file,subject,label\nc.csv,bob,sit\n", "no file c.csv ({0}/recordings.csv:2): put it into {0}"),
+        ("file,subject,label\nb.csv\n", "label is empty ({0}/recordings.csv:2)"),
+        ("file,subject,label\nb.csv,bob,sit,walk\n", "4 cells, the header names 3 ({0}/recordings.csv:2)"),
+        ("file,subject,label,,\nb.csv,bob,sit,,walk\n", "5 cells, the header names 3 ({0}/recordings.csv:2)"),
+        ('file,subject,label\nb.csv,bob,"sit\na.csv,ann,walk\n', "a quote opens that does not end"),
+        ("file,subject,label,file\nb.csv,bob,sit,\n", "the header names file twice ({0}/recordings.csv:1)"),
+        ("file,subject,label\n", "no recordings ({0}/recordings.csv)"),
         ("name,subject,label\nb.csv,bob,sit\n", "the header has name, subject, label ({0}/recordings.csv:1)"),
     ],
 )
 def test_faults_of_the_list_of_recordings(tmp_path, two_rates, refuse, text, says):
     (tmp_path / "recordings.csv").write_text(text)
     refuse(says, ".")
+
+
+def test_files_that_the_list_does_not_name_are_told(tmp_path, two_rates, prepare, refuse):
+    (tmp_path / "recordings.csv").write_text("file,subject,label\nb.csv,bob,sit\n")
+    code, out, _ = prepare(".")
+    assert code == 0 and "recordings.csv: it names no a.csv" in out
+    (tmp_path / "b.csv").write_text("time,x\n0,1\n1,2\n")
+    (tmp_path / "recordings.csv").write_text("file,subject\nb.csv,bob\n")
+    refuse("no label ({0}/b.csv): name its column", ".")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT
+from lab_files import recordings_of
 
 import tasks
 from engine import config
@@ -57,10 +58,7 @@ def test_a_gap_is_cut_told_and_not_trained_on(tmp_path):
     assert len(x) == 6 and not ((seen > 4) & (seen < 12)).any() and seen.max() < 16
     assert np.allclose(np.diff(seen, axis=1), 0.02, atol=1e-4) and np.allclose(x[:, 1], 2 * seen, atol=1e-3)
     said = re.findall(r"warning: \S*a\.csv:(\d+): no sample for ([\d.]+) s, ([\d.]+) s after the first: cut there", out)
-    assert [(int(line), float(gap), float(start)) for line, gap, start in said] == [
-        (202, 8.02, 3.98),
-        (402, 1.02, 15.98),
-    ]
+    assert [[*map(float, each)] for each in said] == [[202, 8.02, 3.98], [402, 1.02, 15.98]]
     assert "25 of 825 steps are left out, in pieces shorter than 100" in out
     assert "in 2 files" in out and "3 recordings" in out and "(rest 2, walk 1)" in out
 
@@ -71,8 +69,7 @@ def pieces_of(folder, times, length=100, rate=50):
     (folder / "a.csv").write_text("\n".join([HEADER, *rows(times)]))
     words = [str(folder / "a.csv"), str(folder / "a.npz"), "--file-label", "(a)"]
     said = prepare_windows.prepare(prepare_windows.parse([*words, f"--length={length}", f"--rate={rate}"]))
-    found = windows.read(folder / "a.npz", 2, 1)
-    cuts = np.split(found.signal[:, 0], np.cumsum(found.lengths)[:-1])
+    cuts = [each.signal[:, 0] for each in recordings_of(folder / "a.npz")]
     return cuts, [line for line in said.splitlines() if "warning" in line and "a.csv" in line]
 
 
@@ -138,81 +135,12 @@ def test_other_separators_line_ends_and_a_byte_order_mark(tmp_path, mark, end, e
     assert np.allclose(signal[5], [5, 3, 1]) and np.allclose(signal[0], [2, 3, 1])
 
 
-@pytest.mark.parametrize(
-    ("place", "line", "says"),
-    [
-        (3, "0.04,1", r"acc_y is empty \(.*a\.csv:4, column 3\)"),
-        (3, "0.04,1,inf,1", r"acc_y is 'inf' \(.*a\.csv:4, column 3\)"),
-        (3, "0.04,1,1.2.3,1", r"acc_y is '1\.2\.3' \(.*a\.csv:4, column 3\)"),
-        (3, "0.04,1,-1e39,1", r"acc_y is '-1e39' \(.*a\.csv:4, column 3\): write a number that float32 has"),
-        (3, "2026-05-01T12:00:00Z,1,1,1", r"time_s is '2026-05.*' \(.*a\.csv:4, column 1\): it looks like a date"),
-        (3, '0.04,"1,1,1' + "1" * 200_000, r"no CSV: field larger than field limit|a quote opens"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_fault_names_the_persons_own_file_and_line(tmp_path, place, line, says):
-    lines = [HEADER, *rows(np.arange(0, 8, 0.02))]
-    lines[place] = line
-    with pytest.raises(LockstepError, match=says):
-        convert(write(tmp_path / "raw", lines), tmp_path / "a.npz", 100)
-    assert not (tmp_path / "a.npz").exists()
-
-
-@pytest.mark.parametrize(
-    ("times", "says"),
-    [
-        (
-            np.arange(0, 8000, 20),
-            r"0.05 samples a second, taken at 50 \(.*a\.csv\): give another --time-unit or --rate",
-        ),
-        (np.arange(0, 8, 0.02).round(0), r"400 samples have 9 different times"),
-        ([], r"no rows of data"),
-    ],
-    ids=["milliseconds", "packets", "nothing"],
-)
-def test_a_time_that_cannot_be_is_refused(tmp_path, times, says):
-    with pytest.raises(LockstepError, match=says):
-        convert(write(tmp_path / "raw", [HEADER, *rows(times)]), tmp_path / "a.npz", 100)
-
-
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        ("file,subject,label\na.csv,ann,rest\n../raw//a.csv,bob,walk\n", r"stands twice.*recordings\.csv:3"),
-        ("file,subject,label\na.csv\n", r"label is empty \(.*recordings\.csv:2\)"),
-        ("file,subject,label\na.csv,ann,rest,walk\n", r"4 cells, the header names 3 \(.*recordings\.csv:2\)"),
-        ("file,subject,label,,\na.csv,ann,rest,,walk\n", r"5 cells, the header names 3 \(.*recordings\.csv:2\)"),
-        ('file,subject,label\na.csv,ann,"rest\nb.csv,bob,walk\n', r"a quote opens that .*\(.*recordings\.csv:2\)"),
-        ("file,subject,label,file\na.csv,ann,rest,\n", r"the header names file twice \(.*recordings\.csv:1\)"),
-        ("file,subject\na.csv,ann\n", r"no label \(.*a\.csv\): name its column"),
-        ("file,subject,label\n", r"no recordings \(.*recordings\.csv\)"),
-    ],
-)
-def test_a_fault_in_the_table_names_its_line(tmp_path, table, says):
-    with pytest.raises(LockstepError, match=says):
-        convert(write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))], table), tmp_path / "a.npz", 100)
-
-
 @pytest.mark.parametrize("mark", [";", "\t"])
 def test_the_table_is_read_as_recordings_are(tmp_path, mark):
     """Other separators, spaces about a name, a comma in a cell, empty cells beyond the header, lines without a cell."""
     table = " file ; subject;label;note, if any\na.csv;ann;rest;a, b;\n\nb.csv; bob;walk\n \n".replace(";", mark)
     convert(write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))], table), tmp_path / "a.npz", 100)
     assert np.load(tmp_path / "a.npz")["subject"].tolist() == ["ann", "bob"]
-
-
-def test_labels_and_people_that_may_be_one_are_named(tmp_path):
-    raw = write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))])
-    table = [(f"{n}.csv", "ann" if n % 2 else "bob", "walk" if n < 6 else "rest") for n in range(8)]
-    table += [("c.csv", "Ann", "wlak"), ("d.csv", "bob", "Rest ")]
-    for name, *_ in table:
-        (raw / name).write_bytes((raw / "b.csv").read_bytes())
-    (raw / "recordings.csv").write_text("file,subject,label\n" + "".join(f"{','.join(row)}\n" for row in table))
-    out = convert(raw, tmp_path / "a.npz", 100)
-    for words in ("'wlak' (1) is spelled nearly as 'walk' (6)", "'Rest' (1) is spelled nearly as 'rest' (2)",
-                  "'Ann' (1) is spelled nearly as 'ann' (4)", "recordings.csv: it names no a.csv, b.csv"):  # fmt: skip
-        assert words in out
-    assert "Rest 1, rest 2, walk 6, wlak 1" in out
 
 
 @pytest.mark.parametrize(
