@@ -87,7 +87,6 @@ def test_data_that_are_not_there(task, name):
     [
         ([-1, 0, 1], r"label -1 is negative, the first at 0 .*: number the classes from 0"),
         ([0.0, 1.0, 0.0], r"labels are float64, .*: save them as whole numbers or text: labels.astype\(int\)"),
-        ([np.nan, 1.0, 0.0], r"labels are float64"),
         ([True, False, True], r"labels are bool"),
         ([0, 1, 2], r"label 2 is not one of the 2 classes .*: number the labels by their place in classes"),
         (["walk", "rest", "walk"], r"label (walk|rest) is not one of the 2 classes"),
@@ -128,10 +127,7 @@ def test_a_value_that_is_no_number_is_named_by_file_and_place(tmp_path, bad):
         ({"classes": np.array(["rest", "rest"])}, "class 'rest' stands twice"),
         ({"channels": np.array([["x", "y"]])}, "channels has shape (1, 2)"),
         ({"rate_hz": np.array([50, 60])}, "rate_hz is not one number above 0"),
-        ({"rate_hz": np.array(np.nan)}, "rate_hz is not one number above 0"),
-        ({"val": np.array(["no", "no", "yes"])}, "val holds more than yes and no"),
         ({"subject": np.array([1.5, 1.5, 2.5])}, "subjects are float64"),
-        ({"subject": np.array([None, 1, 2])}, "Python objects, not plain numbers or text"),
         ({"signal": np.ones((60, 2), complex)}, "complex128"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -156,11 +152,6 @@ def test_subjects_may_be_unknown(tmp_path):
     assert len(train) == 12 and len(val) == 6 and not set(train.starts.tolist()) & set(val.starts.tolist())
     assert "Val windows: 6, held-out subjects: unknown (the data name none" in task.summary()
     assert "use dataset.val_share" in refused("har", root=path, length=8, val_subjects=["1"])
-
-
-def test_no_part_of_the_data_is_on_both_sides(tmp_path):
-    root = save_recordings(tmp_path / "a.npz", subject=np.array([1, 2, 2]), val=np.array([False, False, True]))
-    assert "subject 2 is in both train and test" in refused("har", root=root, length=8)
 
 
 def test_a_single_class_is_nothing_to_learn(tmp_path, launch):
