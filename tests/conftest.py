@@ -36,6 +36,8 @@ sys.path.insert(0, str(ROOT))
 
 cards.hide()  # before torch is imported
 
+pytest_plugins = ["robot_fixtures"]
+
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all that the tests start would ignore it, too
 
 PATIENCE = 5

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from published import torchvision_classes, with_hash
+from robot_tasks import TINY_ACT, record, task_of
 from test_backbones import shaken
-from test_robot import TINY_ACT, record, task_of
 
 from engine.contract import LockstepError
 

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import launching, succeed
+from robot_tasks import parse, task_of
 from runs import records, weights
 from test_resume import assert_same, load
-from test_robot import caches as caches
-from test_robot import parse, task_of
 from test_same_bits import assert_same_bits
 from test_the_idea import MANY, SMALL_ACT, distance
 
@@ -39,6 +38,8 @@ SETS = {  # frames of each episode, and its task
     "c": ([7, 6], ["turn", "push"]),
 }
 TINY = [*SMALL_ACT, "policy.chunk_size=5"]
+
+pytestmark = pytest.mark.usefixtures("robot_caches")
 
 
 def record(root, lengths, tasks, seed=0, fps=10, numbers=NUMBERS, cameras=(), size=(16, 24)):

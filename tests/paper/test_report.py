@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from chromium import chromium
 from conftest import ROOT, TOY, launching, succeed
+from robot_tasks import TINY_ACT, record
 from runs import records
 from tampering import copied, log_of, manifest_of, replace_text
-from test_robot import TINY_ACT, record
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")

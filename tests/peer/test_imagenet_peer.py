@@ -12,10 +12,10 @@ if any(importlib.util.find_spec(name) is None for name in ("lerobot", "timm")):
 
 import torch
 import torchvision_shim
+from robot_tasks import record
 from safetensors.torch import save_file
 from test_backbones import shaken
 from test_imagenet import KEY, NAME, act
-from test_robot import record
 
 from engine.contract import LockstepError
 

@@ -8,10 +8,9 @@ import os
 import shutil
 from pathlib import Path
 
+import lerobot_data as ours
 import numpy as np
 import pytest
-import test_language as language
-import test_lerobot as ours
 import torch
 import torchvision_shim
 
@@ -67,7 +66,6 @@ def assert_equal_items(peer, root, ours_root, episodes, deltas=ours.DELTAS, step
 
 
 KINDS = ["v3.0 by hand", "v3.0 images", "v3.0 many files", "v3.0 video"]
-made = ours.made
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,10 +278,10 @@ def test_the_text_of_the_moment_is_lerobots(peer, tmp_path):
     render = importlib.import_module("lerobot.datasets.language_render")
     root = record_ours(tmp_path / "set", 0, 2)
     rows = {
-        0: [language.row("subtask", text, time) for text, time in (("a", 0.0), ("b", 0.1), ("c", 0.3))],
-        1: [language.row("subtask", "d", 0.2), language.row("task_aug", "press", 0.0, "user")],
+        0: [ours.text_row("subtask", text, time) for text, time in (("a", 0.0), ("b", 0.1), ("c", 0.3))],
+        1: [ours.text_row("subtask", "d", 0.2), ours.text_row("task_aug", "press", 0.0, "user")],
     }
-    language.annotate(root, rows)
+    ours.annotate(root, rows)
     theirs = peer.LeRobotDataset("someone/set", root=root)
     demos = read(root)
     subtasks, wordings = texts_of(demos, "subtask"), texts_of(demos, "task_aug")

@@ -22,7 +22,7 @@ torchvision_shim.load()
 from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
 from lerobot.configs.types import NormalizationMode  # noqa: E402
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # noqa: E402
-from test_robot import TINY_ACT, parse, record, task_of  # noqa: E402
+from robot_tasks import TINY_ACT, parse, record, task_of  # noqa: E402
 from tiny_policies import TINY, words_of  # noqa: E402
 
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform  # noqa: E402

@@ -6,7 +6,7 @@ import zlib
 import pytest
 import torch
 
-from models.act import ACT, ACTConfig, Attention, TemporalEnsemble, grid_positions
+from models.act import ACT, ACTConfig, Attention, TemporalEnsemble
 from models.layers import normal_quantiles
 from models.resnet import FrozenBatchNorm2d, ResNet
 
@@ -115,52 +115,13 @@ def test_as_many_parameters_as_lerobot():
     assert count + 2 * (14 + 2 * 14 + 3) == 51_613_672
 
 
-def test_the_names_of_lerobots_checkpoints():
-    net = build([STATE, ENV, TOP], n_encoder_layers=1, n_vae_encoder_layers=1)
-    weight, linear, norm = ["weight"], ["weight", "bias"], ["weight", "bias", "running_mean", "running_var"]
-    attention = ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"]
-    vae = ["robot_state_input_proj", "action_input_proj", "latent_output_proj"]
-    seen = ["robot_state_input_proj", "env_state_input_proj", "latent_input_proj", "img_feat_input_proj"]
-    of = dict.fromkeys([*(f"vae_encoder_{one}" for one in vae), *(f"encoder_{one}" for one in seen)], linear)
-    of |= dict.fromkeys(["decoder.norm", "action_head"], linear)
-    for part, attentions in (("encoder", 1), ("vae_encoder", 1), ("decoder", 2)):
-        layer = f"{part}.layers.0"
-        of |= dict.fromkeys([f"{layer}.{one}" for one in ("self_attn", "multihead_attn")[:attentions]], attention)
-        of |= dict.fromkeys([f"{layer}.linear1", f"{layer}.linear2"], linear)
-        of |= dict.fromkeys([f"{layer}.norm{n + 1}" for n in range(attentions + 1)], linear)
-    embeds = ["vae_encoder_cls_embed", "encoder_1d_feature_pos_embed", "decoder_pos_embed"]
-    of |= dict.fromkeys([*embeds, "backbone.conv1"], weight) | {"backbone.bn1": norm}
-    for stage in (1, 2, 3, 4):
-        for block in (0, 1):
-            one = f"backbone.layer{stage}.{block}"
-            of |= {f"{one}.conv1": weight, f"{one}.conv2": weight, f"{one}.bn1": norm, f"{one}.bn2": norm}
-            if stage > 1 and block == 0:
-                of |= {f"{one}.downsample.0": weight, f"{one}.downsample.1": norm}
-    expected = ["vae_encoder_pos_enc", *(f"{one}.{what}" for one, tensors in of.items() for what in tensors)]
-    assert sorted(net.state_dict()) == sorted(expected)
-
-
-def test_attention_is_torchs_own():
-    theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True)
-    ours = Attention(16, 4, 0.0)
-    ours.load_state_dict(theirs.state_dict())
-    query, key, value = noise(2, 3, 16), noise(2, 5, 16, seed=1), noise(2, 5, 16, seed=2)
-    mask = torch.tensor([[True, True, False, True, False], [True] * 5])
-    close(ours(query, key, value, mask), theirs(query, key, value, key_padding_mask=~mask)[0])
-    close(ours(query, key, value), theirs(query, key, value)[0])
-
-
 def test_dropout_is_there_in_training_alone():
-    attention = Attention(16, 4, 0.5)
-    x = noise(2, 5, 16)
-    assert not torch.equal(attention(x, x, x), attention(x, x, x))
-    attention.eval()
-    assert torch.equal(attention(x, x, x), attention(x, x, x))
     net, inputs, _ = small(dropout=0.5)
-    assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
-    assert not torch.equal(net.sample(inputs), net.sample(inputs))
-    net.eval()
-    assert torch.equal(net.sample(inputs), net.sample(inputs))
+    attention, x = Attention(16, 4, 0.5), noise(2, 5, 16)
+    for part, run in ((attention, lambda: attention(x, x, x)), (net, lambda: net.sample(inputs))):
+        assert not torch.equal(run(), run())
+        part.eval()
+        assert torch.equal(run(), run())
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
@@ -179,17 +140,6 @@ def test_the_start_is_the_published_codes():
     net = build([STATE, ENV], dim_feedforward=200)
     for part, bound in ((net.vae_encoder, 200**-0.5), (net.encoder, (6 / 232) ** 0.5), (net.decoder, (6 / 232) ** 0.5)):
         assert 0.95 * bound < part.layers[0].linear2.weight.abs().max() <= bound
-
-
-def test_grid_positions_run_over_rows_and_columns():
-    """The formula with its own loops (DETR, appendix): 2 pi y / H in the first half, 2 pi x / W in the second."""
-    got = grid_positions(torch.zeros(1, 7, 2, 3), 8).reshape(2, 3, 8)
-    for y in range(2):
-        for x in range(3):
-            for half, place in ((0, (y + 1) / 2), (1, (x + 1) / 3)):
-                for i in range(4):
-                    angle = 2 * math.pi * place / 10000 ** (2 * (i // 2) / 4)
-                    close(got[y, x, 4 * half + i], math.cos(angle) if i % 2 else math.sin(angle), atol=1e-4, rtol=0)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

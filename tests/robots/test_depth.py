@@ -9,8 +9,9 @@ import shutil
 
 import numpy as np
 import pytest
-from test_lerobot import change_info, refused, write_video
-from test_robot import task_of
+from lerobot_data import change_info, pa, pq, write_video
+from refusals import refused
+from robot_tasks import task_of
 
 from formats.robots import encoders
 from formats.robots.depth import Depth, depth_of
@@ -18,8 +19,6 @@ from formats.robots.frames import Frames
 from formats.robots.lerobot import read
 from formats.robots.lerobot_writer import Recorder
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
 
 TOP, DEPTH = "observation.images.top", "observation.images.depth"

@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import succeed
-from test_lerobot import change_info, refused
-from test_robot import record, task_of
+from lerobot_data import PERSISTENT, annotate, pq
+from lerobot_data import text_row as row
+from refusals import refused
+from robot_tasks import record, task_of
 
 from engine.contract import sample_seeds
 from engine.data.samples import Fetcher
 from formats.robots.lerobot import read
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
-
-PERSISTENT, EVENTS = "language_persistent", "language_events"
-
-
-def row(style, content, timestamp=None, role="assistant"):
-    when = {} if timestamp is None else {"timestamp": timestamp}
-    return {"role": role, "content": content, "style": style, **when, "camera": None, "tool_calls": None}
+pytestmark = pytest.mark.usefixtures("robot_caches")
 
 
 TOLD = {  # by episode; it is (9 + episode) frames long, at 10 Hz
@@ -39,29 +33,9 @@ TOLD = {  # by episode; it is (9 + episode) frames long, at 10 Hz
 }
 
 
-def annotate(root, told=TOLD):
-    """As LeRobot's own annotations are stored: the persistent rows at every frame, events where they are."""
-    path = root / "data/chunk-000/file-000.parquet"
-    table = pq.read_table(path)
-    owner, frame = (table.column(f"{name}_index").to_pylist() for name in ("episode", "frame"))
-    columns = {PERSISTENT: [told.get(e, []) for e in owner]}
-    columns[EVENTS] = [[row("interjection", "stop", role="user")] if f == 4 else [] for f in frame]
-    for name, values in columns.items():
-        table = table.append_column(name, pa.array(values))
-        about = {"dtype": "language", "shape": [1], "names": None}
-        change_info(root, lambda info, name=name, about=about: info["features"].update({name: about}))
-    pq.write_table(table, path, row_group_size=7)  # an episode may begin in the middle of one
-    return root
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    return annotate(record(tmp_path_factory.mktemp("told") / "set", episodes=4, cameras=0))
-
-
-@pytest.fixture(autouse=True)
-def caches(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return annotate(record(tmp_path_factory.mktemp("told") / "set", episodes=4, cameras=0), TOLD)
 
 
 def heard(root, command, epochs=1):
@@ -155,7 +129,11 @@ def test_one_and_two_processes_hear_the_same(launch, tmp_path, told):
     ("command", "rows", "says"),
     [
         ("subtask", None, ["no texts in language_persistent", "dataset.command=subtask", "give task"]),
-        ("subtask", {0: [row("plan", "p", 0.0), row("memory", "m", 0.1)]}, ["style subtask", "memory (1), plan (1)"]),
+        (
+            "subtask",
+            {0: [row("plan", "p", 0.0), row("memory", "m", 0.1)]},
+            ["style subtask", "memory (1), plan (1)"],
+        ),
         (
             "subtask",
             {1: [row("subtask", "a", 0.2), row("subtask", "b", 0.2)]},

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, succeed
+from robot_tasks import parse, record, task_of
 from runs import weights
 from scipy import stats
-from test_robot import parse, record, task_of
 
 from engine.contract import BatchInfo, LockstepError, mix, sample_seeds, uniform
 from models.lerobot_policy import Drawn, _seeds, beta_quantiles

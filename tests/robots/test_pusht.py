@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import succeed
-from test_robot import task_of
+from robot_tasks import task_of
 
 pytest.importorskip("gym_pusht", reason="needs the extra [pusht]: pip install gym-pusht==0.1.8")
 

@@ -6,20 +6,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import succeed
-from test_robot import DISCS, own_recordings, seeded, task_of  # noqa: F401  (a fixture)
+from robot_tasks import DISCS, seeded, task_of
 from test_vla import policy, some_draws, some_inputs
 
 from engine.contract import LockstepError, sample_seeds, uniform
 from models.vla import VLA, VLASettings
 from tasks.envs.discs import HORIZON, Discs
 from tasks.envs.trials import roll_out
-
-
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def delays_of(draws, pads, most):
@@ -79,7 +72,7 @@ def test_off_is_what_it_was(double):
                                plain.sample(inputs, draws[:, 1:]), rtol=1e-9, atol=1e-12)  # fmt: skip
 
 
-def test_the_loss_is_a_mean_over_the_steps_that_carry_it(own_recordings, double):  # noqa: F811
+def test_the_loss_is_a_mean_over_the_steps_that_carry_it(own_recordings, double):
     """However the batch is cut: two sums; the quotient is the mean over all steps and dimensions that are not given."""
     task, train, _ = task_of(*DISCS, "policy.rtc_max_delay=3")
     policy = task.model().double()
@@ -184,7 +177,7 @@ def test_a_late_rollout_executes_what_a_robot_would(monkeypatch, steps, delay):
 
 
 @pytest.mark.parametrize(("most", "late", "told"), [(2, 2, True), (3, 1, True), (1, 2, False), (0, 1, False)])
-def test_late_trials_tell_a_policy_that_has_learned_it(own_recordings, most, late, told):  # noqa: F811
+def test_late_trials_tell_a_policy_that_has_learned_it(own_recordings, most, late, told):
     """In recorded units; a policy that has not learned from given actions gets none, and is late all the same."""
     task, *_ = task_of(*DISCS, f"policy.rtc_max_delay={most}", "policy.n_action_steps=3", f"eval.delay={late}")
     model, given, chunks = task.model(), [], []
@@ -205,7 +198,7 @@ def test_late_trials_tell_a_policy_that_has_learned_it(own_recordings, most, lat
     assert f"4 in the simulation discs, {late} step{'s' * (late > 1)} late, {how} what is executed" in task.summary()
 
 
-def test_what_cannot_be_late_is_refused(own_recordings):  # noqa: F811
+def test_what_cannot_be_late_is_refused(own_recordings):
     act = ["policy.type=act", "policy.dim_model=16", "policy.n_heads=2"]
     for words, message in (
         (["eval.delay=2", "policy.n_action_steps=4"], "4 of 5 predicted actions are executed, and 2 more would be"),

@@ -19,13 +19,6 @@ TOP = "observation.images.top"
 SMALL = VLASettings(preset="test", chunk_size=5, patch_size=8)
 
 
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def shaken(net):
     """Weights as training leaves them: nothing that starts at zero is still zero."""
     torch.manual_seed(1)

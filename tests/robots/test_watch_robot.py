@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, launching, succeed
+from lerobot_data import change_json
+from robot_tasks import DISCS, TINY_ACT, record, task_of
 from runs import records
-from test_robot import DISCS, TINY_ACT, change_json, own_recordings, record, task_of  # noqa: F401  (a fixture)
 
 from engine.report.log import _shown, of_trials
 from tasks.envs.discs import LINGER, Discs
@@ -114,7 +115,7 @@ def test_a_long_trial_is_filmed_in_a_hundred_frames():
     assert len(only) == 100
 
 
-def test_the_films_are_of_the_first_trials_on_any_number_of_processes(own_recordings):  # noqa: F811
+def test_the_films_are_of_the_first_trials_on_any_number_of_processes(own_recordings):
     task, *_ = task_of(*DISCS[:-1], "eval.n_episodes=14")
     model = task.model()
     for which in (range(10), range(10, 14)):  # as one process makes them
@@ -163,7 +164,7 @@ def test_each_number_has_a_plot_under_its_name(tmp_path, monkeypatch):
     root, asked = record(tmp_path / "set"), []
     info = root / "meta" / "info.json"
     joints = ["shoulder", "elbow", "wrist"]
-    change_json(info, lambda there: there["features"]["action"].update(names={"motors": joints}) or there)
+    change_json(info, lambda there: there["features"]["action"].update(names={"motors": joints}))
     words = ["robot", "policy.type=act", *TINY_ACT, f"dataset.root={root}", "dataset.cache=none"]
     torch.manual_seed(0)
     task, _, val = task_of(*words)
