@@ -136,19 +136,18 @@ def add_column(root, name, values, dtype, shape=(1,)):
     lerobot_data.change_info(root, lambda info: info["features"].update({name: {"dtype": dtype, "shape": list(shape)}}))
     for e, n in enumerate(LENGTHS):
         path = episode_file(root, e)
-        pq.write_table(pq.read_table(path).append_column(name, values[:n]), path)
+        pq.write_table(pq.read_table(path).append_column(name, lerobot_data.pa.array(values[:n])), path)
 
 
 def test_features_are_told_apart(copied):
     ten = np.arange(10)
-    add_column(copied, "observation.environment_state", lerobot_data.pa.array(ten / 4), "float64")
-    add_column(copied, "action.gripper", lerobot_data.pa.array(ten % 2 == 1), "bool")
-    add_column(copied, "next.reward", lerobot_data.pa.array(ten.astype(np.float32)), "float32")
-    add_column(copied, "observation.count", lerobot_data.pa.array(ten.astype(np.int32)), "int32")
-    add_column(
-        copied, "observation.grid", lerobot_data.pa.array(np.arange(60.0).reshape(10, 2, 3).tolist()), "float32", (2, 3)
-    )
-    add_column(copied, "language_instruction", lerobot_data.pa.array(["do it"] * 10), "string")
+    grids = np.arange(60.0).reshape(10, 2, 3).tolist()
+    add_column(copied, "observation.environment_state", ten / 4, "float64")
+    add_column(copied, "action.gripper", ten % 2 == 1, "bool")
+    add_column(copied, "next.reward", ten.astype(np.float32), "float32")
+    add_column(copied, "observation.count", ten.astype(np.int32), "int32")
+    add_column(copied, "observation.grid", grids, "float32", (2, 3))
+    add_column(copied, "language_instruction", ["do it"] * 10, "string")
     demos = read(copied)
     assert {name: feature.kind for name, feature in demos.features.items() if feature.kind} == {
         "observation.state": "STATE",
