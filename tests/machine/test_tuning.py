@@ -177,12 +177,12 @@ def test_what_was_measured_before_ctrl_c_is_written(monkeypatch, tmp_path, capfd
     rates, out = iter([100, 200, 50, 40, 90]), tmp_path / "tuned.yaml"
 
     def probe(words, settings, *about):
-        if (rate := next(rates, None) if len(tried) < before else None) is None:
+        if len(tried) == before:
             raise LockstepError("interrupted", exit_code=130)
         tried.append(settings)
         more = {"global_batch": 12, "num_samples": 999, "memory_mb": 1.0, "phases_ms": {"forward": 1.0}}
         about = {"device": "cpu", "precision": "off", "memory_format": "auto", "compile": "off", "waited_share": 0.0}
-        return {"samples_per_s": rate, "batch_size": settings["batch_size"], "gradients_mb": 0.0} | more | about
+        return {"samples_per_s": next(rates), "batch_size": settings["batch_size"], "gradients_mb": 0.0} | more | about
 
     tried = []
     monkeypatch.setattr(tune, "probe", probe)
