@@ -79,19 +79,19 @@ class RecordingCase(Case):
     within: float = 1e-6
     lost: int = 0
 
-    def check(self, path: Path) -> None:
-        """Compare the recordings of a file with the expected ones."""
-        written = windows.read(path, 2, 1, labelled=bool(self.classes))
-        assert written.rate_hz == self.rate_hz and self.classes in ([], written.classes)
+    def check(self, found: windows.Recordings) -> None:
+        """Compare recordings with the expected ones."""
+        assert found.rate_hz == self.rate_hz and self.classes in ([], found.classes)
         with open(self.folder / f"{self.command}.csv", newline="") as file:
             header, *rows = csv.reader(file)
-        assert written.channels == header[4:]
+        assert found.channels == header[4:] or not header[4:]
         steps = [[*group] for _, group in itertools.groupby(rows, lambda row: row[0])]
         expected = [Recording(*of_one[0][1:4], np.array(of_one)[:, 4:].astype(float)) for of_one in steps]
+        first = 0 if self.classes else 1  # without classes no label is known
         wrong = 0
-        for found, truth in zip(by_label(recordings_of(path)), by_label(expected), strict=True):
-            assert found[:3] == truth[:3] and found.signal.shape == truth.signal.shape
-            wrong += (np.abs(found.signal - truth.signal).max(1) > self.within).sum()
+        for one, truth in zip(by_label(listed(found)), by_label(expected), strict=True):
+            assert one[first:3] == truth[first:3] and one.signal.shape == truth.signal.shape
+            wrong += (np.abs(one.signal - truth.signal).max(1) > self.within).sum()
         assert wrong == self.lost
 
 
@@ -99,16 +99,18 @@ def by_label(recordings: list[Recording]) -> list[Recording]:
     return sorted(recordings, key=lambda recording: recording[:2])
 
 
-def recordings_of(path: Path) -> list[Recording]:
-    """Return each recording of a file, as the har task reads them."""
-    labelled = "label" in np.load(path).files
-    found = windows.read(path, 2, 1, labelled)
+def listed(found: windows.Recordings) -> list[Recording]:
     unnamed = [""] * len(found)
-    labels = [found.classes[n] for n in found.labels] if labelled else unnamed
+    labels = [found.classes[n] for n in found.labels]
     subjects = [found.subjects[g] for g in found.groups] if found.subjects else unnamed
     sides = unnamed if found.val is None else np.where(found.val, "test", "train").tolist()
     signals = np.split(found.signal, np.cumsum(found.lengths)[:-1])
     return [*map(Recording, labels, subjects, sides, signals)]
+
+
+def recordings_of(path: Path) -> list[Recording]:
+    """Return each recording of a file of prepared windows, as the har task reads them."""
+    return listed(windows.read(path, 2, 1))
 
 
 @dataclass(frozen=True)

@@ -289,8 +289,9 @@ def test_tracks_in_published_layouts_become_recordings(tmp_path, prepare, case):
     done = prepare(prepare_tracks, case.path, out, *case.words)
     assert done.code == 0, done.err
     assert [text for text in case.prints if text not in done.out] == []
-    case.check(out)
-    assert windows.read(out, 8, 4, labelled=False).axes == 0
+    found = windows.read(out, 8, 4, labelled=False)
+    case.check(found)
+    assert found.axes == 0
 
 
 def test_labels_and_tracks_of_several_animals(tmp_path, prepare):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lab_files import FILES, RecordingCase, cases
 
 import tasks
 from engine import config, contract
@@ -21,8 +23,6 @@ from models.mlp import MLP
 from models.transformer1d import Transformer1d
 from tasks.har import SHIPPED, resample, rotate
 from tools.lab import prepare_watch
-
-AXES = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 
 
 def save_recordings(path: Path, steps=(20, 9, 14), **change) -> dict[str, np.ndarray]:
@@ -39,25 +39,6 @@ def save_recordings(path: Path, steps=(20, 9, 14), **change) -> dict[str, np.nda
     return arrays
 
 
-def save_uci(root: Path, steps: int = 8, counts=(5, 3)) -> dict[str, np.ndarray]:
-    """A UCI HAR folder of random windows -> the arrays that went in, by part."""
-    rng = np.random.default_rng(0)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "activity_labels.txt").write_text("1 WALKING\n2 SITTING\n3 LYING DOWN\n")
-    written = {}
-    for part, count, first in zip(("train", "test"), counts, (1, 20), strict=True):
-        folder = root / part / "Inertial Signals"
-        folder.mkdir(parents=True)
-        x = rng.normal(size=(count, steps, 9)).round(6)
-        for c, name in enumerate(AXES):
-            np.savetxt(folder / f"{name}_{part}.txt", x[:, :, c], fmt="%16.7e")
-        y, subject = np.arange(count) % 3 + 1, np.arange(count) // 2 + first
-        np.savetxt(root / part / f"y_{part}.txt", y, fmt="%d")
-        np.savetxt(root / part / f"subject_{part}.txt", subject, fmt="%d")
-        written |= {f"x_{part}": x.astype(np.float32), f"y_{part}": y, f"subject_{part}": subject}
-    return written
-
-
 TS_HEADER = "#note\n@problemName Toy\n@timeStamps false\n@univariate false\n@dimensions 2\n@classLabel true up down\n"
 
 
@@ -69,9 +50,10 @@ def save_ts(root: Path, train: str, test: str | None = None, header: str = TS_HE
     return root
 
 
-def sides(recordings: windows.Recordings, **how) -> tuple[windows.Windows, windows.Windows]:
-    val = windows.split(recordings, **how)
-    return windows.Windows(recordings, ~val), windows.Windows(recordings, val)
+@pytest.fixture
+def uci(tmp_path) -> Path:
+    """A copy of a UCI HAR folder of eight windows."""
+    return shutil.copytree(FILES / "windows/uci/input", tmp_path / "uci")
 
 
 def everything(data: windows.Windows) -> contract.Batch:
@@ -218,57 +200,17 @@ def test_a_checkpoint_knows_the_people_of_each_side(tmp_path):
     assert not any(task.metadata()["subjects"].values())
 
 
-@pytest.mark.parametrize("inner", ["", "UCI HAR Dataset"])
-def test_uci_folder(tmp_path, inner):
-    written = save_uci(tmp_path / inner)
-    found = windows.read(tmp_path, length=128, stride=64)  # its windows are taken as they are
-    train, val = sides(found)
-    for data, part in ((train, "train"), (val, "test")):
-        assert np.array_equal(everything(data)["x"].numpy(), written[f"x_{part}"].transpose(0, 2, 1))
-        assert np.array_equal(data.labels, written[f"y_{part}"] - 1)
-    assert found.classes == ["WALKING", "SITTING", "LYING DOWN"]
-    assert found.subjects == ["1", "2", "3", "20", "21"] and found.channels == AXES and found.rate_hz == 50
-    by_name = windows.split(found, val_subjects=["3", "20"])
-    assert np.array_equal(by_name, np.isin(np.r_[written["subject_train"], written["subject_test"]], [3, 20]))
+@pytest.mark.parametrize("case", cases("windows", RecordingCase), ids=str)
+def test_a_published_layout_is_read_as_it_is(case):
+    found = windows.read(case.path, length=2, stride=1)
+    case.check(found)
+    assert found.val is None or windows.split(found).tolist() == found.val.tolist()
 
 
-def test_ts_of_equal_lengths(tmp_path):
-    root = save_ts(tmp_path, "1,2,3:4,5,6:up\n7,8,9:1,1,1:down\n", "0,0,1:0,1,0:down\n")
-    train, val = sides(windows.read(root))
-    assert everything(train)["x"].tolist() == [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [1, 1, 1]]]
-    assert everything(val)["x"].tolist() == [[[0, 0, 1], [0, 1, 0]]]
-    assert train.labels.tolist() == [0, 1] and val.labels.tolist() == [1]
-    assert len(windows.read(root / "Toy_TEST.ts")) == 3  # either file stands for the pair
-
-
-def test_ts_of_other_lengths_is_cut(tmp_path):
-    header = f"{TS_HEADER}@equalLength false\n@seriesLength 0\n"  # as some files of the archive say
-    root = save_ts(tmp_path, "1,2,3,4:5,6,7,8:up\n7,8,9:1,1,1:down\n", "0,1:0,0:up\n", header)
-    found = windows.read(root, length=2, stride=1)
-    train, val = sides(found)
-    assert everything(train)["x"][:, 0].tolist() == [[1, 2], [2, 3], [3, 4], [7, 8], [8, 9]]
-    assert train.labels.tolist() == [0, 0, 0, 1, 1] and val.labels.tolist() == [0]
-
-
-@pytest.mark.parametrize("layout", ["folder", "parts", "npz"])
-def test_arrays(tmp_path, layout):
-    x, y = np.random.default_rng(0).normal(size=(6, 10, 3)), np.array(["sit", "run", "sit", "run", "sit", "run"])
-    subject = np.array([1, 1, 2, 2, 3, 3])
-    if layout == "folder":
-        for name, array in (("X", x), ("y", y), ("subject", subject)):
-            np.save(tmp_path / f"{name}.npy", array)
-    elif layout == "parts":
-        for suffix, part in (("_train", slice(0, 4)), ("_test", slice(4, 6))):
-            for name, array in (("X", x), ("y", y), ("subject", subject)):
-                np.save(tmp_path / f"{name}{suffix}.npy", array[part])
-    else:
-        np.savez(tmp_path / "mine.npz", X=x, y=np.array([1, 0] * 3), subject=subject, classes=["run", "sit"])
-    found = windows.read(tmp_path)
-    val = windows.split(found, val_subjects=() if layout == "parts" else ["3"])
-    assert val.tolist() == [False] * 4 + [True] * 2
-    data = windows.Windows(found, ~val)
-    assert np.array_equal(everything(data)["x"].numpy(), x[:4].transpose(0, 2, 1).astype(np.float32))
-    assert found.classes == ["run", "sit"] and data.labels.tolist() == [1, 0, 1, 0]
+def test_the_uci_folder_may_lie_in_a_folder(uci, tmp_path):
+    shutil.copytree(uci, tmp_path / "outer/UCI HAR Dataset")
+    found = windows.read(tmp_path / "outer", length=128, stride=64)  # its windows are taken as they are
+    assert np.array_equal(found.signal, windows.read(uci, length=128, stride=64).signal)
 
 
 # ---------------------------------------------------------------------------------------------------- splits
@@ -396,30 +338,32 @@ def test_faults_in_what_is_named(tmp_path):
         ("test/subject_test.txt", None, "\n", r"the file is empty \(.*subject_test.txt\)"),
     ],
 )
-def test_faults_in_a_uci_folder(tmp_path, file, old, new, message):
-    save_uci(tmp_path)
-    path = tmp_path / file
+def test_faults_in_a_uci_folder(uci, file, old, new, message):
+    path = uci / file
     text = path.read_text()
     path.unlink() if new is None else path.write_text(text.replace(old, new, 1) if old else new)
-    fault(message, tmp_path)
+    fault(message, uci)
 
 
-def test_faults_in_a_uci_table(tmp_path):
-    save_uci(tmp_path)
-    path = tmp_path / "test" / "Inertial Signals" / "body_gyro_y_test.txt"
-    lines = path.read_text().splitlines()
-    for line, message in (
-        (lines[1].rsplit(None, 1)[0], r"7 numbers, the first line has 8 \(.*body_gyro_y_test.txt:2\)"),
-        (lines[1][:-5] + " x", r"9 numbers, the first line has 8 \(.*:2\)"),
-        (lines[1].rsplit(None, 1)[0] + " x", r"not a number: 'x' \(.*:2\)"),
-        (lines[1].rsplit(None, 1)[0] + " nan", r"a value is NaN or infinite \(.*:2\): fill in missing values first"),
-    ):
-        path.write_text("\n".join([lines[0], line, lines[2]]))
-        fault(message, tmp_path)
-    path.write_text("\n".join(lines[:2]))
-    fault("2 windows of 8 steps, but body_acc_x has 3 of 8 .*body_gyro_y_test.txt", tmp_path)
-    path.write_bytes(b"\xff\xfe\x00")
-    fault(r"not a text file \(.*body_gyro_y_test.txt\)", tmp_path)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: [rows[0], rows[1][:-1], rows[2]], r"7 numbers, the first line has 8 \(.*:2\)"),
+        (lambda rows: [rows[0], [*rows[1], "x"], rows[2]], r"9 numbers, the first line has 8 \(.*:2\)"),
+        (lambda rows: [rows[0], [*rows[1][:-1], "x"], rows[2]], r"not a number: 'x' \(.*:2\)"),
+        (
+            lambda rows: [rows[0], [*rows[1][:-1], "nan"], rows[2]],
+            r"a value is NaN or infinite \(.*:2\): fill in missing",
+        ),
+        (lambda rows: rows[:2], "2 windows of 8 steps, but body_acc_x has 3 of 8 .*body_gyro_y_test.txt"),
+        (lambda rows: [["\xff\xfe\x00"]], r"not a text file \(.*body_gyro_y_test.txt\)"),
+    ],
+)
+def test_faults_in_a_uci_table(uci, change, message):
+    path = uci / "test" / "Inertial Signals" / "body_gyro_y_test.txt"
+    rows = change([line.split() for line in path.read_text().splitlines()])
+    path.write_bytes("\n".join(map(" ".join, rows)).encode("latin-1"))
+    fault(message, uci)
 
 
 @pytest.mark.parametrize(

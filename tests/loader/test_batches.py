@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, launching, succeed
-from test_loader import Rows, make_plan, places_of, world
+from loading import Rows, loaders_of, make_plan, places_of, world
 from test_resume import load
 from test_same_bits import assert_same_bits
 from test_the_idea import distance
@@ -236,15 +236,6 @@ def test_a_batch_without_room_for_them_is_refused(batch):
     dataset = type("Odd", (Rows,), {"__getitems__": lambda self, indices: batch})()
     with pytest.raises(LockstepError, match=rf"^a batch is a {type(batch).__name__}, to which .* \(Odd\): give a dict"):
         fingerprint(dataset)
-
-
-def loaders_of(dataset, workers=0, epoch=0, **more):
-    words = {"batch_size": 4, "seed": 9, "num_workers": workers} | more
-    train, val = create_data_loaders(
-        config.Config(**words), world(), make_plan(len(dataset), 1, batch=4), dataset, dataset
-    )
-    train.set_epoch(epoch)
-    return train, val
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import tracemalloc
 import warnings
 import zipfile
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lab_files import FILES
 
 import tasks
 from engine import config
@@ -137,23 +139,8 @@ def save_array(root: Path, name: str) -> Path:
     return root / f"{name}.npy"
 
 
-def save_ts(root: Path) -> Path:
-    header = "@problemName Toy\n@timeStamps false\n@dimensions 2\n@seriesLength 8\n@classLabel true up down\n@data\n"
-    rows = ["1,2,3,4,5,6,7,8:8,7,6,5,4,3,2,1:up", "1,1,1,1,1,1,1,1:1,0,1,0,1,0,1,0:down"]
-    (root / "Toy.ts").write_text(header + "\n".join(rows + rows))
-    return root / "Toy.ts"
-
-
-def save_uci(root: Path, file: str) -> Path:
-    (root / "activity_labels.txt").write_text("1 WALKING\n2 SITTING\n")
-    for part, count in (("train", 3), ("test", 2)):
-        folder = root / part / "Inertial Signals"
-        folder.mkdir(parents=True, exist_ok=True)
-        for kind in ("body_acc", "body_gyro", "total_acc"):
-            for axis in "xyz":
-                np.savetxt(folder / f"{kind}_{axis}_{part}.txt", np.ones((count, 8)), fmt="%.3e")
-        (root / part / f"y_{part}.txt").write_text("1\n2\n1\n"[: 2 * count])
-        (root / part / f"subject_{part}.txt").write_text("1\n1\n2\n" if part == "train" else "5\n6\n")
+def copy_input(root: Path, layout: str, file: str) -> Path:
+    shutil.copytree(FILES / "windows" / layout / "input", root, dirs_exist_ok=True)
     return root / file
 
 
@@ -193,10 +180,13 @@ READERS = {
     "X.npy": (lambda root: save_array(root, "X"), read_root),
     "y.npy": (lambda root: save_array(root, "y"), read_root),
     "subject.npy": (lambda root: save_array(root, "subject"), read_root),
-    "a.ts": (save_ts, read_windows),
-    "uci table": (lambda root: save_uci(root, "train/Inertial Signals/body_acc_x_train.txt"), read_uci),
-    "uci labels": (lambda root: save_uci(root, "test/y_test.txt"), read_uci),
-    "uci classes": (lambda root: save_uci(root, "activity_labels.txt"), read_uci),
+    "Toy_TRAIN.ts": (lambda root: copy_input(root, "ts", "Toy_TRAIN.ts"), read_windows),
+    "uci table": (
+        lambda root: copy_input(root, "uci", "train/Inertial Signals/body_acc_x_train.txt"),
+        read_uci,
+    ),
+    "uci labels": (lambda root: copy_input(root, "uci", "test/y_test.txt"), read_uci),
+    "uci classes": (lambda root: copy_input(root, "uci", "activity_labels.txt"), read_uci),
     "frames.npy": (lambda root: save_clips(root, "frames.npy"), read_clips),
     "trials.csv": (lambda root: save_clips(root, "trials.csv"), read_clips),
     "classes.txt": (lambda root: save_clips(root, "classes.txt"), read_clips),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import succeed
+from loading import LABELS, Rows, epoch_of, make_plan, steps_of, world
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,52 +39,6 @@ from engine.data.processes import _begin_process
 from engine.launch import processes_sharing
 from engine.phases import phase
 from plugins.performance.cached_data import InMemoryDataset
-
-
-def world(rank=0, size=1):
-    return World(rank, rank, size, torch.device("cpu"))
-
-
-def make_plan(num_samples, size, *, batch=3, accumulation=1, drop_last=False, global_batch=0):
-    cfg = config.Config(
-        batch_size=batch, gradient_accumulation_steps=accumulation, drop_last=drop_last, global_batch=global_batch
-    )
-    return plan.make_plan(cfg, world(size=size), num_samples)
-
-
-def epoch_of(the_plan, *, epoch=0, position=0, seed=5, labels=None):
-    """[[MicroBatch, ...] of rank 0, of rank 1, ...]."""
-    ranks = []
-    for rank in range(the_plan.processes):
-        sampler = TrainSampler(range(the_plan.num_samples), the_plan, rank, seed, labels)
-        sampler.set_epoch(epoch)
-        sampler.position = position
-        ranks.append(list(sampler))
-        assert len(sampler) == len(ranks[-1])
-    return ranks
-
-
-def places_of(micro):
-    return range(micro.positions.start, micro.positions.stop, micro.positions.step or 1)
-
-
-def steps_of(ranks):
-    """The samples of each optimizer step, as sets of (position, index), empty passes left out."""
-    steps = []
-    for micros in ranks:
-        assert len(micros) == len(ranks[0]), "ranks that take part a different number of times hang"
-        step = 0
-        for micro in micros:
-            while len(steps) <= step:
-                steps.append([])
-            assert micro.indices, "networks may not take a batch of nothing"
-            if not micro.empty:
-                steps[step] += zip(places_of(micro), micro.indices, strict=True)
-            step += micro.closes_step
-    return [sorted(step) for step in steps]
-
-
-LABELS = np.repeat([0, 1, 2], [40, 15, 6])
 
 
 @pytest.mark.parametrize(("num_samples", "labels"), [(1, None), (5, None), (12, None), (61, None), (61, LABELS)])
@@ -163,16 +118,6 @@ class Table:
 
     def __getitems__(self, indices):
         return {"x": torch.tensor(indices) * 10, "missing": torch.full((len(indices), 2), torch.nan)}
-
-
-class Rows(torch.utils.data.Dataset):
-    """The dataset of the tutorials: one sample at a time, no labels."""
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, i):
-        return {"x": torch.tensor(i * 10)}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -22,7 +22,7 @@ from test_resume import assert_same, load
 from test_same_bits import assert_same_bits
 from test_the_idea import MANY, SMALL_ACT, distance
 
-from data_loader import TrainSampler, create_data_loaders
+from data_loader import TrainSampler
 from engine import config, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
@@ -176,8 +176,6 @@ def test_a_refusal_ends_a_training_with_one_line_and_nothing_written(launch, odd
     done = launch.python("train.py", "robot", roots(odd, ["a", "fast"]), f"save_dir={tmp_path / 'run'}")
     assert done.code == 2 and len(done.errors) == 1 and "fps is 10 in a and 30 in fast" in done.errors[0]
     assert not (tmp_path / "run").exists()
-    done = launch.python("train.py", "robot", roots(odd, "ab"), "dataset.weights=[1,1]", "sampler=balanced")
-    assert done.code == 2 and "the data have an order of their own (sampler)" in done.errors[0], done.err
 
 
 def test_what_only_some_have_is_left_out_and_told(odd):
@@ -393,108 +391,6 @@ def test_a_set_without_a_sample_to_train_on_has_no_share(made):
 def test_without_weights_each_frame_comes_once(made):
     _, train, _ = task_of("robot", roots(made[0]), "policy.chunk_size=5")
     assert sampler_of(train).order().tolist() == np.random.default_rng((3, 0)).permutation(len(train)).tolist()
-
-
-# ---- an order of its own, in any task --------------------------------------------------------------------------------
-
-
-class Own:
-    """Ten samples; an epoch has the even ones twice."""
-
-    labels = np.zeros(10, np.int64)
-
-    def __init__(self, order=None):
-        self.order = order
-
-    def __len__(self):
-        return 10
-
-    def __getitems__(self, indices):
-        return {"x": torch.tensor(indices)}
-
-    def epoch_order(self, seed, epoch):
-        if self.order is not None:
-            return self.order
-        return np.random.default_rng((seed, epoch)).permutation(np.repeat(np.arange(0, 10, 2), 2))
-
-
-def steps_of(size, batch, passes, workers, epoch, done, **more):
-    """{step: [(position, sample)]} of all ranks."""
-    found = collections.defaultdict(list)
-    for rank in range(size):
-        world = World(rank, rank, size, torch.device("cpu"))
-        wanted = {"batch_size": batch, "gradient_accumulation_steps": passes, "virtual_workers": workers, "seed": 5}
-        cfg = config.changed(config.Config(), wanted | {"global_batch": 4 * (workers > 0)} | more)
-        loader, _ = create_data_loaders(cfg, world, plan.make_plan(cfg, world, 10), Own(), None)
-        loader.set_epoch(epoch, 4 * done)
-        for number, step in enumerate(loader, done):
-            for inside, micro in step:
-                if not micro.empty:
-                    pairs = zip(inside["lockstep"].position.tolist(), inside["x"].tolist(), strict=True)
-                    found[number] += [*pairs]
-    return {number: sorted(each) for number, each in found.items()}
-
-
-@pytest.mark.parametrize("more", [{}, {"exclude": ["4"]}, {"cache": "host"}, {"num_workers": 1}])
-def test_any_cut_takes_the_order_of_the_dataset(more):
-    for epoch, done in ((0, 0), (1, 1)):
-        order = np.random.default_rng((5, epoch)).permutation(np.repeat(np.arange(0, 10, 2), 2)).tolist()
-        truth = {n: order[4 * n : 4 * n + 4] for n in range(done, 3)}
-        if "exclude" in more:
-            truth = {n: [each for each in step if each != 4] for n, step in truth.items()}
-        cuts = [(1, 4, 1, 0), (1, 1, 0, 4), (2, 1, 2, 0), (2, 1, 0, 4)]
-        for cut in cuts[:1] if "num_workers" in more else cuts:
-            steps = steps_of(*cut, epoch, done, **more)
-            assert {n: sorted(sample for _, sample in step) for n, step in steps.items()} == {
-                n: sorted(step) for n, step in truth.items()
-            }, cut
-            if "exclude" not in more:
-                places = [place for n in range(done, 3) for place, _ in steps[n]]
-                assert places == [*range(4 * done, 10)]
-
-
-@pytest.mark.parametrize(
-    ("order", "says"),
-    [
-        ([0.0] * 10, "`epoch_order` returns a ndarray of shape (10,)"),
-        (np.arange(9), "`epoch_order` returns a ndarray of shape (9,)"),
-        (np.arange(1, 11), "`epoch_order` returns the sample 10, which is not there"),
-        (np.arange(-1, 9), "`epoch_order` returns the sample -1, which is not there"),
-    ],
-)
-def test_an_order_that_is_none_is_refused(order, says):
-    with pytest.raises(LockstepError) as caught:
-        sampler_of(Own(order)).order()
-    assert says in str(caught.value) and "return (N,) indices" in str(caught.value)
-
-
-def test_a_balanced_order_of_data_with_their_own_is_refused():
-    cfg = config.changed(config.Config(), {"sampler": "balanced", "batch_size": 2})
-    world = World(0, 0, 1, torch.device("cpu"))
-    with pytest.raises(LockstepError, match="order of their own"):
-        create_data_loaders(cfg, world, plan.make_plan(cfg, world, 10), Own(), None)
-
-
-RANKED = """
-import os
-from tests.tasks import toy
-
-
-class Data(toy.Waves):
-    def epoch_order(self, seed, epoch):
-        return [*range(len(self))][:: -1 if os.environ.get("RANK") == "1" else 1]
-
-
-class Task(toy.Task):
-    def datasets(self):
-        return Data(61, 0), Data(23, 1)
-"""
-
-
-def test_ranks_whose_orders_differ_do_not_start(launch, tmp_path):
-    (tmp_path / "ranked.py").write_text(RANKED)
-    done = launch.torchrun(2, "train.py", str(tmp_path / "ranked.py"), "steps=1", f"save_dir={tmp_path / 'run'}")
-    assert done.code and "rank 1 differs from rank 0 in order of the samples" in done.err
 
 
 # ---- trainings -------------------------------------------------------------------------------------------------------

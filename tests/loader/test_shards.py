@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import succeed, wait_until
+from loading import loaded_steps
 from runs import same_bits, weights
 from shard_server import served, write_shards
 
-from data_loader import TrainSampler, create_data_loaders, fingerprint
-from engine import config, plan
-from engine.comm.world import World
+from data_loader import fingerprint
 from engine.contract import LockstepError
 from engine.data.order import LazyOrder
 from formats import shards
@@ -307,44 +306,50 @@ def test_one_that_is_cut_into_shards_of_their_own_has_no_shard_in_both(sets):
 # ---- the loader ------------------------------------------------------------------------------------------------------
 
 
-def steps_of(folder, size, batch, position, epoch=1, workers=0, **more):
-    """{step: sorted (position, id)} of all ranks."""
-    found = collections.defaultdict(list)
-    for rank in range(size):
-        data = Shards(folder, number_of, options=Options(lanes=12, window=9))
-        world = World(rank, rank, size, torch.device("cpu"))
-        wanted = {"batch_size": batch, "virtual_workers": workers, "seed": 5, "global_batch": 12} | more
-        cfg = config.changed(config.Config(), wanted)
-        loader, _ = create_data_loaders(cfg, world, plan.make_plan(cfg, world, len(data)), data, None)
-        loader.set_epoch(epoch, position)
-        for number, step in enumerate(loader, position // 12):
-            for inside, micro in step:
-                if not micro.empty:
-                    found[number] += zip(inside["lockstep"].position.tolist(), inside["id"].tolist(), strict=True)
-                    assert inside["lockstep"].index.tolist() == inside["id"].tolist()
-    return {number: sorted(each) for number, each in found.items()}
+def steps_of(folder, size, done, epoch=1, **words):
+    def make():
+        return Shards(folder, number_of, options=Options(lanes=12, window=9))
+
+    return loaded_steps(make, "id", size, epoch, done, seed=5, global_batch=12, **words)
 
 
-def test_any_cut_takes_the_same_steps_from_any_position(sets):
+@pytest.fixture(scope="module")
+def straight(sets):
+    """The steps of an epoch on one rank."""
+    return steps_of(sets["tar"][0], 1, 0)
+
+
+def test_an_epoch_is_the_order_of_the_shards(sets, straight):
     folder, count = sets["tar"]
-    straight = steps_of(folder, 1, 12, 0)
     everything = [pair for step in straight.values() for pair in step]
     assert [place for place, _ in everything] == [*range(count)]
-    assert sorted(sample for _, sample in everything) == [*range(count)]
-    order = Order(Shards(folder).counts, 5, 1, 12, 9)
-    assert [sample for _, sample in everything] == order[:].tolist()
-    for cut in ((2, 6, 0), (3, 4, 12), (4, 3, 12 * 7), (3, 2, 12 * 20)):
-        size, batch, position = cut
-        assert steps_of(folder, size, batch, position) == {
-            n: step for n, step in straight.items() if n >= position // 12
-        }, cut
-    assert steps_of(folder, 3, 2, 24, workers=6) == {n: step for n, step in straight.items() if n >= 2}
-    assert steps_of(folder, 2, 6, 36, num_workers=2) == {n: step for n, step in straight.items() if n >= 3}
-    gone = steps_of(folder, 2, 6, 0, exclude=["sample:4", "sample:9"])
-    assert {n: [s for s in step if s[1] not in (4, 9)] for n, step in straight.items()}.keys() == gone.keys()
-    assert sorted(sample for step in gone.values() for _, sample in step) == [
-        n for n in range(count) if n not in (4, 9)
-    ]
+    samples = [sample for _, sample in everything]
+    assert sorted(samples) == [*range(count)]
+    assert samples == Order(Shards(folder).counts, 5, 1, 12, 9)[:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("size", "done", "words"),
+    [
+        (2, 0, {}),
+        (3, 1, {}),
+        (4, 7, {}),
+        (3, 20, {"batch_size": 2}),
+        (3, 2, {"virtual_workers": 6}),
+        (2, 3, {"num_workers": 2}),
+    ],
+)
+def test_any_cut_takes_the_same_steps_from_any_position(sets, straight, size, done, words):
+    rest = {number: step for number, step in straight.items() if number >= done}
+    assert steps_of(sets["tar"][0], size, done, **words) == rest
+
+
+def test_samples_that_are_left_out_change_no_step_of_the_others(sets, straight):
+    folder, count = sets["tar"]
+    rest = steps_of(folder, 2, 0, exclude=["sample:4", "sample:9"])
+    assert rest.keys() == straight.keys()
+    samples = sorted(sample for step in rest.values() for _, sample in step)
+    assert samples == [n for n in range(count) if n not in (4, 9)]
 
 
 def test_stretches_change_nothing(monkeypatch, sets):
@@ -355,51 +360,8 @@ def test_stretches_change_nothing(monkeypatch, sets):
         found = []
         for stretch in (1, 100, 1 << 20):
             monkeypatch.setattr(data_loader, "CHUNK", stretch)
-            found.append(steps_of(sets["tar"][0], 2, 3, 18, **more))
+            found.append(steps_of(sets["tar"][0], 2, 1, **more))
         assert found[0] == found[1] == found[2]
-
-
-class Lazy:
-    """An order that is no list."""
-
-    def __init__(self, length, give):
-        self.length, self.give = length, give
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, where):
-        return self.give(where)
-
-
-class Rows:
-    def __init__(self, order):
-        self.epoch_order = lambda seed, epoch: order
-
-    def __len__(self):
-        return 10
-
-    def __getitems__(self, indices):
-        return {"x": torch.tensor(indices)}
-
-
-@pytest.mark.parametrize(
-    ("order", "said"),
-    [
-        (Lazy(9, lambda where: np.arange(9)[where]), "`epoch_order` returns a Lazy of length 9"),
-        (Lazy(10, lambda where: np.arange(10.0)[where]), "`epoch_order` returns a ndarray of shape (10,)"),
-        (Lazy(10, lambda where: np.arange(9)[where]), "`epoch_order` returns a ndarray of shape (9,)"),
-        (Lazy(10, lambda where: np.arange(1, 11)[where]), "`epoch_order` returns the sample 10, which is not there"),
-        (Lazy(10, lambda where: np.arange(-1, 9)[where]), "`epoch_order` returns the sample -1, which is not there"),
-    ],
-)
-def test_a_lazy_order_that_is_none_is_refused(order, said):
-    cfg = config.changed(config.Config(), {"batch_size": 4})
-    data = Rows(order)
-    sampler = TrainSampler(data, plan.make_plan(cfg, World(0, 0, 1, torch.device("cpu")), 10), 0, 3)
-    with pytest.raises(LockstepError) as caught:
-        list(sampler)
-    assert said in str(caught.value)
 
 
 def test_orders_that_differ_between_ranks_are_told_by_pieces():

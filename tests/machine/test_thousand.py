@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import succeed
-from test_loader import LABELS, epoch_of, make_plan, steps_of
+from loading import LABELS, epoch_of, make_plan, steps_of
 from test_resume import load
 from test_same_bits import COMMON, CONV, assert_same_bits
 

@@ -1,0 +1,9 @@
+#note
+@problemName Toy
+@timeStamps false
+@univariate false
+@dimensions 2
+@classLabel true up down
+@data
+1,2,3:4,5,6:up
+7,8,9:1,1,1:down
