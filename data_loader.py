@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,13 +27,11 @@ from engine.config import Config
 from engine.contract import Batch, BatchInfo, Task, kept, per_sample
 from engine.data.ahead import fetched, to_device
 from engine.data.batches import aligned_rows, attach_info, map_tensors
-from engine.data.order import balanced_order, checked_order
+from engine.data.examples import EvalExamples, TrainExamples
+from engine.data.order import epoch_order
 from engine.data.processes import in_processes
 from engine.data.samples import Fetcher, Request
-from engine.data.samples import fingerprint as fingerprint
-from engine.data.test_set import set_aside, test_set
-from engine.errors import LockstepError, console
-from engine.hooks import check
+from engine.errors import console
 from engine.phases import phase
 from engine.plan import Plan
 from engine.seeds import data_seeds, sample_seeds
@@ -113,15 +110,7 @@ class TrainSampler(DistributedSampler[Any]):
         """(N,) indices: the epoch's global order, the same on every rank; or the dataset's own as a
         sequence that is never listed, whose slices are such arrays."""
         if self.drawn[0] != self.epoch:
-            rng = np.random.default_rng((self.seed, self.epoch))
-            count = self.plan.num_samples
-            own = getattr(self.dataset, "epoch_order", None)
-            if own is not None:
-                order = checked_order(own(self.seed, self.epoch), count)
-            elif self.labels is not None:
-                order = balanced_order(self.labels, rng)
-            else:
-                order = rng.permutation(count)
+            order = epoch_order(self.dataset, self.labels, self.seed, self.epoch)
             self.drawn = self.epoch, order
         return self.drawn[1]
 
@@ -242,11 +231,6 @@ class EvalSampler(Sampler[Request]):
         return len(self.starts)
 
 
-AT_ONCE = {"cpu": 256 << 10, "cuda": 16 << 20}
-"""Bytes of cached data that are gathered and prepared at once: on a GPU each small kernel then
-serves many passes; on a CPU no more than stays in its cache."""
-
-
 class _Loader:
     """Fetches the batches of a sampler.
 
@@ -273,7 +257,7 @@ class _Loader:
         return fetched(self.source, self.sampler, self.loader, self.device)
 
 
-class TrainLoader(_Loader):
+class TrainLoader(TrainExamples, _Loader):
     """Iterate over the steps of an epoch, from the position that `set_epoch` gave.
 
     prepare   the task's, if it has one
@@ -284,13 +268,11 @@ class TrainLoader(_Loader):
         self,
         dataset: Any,
         sampler: TrainSampler,
-        seed: int,
         world: World,
         loader: DataLoader[Any] | None,
         prepare: Callable[[Batch], Batch] | None = None,
     ):
         super().__init__(dataset, sampler, world, loader)
-        self.seed = seed
         self.prepare = prepare
         self.together = prepare is None
         self.computed = range(0), torch.empty(0)  # a chunk and its numbers
@@ -318,7 +300,9 @@ class TrainLoader(_Loader):
         split."""
         pairs = self._fetched()
         self.computed = range(0), torch.empty(0)
-        at_once = self._passes_at_once()
+        at_once = 1
+        if self.cached is not None and self.together:
+            at_once = self.cached.batches_at_once(self.sampler.plan.micro_batch)
         while some := [*itertools.islice(pairs, at_once)]:
             micros = [micro for micro, _ in some]
             columns = [self._numbers(micro.positions) for micro in micros]
@@ -333,12 +317,6 @@ class TrainLoader(_Loader):
                 yield part, micro
                 if not micro.closes_step:
                     phase("data loading")
-
-    def _passes_at_once(self) -> int:
-        if self.cached is None or type(self.cached.columns) is not dict or not self.together:
-            return 1
-        bytes_of_pass = self.sampler.plan.micro_batch * self.cached.bytes // len(self.cached)
-        return max(1, AT_ONCE[self.device.type] // max(1, bytes_of_pass))
 
     def prepared(self, micros: list[MicroBatch], batch: Batch, numbers: Tensor) -> Batch:
         """Return the batch of some passes for the task's `loss`; cached data are gathered here.
@@ -363,37 +341,16 @@ class TrainLoader(_Loader):
         they would take fifty operations."""
         if positions.start not in self.computed[0]:
             chunk = self.sampler.chunk_at(positions.start)
-            self.computed = chunk, self._computed(*self.sampler.epoch_indices(chunk))
+            self.computed = chunk, self.numbers_of(*self.sampler.epoch_indices(chunk))
         chunk, numbers = self.computed
         first = chunk.start
         return numbers[:, positions.start - first : positions.stop - first : positions.step]
 
-    def _computed(self, order: np.ndarray, positions: np.ndarray) -> Tensor:
+    def numbers_of(self, order: np.ndarray, positions: np.ndarray) -> Tensor:
+        sampler = self.sampler
         index = to_device(torch.from_numpy(order), self.device)
         position = to_device(torch.from_numpy(positions), self.device)
-        return torch.stack([index, position, sample_seeds(self.seed, self.sampler.epoch, position)])
-
-    def example(self, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the epoch, at most a pass or `least` of them, as a
-        batch for trials: the same on all ranks. This process fetches them."""
-        plan = self.sampler.plan
-        end = min(end, max(least, plan.micro_batch))
-        with phase.during("data loading"):
-            return self.prepared(*self.unprepared(slice(begin, end)))
-
-    def unprepared(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
-        """Return the arguments of `prepared` for these samples of the epoch's order, without the
-        excluded samples."""
-        sampler = self.sampler
-        included = itertools.islice(sampler.iter_included(), positions.start, positions.stop)
-        pairs = np.array([each[1:] for each in included], dtype=np.int64).reshape(-1, 2)
-        order, drawn = pairs.T.copy()
-        seeds = sampler.seeds_at(drawn) if sampler.seeded else None
-        micro = next(iter(sampler))._replace(indices=order.tolist(), seeds=seeds)
-        batch = None
-        if self.cached is None:
-            batch = to_device(self.source.get(micro), self.device)
-        return [micro], batch, self._computed(order, drawn)
+        return torch.stack([index, position, sample_seeds(sampler.seed, sampler.epoch, position)])
 
 
 def _step(passes: Iterator[tuple[Batch, MicroBatch]]) -> Iterator[tuple[Batch, MicroBatch]]:
@@ -404,7 +361,7 @@ def _step(passes: Iterator[tuple[Batch, MicroBatch]]) -> Iterator[tuple[Batch, M
             return
 
 
-class EvalLoader(_Loader):
+class EvalLoader(EvalExamples, _Loader):
     """Iterate over the batches of an evaluation, on the device."""
 
     def __iter__(self) -> Iterator[Batch]:
@@ -424,50 +381,6 @@ class EvalLoader(_Loader):
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def example(self, end: int, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the split's first batch, for trials: the same on all
-        ranks. This process fetches them."""
-        end = min(end, self.sampler.batch_size, self.sampler.num_samples)
-        request = self.source.request([*range(begin, end)])
-        index = to_device(torch.tensor(request.indices), self.device)
-        info = BatchInfo(index, index, sample_seeds(0, 0, index))
-        return attach_info(to_device(self.source.get(request), self.device), info)
-
-
-def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Return the datasets to train on and to score; the second is None without validation data.
-    Raises LockstepError where they give no sample by its number.
-
-    split     empty for the task's two; else what to score: val, train, test, or all of the data;
-              any: val or train
-    metadata  the task's, from the checkpoint whose model is scored
-    """
-    console.info("Loading data...\n")
-    if split == "all":
-        task.load_metadata(metadata or {})
-        datasets = (task.full_dataset(),) * 2
-    else:
-        datasets = task.datasets()
-    train_set, val_set = check("datasets", datasets)
-    tested = None
-    if split in ("", "test"):
-        tested = test_set(task, train_set, val_set, needed=split == "test")
-    if split == "test":
-        val_set = tested
-    elif tested is not None:
-        task.set_aside = set_aside(train_set, tested, task.cfg.random_samples)
-    if val_set is None and split == "val":
-        raise LockstepError(
-            "the task has no validation data", "split val", "score others: --split train, or all"
-        )
-    if split == "train" or (split == "any" and val_set is None):
-        val_set = train_set
-    if val_set is not None and split != "any":
-        check("split", task, split)
-    if not split and task.summary():
-        console.info(task.summary() + "\n")
-    return train_set, val_set
-
 
 class Loaders(NamedTuple):
     """The loaders of the data to train on and of those to score, if there are any."""
@@ -484,12 +397,8 @@ def create_data_loaders(
         hooks.loader_folders.each()
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
     hooks.check_settings("data", cfg=cfg, labels=labels, train_set=train_set, val_set=val_set)
-    if val_set is not None and not len(val_set):
-        raise LockstepError(
-            "the validation set is empty", "dataset", "check the data and the split"
-        )
-    sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels, cfg.exclude)
-    sets, samplers = [train_set], list[Any]([sampler])
+    sets, samplers = [train_set], list[Any]()
+    samplers.append(TrainSampler(train_set, plan, world.rank, cfg.seed, labels, cfg.exclude))
     if val_set is not None:  # without gradients activations take less than half the memory
         sets.append(val_set)
         samplers.append(EvalSampler(val_set, world, cfg.eval_batch_size or 2 * cfg.batch_size))
@@ -497,28 +406,30 @@ def create_data_loaders(
     # the first step.
     slow = bool(cfg.num_workers) or hasattr(train_set, "digest")
     wanted = "none" if cfg.cache == "auto" and slow else cfg.cache
-    held = hooks.caches.first(wanted, sets, world.device)
+    cached = hooks.caches.first(wanted, sets, world.device)
     loaders: list[DataLoader[Any] | None] = [None] * len(sets)
-    if held is not None:
-        sets = [*held]
+    if cached is not None:
+        sets = [*cached]
     elif cfg.num_workers:
-        loaders = [
-            in_processes(Fetcher(data), batches, cfg)
-            for data, batches in zip(sets, samplers, strict=True)
-        ]
-    console.info(
-        f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})"
-    )
+        pairs = zip(sets, samplers, strict=True)
+        loaders = [in_processes(Fetcher(data), batches, cfg) for data, batches in pairs]
     prepare = task.prepare if task and type(task).prepare is not Task.prepare else None
-    train_loader = TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0], prepare)
-    hooks.prepare_checks.each(train_loader, cfg.random_samples)
-    if val_set is None:
+    train = TrainLoader(sets[0], samplers[0], world, loaders[0], prepare)
+    val = EvalLoader(sets[1], samplers[1], world, loaders[1]) if val_set is not None else None
+    _announce(train, val)
+    hooks.prepare_checks.each(train, cfg.random_samples)
+    return Loaders(train, val)
+
+
+def _announce(train: TrainLoader, val: EvalLoader | None) -> None:
+    """Print the number of batches of all ranks, and of this rank."""
+    batches = -(-len(train.dataset) // train.sampler.plan.micro_batch)
+    console.info(f"Train batches: {batches} (per process: ~{len(train.sampler)})")
+    if val is None:
         console.info(
             "No validation data: nothing is evaluated, and the last checkpoint is the one that "
             "counts\n"
         )
-        return Loaders(train_loader, None)
-    val_loader = EvalLoader(sets[1], samplers[1], world, loaders[1])
-    val_batches = -(-len(val_set) // samplers[1].batch_size)
-    console.info(f"Val batches: {val_batches} (per process: ~{len(val_loader)})\n")
-    return Loaders(train_loader, val_loader)
+    else:
+        batches = -(-len(val.dataset) // val.sampler.batch_size)
+        console.info(f"Val batches: {batches} (per process: ~{len(val)})\n")

@@ -30,10 +30,12 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import tasks
-from data_loader import create_data_loaders, fingerprint, load_datasets
+from data_loader import create_data_loaders
 from engine import checkpoint, command, config, kernels, launch, optim, precision, resume
 from engine.comm.session import session
 from engine.comm.world import World, sync_errors
+from engine.data.samples import fingerprint
+from engine.data.splits import load_datasets
 from engine.errors import STOPPED, console, set_up
 from engine.evaluation import evaluate_split, log_metrics
 from engine.guarantees import check_plugins, parallel, performance, preflight, reporting, resilience

@@ -1,4 +1,4 @@
-"""The order of an epoch: class-balanced, or the dataset's own."""
+"""The order of an epoch: a shuffle, class-balanced draws, or the dataset's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ import numpy as np
 
 from engine.errors import LockstepError
 from engine.hooks import check
+
+
+def epoch_order(dataset: Any, labels: np.ndarray | None, seed: int, epoch: int) -> Any:
+    """Return (N,) indices, a pure function of (seed, epoch): the same on every rank.
+
+    labels  (N,) for class-balanced draws, None for a shuffle
+    """
+    own = getattr(dataset, "epoch_order", None)
+    if own is not None:
+        return checked_order(own(seed, epoch), len(dataset))
+    rng = np.random.default_rng((seed, epoch))
+    if labels is not None:
+        return balanced_order(labels, rng)
+    return rng.permutation(len(dataset))
 
 
 class LazyOrder:

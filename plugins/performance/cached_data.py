@@ -27,6 +27,10 @@ model is made."""
 CHUNK = 64 << 20
 """Bytes fetched at once."""
 
+AT_ONCE = {"cpu": 256 << 10, "cuda": 16 << 20}
+"""Bytes gathered and prepared at once: on a GPU each small kernel then serves many passes; on a CPU
+no more than stays in its cache."""
+
 
 class InMemoryDataset:
     """All samples of a fetcher in the memory of `device`.
@@ -91,6 +95,13 @@ class InMemoryDataset:
             return torch.index_select(column, 0, indices, out=rows)
 
         return map_tensors(self.columns, gather_column)
+
+    def batches_at_once(self, batch_size: int) -> int:
+        """Return the number of batches that are gathered and prepared at once."""
+        if type(self.columns) is not dict:
+            return 1
+        bytes_of_batch = batch_size * self.bytes // len(self)
+        return max(1, AT_ONCE[self.device.type] // max(1, bytes_of_batch))
 
     def collate(self, batch: Batch) -> Batch:
         """Return the batch unchanged: `gather` returns a batch even if the batch is a list."""

@@ -12,6 +12,7 @@ from runs import same_bits, weights
 import data_loader
 from engine import contract
 from engine.contract import LockstepError
+from engine.data.samples import fingerprint
 from plugins.resilience import failure_report
 
 HEAD = """
@@ -135,7 +136,7 @@ def test_the_loaders_own_name_in_a_sample_is_refused(where):
     sets = [Waves({contract.INFO_KEY: 0} if where == name else {}) for name in ("training", "validation")]
     said = "a sample has a 'lockstep', the one name that the loader itself uses in a batch (Waves): give it ano"
     with pytest.raises(LockstepError, match="^" + re.escape(said)):
-        data_loader.fingerprint(*sets)
+        fingerprint(*sets)
 
 
 def test_a_gpu_that_asserts_is_explained():

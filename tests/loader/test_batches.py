@@ -19,12 +19,12 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, default_collate
 
 import tasks
-from data_loader import create_data_loaders, fingerprint
+from data_loader import create_data_loaders
 from engine import config, contract
 from engine.contract import BatchInfo, LockstepError
 from engine.data import batches
 from engine.data.ahead import to_device
-from engine.data.samples import Fetcher, Request
+from engine.data.samples import Fetcher, Request, fingerprint
 from plugins.resilience.skipped_steps import not_finite
 from plugins.resilience.task_errors import suggest_fix
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts

@@ -21,13 +21,10 @@ from loading import LABELS, Rows, epoch_of, make_plan, steps_of, world
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-import data_loader
 from data_loader import (
     EvalSampler,
     TrainSampler,
-    balanced_order,
     create_data_loaders,
-    fingerprint,
 )
 from engine import config, contract, errors, hooks, plan
 from engine.comm.digests import same_bits
@@ -35,9 +32,13 @@ from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.ahead import ahead, fetching
 from engine.data.batches import tensors
+from engine.data.order import balanced_order
 from engine.data.processes import _begin_process
+from engine.data.samples import fingerprint
+from engine.data.splits import load_datasets
 from engine.launch import processes_sharing
 from engine.phases import phase
+from plugins.performance import cached_data
 from plugins.performance.cached_data import InMemoryDataset
 
 
@@ -177,12 +178,18 @@ def test_a_reader_that_disconnects_leaves_no_traceback(capfd):
     [
         ({"sampler": "balanced"}, Rows(), "sampler=balanced, but .* have no labels"),
         ({"patience": 3}, None, "patience=3 without validation data"),
-        ({}, [], "the validation set is empty"),
     ],
 )
 def test_data_that_a_setting_cannot_use_are_refused(words, val, says):
     with pytest.raises(LockstepError, match=f"^{says}"):
         create_data_loaders(config.Config(**words), world(), make_plan(10, 1), Rows(), val)
+
+
+@pytest.mark.parametrize("split", ["", "val", "any"])
+def test_an_empty_validation_set_is_refused(split):
+    task = SimpleNamespace(datasets=lambda: (Rows(), []), test_dataset=lambda: None)
+    with pytest.raises(LockstepError, match=r"^the validation set is empty"):
+        load_datasets(task, split, None)
 
 
 def test_uniform_is_uniform_and_depends_on_nothing_but_the_seed():
@@ -327,7 +334,7 @@ def test_passes_that_are_prepared_together_have_the_same_bits(monkeypatch, size)
     the_plan = make_plan(61, size, batch=2, accumulation=2)
     seen = {}
     for cache, together in (("none", 0), ("host", 0), ("host", 3), ("host", 16)):
-        monkeypatch.setitem(data_loader.AT_ONCE, "cpu", together * 2 * (11 * 4 + 8))
+        monkeypatch.setitem(cached_data.AT_ONCE, "cpu", together * 2 * (11 * 4 + 8))
         for rank, consumed in itertools.product(range(size), (0, 3 * the_plan.global_batch)):
             cfg, task = config.Config(batch_size=2, cache=cache, seed=9), Noisy()
             loader, _ = create_data_loaders(cfg, world(rank, size), the_plan, Windows(), None, task)
@@ -447,7 +454,7 @@ class Crossings(TorchFunctionMode):
 
 def test_held_data_are_indexed_where_they_lie(monkeypatch):
     """Within an epoch nothing goes from the host to the device, which has no memory here: it stands in for a GPU."""
-    monkeypatch.setitem(data_loader.AT_ONCE, "meta", 3 * 2 * (11 * 4 + 8))
+    monkeypatch.setitem(cached_data.AT_ONCE, "meta", 3 * 2 * (11 * 4 + 8))
     monkeypatch.delattr(InMemoryDataset, "__getitems__")  # which takes a list
     monkeypatch.setattr(hooks.prepare_checks, "functions", [lambda loader, _: setattr(loader, "together", True)])
     there = World(0, 0, 1, torch.device("meta"))

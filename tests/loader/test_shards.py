@@ -25,9 +25,9 @@ from loading import loaded_steps
 from runs import same_bits, weights
 from shard_server import served, write_shards
 
-from data_loader import fingerprint
 from engine.contract import LockstepError
 from engine.data.order import LazyOrder
+from engine.data.samples import fingerprint
 from formats import shards
 from formats.robots.lerobot_writer import Recorder
 from formats.shards import Options, Order, Shards

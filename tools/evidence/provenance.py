@@ -49,11 +49,12 @@ import numpy as np
 import torch
 
 import tasks
-from data_loader import TrainSampler, load_datasets
+from data_loader import TrainSampler
 from engine import checkpoint, config, errors
 from engine.comm.world import World
 from engine.contract import per_sample
 from engine.data.samples import Fetcher, contents, fingerprint
+from engine.data.splits import load_datasets
 from engine.errors import LockstepError, amount
 from engine.files import archive
 from engine.files.atomic import write_atomically

@@ -51,10 +51,11 @@ import yaml
 from torch import Tensor
 
 import tasks
-from data_loader import fingerprint, load_datasets
 from engine import checkpoint, config, private
 from engine.comm import digests
 from engine.comm.world import World
+from engine.data.samples import fingerprint
+from engine.data.splits import load_datasets
 from engine.environment import SQUARE_ROOT
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder

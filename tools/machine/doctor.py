@@ -492,7 +492,7 @@ def measure(run: Run, workers: int) -> Speed | str:
     """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the
     same time. Returns the text of the first error instead."""
     given = run.loaders.train
-    alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None, given.prepare)
+    alone = TrainLoader(given.dataset, given.sampler, run.world, None, given.prepare)
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})

@@ -52,9 +52,9 @@ import yaml
 from tqdm import tqdm
 
 import tasks
-from data_loader import test_set
 from engine import config, errors
 from engine.contract import Task, per_sample
+from engine.data.splits import test_set
 from engine.errors import LockstepError, amount, few
 from engine.files import run_folder
 from engine.files.atomic import write_atomically

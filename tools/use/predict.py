@@ -49,10 +49,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tasks
-from data_loader import EvalLoader, EvalSampler, fingerprint, test_set
+from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, errors, kernels, precision, resume
 from engine.comm.world import World
 from engine.data.batches import batch_info
+from engine.data.samples import fingerprint
+from engine.data.splits import test_set
 from engine.errors import LockstepError, amount
 from engine.files import run_folder
 from engine.files.atomic import write_atomically
