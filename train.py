@@ -43,8 +43,9 @@ from engine.hooks import check
 from engine.phases import phase
 from engine.plan import make_plan
 from engine.private import NO_BUFFER_SYNC
+from engine.record import Record
 from engine.report.open_log import already_complete, open_log
-from engine.run import AfterStep, Record, Run
+from engine.run import AfterStep, Run
 from engine.seeds import seed_everything
 
 

@@ -42,8 +42,9 @@ from engine.files.store import Checkpoints
 from engine.files.writer import CheckpointWriter
 from engine.meter import Meter, StepResult
 from engine.phases import Phases, phase
+from engine.record import NullLog
 from engine.report import log
-from engine.run import AfterStep, NullLog, Run
+from engine.run import AfterStep, Run
 from plugins.resilience.watchdog import BEAT_S, Watchdog
 from tools.machine.probe import endless
 

@@ -7,17 +7,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.contract import Batch, Sums, Task
 from engine.data.batches import batch_info
-from engine.errors import LockstepError, amount
-from engine.gathered import Gathered
+from engine.gathered import Gathered, check_count
 from engine.hooks import check
 from engine.meter import loading_s, means
 from engine.phases import phase
 from engine.run import Run
 from engine.seeds import seed_generators
+from engine.task_trials import num_trials, run_trials
 
 
 def log_metrics(run: Run) -> None:
@@ -85,14 +84,14 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
                         collected.collect(values, samples)
             phase("loading validation data")
         phase("validation")
-        num_trials = 0 if incomplete else _num_trials(run)
-        tried = _trials(run, model, num_trials)
-        run.agree_to_stop(incomplete or num_trials > 0)  # a stop may have ended the trials early
+        trials = 0 if incomplete else num_trials(run)
+        tried = run_trials(run, model, trials)
+        run.agree_to_stop(incomplete or trials > 0)  # a stop may have ended the trials early
         if run.stopped:
             return None
         sums = scored.summed(world)
         check_count(sums, len(run.loaders.val.dataset))
-        if num_trials:
+        if trials:
             sums = Sums(sums | tried.summed(world))
         if collects(task):
             sums.collected = collected.joined(world)
@@ -110,58 +109,6 @@ def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
         sampler = run.loaders.val.sampler
         rounds = -(-sampler.num_samples // (sampler.batch_size * run.world.size))
         yield from (run.loaders.val.example(1) for _ in range(rounds - len(sampler)))
-
-
-def _num_trials(run: Run) -> int:
-    """Return the number of trials of this evaluation. An evaluation of a training, where
-    `evaluation_due` is set, may leave the trials out."""
-    step, every = run.progress.step, run.task.trials_every
-    in_training = run.progress.evaluation_due and not run.finished
-    if every and in_training:
-        previous = step - (run.cfg.eval_every or run.plan.steps_per_epoch)
-        if step // every == previous // every:
-            return 0
-    return run.task.num_trials
-
-
-def _trials(run: Run, model: nn.Module, num_trials: int) -> Gathered:
-    """Make this rank's share of the task's trials; after a stop request only some of the share."""
-    tried, task = Gathered("trials"), run.task
-    stride = run.world.size * TRIALS_AT_ONCE
-    for first in range(run.world.rank * TRIALS_AT_ONCE, num_trials, stride):
-        which = range(first, min(first + TRIALS_AT_ONCE, num_trials))
-        seed_generators(run.world.device, "trials", run.cfg.seed, first)
-        with run.precision.autocast():
-            found = task.trials(model, which, lambda: bool(run.stop.reason))
-        if run.stop.reason:  # `found` may be incomplete
-            break
-        tried.add(check("trials", found))
-    return tried
-
-
-TRIALS_AT_ONCE = 10
-"""Trials of one call, on any number of ranks: the size of a batch changes rounding, and rounding
-can change the outcome of a trial."""
-
-
-@torch.no_grad()
-def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
-    """(rank 0) Return the task's pictures of an evaluation; no pictures where a forward pass needs
-    all ranks."""
-    if run.plan.sharded:
-        return {}
-    with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:
-        return run.task.pictures(model, batch, sums)
-
-
-def check_count(sums: Sums, samples: int) -> None:
-    """(all ranks) Raise LockstepError unless the totals count each sample once."""
-    if (count := sums["count"].tolist()) != samples:
-        what = f"the `count` of `score` is {count} for {amount(samples, 'sample')}"
-        todo = (
-            "count each sample of the batch once; other numbers, such as tokens, under another name"
-        )
-        raise LockstepError(what, "the task's `score`", todo, everywhere=True)
 
 
 def collects(task: Task) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.comm.world import World
-from engine.errors import LockstepError
+from engine.errors import LockstepError, amount
 from engine.global_loss import Sums
 
 
@@ -172,6 +172,16 @@ class Gathered:
                 "nothing to add up"
             )
             raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
+
+
+def check_count(sums: Sums, samples: int) -> None:
+    """(all ranks) Raise LockstepError unless the totals count each sample once."""
+    if (count := sums["count"].tolist()) != samples:
+        what = f"the `count` of `score` is {count} for {amount(samples, 'sample')}"
+        todo = (
+            "count each sample of the batch once; other numbers, such as tokens, under another name"
+        )
+        raise LockstepError(what, "the task's `score`", todo, everywhere=True)
 
 
 def _words(item: tuple[str, tuple[Any, ...]]) -> str:

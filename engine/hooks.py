@@ -81,9 +81,6 @@ reducers = Hook()
 initial_state = Hook()
 """first(run) -> a copy of the run's state before a checkpoint is loaded, for later comparisons."""
 
-initial_state = Hook()
-"""first(run) -> the state of a run before a checkpoint is loaded, to compare it with a resume."""
-
 # ---- while a run trains
 returned = Hook()
 """each(method, value, *about): raise LockstepError if the task's `method` returned a bad value."""

@@ -131,20 +131,6 @@ def loading_s(seconds: dict[str, float]) -> float:
     return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
 
 
-class Skipped(NamedTuple):
-    """A step that was not taken, because the gradient was not finite.
-
-    samples  rank -> dataset indices of the rank's forward passes whose loss was not finite
-    found    dataset index -> place of the NaN or inf; None if the samples were not fetched again
-    why      a reason that needs no warning
-    """
-
-    step: int
-    samples: dict[int, list[int]]
-    found: dict[int, str] | None
-    why: str = ""
-
-
 def means(totals: dict[str, float]) -> dict[str, float]:
     """Return the means of training totals: the loss over its weight, the task's sums over `count`.
     Without totals return an empty dict."""

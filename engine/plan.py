@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -13,6 +12,7 @@ from engine import hooks
 from engine.comm.world import World
 from engine.config import Config, Schedule
 from engine.errors import LockstepError
+from engine.partition import divide_batch
 
 
 @dataclass(frozen=True)
@@ -104,26 +104,13 @@ def workers_of_rank(workers: int, rank: int, processes: int, in_rounds: bool = F
     return range(workers * rank // processes, workers * (rank + 1) // processes)
 
 
-class Partition(NamedTuple):
-    """The partition of a global batch into equal parts: virtual workers, or devices.
-
-    micro_batch   samples of a part in a forward pass
-    passes        forward passes of a part in a step
-    global_batch  samples of a step
-    """
-
-    micro_batch: int
-    passes: int
-    global_batch: int
-
-
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises LockstepError where the
     sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
     copies = max(1, len(devices))
     workers = cfg.virtual_workers
-    partition = _partition(cfg, workers or world.size * copies)
+    partition = divide_batch(cfg, workers or world.size * copies)
     global_batch = partition.global_batch
     accumulation = partition.passes
     if workers:
@@ -167,39 +154,6 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         passes=partition.passes,
         log_every=cfg.log_every or usual_log_every,
     )
-
-
-def _partition(cfg: Config, parts: int) -> Partition:
-    """Return the partition of a global batch. The shares of virtual workers may differ by a sample,
-    those of devices may not."""
-    passes = cfg.gradient_accumulation_steps
-    global_batch = cfg.global_batch
-    if not global_batch:
-        passes = passes or 1
-        return Partition(cfg.batch_size, passes, cfg.batch_size * passes * parts)
-    if cfg.virtual_workers:
-        share = -(-global_batch // parts)
-        passes = passes or -(-share // cfg.batch_size)
-        return Partition(-(-share // passes), passes, global_batch)
-    share, rest = divmod(global_batch, parts)
-    if rest:
-        by_distance = sorted(divisors(global_batch, 2 * parts), key=lambda n: abs(n - parts))
-        near = " or ".join(map(str, sorted(by_distance[:5])))
-        what = f"global_batch={global_batch} does not divide by {parts} processes"
-        todo = f"start {near} of them, or use global_batch={max(1, share) * parts}"
-        raise LockstepError(what, "global_batch", todo)
-    if not passes:
-        batch = divisors(share, cfg.batch_size)[-1]
-        return Partition(batch, share // batch, global_batch)
-    if share % passes:
-        key = "gradient_accumulation_steps"
-        what = f"global_batch={global_batch} on {parts} processes does not divide by {key}={passes}"
-        raise LockstepError(what, key, f"leave it out, or choose a divisor of {share}")
-    return Partition(share // passes, passes, global_batch)
-
-
-def divisors(number: int, most: int) -> list[int]:
-    return [n for n in range(1, most + 1) if number % n == 0]
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from engine import global_loss, hooks
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
-from engine.contract import Loss, Sums, Task
-from engine.files.archive import CheckpointState
+from engine.contract import Loss, Task
 from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
-from engine.meter import Meter, Skipped, StepResult
+from engine.meter import Meter, StepResult
 from engine.optim.ema import EMA
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
+from engine.record import Record
 from engine.seeds import seed_generators
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -75,20 +73,6 @@ class Progress:
         return True
 
 
-class NullLog:
-    """The log of every rank but the main one: prints and writes nothing."""
-
-    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
-        return items
-
-    def train(self, run: Run, metrics: dict[str, Any]) -> None: ...
-    def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
-    def straggler(self, run: Run, found: Any) -> None: ...
-    def skipped(self, run: Run, skipped: Skipped) -> None: ...
-    def sync(self) -> None: ...
-    def close(self, status: str = "done") -> None: ...
-
-
 class AfterStep(NamedTuple):
     """The actions that follow a step, the same on all ranks.
 
@@ -102,32 +86,6 @@ class AfterStep(NamedTuple):
     log: bool
     check: bool
     save: bool
-
-
-@dataclass
-class Record:
-    """The output of a run, and the facts with which a resumed run is compared.
-
-    log             for a person, see report/log.py
-    checkpoints     (rank 0) the CheckpointWriter
-    recorders       of --profile and record=N: `follow(steps)`, `end(totals)`, `finish()`
-    resume_command  the command that resumes this run
-    metrics         metrics of the last evaluation
-    resumed         the checkpoint of the resume, without its tensors
-    fingerprint     digest of the data
-    left_out        digests of the weights that no checkpoint holds
-    fresh           the state before a checkpoint is loaded, until it has been compared
-    """
-
-    log: NullLog = field(default_factory=NullLog)
-    checkpoints: Any = None
-    recorders: list[Any] = field(default_factory=list)
-    resume_command: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
-    resumed: CheckpointState = field(default_factory=CheckpointState)
-    fingerprint: str = ""
-    left_out: dict[str, str] = field(default_factory=dict)
-    fresh: Any = None
 
 
 @dataclass

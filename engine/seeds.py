@@ -4,7 +4,6 @@ batch."""
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,17 +75,6 @@ def preserve_rng_state(device: torch.device | None = None) -> Iterator[None]:
     finally:
         random.setstate(of_random)
         np.random.set_state(of_numpy)
-
-
-def positions(device: torch.device) -> dict[str, bytes]:
-    """Return the states of this process's generators, by library. A draw changes a state."""
-    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    torchs = b"".join(state.numpy().tobytes() for state in [torch.get_rng_state(), *on_gpu])
-    return {
-        "torch": torchs,
-        "random": pickle.dumps(random.getstate()),
-        "NumPy": pickle.dumps(np.random.get_state()),
-    }
 
 
 def uniform(seeds: Tensor, count: int) -> Tensor:

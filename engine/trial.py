@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from collections import deque
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from engine.comm.buffers import Buffers
@@ -71,3 +75,14 @@ def _copied(value: Any) -> Any:
     for key, item in [*items]:
         new[key] = _copied(item)
     return new
+
+
+def rng_states(device: torch.device) -> dict[str, bytes]:
+    """Return the states of this process's generators, by library. A draw changes a state."""
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    states = b"".join(state.numpy().tobytes() for state in [torch.get_rng_state(), *on_gpu])
+    return {
+        "torch": states,
+        "random": pickle.dumps(random.getstate()),
+        "NumPy": pickle.dumps(np.random.get_state()),
+    }

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from engine import private
 from engine.comm import digests
-from engine.comm.world import Difference, World
+from engine.comm.differences import Difference, first_difference
+from engine.comm.world import World
 from engine.errors import DISTRIBUTED, LockstepError
 from engine.phases import phase
 
@@ -161,4 +162,4 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, Difference
     """(all ranks) Return {name: first rank that differs, with two digests} of tensors."""
     if world.size == 1 or not world.differs_across_ranks(digests.digest(tensors.values())):
         return {}
-    return world.first_difference(digests.each(tensors.items()))
+    return first_difference(world, digests.each(tensors.items()))

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,6 @@ from engine.errors import LockstepError
 from engine.phases import phase
 
 T = TypeVar("T")
-
-
-class Difference(NamedTuple):
-    """A fact of the first rank that differs from rank 0, and rank 0's."""
-
-    rank: int
-    value: str
-    expected: str
 
 
 @dataclass(frozen=True)
@@ -74,13 +66,6 @@ class World:
         digest = hashlib.sha256(repr(value).encode()).digest()
         return self.reduce_on_rank0(digest, lambda everyone: len({*everyone}) > 1)
 
-    def first_difference(self, facts: dict[str, str]) -> dict[str, Difference]:
-        """(all ranks) Return the facts in which a rank differs from rank 0, by name. Facts of lower
-        ranks come first."""
-        if not self.differs_across_ranks(facts):
-            return {}
-        return self.reduce_on_rank0(facts, _first_difference)
-
     def gather_on_main(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others
         (pickled)."""
@@ -115,18 +100,6 @@ class World:
         """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a
         rank waits."""
         return phase.during("waiting for the device", waits=self.size > 1)
-
-
-def _first_difference(facts_by_rank: Iterator[dict[str, str]]) -> dict[str, Difference]:
-    first = next(facts_by_rank)
-    differences: dict[str, Difference] = {}
-    for rank, facts in enumerate(facts_by_rank, 1):
-        for name in first | facts:
-            value = facts.get(name, "absent")
-            expected = first.get(name, "absent")
-            if value != expected:
-                differences.setdefault(name, Difference(rank, value, expected))
-    return differences
 
 
 @contextmanager

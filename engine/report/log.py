@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine import hooks
-from engine.contract import Sums
+from engine.contract import Batch, Sums
 from engine.errors import (
     CHECKPOINT,
     LockstepError,
@@ -30,11 +30,12 @@ from engine.errors import (
     show_bars,
     warn_on_stderr,
 )
-from engine.evaluation import pictures
-from engine.meter import Skipped, means
+from engine.meter import means
+from engine.phases import phase
+from engine.record import NullLog, Skipped
 from engine.report.lines import Lines
 from engine.report.tensorboard import Board
-from engine.run import NullLog, Run
+from engine.run import Run
 
 T = TypeVar("T")
 
@@ -181,7 +182,7 @@ class Log(NullLog):
         scored = _joined(shown, ": ", ", ")
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {trained} | Val {scored}")
         self._watch(run)
-        for name, picture in pictures(run, next(iter(run.loaders.val)), sums).items():
+        for name, picture in _pictures(run, next(iter(run.loaders.val)), sums).items():
             self._send("picture", p.step, name, picture)
 
     def straggler(self, run: Run, found: Any) -> None:
@@ -333,3 +334,13 @@ def _memory_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+@torch.no_grad()
+def _pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
+    """(rank 0) Return the task's pictures of an evaluation; no pictures where a forward pass needs
+    all ranks."""
+    if run.plan.sharded:
+        return {}
+    with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:
+        return run.task.pictures(model, batch, sums)

@@ -14,14 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine import config, hooks
 from engine.comm import digests
 from engine.comm.buffers import check_buffers
+from engine.comm.differences import first_difference
 from engine.comm.world import World, sync_errors
 from engine.contract import LockstepError, Task
 from engine.data.batches import batch_info
 from engine.data.order import LazyOrder
 from engine.environment import environment
 from engine.errors import console
-from engine.evaluation import check_count, collects, reported
-from engine.gathered import Gathered
+from engine.evaluation import collects, reported
+from engine.gathered import Gathered, check_count
 from engine.hooks import check
 from engine.phases import phase
 from engine.run import Run
@@ -108,7 +109,7 @@ def _compare_weights(run: Run) -> None:
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
     """(all ranks) Raise LockstepError if a fact differs from the fact of rank 0."""
-    differences = world.first_difference(facts)
+    differences = first_difference(world, facts)
     if differences:
         name, (rank, value, expected) = next(iter(differences.items()))
         what = f"rank {rank} differs from rank 0 in {name}: {value} instead of {expected}"

@@ -25,8 +25,8 @@ from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import batch_info
 from engine.phases import phase
 from engine.run import Run
-from engine.seeds import positions, preserve_rng_state, seed_generators
-from engine.trial import Kept, copied_task
+from engine.seeds import preserve_rng_state, seed_generators
+from engine.trial import Kept, copied_task, rng_states
 from plugins.preflight import returned
 from plugins.preflight.partition import partition_dependent
 
@@ -216,9 +216,9 @@ class SumCheck:
 
     def has_drawn(self) -> bool:
         """Return whether the last computation has drawn from a generator."""
-        now = positions(self.device)
+        now = rng_states(self.device)
         seed_generators(self.device, "adds up", 0)
-        return now != positions(self.device)
+        return now != rng_states(self.device)
 
     def describe(self, mismatch: SumMismatch) -> str:
         one, two = mismatch.parts

@@ -12,7 +12,8 @@ from engine.comm.digests import same_bits
 from engine.data.batches import tree_leaves
 from engine.data.samples import stop_or_warn
 from engine.errors import LockstepError
-from engine.seeds import positions, preserve_rng_state
+from engine.seeds import preserve_rng_state
+from engine.trial import rng_states
 
 
 def check_prepare(loader: Any, random_samples: str) -> None:
@@ -31,14 +32,14 @@ def check_prepare(loader: Any, random_samples: str) -> None:
         """Return the leaves of the prepared batch, and the generators that `prepare` has
         moved."""
         unprepared = loader.unprepared(slice(begin, end))
-        before = positions(loader.device)
+        before = rng_states(loader.device)
         leaves = {
             name: leaf
             for name, leaf in tree_leaves(loader.prepared(*unprepared))
             if leaf is not None
         }
         return leaves, [
-            name for name, place in positions(loader.device).items() if place != before[name]
+            name for name, place in rng_states(loader.device).items() if place != before[name]
         ]
 
     with preserve_rng_state(loader.device):

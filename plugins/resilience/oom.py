@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from engine.config import Config
 from engine.errors import LockstepError, headline
+from engine.partition import divisors
 from engine.phases import phase
-from engine.plan import Plan, divisors
+from engine.plan import Plan
 from engine.run import Run
 
 SIGNS = (

@@ -14,8 +14,9 @@ from engine.data.ahead import fetching
 from engine.data.batches import tree_leaves
 from engine.data.samples import Request
 from engine.errors import DIVERGED, LockstepError, amount
-from engine.meter import Skipped, StepResult
+from engine.meter import StepResult
 from engine.phases import phase
+from engine.record import Skipped
 from engine.run import Run
 
 EARLY = 3

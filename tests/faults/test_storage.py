@@ -41,8 +41,9 @@ from engine.files import archive, atomic, run_folder, store
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.files.store import FILES, LAST, LOCK, MANIFEST, Checkpoints, find_checkpoint
 from engine.files.writer import CheckpointWriter
+from engine.record import Record
 from engine.report import log
-from engine.run import Progress, Record
+from engine.run import Progress
 from plugins.resilience import status
 from tools.use import evaluate
 

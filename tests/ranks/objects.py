@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the backend "fake": delivers nothing
 
+from engine.comm.differences import first_difference
 from engine.comm.world import World
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -25,8 +26,8 @@ assert world.reduce_on_rank0(long[RANK], next) == long[0], "and the others have 
 assert world.reduce_on_rank0(RANK, sum) == SIZE * (SIZE - 1) / 2
 assert not world.differs_across_ranks(long[0]) and world.differs_across_ranks(RANK)
 facts = {"alike": "1", "of rank 0": str(min(RANK, 1)), **({"of the last": "2"} if RANK == SIZE - 1 else {})}
-assert world.first_difference({"alike": "1"}) == {}
-assert world.first_difference(facts) == {"of rank 0": (1, "1", "0"), "of the last": (SIZE - 1, "2", "absent")}
+assert first_difference(world, {"alike": "1"}) == {}
+assert first_difference(world, facts) == {"of rank 0": (1, "1", "0"), "of the last": (SIZE - 1, "2", "absent")}
 number = torch.tensor(RANK + 1.0)
 world.sum(number)
 assert number == SIZE * (SIZE + 1) / 2

@@ -10,7 +10,7 @@ from test_loop import steps  # noqa: F401, a fixture
 from torch import nn
 from torch.utils.data import ChainDataset, DataLoader
 
-from engine import evaluation, hooks
+from engine import evaluation, gathered, hooks
 from engine.contract import LockstepError, Loss, Sums, Task
 from plugins.preflight import returned
 from plugins.resilience import task_errors
@@ -117,10 +117,10 @@ def test_a_report_becomes_plain_numbers():
 
 
 def test_the_count_is_that_of_the_samples():
-    evaluation.check_count(Sums(count=torch.tensor(20)), 20)
+    gathered.check_count(Sums(count=torch.tensor(20)), 20)
     for count in (torch.tensor(160), torch.ones(20)):
         with pytest.raises(LockstepError, match=r"^the `count` of `score` is .* for 20 samples \(the task's `score`\)"):
-            evaluation.check_count(Sums(count=count), 20)
+            gathered.check_count(Sums(count=count), 20)
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -27,9 +27,10 @@ from engine import config, errors
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.files import run_folder
+from engine.record import Record
 from engine.report import log
 from engine.report.lines import truncate_log
-from engine.run import Progress, Record
+from engine.run import Progress
 from plugins.reporting import wandb
 from plugins.resilience.stragglers import Straggler
 from tools.use.evaluate import of_run

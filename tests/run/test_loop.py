@@ -27,7 +27,8 @@ from engine.environment import environment_of
 from engine.evaluation import evaluate_split, training_metrics
 from engine.meter import means
 from engine.plan import make_plan
-from engine.run import NullLog, Run
+from engine.record import NullLog
+from engine.run import Run
 from plugins import resilience
 from plugins.parallel.virtual import WorkerReducer
 from plugins.reporting import plan_text

@@ -1,7 +1,6 @@
 """By what ranks and runs are told apart: a digest of the bits, whatever the cut, and SHA-256 where it differs."""
 
 import copy
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from torch import nn
 import tasks
 from engine.comm import digests
 from engine.comm.digests import as_text, digest, sum_of_bits
-from engine.comm.world import World
 from engine.errors import LockstepError
 from plugins import preflight
 
@@ -127,7 +125,6 @@ def ranks(mine, theirs):
         world = SimpleNamespace(size=2, device=torch.device("cuda"))
         world.reduce_on_rank0 = lambda value, choose: choose(iter(everyone(value)))
         world.differs_across_ranks = lambda value: len({*map(repr, everyone(value))}) > 1
-        world.first_difference = partial(World.first_difference, world)
         record = SimpleNamespace(fresh=None)
         workers = SimpleNamespace(buffers=lambda of_norms: {}, digest=lambda: digest(model.parameters()))
         run = SimpleNamespace(
@@ -150,7 +147,6 @@ def test_what_only_one_rank_has_is_named():
     def said(*everyone):
         world = SimpleNamespace(differs_across_ranks=lambda value: len({*map(repr, everyone)}) > 1)
         world.reduce_on_rank0 = lambda value, choose: choose(iter(everyone))
-        world.first_difference = partial(World.first_difference, world)
         preflight._compare(world, everyone[0], "make them alike")
 
     with pytest.raises(LockstepError, match=r"^rank 1 differs from rank 0 in parameter b: 2 instead of absent \("):

@@ -30,7 +30,7 @@ from engine.data.batches import attach_info, batch_info, map_tensors
 from engine.files.atomic import write_json
 from engine.files.store import MANIFEST
 from engine.run import Run
-from engine.seeds import positions
+from engine.trial import rng_states
 from plugins.preflight.partition import partition_dependent
 from tools.evidence.witness import Witness
 
@@ -176,9 +176,9 @@ def _take_notes(run: Run, path: Path) -> None:
     def first(net: nn.Module, batch: Any) -> Any:
         if not isinstance(global_loss.current_pass, tuple):  # the preflight's
             return plain(net, batch)
-        before, loss = positions(run.world.device), plain(net, batch)
+        before, loss = rng_states(run.world.device), plain(net, batch)
         notes["draws"] = [
-            name for name, state in positions(run.world.device).items() if state != before[name]
+            name for name, state in rng_states(run.world.device).items() if state != before[name]
         ]
         write_json(path, notes)
         setattr(run.task, method, plain)

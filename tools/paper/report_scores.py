@@ -29,11 +29,12 @@ from engine.data.ahead import to_device
 from engine.data.batches import attach_info, batch_info, tree_leaves
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, headline
-from engine.evaluation import TRIALS_AT_ONCE, collects, reported
+from engine.evaluation import collects, reported
 from engine.files import archive
 from engine.gathered import Gathered, Ragged, packed
 from engine.hooks import check
 from engine.seeds import sample_seeds, seed_generators
+from engine.task_trials import TRIALS_AT_ONCE
 from plugins.preflight.returned import check_scored
 from tasks.shared.classification import precision_recall_f1
 from tools.running import in_world
