@@ -1,4 +1,4 @@
-"""Lossless videos whose frames can be told by their gray level."""
+"""Lossless videos whose frames can be told by their gray level, and packed clips."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from formats.lab.clips import Clips
+from formats.lab.clips import Clips, ClipsWriter
 
 NUM_FRAMES = 40
 
@@ -35,3 +35,11 @@ def encode(path: Path, video: int = 0, rate: int | Fraction = 20) -> None:
 def left(clips: Clips, trial: int) -> list[int]:
     """Return the gray levels of a trial's frames at its left edge."""
     return clips.__getitems__([trial])["x"][0, :, 0, 0].tolist()
+
+
+def pack(folder: Path, trials, classes=("rest", "walk"), shape=(2, 8, 8)) -> Path:
+    """A folder of black clips, (video, label) of each."""
+    with ClipsWriter(folder, classes) as writer:
+        for video, label in trials:
+            writer.add(np.zeros(shape, np.uint8), video, label)
+    return folder

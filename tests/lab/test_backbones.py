@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, launching, succeed
-from published import LAYOUT, as_published, harnet_features, harnet_state, torchvision_classes, with_hash
+from published import LAYOUT, as_published, harnet_features, harnet_state, shaken, torchvision_classes, with_hash
 from runs import weights
 
 import tasks
@@ -44,19 +44,6 @@ def made(*words):
     cfg = parsed(*words)
     task = tasks.load(cfg.task)(cfg)
     return task, *task.datasets()
-
-
-def shaken(net):
-    """Norms as after training: a network of norms that do nothing would hide a wrong one."""
-    draw = torch.Generator().manual_seed(3)
-    for module in net.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            for value in (module.weight.data, module.running_var):
-                value.uniform_(0.5, 1.5, generator=draw)
-            for value in (module.bias.data, module.running_mean):
-                value.normal_(0, 0.1, generator=draw)
-            module.num_batches_tracked.fill_(9)
-    return net
 
 
 def published_mc3(folder):

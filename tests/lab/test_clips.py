@@ -21,10 +21,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import succeed
+from films import pack
+from task_builder import build_task
 from torch.overrides import TorchFunctionMode
 
-import tasks
-from engine.config import changed, schema_of
+from engine.config import changed
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.samples import Fetcher
 from formats import arrays
@@ -38,17 +39,8 @@ from tasks.video import Augment, augment, draw_clips, one_of_each, stretched
 TINY = Recipe(trials=40, videos=8, frames=5, size=16)
 
 
-def pack(folder: Path, trials, classes=("rest", "walk"), shape=(2, 8, 8)) -> Path:
-    """A folder of black clips, (video, label) of each."""
-    with ClipsWriter(folder, classes) as writer:
-        for video, label in trials:
-            writer.add(np.zeros(shape, np.uint8), video, label)
-    return folder
-
-
 def video_task(**dataset):
-    cls = tasks.load("video")
-    return cls(changed(schema_of(cls)(), {f"dataset.{key}": value for key, value in dataset.items()}))
+    return build_task("video", {f"dataset.{key}": value for key, value in dataset.items()})
 
 
 def npy(array: np.ndarray) -> bytes:

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from published import torchvision_classes, with_hash
+from published import shaken, torchvision_classes, with_hash
 from robot_tasks import TINY_ACT, record, task_of
-from test_backbones import shaken
 
 from engine.contract import LockstepError
 

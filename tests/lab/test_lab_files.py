@@ -16,10 +16,9 @@ import torch
 from conftest import ROOT, succeed
 from films import NUM_FRAMES, encode, left
 from lab_files import LabelCase, RecordingCase, cases
+from task_builder import build_task
 from wheels import unpacked
 
-import tasks
-from engine.config import changed, schema_of
 from engine.contract import LockstepError
 from formats.lab import behaviour, tracks, windows
 from formats.lab.clips import Clips
@@ -423,12 +422,10 @@ def test_the_axes_of_tracks_are_not_turned(tmp_path):
     words = [tmp_path, tmp_path / "o.npz", "--fps", 20, "--labels", tmp_path]
     words += ["--animals", "together", "--centre", "nose,tail_base"]
     assert prepare_tracks.main([*map(str, words)]) == 0
-    cls = tasks.load("har")
     augmented = []
     for turn in (0.0, 45.0):
         settings = {"dataset.root": str(tmp_path / "o.npz"), "dataset.length": 8, "dataset.stride": 1}
-        settings |= {"dataset.val_share": 0.5, "augment.rotate_deg": turn}
-        task = cls(changed(schema_of(cls)(), settings))
+        task = build_task("har", settings | {"dataset.val_share": 0.5, "augment.rotate_deg": turn})
         train, _ = task.datasets()
         x = train.__getitems__([0, 1, 2])["x"]
         assert x.shape[1] == 24 + 1

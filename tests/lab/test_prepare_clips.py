@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, succeed
 from films import encode, gray_of, left
+from task_builder import build_task
 from wheels import unpacked
 
-import tasks
-from engine.config import changed, schema_of
+from engine.config import changed
 from engine.contract import LockstepError
 from formats.lab.clips import Clips, split_by_video
 from formats.lab.videos import Cutting, slide
@@ -123,8 +123,7 @@ def test_videos_of_several_rates_are_taken_at_one(videos, prepare, rate, fps):
         own = rate if video == "b.mp4" else 20
         wanted = [gray_of(at + round(2 * t * own / fps), int(video == "b.mp4")) for t in range(3)]
         assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
-    cls = tasks.load("video")
-    task = cls(changed(schema_of(cls)(), {"dataset.root": str(videos / "out")}))
+    task = build_task("video", {"dataset.root": str(videos / "out")})
     task.datasets()
     assert f"Clips: 3 frames, 16 x 16 pixels, {6 / fps:.2f} s" in task.summary()
 
@@ -149,13 +148,12 @@ def test_settings_that_differ_from_the_clips_are_told(videos, prepare):
     about = videos / "out/cutting.json"  # as older versions wrote it
     about.write_text(json.dumps({"crop": None, "stride": 2, "size": 16, "fps": [20, 25]}))
     lasts = "1.00 s or 0.80 s (videos of 20 and 25 frames/s: give them one rate)"
-    cls = tasks.load("video")
     for words, said in (
         ({}, f"Clips: 10 frames, 16 x 16 pixels, {lasts}"),
         ({"frames": 5, "size": 32}, "Clips: 5 frames, the middle of 10, 16 x 16 pixels, 0.50 s or 0.40 s"),
     ):
         settings = {"root": str(videos / "out")} | words
-        task = cls(changed(schema_of(cls)(), {f"dataset.{key}": value for key, value in settings.items()}))
+        task = build_task("video", {f"dataset.{key}": value for key, value in settings.items()})
         task.datasets()
         assert said in task.summary() and ("warning: dataset.size=32 changes no" in task.summary()) == bool(words)
     task.cfg = changed(task.cfg, {"dataset.frames": 17})
@@ -336,10 +334,9 @@ def test_a_group_is_written_read_and_never_cut(videos, prepare):
     assert code == 0 and "Groups: m0 (2 videos), m1 (2 videos), m2 (2 videos), m3 (2 videos)" in out, err
     clips = Clips(videos / "out")
     assert clips.groups.tolist() == [f"m{int(name[0]) % 4}" for name in clips.videos]
-    cls = tasks.load("video")
     for seed in range(6):
         settings = {"dataset.root": str(videos / "out"), "dataset.split_seed": seed, "dataset.val_share": 0.3}
-        task = cls(changed(schema_of(cls)(), settings))
+        task = build_task("video", settings)
         train, val = task.datasets()
         assert len({*train.groups}) + len({*val.groups}) == 4 and len({*train.videos}) + len({*val.videos}) == 8
         assert {*train.sources} == {*train.videos} and train.shape == (3, 16, 16)

@@ -222,11 +222,7 @@ def test_a_folder_with_the_persons_own_files_is_the_raw_folder(tmp_path, monkeyp
         ("own_sensors", ["a.csv", "b.CSV", "c.csv", "d.csv"], r"a\.csv, b\.CSV, c\.csv, \.\.\. but no recordings\.csv"),
         ("own_sensors", ["raw/a.csv"], r"raw/a\.csv but no recordings\.csv \(.*/mine\): write it: file,subject,label"),
         ("own_sensors", ["ann/walk.csv"], r"ann/walk\.csv but no recordings\.csv"),
-        (
-            "own_videos",
-            ["a.MP4", "notes.csv"],
-            r"a\.MP4, notes\.csv but no trials\.csv .*: write it: video,start_s,label",
-        ),
+        ("own_videos", ["a.MP4", "notes.csv"], r"a\.MP4, notes\.csv but no trials\.csv .*: write it: video,start_s"),
         ("own_videos", ["raw/a.avi"], r"raw/a\.avi but no trials\.csv"),
     ],
 )

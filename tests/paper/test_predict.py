@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, by_hand, launching, succeed
+from films import pack
 from robot_tasks import TINY_ACT, record
-from test_clips import pack
 
 from engine.contract import LockstepError
 from formats.lab.clips import split_by_video

@@ -15,10 +15,10 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TOY, launching, succeed
+from films import pack
 from robot_tasks import TINY_ACT, record
 from runs import records
 from tampering import copied, delete_checkpoints
-from test_clips import pack
 
 from engine.contract import LockstepError
 from tools.paper import model_card, publish
