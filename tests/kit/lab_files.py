@@ -133,6 +133,22 @@ class LabelCase(Case):
         return [name for count, name in runs for _ in range(int(count))]
 
 
+@dataclass(frozen=True)
+class TrialCase(Case):
+    """Trials that are cut out of videos, as COMMAND.csv lists them.
+
+    stride  frames of the video from one frame of a trial to the next
+    """
+
+    classes: list[str] = field(default_factory=list)
+    stride: int = 1
+
+    @property
+    def trials(self) -> list[dict[str, str]]:
+        with open(self.folder / f"{self.command}.csv", newline="") as file:
+            return [*csv.DictReader(file)]
+
+
 OneCase = TypeVar("OneCase", bound=Case)
 
 

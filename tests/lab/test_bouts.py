@@ -4,11 +4,14 @@ import csv
 import itertools
 import json
 import shutil
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import launching, succeed
 from lab_files import FILES
 
@@ -168,8 +171,8 @@ def test_what_is_dropped_is_background_or_what_was_before():
     assert with_background.tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2]
     without = bouts.decide(shares, ["a", "b", "c"], "none", Smoothing(least={"a": 2, "c": 3})).argmax(1)
     assert without.tolist() == [1] * 13, "the first frames take what follows"
-    many = bouts.decide(np.array([[0.9, 0.6, 0.2], [0.9, 0.6, 0.7], [0.9, 0.1, 0.1]]), [*"abc"], "a", Smoothing(),
-                        [0.5, 0.5, 0.6])  # fmt: skip
+    shares = np.array([[0.9, 0.6, 0.2], [0.9, 0.6, 0.7], [0.9, 0.1, 0.1]])
+    many = bouts.decide(shares, [*"abc"], "a", Smoothing(), [0.5, 0.5, 0.6])
     assert many.tolist() == [[0, 1, 0], [0, 1, 1], [1, 0, 0]], "background is none of the others, however sure"
 
 
@@ -182,12 +185,9 @@ def test_the_smoothing_that_is_chosen_helps_and_none_is_chosen_where_none_helps(
         videos.append(((true * 0.7 + noise) / (true * 0.7 + noise).sum(1, keepdims=True), true, FPS))
     chosen, f1, plain = bouts.choose(videos, ["background", "b", "c"], "background")
     assert f1 > plain + 0.3 and chosen.fps == FPS and (chosen.median > 1 or any(chosen.least.values()))
-    again = sum(
-        (bouts.score(true, bouts.decide(p, [*"abc"], "a", Smoothing(chosen.median, {
-            "b": chosen.least.get("b", 0), "c": chosen.least.get("c", 0)}, FPS)), FPS) for p, true, _ in videos[1:]),
-        start=bouts.score(videos[0][1], bouts.decide(videos[0][0], [*"abc"], "a", Smoothing(chosen.median, {
-            "b": chosen.least.get("b", 0), "c": chosen.least.get("c", 0)}, FPS)), FPS),
-    )  # fmt: skip
+    rule = Smoothing(chosen.median, {name: chosen.least.get(name, 0) for name in "bc"}, FPS)
+    parts = [bouts.score(true, bouts.decide(shares, [*"abc"], "a", rule), FPS) for shares, true, _ in videos]
+    again = sum(parts[1:], start=parts[0])
     assert again.report([*"abc"], "a")["all"]["overlap_f1"] == pytest.approx(f1, abs=1e-12), "what it says it brings"
     sure = [(true * 0.9 + 0.05, true, FPS) for _, true, _ in videos]
     chosen, f1, plain = bouts.choose(sure, ["background", "b", "c"], "background")
@@ -262,9 +262,9 @@ def test_the_table_has_the_columns_of_boris_in_their_order():
 def test_a_state_that_ends_nowhere_is_refused_in_a_spreadsheet(tmp_path):
     openpyxl = pytest.importorskip("openpyxl")
     book = openpyxl.Workbook()
-    for row in (["time", "subject", "code", "modifier", "comment"], [1, "", "groom", "", ""], [2, "", "rear", "", ""],
-                [3, "", "rear", "", ""]):  # fmt: skip
-        book.active.append(row)
+    book.active.append(["time", "subject", "code", "modifier", "comment"])
+    for time, code in ((1, "groom"), (2, "rear"), (3, "rear")):
+        book.active.append([time, "", code, "", ""])
     book.save(tmp_path / "a.xlsx")
     with pytest.raises(LockstepError, match=r"groom starts at 1 s and has no STOP .*a.xlsx:2"):
         boris.read(tmp_path / "a.xlsx")
@@ -287,18 +287,18 @@ def recordings(path, seed=0, multi=False):
         seen[50:60] = seen[100:105] = -1
         signal.append(np.concatenate([x * valid, valid], 1))
         labels.append(seen)
-    mice = [f"m{n}" for n in range(6)]
+    mice = np.array([f"m{n}" for n in range(6)])
     arrays = {
         "signal": np.concatenate(signal).astype(np.float32),
-        "lengths": np.full(6, 400),
-        "subject": np.array(mice),
-    }
-    arrays |= {"channels": np.array(["a_x", "a_y", "speed", "valid"]), "axes": np.array(0), "rate_hz": np.array(FPS)}
-    arrays |= {
-        "classes": np.array(["background", "groom", "rear"]),
         "step_label": np.concatenate(labels).astype(np.int16),
+        "lengths": np.full(6, 400),
+        "subject": mice,
+        "recording": np.char.add(mice, ".mp4"),
+        "channels": np.array(["a_x", "a_y", "speed", "valid"]),
+        "classes": np.array(["background", "groom", "rear"]),
+        "axes": np.array(0),
+        "rate_hz": np.array(FPS),
     }
-    arrays["recording"] = np.array([f"{name}.mp4" for name in mice])
     if multi:
         many = bouts.one_hot(arrays["step_label"].astype(int), 3)
         many[many[:, 1] == 1, 2] = rng.integers(0, 2, (many[:, 1] == 1).sum())
@@ -321,85 +321,150 @@ def tracks_run(tmp_path_factory):
     return folder
 
 
-def table(path):
+def table(path, delimiter=","):
     with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+        return list(csv.DictReader(file, delimiter=delimiter))
 
 
-@pytest.mark.slow
-def test_bouts_of_tracks_from_the_command_line(launch, tracks_run, tmp_path):
-    """Scores of the held-out mice alone, the same from the written table; then smoothed, as validation chose it."""
-    pytest.importorskip("openpyxl")
-    data, run = tracks_run / "mice.npz", tmp_path / "run"
-    shutil.copytree(tracks_run / "run", run, symlinks=True)
-    truth = np.load(data)["step_label"].reshape(6, 400)
-    out = ["--out", tmp_path / "p.csv", "--bouts", tmp_path / "b.csv", "--events", tmp_path / "e.tsv"]
-    words = ["tools/predict.py", run, data, *out, "device=cpu", "--json"]
-    said = json.loads(succeed(launch.python(*words, "--boris", tmp_path / "xlsx")).out)
-    sides = {one["name"]: one["side"] for one in said["found"]}
-    held_out = [name for name, side in sides.items() if side == "held out"]
-    assert {*said["bouts"]} == {"held out"} and len(sides) == 6 and 0 < len(held_out) < 6
-    rows = table(tmp_path / "p.csv")
-    assert [*rows[0]] == "file recording step time_s subject side label p_background p_groom p_rear".split()
-    names = np.array([row["label"] for row in rows]).reshape(6, 400)
-    assert (names[:, 100:105] == "").all() and (np.delete(names, range(100, 105), 1) != "").all()
+def predict_words(run, data, folder):
+    tables = ["--out", folder / "p.csv", "--bouts", folder / "b.csv", "--events", folder / "e.tsv"]
+    return ["tools/predict.py", run, data, *tables, "device=cpu"]
 
-    def by_hand():
-        """The scores from the table of frames."""
-        rows = table(tmp_path / "p.csv")
+
+@dataclass(frozen=True)
+class Predicted:
+    """The tables of a prediction of six mice, and what was printed of it."""
+
+    folder: Path
+    truth: np.ndarray  # (6, 400) labels
+    said: dict[str, Any]
+
+    @property
+    def sides(self) -> dict[str, str]:
+        return {one["name"]: one["side"] for one in self.said["found"]}
+
+    @property
+    def held_out(self) -> list[str]:
+        return [name for name, side in self.sides.items() if side == "held out"]
+
+    @property
+    def frames(self) -> list[dict[str, str]]:
+        return table(self.folder / "p.csv")
+
+    @property
+    def names(self) -> np.ndarray:
+        """(6, 400) label of each frame, empty where no mouse is."""
+        return np.array([row["label"] for row in self.frames]).reshape(6, 400)
+
+    def scores(self) -> dict[str, dict[str, Any]]:
+        """The scores of the held-out mice, from the table of frames."""
         number = {"": -1, "background": 0, "groom": 1, "rear": 2}
-        labels = np.array([number[row["label"]] for row in rows]).reshape(6, 400)
-        chosen = [n for n in range(6) if f"m{n}.mp4" in held_out]
-        sides = [(bouts.one_hot(truth[n], 3), bouts.one_hot(labels[n], 3) == 1) for n in chosen]
+        labels = np.vectorize(number.get)(self.names)
+        chosen = [n for n in range(6) if f"m{n}.mp4" in self.held_out]
+        sides = [(bouts.one_hot(self.truth[n], 3), bouts.one_hot(labels[n], 3) == 1) for n in chosen]
         parts = [bouts.score(*side, FPS) for side in sides]
         return sum(parts[1:], start=parts[0]).report(["background", "groom", "rear"], "background")
 
-    plain = by_hand()
-    scored = said["bouts"]["held out"]
-    assert {name: scored[name] for name in plain} == plain
-    of_table = [row for row in table(tmp_path / "b.csv") if row["source"] in held_out]
+    def check_scores(self) -> dict[str, dict[str, Any]]:
+        """Compare what was printed with the scores of the table; return them."""
+        scores = self.scores()
+        printed = self.said["bouts"]["held out"]
+        assert {name: printed[name] for name in scores} == scores
+        return scores
+
+
+@pytest.fixture(scope="module")
+def predicted(tracks_run, tmp_path_factory) -> Predicted:
+    pytest.importorskip("openpyxl")
+    folder = tmp_path_factory.mktemp("predicted")
+    data = tracks_run / "mice.npz"
+    words = [*predict_words(tracks_run / "run", data, folder), "--json", "--boris", folder / "xlsx"]
+    with launching() as launch:
+        said = json.loads(succeed(launch.python(*words)).out)
+        again = launch.python(*words)
+    assert again.code == 2 and "the folder exists already" in again.err
+    return Predicted(folder, np.load(data)["step_label"].reshape(6, 400), said)
+
+
+@pytest.mark.slow
+def test_bouts_of_tracks_from_the_command_line(predicted):
+    """Scores of the held-out mice alone, the same from the written table."""
+    assert {*predicted.said["bouts"]} == {"held out"} and len(predicted.sides) == 6
+    assert 0 < len(predicted.held_out) < 6
+    columns = "file recording step time_s subject side label p_background p_groom p_rear"
+    assert [*predicted.frames[0]] == columns.split()
+    names = predicted.names
+    assert (names[:, 100:105] == "").all() and (np.delete(names, range(100, 105), 1) != "").all()
+    scores = predicted.check_scores()
+    rows = [row for row in table(predicted.folder / "b.csv") if row["source"] in predicted.held_out]
+
+    def is_annotated(row):
+        """A predicted bout is cut where nobody looked."""
+        seen = predicted.truth[int(row["source"][1]), int(row["first_frame"]) : int(row["stop_frame"])]
+        return row["by"] == "annotated" or len({*seen} - {-1})
+
     for name in ("groom", "rear"):
         for by, key in (("annotated", "true"), ("predicted", "predicted")):
-            mine = [row for row in of_table if row["behaviour"] == name and row["by"] == by]
-            inside = [row for row in mine if row["by"] == "annotated" or len({*truth[int(row["source"][1])][
-                int(row["first_frame"]):int(row["stop_frame"])]} - {-1})]  # fmt: skip
-            assert abs(len(inside) - plain[name][key]) <= 2, "a predicted bout is cut where nobody looked"
-    # Into BORIS and back: the predicted labels of every frame, and which videos were trained on.
-    back = {one.video: one for one in behaviour.read(tmp_path / "e.tsv")}
-    assert (back["m0.mp4"].names(400, FPS) == np.where(names[0] == "", "background", names[0])).all()
-    of_events = {row["Media file name"]: row["this video was"] for row in csv.DictReader(
-        (tmp_path / "e.tsv").read_text().splitlines(), delimiter="\t")}  # fmt: skip
-    assert of_events == sides
-    (sheet,) = behaviour.read(tmp_path / "xlsx" / "m3.mp4.xlsx")
+            mine = [row for row in rows if row["behaviour"] == name and row["by"] == by and is_annotated(row)]
+            assert abs(len(mine) - scores[name][key]) <= 2
+
+
+@pytest.mark.slow
+def test_predicted_labels_come_back_from_boris(predicted):
+    """Those of every frame, and which videos were trained on."""
+    names = np.where(predicted.names[0] == "", "background", predicted.names[0])
+    events = predicted.folder / "e.tsv"
+    back = {one.video: one for one in behaviour.read(events)}
+    assert (back["m0.mp4"].names(400, FPS) == names).all()
+    of_events = {row["Media file name"]: row["this video was"] for row in table(events, "\t")}
+    assert of_events == predicted.sides
+    (sheet,) = behaviour.read(predicted.folder / "xlsx" / "m3.mp4.xlsx")
     assert (sheet.per_frame(400, FPS) == back["m3.mp4"].per_frame(400, FPS)).all()
-    again = launch.python(*words, "--boris", tmp_path / "xlsx")
-    assert again.code == 2 and "the folder exists already" in again.err
+
+
+@pytest.mark.slow
+def test_predictions_are_smoothed_as_validation_chose_it(launch, tracks_run, predicted, tmp_path):
+    data, run = tracks_run / "mice.npz", tmp_path / "run"
+    shutil.copytree(tracks_run / "run", run, symlinks=True)
+    words = predict_words(run, data, tmp_path)
+
+    def predict(*more):
+        return Predicted(tmp_path, predicted.truth, json.loads(succeed(launch.python(*words, "--json", *more)).out))
 
     done = succeed(launch.python("tools/decide.py", run, data, "device=cpu"))
-    assert f"in {', '.join(sorted(held_out))}" in done.out and "smoothing: " in done.out
+    assert f"in {', '.join(sorted(predicted.held_out))}" in done.out and "smoothing: " in done.out
     (kept,) = run.glob("*.decision.json")
     about = json.loads(kept.read_text())["about"]
-    assert about["sources"] == sorted(held_out) and about["bout_f1"] > about["bout_f1_without"] + 0.1
+    plain = predicted.scores()
+    assert about["sources"] == sorted(predicted.held_out) and about["bout_f1"] > about["bout_f1_without"] + 0.1
     assert about["bout_f1_without"] == pytest.approx(plain["all"]["overlap_f1"])
-    said = json.loads(succeed(launch.python(*words)).out)
-    smooth = by_hand()
-    assert smooth == {name: said["bouts"]["held out"][name] for name in smooth} and len(said["applied"]) == 1
-    assert smooth["all"]["overlap_f1"] == pytest.approx(about["bout_f1"])
-    labels = [row["label"] for row in table(tmp_path / "p.csv")]
-    done = succeed(launch.python(*words[:-1], "--calibrated"))
-    assert "Calibrated: temperature" in done.out and "Smoothed: " in done.out
-    assert "Not scored, because trained on: " in done.out and "Bouts, held out" in done.out
-    calibrated = table(tmp_path / "p.csv")
+    smooth = predict()
+    assert smooth.check_scores()["all"]["overlap_f1"] == pytest.approx(about["bout_f1"])
+    assert len(smooth.said["applied"]) == 1
+    labels = [row["label"] for row in smooth.frames]
+    done = succeed(launch.python(*words, "--calibrated"))
+    for text in ("Calibrated: temperature", "Smoothed: ", "Not scored, because trained on: ", "Bouts, held out"):
+        assert text in done.out
+    calibrated = smooth.frames
     assert [row["label"] for row in calibrated] == labels, "a temperature changes no label"
-    assert any(row["p_rear"] != before["p_rear"] for row, before in zip(calibrated, rows, strict=True))
-    raw = json.loads(succeed(launch.python(*words, "--raw")).out)
-    assert {name: raw["bouts"]["held out"][name] for name in plain} == plain
-    # For that very checkpoint: another one of the same name does not use it, and says so.
-    checkpoint = kept.with_suffix("").with_suffix(".pt")
+    assert [row["p_rear"] for row in calibrated] != [row["p_rear"] for row in predicted.frames]
+    raw = predict("--raw").said["bouts"]["held out"]
+    assert {name: raw[name] for name in plain} == plain
+
+
+@pytest.mark.slow
+def test_a_decision_is_for_its_own_checkpoint(launch, tracks_run, tmp_path):
+    """Another one of the same name does not use it, and says so."""
+    data, run = tracks_run / "mice.npz", tmp_path / "run"
+    shutil.copytree(tracks_run / "run", run, symlinks=True)
+    succeed(launch.python("tools/decide.py", run, data, "device=cpu"))
+    (kept,) = run.glob("*.decision.json")
+    assert kept.with_suffix("").with_suffix(".pt").is_file()
     kept.write_text(kept.read_text().replace('"sha256": "', '"sha256": "0'))
-    other = succeed(launch.python(*words))
+    words = predict_words(run, data, tmp_path)
+    other = succeed(launch.python(*words, "--json"))
     assert f"warning: {kept} was chosen for another checkpoint, and is not used" in other.err
-    assert checkpoint.is_file() and "applied" not in json.loads(other.out)
+    assert "applied" not in json.loads(other.out)
     kept.write_text("{}")
     broken = launch.python(*words)
     assert broken.code == 2 and "no decision: KeyError" in broken.err and len(broken.errors) == 1
@@ -427,8 +492,6 @@ def test_nothing_is_chosen_on_what_was_trained_on(launch, tracks_run, tmp_path):
 
 
 def _held_out(run):
-    import torch
-
     return torch.load(run / "last.pt", weights_only=True)["known"]["subjects"]["held out"]
 
 
@@ -511,8 +574,6 @@ def test_mixed_samples_depend_on_their_own_seed_alone():
             return 20
 
         def __getitems__(self, indices):
-            import torch
-
             return {"x": torch.tensor(indices).float()[:, None], "y": torch.tensor(self.labels[np.array(indices)])}
 
     kept = np.ones(20, dtype=bool)
@@ -525,5 +586,6 @@ def test_mixed_samples_depend_on_their_own_seed_alone():
     assert len(mixed) == 20 and mixed.labels is Numbers.labels and not hasattr(mixed, "collate")
     partners = {seed: mixed.partner(seed) for seed in range(400)}
     kept[7] = False
-    assert all(mixed.partner(seed) == ((other, 1.0) if other == 7 else (other, share)) for seed, (other, share)
-               in partners.items()) and 7 in {other for other, _ in partners.values()}  # fmt: skip
+    assert 7 in {other for other, _ in partners.values()}
+    for seed, (other, share) in partners.items():
+        assert mixed.partner(seed) == (other, 1.0 if other == 7 else share)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, succeed
 from films import encode, gray_of, left
+from lab_files import TrialCase, cases
 from task_builder import build_task
 from wheels import unpacked
 
@@ -46,20 +47,22 @@ def prepare(tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize(
-    ("column", "at", "first"),
-    [("start", "7", 7), ("center", "11", 7), ("end", "15", 7), ("start_s", "0.34", 7), ("end_s", "0.76", 7)],
-)
-def test_the_very_frames_that_were_asked_for(videos, prepare, column, at, first):
-    code, out, _ = prepare(
-        f"video,{column},label\na.mp4,{at},walk\nb.mp4,{at},rest\n", "--frames 5 --stride 2 --size 16"
-    )
-    assert code == 0 and "Wrote 2 trials of 5 x 16 x 16" in out and "rest 1, walk 1" in out
-    clips = Clips(videos / "out", 5)
-    assert clips.classes == ["rest", "walk"] and clips.labels.tolist() == [1, 0]
-    for trial in (0, 1):
-        wanted = [gray_of(first + 2 * t, trial) for t in range(5)]
-        assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
+@pytest.mark.parametrize("case", cases("trials", TrialCase), ids=str)
+def test_the_very_frames_that_were_asked_for(videos, capsys, case):
+    code = prepare_clips.main([str(case.path), str(videos / "out"), "--videos", str(videos), *case.words])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert [text for text in case.prints if text not in printed.out] == []
+    expected = case.trials
+    with open(videos / "out" / "trials.csv", newline="") as file:
+        assert [{key: row[key] for key in expected[0]} for row in csv.DictReader(file)] == expected
+    clips = Clips(videos / "out")
+    assert clips.classes == case.classes
+    assert [clips.classes[label] for label in clips.labels] == [trial["label"] for trial in expected]
+    for number, trial in enumerate(expected):
+        frames = [int(trial["source_frame"]) + case.stride * t for t in range(clips.shape[0])]
+        wanted = [gray_of(frame, "ab".index(trial["video"][0])) for frame in frames]
+        assert np.abs(np.subtract(left(clips, number), wanted)).max() <= 1
     assert (clips.__getitems__([0])["x"][..., 15] >= 254).all()  # white stays white: studio range was undone
 
 
@@ -68,26 +71,6 @@ def test_a_trial_lies_evenly_around_its_centre():
         plan = prepare_clips.Plan("center", Cutting(frames, stride, None, 16))
         numbers = plan.numbers(prepare_clips.Trial("walk", 50, 2), 20.0)
         assert 0 <= numbers[0] + numbers[-1] - 2 * 50 <= 1 and len(numbers) == frames
-
-
-def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, prepare):
-    code, out, _ = prepare(
-        "label,start,video,who\nwalk,30,a.mp4,x\nrest,0,b.mp4,y\nwalk,3,a.mp4,x\nrest,5,a.mp4,x\n",
-        "--frames 8 --size 16 --classes walk,rear,rest",
-    )
-    assert code == 0 and "walk 2, rear 0, rest 2" in out
-    clips = Clips(videos / "out")
-    with open(videos / "out" / "trials.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["video"], row["source_frame"], row["source_line"]) for row in rows] == [
-        ("a.mp4", "3", "4"),
-        ("a.mp4", "5", "5"),
-        ("a.mp4", "30", "2"),
-        ("b.mp4", "0", "3"),
-    ]
-    for trial, row in enumerate(rows):
-        wanted = [gray_of(int(row["source_frame"]) + t, int(row["video"] == "b.mp4")) for t in range(8)]
-        assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
 
 
 SEVERAL = [(f"{name}.mp4", at, label) for name in "ab" for at, label in ((0, "walk"), (9, "walk"), (18, "rest"))]
@@ -211,15 +194,6 @@ def test_bad_input_is_one_line_that_names_the_place(videos, prepare, text, says)
     (line,) = re.findall(r"error: .*", err)  # with the progress bar's line
     assert code == 2 and not out and re.search(says, line) and "Traceback" not in err
     assert {path.name for path in videos.iterdir()} == {"a.mp4", "b.mp4", "table.csv"}
-
-
-@pytest.mark.parametrize("mark", [";", "\t"])
-def test_other_separators_and_spaces_in_the_header(videos, prepare, mark):
-    code, out, err = prepare(
-        " video;start ;label\na.mp4; 0;rest\nb.mp4;0;walk\n".replace(";", mark), "--frames 5 --size 16"
-    )
-    assert code == 0 and "rest 1, walk 1" in out, err
-    assert Clips(videos / "out").videos.tolist() == ["a.mp4", "b.mp4"]
 
 
 def test_a_video_of_several_spellings_is_one(videos, prepare):

@@ -174,14 +174,13 @@ def test_the_index_is_verified(sets, tmp_path, capsys):
         ("0001.tar", lambda data: data[:600] + bytes([data[600] ^ 1]) + data[601:], "the SHA-256"),
         ("0002.tar", lambda data: data + bytes(512), "and the index says"),
     ):
-        right = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(change(right))
-        assert index_shards.main([str(tmp_path), "--verify"]) == 5
-        printed = capsys.readouterr().err
-        assert said in printed and name in printed and printed.count("\n") == 1
-        with pytest.raises(LockstepError, match=f"{name}.*make the index anew"):
-            Shards(tmp_path).read(range(count))
-        (tmp_path / name).write_bytes(right)
+        with kept(tmp_path / name) as right:
+            (tmp_path / name).write_bytes(change(right))
+            assert index_shards.main([str(tmp_path), "--verify"]) == 5
+            printed = capsys.readouterr().err
+            assert said in printed and name in printed and printed.count("\n") == 1
+            with pytest.raises(LockstepError, match=f"{name}.*make the index anew"):
+                Shards(tmp_path).read(range(count))
     (tmp_path / "0003.tar").unlink()
     assert index_shards.main([str(tmp_path), "--verify"]) == 5
     assert "No such file" in capsys.readouterr().err
@@ -399,6 +398,14 @@ def site(sets, tmp_path):
         yield server, tmp_path / "cache", sets["tar"][1]
 
 
+@pytest.fixture
+def slept(monkeypatch):
+    """The seconds that the cache would have slept between two tries."""
+    seconds = []
+    monkeypatch.setattr(shard_cache.time, "sleep", seconds.append)
+    return seconds
+
+
 BUSY = {
     "resets": [-3000, -2500, -1, None],
     "cut short": ["cut", "cut", None],
@@ -412,10 +419,8 @@ BUSY = {
 
 
 @pytest.mark.parametrize("name", BUSY)
-def test_what_passes_is_waited_for_and_taken_up_where_it_broke_off(monkeypatch, site, name):
+def test_what_passes_is_waited_for_and_taken_up_where_it_broke_off(slept, site, name):
     server, cache, count = site
-    slept = []
-    monkeypatch.setattr(shard_cache.time, "sleep", slept.append)
     server.trouble = {"0004.tar": [*BUSY[name]]}
     data = far(server, cache)
     assert ids(data.read(range(count))) == [*range(count)]
@@ -437,9 +442,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_stays_broken_ends_in_one_line_that_names_the_shard(monkeypatch, site, name):
+def test_what_stays_broken_ends_in_one_line_that_names_the_shard(slept, site, name):
     server, cache, count = site
-    monkeypatch.setattr(shard_cache.time, "sleep", lambda s: None)
     todo, said = BROKEN[name]
     server.trouble = {"0004.tar": todo}
     data = far(server, cache)
@@ -450,11 +454,14 @@ def test_what_stays_broken_ends_in_one_line_that_names_the_shard(monkeypatch, si
     assert not path.exists() and not (cache / "unfinished" / path.name).exists()
 
 
-def changed(folder, name, change):
-    """Change a served file, and put it back."""
-    right = (folder / name).read_bytes()
-    (folder / name).write_bytes(change(right))
-    return lambda: (folder / name).write_bytes(right)
+@contextlib.contextmanager
+def kept(path):
+    """Put the bytes of a served file back at the end."""
+    right = path.read_bytes()
+    try:
+        yield right
+    finally:
+        path.write_bytes(right)
 
 
 @pytest.mark.parametrize(
@@ -465,33 +472,28 @@ def changed(folder, name, change):
         (lambda data: data[:-1024], "and the index says"),
     ],
 )
-def test_a_shard_that_was_changed_is_named(monkeypatch, site, change, said):
+def test_a_shard_that_was_changed_is_named(slept, site, change, said):
     server, cache, count = site
-    monkeypatch.setattr(shard_cache.time, "sleep", lambda s: None)
-    put_back = changed(server.root, "0007.tar", change)
-    try:
+    path = server.root / "0007.tar"
+    with kept(path) as right:
+        path.write_bytes(change(right))
         with pytest.raises(LockstepError, match=rf"{said}.*0007.tar.*was it changed after its index was made"):
             far(server, cache).read(range(count))
-    finally:
-        put_back()
     assert ids(far(server, cache).read(range(count))) == [*range(count)]
 
 
-def test_a_shard_that_changes_during_its_download_is_not_put_together_of_two(monkeypatch, site):
+def test_a_shard_that_changes_during_its_download_is_not_put_together_of_two(slept, site):
     """The tag of the version is asked for; the other version comes from its beginning, and has another digest."""
     server, cache, count = site
-    monkeypatch.setattr(shard_cache.time, "sleep", lambda s: None)
-    undo = []
+    path = server.root / "0007.tar"
+    with kept(path) as right:
 
-    def other():
-        undo.append(changed(server.root, "0007.tar", lambda data: data[:-1] + b"?"))
+        def change():
+            path.write_bytes(right[:-1] + b"?")
 
-    server.trouble = {"0007.tar": [-3000, other, None]}
-    try:
+        server.trouble = {"0007.tar": [-3000, change, None]}
         with pytest.raises(LockstepError, match=r"its SHA-256 is .*0007.tar"):
             far(server, cache).read(range(count))
-    finally:
-        undo[0]()
     assert [begin for name, begin in server.asked if name == "0007.tar"][:3] == [0, 3000, 0]
     assert {status for name, status in server.answers if name == "0007.tar"} == {200}
 
@@ -605,13 +607,19 @@ def test_a_small_cache_is_never_over_its_limit_and_loses_no_sample(site, process
         far(server, cache, gb=1.9 * max(sizes.values()) / 1e9)
 
 
+def begin_download(server, cache):
+    """Start a process that downloads the first shard, and is half way when this returns."""
+    child = multiprocessing.get_context("fork").Process(target=lambda: far(server, cache).read([0]))
+    child.start()
+    assert server.half_way.wait(60)
+    return child
+
+
 def test_what_a_killed_process_has_left_counts_for_nothing(site):
     server, cache, count = site
     goes_on = threading.Event()
     server.trouble = {"0000.tar": [goes_on, None]}
-    child = multiprocessing.get_context("fork").Process(target=lambda: far(server, cache).read([0]))
-    child.start()
-    assert server.half_way.wait(60)
+    child = begin_download(server, cache)
 
     def parts():
         return [path for path in (cache / "unfinished").iterdir() if path.name != "room"]
@@ -632,9 +640,7 @@ def test_a_process_waits_for_one_that_downloads_and_takes_over_if_it_dies(site):
     server, cache, _ = site
     goes_on = threading.Event()
     server.trouble = {"0000.tar": [goes_on, None]}
-    first = multiprocessing.get_context("fork").Process(target=lambda: far(server, cache).read([0]))
-    first.start()
-    assert server.half_way.wait(60)
+    first = begin_download(server, cache)
     found = []
     second = threading.Thread(target=lambda: found.extend(far(server, cache).read([0])))
     second.start()
@@ -794,16 +800,16 @@ def mine(tmp_path):
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_a_run_ends_where_a_shard_is_broken(launch, site, mine, tmp_path, loaders):
     server, cache, _ = site
-    put_back = changed(server.root, "0007.tar", lambda data: data[:600] + b"?" + data[601:])
     words = [mine, f"shards.root={server.url}", f"shards.cache={cache}", "shards.val_share=0", f"num_workers={loaders}"]
-    try:
-        done = launch.python("train.py", *words, "epochs=1", "batch_size=8", f"save_dir={tmp_path / 'run'}")
-    finally:
-        put_back()
+    words += ["epochs=1", "batch_size=8", f"save_dir={tmp_path / 'run'}"]
+    path = server.root / "0007.tar"
+    with kept(path) as right:
+        path.write_bytes(right[:600] + b"?" + right[601:])
+        done = launch.python("train.py", *words)
     assert done.code == 5 and len(done.errors) == 1, done.err
     assert done.errors[0].startswith("error: the file cannot be read: its SHA-256 is")
     assert f"({server.url}/0007.tar)" in done.errors[0]
-    succeed(launch.python("train.py", *words, "epochs=1", "batch_size=8", f"save_dir={tmp_path / 'run'}"))
+    succeed(launch.python("train.py", *words))
 
 
 def of_the_sample_task(folder, mine):
