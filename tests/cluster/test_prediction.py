@@ -23,19 +23,24 @@ sys.exit(probe.main(sys.argv[1:]))
 """tools/probe.py, whose largest sums take seconds over such a cable."""
 
 
+def on_both(launch, hosts, processes, *words, **env):
+    """Run a script in so many processes on each host; torchrun's agents meet on the first."""
+    meet = ["--nnodes=2", f"--nproc_per_node={processes}", "--master_addr=one", "--master_port=29500"]
+    agent = [sys.executable, str(ROOT / "plugins" / "resilience" / "agent.py"), *meet]
+    runs = [launch.start(*agent, f"--node_rank={node}", *words, host=host, **env) for node, host in enumerate(hosts)]
+    for run in runs:
+        succeed(run.wait(100))
+
+
 def measured(launch, out, hosts=()):
     """Return what the probe finds, on this machine or with one process on each host."""
     script = out.with_name("probe.py")
     script.write_text(FEWER_SUMS)
-    probe = [str(script), str(out), "1", *WORDS]
-    meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=one", "--master_port=29500"]
-    agent = [sys.executable, str(ROOT / "plugins" / "resilience" / "agent.py"), *meet]
-    runs = [
-        launch.start(*agent, f"--node_rank={node}", *probe, host=host, CUDA_VISIBLE_DEVICES="")
-        for node, host in enumerate(hosts)
-    ] or [launch.start(sys.executable, *probe, CUDA_VISIBLE_DEVICES="")]
-    for run in runs:
-        succeed(run.wait(100))
+    probe = [script, out, "1", *WORDS]
+    if hosts:
+        on_both(launch, hosts, 1, *probe, CUDA_VISIBLE_DEVICES="")
+    else:
+        succeed(launch.python(*probe, CUDA_VISIBLE_DEVICES=""))
     return json.loads(out.read_text())
 
 
@@ -122,15 +127,8 @@ def test_gloo_sends_as_many_bytes_as_predicted(launch, tmp_path):
     ring over all one rank's bytes, of a host's own both ranks'."""
     script, out = tmp_path / "steps.py", tmp_path / "sent"
     script.write_text(STEPS_OF)
-    meet = ["--nnodes=2", "--nproc_per_node=2", "--master_addr=one", "--master_port=29500"]
-    agent = [sys.executable, str(ROOT / "plugins" / "resilience" / "agent.py"), *meet]
     with two_hosts() as hosts:
-        runs = [
-            launch.start(*agent, f"--node_rank={node}", script, out, CABLE, host=host, GLOO_SOCKET_IFNAME=CABLE)
-            for node, host in enumerate(hosts)
-        ]
-        for run in runs:
-            succeed(run.wait(100))
+        on_both(launch, hosts, 2, script, out, CABLE, GLOO_SOCKET_IFNAME=CABLE)
     counted = [json.loads(out.with_suffix(f".{node}").read_text()) for node in range(2)]
     place = scaling.Place(2, 2, *[scaling.Link(0.0, 1.0)] * 2)
     units = [scaling.Unit(size, size) for size in (FIRST, BLOCK, BLOCK, BLOCK)]

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
+from cluster_run import RUN, assert_the_same, slowly, train_straight
 from conftest import PATIENCE
 from hosts import two_hosts
-from test_two_hosts import RUN, assert_the_same, slowly, train_straight
 
 pytestmark = pytest.mark.slow
 
@@ -98,12 +98,8 @@ class Slurm:
 def slurm(launch):
     missing = [tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool)]
     if missing or os.geteuid():
-        why = (
-            f"{missing[0]} is not installed: apt-get install slurm-wlm munge"
-            if missing
-            else "Slurm's daemons need root"
-        )
-        pytest.skip(why)
+        tools = f"{' and '.join(missing)} (apt-get install slurm-wlm munge)"
+        pytest.skip(f"needs {tools if missing else 'root'}")
     # Munge wants folders that everybody may pass through, which pytest's are not.
     with tempfile.TemporaryDirectory(prefix="slurm_") as folder, two_hosts() as hosts:
         os.chmod(folder, 0o755)
@@ -149,9 +145,8 @@ def test_a_job_makes_room_comes_back_and_can_be_cancelled(launch, slurm, tmp_pat
 
     job = slurm("sbatch", "--parsable", "--partition=main", *words).strip()
     slurm.wait(lambda: said("step 10/60"), "ten steps")
-    urgent = slurm(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"
-    ).strip()
+    other = ["--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"]
+    urgent = slurm("sbatch", "--parsable", *other).strip()
     slurm.wait(lambda: state(urgent) == "COMPLETED", "the urgent job is done")
     stopped = re.search(r"Stopped after step (\d+) of 60: SIGTERM", output.read_text())
     slurm.wait(lambda: state(job) and said(f"Resuming {run}/step_{stopped[1]}.pt"), "the run is resumed")

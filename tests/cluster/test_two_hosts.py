@@ -9,19 +9,9 @@ import signal
 import time
 
 import pytest
-import torch
-from conftest import FAULTY, launching, succeed
+from cluster_run import RUN, assert_the_same, slowly, train_straight
+from conftest import launching, succeed
 from hosts import CABLE, two_hosts
-from test_resume import logged
-
-RUN = [FAULTY, "model.double=true", "global_batch=12", "optim.ema_decay=0.9", "epochs=10", "save_every=1"]
-RUN += ["log_every=1", "ddp.init_timeout_s=60"]
-
-
-def slowly(seconds):
-    """Each step of one rank, so that there is time to interrupt them."""
-    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}", "ddp.timeout_s=2"]
-
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +20,6 @@ pytestmark = pytest.mark.slow
 def straight(tmp_path_factory):
     with launching() as launch:
         return train_straight(launch, tmp_path_factory.mktemp("straight") / "run")
-
-
-def train_straight(launch, run):
-    """The same run on one process of one host, to which nothing happens."""
-    succeed(launch.python("train.py", *RUN, f"save_dir={run}"))
-    return run
 
 
 @pytest.fixture
@@ -53,21 +37,6 @@ def start(launch, host, node, *words, **env):
 
 def start_both(launch, hosts, *words, **env):
     return [start(launch, host, node, *words, **env) for node, host in enumerate(hosts)]
-
-
-def assert_the_same(run, straight):
-    ours, theirs = (torch.load(folder / "last.pt", weights_only=True) for folder in (run, straight))
-    assert ours["progress"]["step"] == theirs["progress"]["step"] == 60
-    for part in ("model", "ema"):
-        assert ours[part].keys() == theirs[part].keys()
-        for name, value in ours[part].items():
-            torch.testing.assert_close(value, theirs[part][name], rtol=1e-9, atol=1e-9)
-    both = [logged(folder) for folder in (run, straight)]
-    assert len(both[0]) == len(both[1]) > 60
-    for line, other in zip(*both, strict=True):
-        assert line.pop("event") == other.pop("event")
-        line.pop("digest", None), other.pop("digest", None)  # of the last bits
-        assert line == pytest.approx(other, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])

@@ -7,12 +7,12 @@ import os
 import re
 import signal
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from cluster_run import slowly
 from conftest import FAULTY, ROOT, succeed
 from hosts import two_hosts
+from listening import LOOPBACK, listening
 
 STRANGER = str(ROOT / "tests" / "ranks" / "stranger.py")
 NOBODY = "65534"
@@ -23,31 +23,7 @@ Path(__file__).with_name("ran").touch()
 from tests.tasks.toy import *
 """
 
-SLOWLY = ["fault.kind=slow", "fault.step=1", "fault.times=100000", "fault.seconds=0.1", "ddp.timeout_s=2"]
-RUN = [FAULTY, "global_batch=12", "epochs=1000", "log_every=1", *SLOWLY]
-
-
-def listening(process, owners=()):
-    """{port: addresses} where somebody listens, in the network of a process; only the `owners`, if any are given."""
-    found, sockets = {}, {link for owner in owners for link in links(owner)}
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            local, _, state = words[1:4]
-            if state == "0A" and (not owners or f"socket:[{words[9]}]" in sockets):
-                address, port = local.split(":")
-                found.setdefault(int(port, 16), set()).add(address)
-    return found
-
-
-def links(process):
-    """What a process has open."""
-    for file in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            yield os.readlink(file)
-
-
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+RUN = [FAULTY, "global_batch=12", "epochs=1000", "log_every=1", *slowly(0.1)]
 
 
 def visit(launch, tmp_path, kind, address, ports, user, **how):

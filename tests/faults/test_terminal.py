@@ -203,11 +203,11 @@ class OnATerminal:
 
     def __init__(self, launch, command, nohup=False, wide=0, **more):
         self.main, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24 * bool(wide), wide, 0, 0))
-        ignored = (signal.SIGHUP,) * nohup
-        self.run = launch.start(
-            *command, output=terminal, errors=terminal, terminal=True, ignored=ignored, **ON_CPUS, **more
-        )
+        rows = 24 if wide else 0
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", rows, wide, 0, 0))
+        how = {"output": terminal, "errors": terminal, "terminal": True}
+        how["ignored"] = (signal.SIGHUP,) if nohup else ()
+        self.run = launch.start(*command, **how, **ON_CPUS, **more)
         os.close(terminal)
 
     def wait_for(self, words):

@@ -1,11 +1,10 @@
-"""GPUs are hidden from the tests: from each process, however a test starts it; those marked `gpu` see them."""
+"""GPUs are hidden from the tests: from each process, however a test starts it."""
 
 import json
 import os
 import subprocess
 import sys
 
-import cards
 import pytest
 from conftest import ROOT, launching, succeed
 from nvidia_smi import nvidia_smi
@@ -99,51 +98,3 @@ def test_a_test_that_shows_the_gpus_by_mistake_fails(launch, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(AssertionError, match="removed what hides the GPUs"):
         launch.python("-c", "")
-
-
-TORCH = """
-import os
-class cuda:
-    def device_count():
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
-        return len(shown.split(",")) if shown else 0
-"""
-"""A torch that counts GPUs as CUDA does, on a machine with two."""
-
-SUITE = """
-import os
-import cards
-import pytest
-def test_of_the_cpu():
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["OMP_NUM_THREADS"] == "1"
-@pytest.mark.gpu
-def test_of_the_gpu():
-    assert os.environ.get("CUDA_VISIBLE_DEVICES") == {shown!r} and "OMP_NUM_THREADS" not in os.environ
-    assert cards.visible() == {count}
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "shown", "count", "outcome"),
-    [
-        ("-m gpu", None, 2, "1 passed, 1 deselected"),
-        ("-m gpu", "1", 1, "1 passed, 1 deselected"),
-        ("-m gpu -n 1", "1", 1, "1 passed"),  # pytest's workers know what the user shows
-        ("-m gpu", "", 0, "1 skipped, 1 deselected"),
-        ("", None, 2, "1 passed, 1 skipped"),
-    ],
-)
-def test_what_needs_a_gpu_sees_those_that_the_user_shows(tmp_path, words, shown, count, outcome):
-    """With this conftest, on a machine with two GPUs: only if it is asked for, else it is skipped with the reason."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
-    (tmp_path / "test_inner.py").write_text(SUITE.format(shown=shown, count=count))
-    unset = {*cards.as_user_has_set(), cards.BEFORE, "PYTEST_XDIST_WORKER"}
-    env = {name: value for name, value in os.environ.items() if name not in unset}
-    env |= {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests/kit'}", "PYTHONDONTWRITEBYTECODE": "1"}
-    env |= {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    options = ["-rs", "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    command = [sys.executable, "-m", "pytest", *options, f"--rootdir={tmp_path}", *words.split(), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and outcome in done.stdout, done.stdout + done.stderr
-    assert (cards.NONE_VISIBLE in done.stdout) == ("skipped" in outcome)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, TOY, succeed
-from runs import weights
+from runs import same_bits, weights
 from torch import nn
 
 from models.layers import largest
@@ -36,8 +36,10 @@ def trained(launch, tmp_path):
     return train
 
 
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def wrong_step(out):
+    """The one line about it."""
+    (line,) = re.findall(r"warning: compile=default makes a wrong step.*", out)
+    return line
 
 
 def near(a, b):
@@ -70,10 +72,10 @@ def test_a_wrong_step_is_dropped_and_leaves_nothing(trained, way):
     processes, changes = WAYS[way]
     out, found, calls = trained("wrong", *toy(**changes), factor=math.nan, processes=processes)
     _, expected, _ = trained("off", *toy(**changes), processes=processes, compiled=False)
-    (line,) = re.findall(r"warning: compile=default makes a wrong step.*", out)
+    line = wrong_step(out)
     assert "from step 1 on" in line and "the gradient of layers.0.weight is not finite" in line
     assert ("EMULATE_PRECISION_CASTS" in line) is (way == "fp16")
-    assert equal(found, expected)
+    assert same_bits(found, expected)
     assert 1 <= len(calls) <= 2, "the passes of the comparison"
 
 
@@ -82,9 +84,9 @@ def test_a_compiled_step_that_raises_is_dropped(trained, processes):
     """Code of torch 2.11 did so on a GPU, of a layout that it had not expected."""
     out, found, _ = trained("raises", *toy(), factor=math.inf, processes=processes)
     _, expected, _ = trained("off", *toy(), processes=processes, compiled=False)
-    (line,) = re.findall(r"warning: compile=default makes a wrong step.*", out)
+    line = wrong_step(out)
     assert "from step 1 on" in line and "its code raises AssertionError: expected size 96==96, stride" in line
-    assert equal(found, expected)
+    assert same_bits(found, expected)
 
 
 def test_a_right_step_is_compiled_and_nothing_else(trained):
@@ -101,7 +103,7 @@ def test_a_right_step_is_compiled_and_nothing_else(trained):
 def test_a_short_batch_is_compared_too(trained):
     out, found, calls = trained("wrong", *toy(), factor=2.5, size=1)
     _, expected, _ = trained("off", *toy(), compiled=False)
-    (line,) = re.findall(r"warning: compile=default makes a wrong step.*", out)
+    line = wrong_step(out)
     assert "from step 6 on" in line and "layers.0.weight is off by 1.5 of its norm" in line
     assert calls == [12] * 6 + [1]
     assert near(found, expected)
@@ -185,24 +187,20 @@ def test_what_rounding_explains_is_not_named():
 # ---- what is compiled ----
 
 
-def recorded(calls):
-    """A backend of torch.compile that runs graphs as they are, and lists the sizes of their batches."""
-
-    def backend(graph, inputs):
-        data = next(n for n, value in enumerate(inputs) if not isinstance(value, nn.Parameter))
-        return lambda *values: calls.append(len(values[data])) or graph(*values)
-
-    return backend
-
-
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compile a model with `recorded`; return its compiled form and the calls."""
+    """Returns a function: a model -> (its compiled form, the sizes of the batches that its graphs have run)."""
     from torch import _dynamo as dynamo
     from torch._inductor import config as generated
 
     calls, real = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: real(f, backend=recorded(calls), dynamic=dynamic))
+
+    def record(graph, inputs):
+        """Run graphs as they are, and list the sizes of their batches."""
+        data = next(n for n, value in enumerate(inputs) if not isinstance(value, nn.Parameter))
+        return lambda *values: calls.append(len(values[data])) or graph(*values)
+
+    monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: real(f, backend=record, dynamic=dynamic))
     dynamo.reset()
     usual = dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256)
     with generated.patch(fallback_random=False), usual:  # as they were, after the test

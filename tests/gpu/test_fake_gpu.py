@@ -1,22 +1,21 @@
 """A training on a GPU that `fake_gpu.py` stands in for: the CPU's bits, no wait in a step, as many kernels as ever.
 What a real one adds is seen by `benchmarks/gpu_check.py`."""
 
+import functools
 import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, succeed
-from test_graph import same
+from fake_run import HAR, run_on_fake_gpu
+from saved import differing, load
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
 
-FAKE = str(ROOT / "tests/kit/fake_gpu.py")
-HAR = ["har", "dataset.stride=512", "model.width=8"]
 VIDEO = ["video", "dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
 ROBOT = ["robot", "env.demonstrations=8", "env.size=16", "eval.n_episodes=0", "policy.chunk_size=5", "batch_size=8"]
 ACT = (
@@ -29,19 +28,7 @@ EMA, TWO, FETCHED = "optim.ema_decay=0.9", ["gradient_accumulation_steps=2", "ba
 
 @pytest.fixture
 def gpu(launch, tmp_path):
-    """Runs a training on the fake GPU; returns what it said, each wait with its step, and the kernels of each step."""
-
-    def run(*words, code=0, script="train.py", **env):
-        where = ["device=cuda", f"save_dir={tmp_path / 'gpu'}"] if script == "train.py" else []
-        done = launch.python(FAKE, script, *words, *where, **env)
-        assert done.code == code, done.out[-3000:] + done.err[-3000:]
-        seen = json.loads((re.findall(r"^FAKE (.*)$", done.out, re.M) or ['{"waits": [], "kernels": {}}'])[-1])
-        kernels = {int(step): counted for step, counted in seen["kernels"].items()}
-        pinned = {int(size): times for size, times in seen.get("pinned", {}).items()}
-        said = {"out": done.out, "err": done.err, "errors": done.errors}
-        return SimpleNamespace(**said, waits=seen["waits"], kernels=kernels, pinned=pinned)
-
-    return run
+    return functools.partial(run_on_fake_gpu, launch, tmp_path / "gpu")
 
 
 KILLED = """
@@ -68,7 +55,7 @@ def of_the_cpu(once, launch):
         succeed(launch.python("train.py", *exact(folder), "device=cpu", f"save_dir={folder / 'cpu'}"))
 
     folder = once("of_the_cpu", train)
-    return folder, torch.load(folder / "cpu" / "last.pt", weights_only=True)
+    return folder, load(folder / "cpu")
 
 
 def exact(folder):
@@ -76,19 +63,16 @@ def exact(folder):
     return [*map(str, words), "log_every=100", "optim.grad_clip=1"]
 
 
-@pytest.mark.parametrize(
-    "cache", [pytest.param("none", marks=pytest.mark.slow), pytest.param("host", marks=pytest.mark.slow), "device"]
-)
+@pytest.mark.parametrize("cache", ["device", *(pytest.param(c, marks=pytest.mark.slow) for c in ("none", "host"))])
 def test_the_bits_of_the_cpu(gpu, of_the_cpu, tmp_path, cache):
     """Of weights, average and moments: killed, and resumed; with copies that are read before they have arrived, or
     tensors of the host among the others, it would fail or end in other numbers."""
     folder, right = of_the_cpu
     gpu(*exact(folder), f"cache={cache}", code=-9, KILL="1")
     assert "step 4," in gpu(*exact(folder), f"cache={cache}").out, "it has not been resumed"
-    state = torch.load(tmp_path / "gpu" / "last.pt", weights_only=True)
+    state = load(tmp_path / "gpu")
     assert state["progress"]["step"] == right["progress"]["step"] == 10
-    for part in ("model", "ema", "optimizer"):
-        assert same(state[part], right[part]), part
+    assert not differing(state, right)
 
 
 STEPS = {
@@ -110,9 +94,10 @@ SAID = {"terms": {"tests/tasks/terms.py:18 a copy from the host"}}
 
 
 SLOW = ("vla", "virtual", "act", "transformer")
+QUICK = [kind for kind in STEPS if kind not in SLOW]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in STEPS])
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_no_wait_in_a_step_and_no_kernel_more(gpu, kind):
     """The first steps copy class weights, and read the optimizer's counters; the last one is scored and saved. The
     order of the epoch is copied without a wait, too."""
@@ -121,9 +106,8 @@ def test_no_wait_in_a_step_and_no_kernel_more(gpu, kind):
     assert "is not known" not in seen.out, "whether the score adds up, of samples asked for by number"
     inside = {what for step, what in seen.waits if 3 <= step < 6}
     assert inside == SAID.get(kind, set())
-    assert len(seen.kernels) >= 6 and not [
-        what for _, what in seen.waits if what.startswith(("data_loader.py", "engine/data/ahead.py"))
-    ]
+    assert len(seen.kernels) >= 6
+    assert not [what for _, what in seen.waits if what.startswith(("data_loader.py", "engine/data/ahead.py"))]
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the kernels of a step are those of torch 2.13")
     assert max(sum(seen.kernels[step].values()) for step in (4, 5)) == most
@@ -175,20 +159,8 @@ def test_the_check_of_a_gpu_finds_no_wait_here(gpu, tmp_path, kind):
 
 
 IN_DDP = "DDP's reducer knows only real GPUs"
-NOT_HERE = {
-    "words": "needs NCCL",
-    "pace_in_ddp": IN_DDP,
-    "steps_in_ddp": IN_DDP,
-    "ceiling": "seconds of a real GPU's work",
-}
-ELSEWHERE = (
-    "clips",
-    "steps",
-    "sanitized_steps",
-    "race",
-    "contestant",
-    "contestant_in_ddp",
-)  # the tests beside this one
+NOT_HERE = {"words": "needs NCCL", "pace_in_ddp": IN_DDP, "steps_in_ddp": IN_DDP, "ceiling": "a real GPU's work"}
+ELSEWHERE = ("clips", "steps", "sanitized_steps", "race", "contestant", "contestant_in_ddp")  # the tests beside this
 
 
 @pytest.mark.slow
@@ -198,7 +170,8 @@ def test_the_parts_of_the_check_of_a_gpu_run_here(gpu, part):
     if part in NOT_HERE:
         pytest.skip(NOT_HERE[part])
     words, kernels_of_step = STEPS["perceptron"]
-    seconds, training = ["0.01"] * (part in ("pace", "feeds")), words * (part != "about")
+    seconds = ["0.01"] if part in ("pace", "feeds") else []
+    training = [] if part == "about" else words
     said = gpu("--part", part, *seconds, *training, "device=cuda", script="benchmarks/gpu_check.py").out
     found = json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
     if part == "about":
@@ -318,6 +291,5 @@ def test_a_tensor_of_the_host_or_of_another_stream_is_an_error(gpu, wrong, line)
 def test_a_copy_that_is_read_too_early_holds_rubbish(gpu, wrong):
     lines = "late = y.to('cpu', non_blocking=True)", "early = late.clone(); event = torch.cuda.Event(); event.record()"
     more = "after = y.to('cpu', non_blocking=True)", "event.synchronize()"
-    says = "print('READ', bool((early == 113).all()), torch.equal(late, y.cpu()), bool((after == 113).all()))"
-    says = says.replace("late, y.cpu()", "late, y.inner").replace("y.inner", "y.detach().inner")
+    says = "print('READ', bool((early == 113).all()), torch.equal(late, y.detach().inner), bool((after == 113).all()))"
     assert "READ True True True" in gpu(*wrong(*lines, *more, says)).out

@@ -133,22 +133,6 @@ def test_a_part_that_is_out_of_time_ends_its_checks(launch, rehearse, tmp_path):
     assert found["state"] == "failed" and "out of time" in found["facts"]["failed"] and not launch.left_behind()
 
 
-def test_a_compile_mode_that_fails_leaves_the_others_their_verdict(tmp_path):
-    class Lab(gpu_check.Lab):
-        def start(self, name, command):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "metrics.jsonl").write_text('{"event": "train", "loss": 0.5}\n')
-            (tmp_path / f"{name}.log").write_text("" if name == "default, DDP" else "compiled (that mode)")
-
-        def finish(self, name, process, expected=0):
-            gpu_check.require(name != "max-autotune", f"{name}: out of time")
-
-    facts = {}
-    with pytest.raises(gpu_check.Failed, match=r"^max-autotune: out of time; default, DDP: not compiled$"):
-        gpu_check.compiled(Lab(tmp_path, True), facts)
-    assert len(facts) == 5 and "max-autotune" not in facts
-
-
 def test_a_way_to_run_that_fails_leaves_the_others_their_speed(tmp_path):
     class Lab(gpu_check.Lab):
         ended = 0

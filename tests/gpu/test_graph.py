@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TOY, succeed
+from saved import differing, load, logged
 
 from engine.config import Optim
 from engine.optim import make_optimizer
@@ -38,29 +39,14 @@ def run(launch, tmp_path):
         words = words if "amp=bf16" in words else (*words, "amp=off")
         done = launch.python(str(tmp_path / "script.py"), *words, "log_every=5", f"save_dir={tmp_path / name}")
         assert done.code == code, done.out + done.err
-        state = torch.load(tmp_path / name / "last.pt", weights_only=True)
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        clocks = ("time_s", "samples_per_s", "data_wait_share")
-        return state, [{key: line[key] for key in line.keys() - clocks} for line in lines], done.out
+        return load(tmp_path / name), logged(tmp_path / name), done.out
 
     return train
 
 
-def same(a, b):
-    """Whether two checkpoints, or parts of them, hold the same numbers, to the last bit, of the same types."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
-
-
 def assert_same(one, other):
     assert one[1] == other[1], "what was logged"
-    for part in ("model", "ema", "optimizer", "progress", "tally"):
-        assert same(one[0][part], other[0][part]), part
+    assert not differing(one[0], other[0], "model", "ema", "optimizer", "progress", "tally")
 
 
 def launched(said):
@@ -108,8 +94,7 @@ def test_a_recorded_run_is_stopped_and_resumed(run):
     assert launched(stopped[2]) == 7 and stopped[0]["progress"]["step"] == 12, "known one step late"
     resumed = run("resumed", *words, "cuda_graph=true")
     assert launched(resumed[2]) >= 1 and "Resuming" in resumed[2]
-    for part in ("model", "ema", "optimizer"):
-        assert same(straight[0][part], resumed[0][part]), part
+    assert not differing(straight[0], resumed[0])
 
 
 SAVED = """
@@ -149,7 +134,7 @@ def test_the_clock_saves_amid_recorded_steps(run, tmp_path):
         (["own.kind=replaced"], "the model puts other tensors in the place of its buffers"),
         (
             ["own.kind=read once", "own.after=3"],
-            "recording it failed: RuntimeError: CUDA error: operation not permitted when stream is capturing",
+            "recording it failed: RuntimeError: CUDA error: operation",
         ),
     ],
 )
@@ -179,17 +164,12 @@ def test_a_number_that_changes_on_the_host_is_noticed(run, kind, after, perhaps)
     (line,) = (line for line in recorded[2].splitlines() if "many launches" in line)
     assert "something changes on the host, which a graph holds as it was" in line and line.endswith("was" + perhaps)
     assert "because the recorded one has loss" in line and "gradient norm" in line
-    if not perhaps:
-        for part in ("model", "ema", "optimizer"):
-            assert same(eager[0][part], recorded[0][part]), part
+    assert perhaps or not differing(eager[0], recorded[0])
 
 
 def test_without_a_gpu_it_says_so(launch, tmp_path):
     words = [TOY, "steps=2", "cuda_graph=true", "device=cpu", f"save_dir={tmp_path / 'run'}"]
-    assert (
-        "cuda_graph: a step stays many launches, because there is no GPU\n"
-        in succeed(launch.python("train.py", *words)).out
-    )
+    assert "many launches, because there is no GPU\n" in succeed(launch.python("train.py", *words)).out
 
 
 def test_each_obstacle_has_its_words():

@@ -1,5 +1,6 @@
 """The way of a checkpoint from a GPU to the host: the same file by each way, and what the training waits for."""
 
+import functools
 import json
 from collections import Counter
 from concurrent.futures import Future
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, succeed
-from test_fake_gpu import FAKE, HAR, gpu  # noqa: F401
+from fake_run import FAKE, HAR, run_on_fake_gpu
 
 from engine.errors import LockstepError
 from engine.files import archive
@@ -144,7 +145,12 @@ def test_each_way_makes_the_file_of_the_cpu(ways, words):
     assert tries == 1, "where memory has run out once, it is not tried again"
 
 
-def test_saves_pin_no_memory_and_wait_for_nothing(gpu):  # noqa: F811
+@pytest.fixture
+def gpu(launch, tmp_path):
+    return functools.partial(run_on_fake_gpu, launch, tmp_path / "gpu")
+
+
+def test_saves_pin_no_memory_and_wait_for_nothing(gpu):
     """But for the numbers of the step that is saved. Two buffers are pinned for all saves, and the copies on the GPU
     are as many kernels in each of them."""
     words = [*HAR, "mode=flatten", "batch_size=64", "optim.ema_decay=0.9", "amp=fp16", "cache=device"]
@@ -163,14 +169,17 @@ def test_saves_pin_no_memory_and_wait_for_nothing(gpu):  # noqa: F811
     assert more[0]["cat"] == types + 1 and more[0].total() < 20, "of each type one; the digest has one of its own"
 
 
-def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):  # noqa: F811
+NO_ROOM = """
+from plugins.performance import snapshot
+from tasks.har import Task
+snapshot.room = lambda device: 0
+class Task(Task): ...
+"""
+
+
+def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):
     """By the training itself, and by no thread."""
-    lines = [
-        "from plugins.performance import snapshot",
-        "from tasks.har import Task",
-        "snapshot.room = lambda device: 0",
-    ]
-    (tmp_path / "own.py").write_text("\n".join([*lines, "class Task(Task): ..."]))
+    (tmp_path / "own.py").write_text(NO_ROOM)
     words = [str(tmp_path / "own.py"), *HAR[1:], "mode=flatten", "batch_size=64", "amp=off"]
     seen = gpu(*words, "steps=6", "save_every=2", "eval_every=20", "log_every=100")
     assert seen.pinned[snapshot.BUFFER] == 2 and not [what for _, what in seen.waits if "thread snapshot" in what]

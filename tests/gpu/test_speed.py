@@ -1,6 +1,5 @@
 """The facts behind speed that can be counted: page faults, layouts, operations. Times are for benchmarks/."""
 
-import json
 import os
 import shutil
 import sys
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TOY, succeed
+from runs import weights
 from torch import nn
 
 import tasks
@@ -81,9 +81,7 @@ def test_layouts_change_no_number():
 def network_1d():
     torch.manual_seed(0)
     first = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(4, 6, 1))
-    last = nn.Sequential(
-        nn.ConvTranspose1d(6, 5, 3), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(20, 4), nn.BatchNorm1d(4)
-    )
+    last = nn.ConvTranspose1d(6, 5, 3), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(20, 4), nn.BatchNorm1d(4)
     return nn.Sequential(*first, *last).double()
 
 
@@ -206,52 +204,21 @@ def rounds(**step_ms):
     }
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "faster"),
-    [
-        ([10, 40, 20], [25, 80, 70], 2.5),  # of 2.5, 2 and 3.5
-        ([10, 40, 20], [None, 96, 44], 2.3),
-        ([None, 40, 20], [25, 80, 70], 2.75),
-        ([10, None, None], [None, 80, 70], float("nan")),
-    ],
-)
-def test_a_ratio_is_taken_within_rounds(ours, theirs, faster):
-    """Whatever slows a round down slows all contestants of that round; who failed in it is not held against another."""
-    results = rounds(ours=ours, theirs=theirs)
-    assert benchmark.ratio(*results.values(), "step_ms") == pytest.approx(faster, nan_ok=True)
-
-
 def test_the_benchmark_compares_within_rounds():
-    """Rounds that took twice and four times as long change no verdict; nor does one that a contestant failed in."""
-    results = rounds(
-        lockstep=[10, 40, 20], tutorial=[25, 80, 70], accelerate=[None, 96, 44], apart=[9, 36, 18], start=[1, 1, 1]
-    )
+    """Whatever slows a round down slows all contestants of that round: rounds that took twice and four times as long
+    change no verdict; nor does one that a contestant failed in."""
+    results = rounds(lockstep=[10, 40, 20], tutorial=[25, 80, 70], accelerate=[None, 96, 44], apart=[9, 36, 18])
     results["limit allocator"] = rounds(limit=[9.5, 38, 19])["limit"]
-    for name, values in {"lockstep": [2.4, 9.6, 7.2], "start": [2, 8, 4]}.items():
-        results[name] = [one | {"first_step_s": s} for one, s in zip(results[name], values, strict=True)]
-    results["start"] = [{k: v for k, v in one.items() if not k.endswith("step_ms")} for one in results["start"]]
+    assert benchmark.ratio(results["lockstep"], results["tutorial"], "step_ms") == 2.5  # of 2.5, 2 and 3.5
     one = {bar.what: bar for bar in benchmark.verdicts("har_flatten", 1, results)}
-    assert one["har_flatten: Lockstep / the best limit"][1:] == (0.95, 0.85, False)
+    limit = one["har_flatten: Lockstep / the best limit"]
+    assert (limit.got, limit.bar, limit.at_most) == (0.95, 0.85, False) and limit.met
     best = one["har_flatten, 1 process(es): Lockstep / the best of the others"]
-    assert best[1:] == (pytest.approx(2.3), 2.0, False) and best.met
-    first = one["har_flatten, start: first step / importing torch and building the model"]
-    assert first[1:] == (pytest.approx(1.2), 1.3, True) and first.met
-    two = {bar.what: bar for bar in benchmark.verdicts("har_flatten", 2, results)}
-    assert two["har_flatten: two processes of DDP / two apart"][1:] == (0.9, 0.6, False)
-    table = benchmark.table("har_flatten", 1, results, 64)
-    assert any(line.startswith("| tutorial | 914 | 70.00 (25.00 .. 80.00) | 1.00 | 2.50 |") for line in table), table
-    assert "| start |  |  |  |  |  | 4.0 s | 1.0 s | 1 |  |  |" in table, "it takes no steps"
+    assert best.got == pytest.approx(2.3) and best.met
     results["ignite"] = [results["tutorial"][0] | {"round": 3}]
     best = {bar.what: bar for bar in benchmark.verdicts("har_flatten", 1, results)}[best.what]
     assert not best.met, "who was never measured beside us may be the best"
-
-
-def test_a_bar_has_a_side():
-    least, most = bars.Bar("speed", 2.0, 2.0), bars.Bar("time", 1.3, 1.3, at_most=True)
-    assert least.met and most.met and not least._replace(got=1.9).met and not most._replace(got=1.4).met
-    assert not least._replace(got=float("nan")).met and not most._replace(got=float("nan")).met
-    assert bars.exit_code([least, most]) == 0 and bars.exit_code([least, most._replace(got=2)]) == 1
-    assert bars.exit_code([]) == 1, "nothing was measured"
+    assert bars.exit_code([limit]) == 0 and bars.exit_code([limit, best]) == bars.exit_code([]) == 1
 
 
 def test_no_workload_is_shorter_than_its_warmup(monkeypatch, capsys):
@@ -260,9 +227,7 @@ def test_no_workload_is_shorter_than_its_warmup(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark.main()
     error = capsys.readouterr().err
-    assert (
-        ended.value.code == 2 and error == "error: video on 16 process(es) has 3 steps, 8 to warm up: raise --epochs\n"
-    )
+    assert ended.value.code == 2 and "video on 16 process(es) has 3 steps, 8 to warm up" in error
 
 
 @pytest.mark.parametrize("workload", sorted(benchmark.BARS["start"]))
@@ -301,10 +266,8 @@ def test_the_benchmark_runs_and_checks(launch, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_contestant_that_fails_is_named(capsys):
-    args = SimpleNamespace(
-        arrays="nowhere", gpu=False, epochs=1, limits=False, contestants="tutorial", rounds=1, threads=1
-    )
-    assert benchmark.compete("har_flatten", 1, args) == {}
+    args = {"arrays": "nowhere", "gpu": False, "epochs": 1, "limits": False, "rounds": 1, "threads": 1}
+    assert benchmark.compete("har_flatten", 1, SimpleNamespace(contestants="tutorial", **args)) == {}
     assert "tutorial failed (exit code 1)" in capsys.readouterr().out
 
 
@@ -313,11 +276,6 @@ def test_a_contestant_that_hangs_is_ended(capsys, monkeypatch):
     about = {"arrays": "nowhere", "warmup": 1} | benchmark.WORKLOADS["har_flatten"]
     assert benchmark.measure("start", about, 2, 1) is None, "importing torch takes longer"
     assert "start failed (no end after 0.5 s): []" in capsys.readouterr().out
-
-
-def test_results_name_their_surroundings():
-    about = benchmark.surroundings(SimpleNamespace(gpu=False, threads=1, rounds=2))
-    assert about["versions"]["torch"] == torch.__version__ and about["commit"] and json.dumps(about)
 
 
 def held_to(bar_count, done):
@@ -329,8 +287,7 @@ def held_to(bar_count, done):
 
 @pytest.mark.slow
 def test_what_observing_costs_is_measured(launch):
-    words = ["watch", "--rounds", "2", "--steps", "2", "--check"]
-    done = launch.torchrun(2, "benchmarks/reliability.py", *words)
+    done = launch.torchrun(2, "benchmarks/reliability.py", "watch", "--rounds", "2", "--steps", "2", "--check")
     held_to(1, done)
     for row in ("bare", "watched", "observed", "observed / bare, of 2 pairs of 2 steps", "counted directly: all"):
         assert f"\n| {row}" in done.out
@@ -341,25 +298,20 @@ def test_what_saving_costs_is_measured(launch):
     held_to(6, launch.python("benchmarks/reliability.py", "save", "--rounds", "1", "--steps", "1", "--check"))
 
 
-def weights(run):
-    return torch.load(run / "last.pt", weights_only=True)["model"]
-
-
-def distance(a, b):
+def distance(run, other):
+    a, b = weights(run), weights(other)
     return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in b)
 
 
 @pytest.mark.slow
 def test_compressed_gradients_train_nearly_the_same(launch, tmp_path):
     """Nearly: a hook that does nothing would give the very same weights."""
-    runs = {}
     for hook in ("none", "fp16", "bf16"):
         words = [TOY, "steps=14", f"ddp.comm_hook={hook}", f"save_dir={tmp_path / hook}"]
         done = succeed(launch.torchrun(2, "train_ddp.py", *words))
         assert ("comm_hook=bf16 is for NCCL" in done.out) is (hook == "bf16")
-        runs[hook] = weights(tmp_path / hook)
-    assert 0 < distance(runs["fp16"], runs["none"]) < 0.02
-    assert distance(runs["bf16"], runs["none"]) == 0
+    assert 0 < distance(tmp_path / "fp16", tmp_path / "none") < 0.02
+    assert distance(tmp_path / "bf16", tmp_path / "none") == 0
 
 
 @pytest.mark.slow
@@ -374,7 +326,7 @@ def test_a_compiled_run_is_the_same_run(launch, tmp_path):
         run = ["steps=4", f"compile={how}", f"save_dir={tmp_path / how}"]
         done = succeed(launch.torchrun(1, "train_ddp.py", *words, *run, **env))
         assert ("compiled (default)" in done.out) is (how == "default")
-    assert distance(weights(tmp_path / "default"), weights(tmp_path / "off")) < 1e-3
+    assert distance(tmp_path / "default", tmp_path / "off") < 1e-3
     done = succeed(launch.python("train.py", *words, "steps=6", f"save_dir={tmp_path / 'default'}"))
     assert "step 4," in done.out, "and it continues without"
 
