@@ -24,17 +24,56 @@ def logged(folder: Path, *without: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in left_out} for line in lines]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two checkpoints, or parts of them, hold the same numbers of the same types."""
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's scalars without what a clock says, as its own reader sees them: {tag: [(step, value), ...]}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # The reader sorts by name; a process that starts ten runs within a second numbers them without zeros.
+    for file in (folder / "logs").glob("events.*"):
+        *rest, number = file.name.split(".")
+        if number.isdigit():
+            file.rename(file.with_name(".".join([*rest, f"{int(number):04d}"])))
+    events = EventAccumulator(str(folder / "logs"), size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.endswith(BY_A_CLOCK)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def assert_same(a: Any, b: Any, path: str = "") -> None:
+    """Bit for bit and of the same types, whatever the nesting."""
+    assert type(a) is type(b), path
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
+        assert a.dtype == b.dtype and torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for n, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}[{n}]")
+    else:
+        assert a == b, path
 
 
-def differing(a: dict[str, Any], b: dict[str, Any], *parts: str) -> list[str]:
-    """Return the parts of two checkpoints that differ; by default of weights, average and moments."""
-    return [part for part in parts or ("model", "ema", "optimizer") if not same(a[part], b[part])]
+def assert_same_parts(a: dict[str, Any], b: dict[str, Any], *parts: str) -> None:
+    """Of two checkpoints; by default weights, average and moments."""
+    for part in parts or ("model", "ema", "optimizer"):
+        assert_same(a[part], b[part], part)
+
+
+def assert_same_bits(ours: Path, straight: Path) -> None:
+    """Compare the parts that `tools/evaluate.py --state` hashes, and all logged numbers but those of a clock."""
+    from tools.use.evaluate import SAME_STATE
+
+    assert_same_parts(load(ours), load(straight), *SAME_STATE)
+    assert logged(ours) == logged(straight)
+
+
+def assert_same_run(ours: Path, straight: Path) -> None:
+    """Weights, optimizer, EMA, scaler, position, every number of metrics.jsonl and of TensorBoard."""
+    a, b = load(ours), load(straight)
+    for state in (a, b):
+        del state["config"]
+    assert_same(a, b)
+    assert logged(ours) == logged(straight)
+    assert points(ours) == points(straight)

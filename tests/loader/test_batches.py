@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, launching, succeed
 from loading import Rows, loaders_of, make_plan, places_of, world
-from test_resume import load
-from test_same_bits import assert_same_bits
+from saved import assert_same_bits, load
 from test_the_idea import distance
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, default_collate

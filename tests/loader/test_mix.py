@@ -18,8 +18,7 @@ import torch
 from conftest import launching, succeed
 from robot_tasks import parse, task_of
 from runs import records, weights
-from test_resume import assert_same, load
-from test_same_bits import assert_same_bits
+from saved import assert_same, assert_same_bits, load
 from test_the_idea import MANY, SMALL_ACT, distance
 
 from data_loader import TrainSampler

@@ -36,8 +36,8 @@ import torch
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "kit", "step", "run"))
 
 from conftest import ROOT, Done, adopt_orphans, launching
-from test_resume import load, logged
-from test_same_bits import BITS, assert_same_bits
+from saved import assert_same_bits, load, logged
+from test_same_bits import BITS
 from test_the_idea import distance
 
 sys.path.insert(0, str(ROOT))

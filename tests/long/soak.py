@@ -25,7 +25,8 @@ import torch
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "kit", "step", "run"))
 
 from conftest import ROOT, TOY, Launcher, Running
-from test_same_bits import NORMS, assert_same_bits
+from saved import assert_same_bits
+from test_same_bits import NORMS
 
 from engine.files import archive
 from engine.files.store import find_checkpoint

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, succeed
 from loading import LABELS, epoch_of, make_plan, steps_of
-from saved import differing, load, logged
+from saved import assert_same_bits, load
 
 from data_loader import EvalSampler
 from engine import config, launch, plan
@@ -27,7 +27,6 @@ from plugins.resilience.store_client import Failure, Heartbeat
 from plugins.resilience.watchdog import Watchdog
 from plugins.security import handshake, listen
 from plugins.security.sign import SignedStore
-from tools.use.evaluate import SAME_STATE
 
 OF_A_MACHINE = 8
 
@@ -294,5 +293,4 @@ def test_three_of_many_are_killed_at_once_and_seven_go_on(launch, tmp_path):
     assert 0 < load(folder)["progress"]["step"] < 24, "killed in the middle"
     succeed(launch.torchrun(7, *words, f"save_dir={folder}"))
     succeed(launch.python(*words, f"save_dir={straight}"))
-    assert not differing(load(folder), load(straight), *SAME_STATE)
-    assert logged(folder) == logged(straight)
+    assert_same_bits(folder, straight)

@@ -16,7 +16,7 @@ from lerobot_data import change_json, record_one
 from refusals import refused
 from robot_tasks import DISCS, TINY_ACT, parse, record, seeded, task_of
 from runs import records
-from test_resume import assert_same_run, load
+from saved import assert_same_run, load
 from torch.overrides import TorchFunctionMode
 
 from engine import config

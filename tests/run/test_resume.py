@@ -11,65 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, killed_and_resumed, launching, succeed
+from saved import assert_same, assert_same_run, load, logged
 
 import tasks
 from engine import config, errors, plan, resume
 from engine.comm.world import World
 from engine.files.archive import CheckpointState
-
-
-def load(path):
-    return torch.load(path / "last.pt", weights_only=True)
-
-
-def assert_same(a, b, path=""):
-    """Bit for bit, whatever the nesting."""
-    assert type(a) is type(b), path
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), path
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), path
-        for n, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{path}[{n}]")
-    else:
-        assert a == b, path
-
-
-TIMED = ("time_s", "samples_per_s", "data_wait_share", "memory_mb")
-
-
-def logged(path):
-    """metrics.jsonl without what a clock says."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines]
-
-
-def points(path):
-    """TensorBoard's scalars without what a clock says, as its own reader sees them: {tag: [(step, value), ...]}."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    # The reader sorts by name; a process that starts ten runs within a second numbers them without zeros.
-    for file in (path / "logs").glob("events.*"):
-        *rest, number = file.name.split(".")
-        if number.isdigit():
-            file.rename(file.with_name(".".join([*rest, f"{int(number):04d}"])))
-    events = EventAccumulator(str(path / "logs"), size_guidance={"scalars": 0}).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.endswith(TIMED)]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
-
-
-def assert_same_run(ours, straight):
-    """Weights, optimizer, EMA, scaler, position, every number of metrics.jsonl and of TensorBoard."""
-    a, b = load(ours), load(straight)
-    for state in (a, b):
-        del state["config"]
-    assert_same(a, b)
-    assert logged(ours) == logged(straight)
-    assert points(ours) == points(straight)
 
 
 def saved_steps(path):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, succeed
+from saved import logged
 from test_loop import steps  # noqa: F401
-from test_resume import logged
 from test_the_idea import CONTRAST, TERMS
 from torch import nn
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, launching, succeed
-from test_resume import assert_same, load
-from test_same_bits import BITS, CONV, NORMS, assert_same_bits, complete, interrupt_thrice
+from saved import assert_same, assert_same_bits, load
+from test_same_bits import BITS, CONV, NORMS, complete, interrupt_thrice
 from test_the_idea import TERMS
 
 import tasks

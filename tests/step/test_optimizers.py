@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT, launching, succeed
-from test_resume import assert_same, load, logged
+from saved import assert_same, load, logged
 from torch import nn
 
 import tasks

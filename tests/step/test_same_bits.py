@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, launching, succeed
-from test_resume import assert_same, load, logged
+from saved import assert_same_bits, load
 from test_the_idea import SMALL, SMALL_ACT, TERMS
 
 import tasks
 from engine import config
 from engine.contract import sample_seeds, uniform
-from tools.use.evaluate import SAME_STATE
 
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
 NORMS = str(ROOT / "tests" / "tasks" / "norms.py")
@@ -95,14 +94,6 @@ def trained(once):
         return once(f"same_bits_{workers}", build)
 
     return folder_of
-
-
-def assert_same_bits(ours, straight):
-    """Compare the parts that `tools/evaluate.py --state` hashes, and all logged numbers but those of a clock."""
-    a, b = load(ours), load(straight)
-    for part in SAME_STATE:
-        assert_same(a[part], b[part], part)
-    assert logged(ours) == logged(straight)
 
 
 @pytest.mark.slow
