@@ -32,8 +32,7 @@ def straight(tmp_path_factory):
 
 
 def assert_the_same(run, straight):
-    for name, expected in straight.items():
-        torch.testing.assert_close(weights(run)[name], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(weights(run), straight, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
