@@ -156,3 +156,17 @@ def cases(kind: str, case_type: type[OneCase]) -> list[OneCase]:
     """Return the commands of all folders of a kind."""
     paths = sorted((FILES / kind).glob("*/*.yaml"))
     return [case_type(path.parent, path.stem, **yaml.safe_load(path.read_text())) for path in paths]
+
+
+def write_recordings(path: Path, steps=(20, 9, 14), **change) -> dict[str, np.ndarray]:
+    """A small file of recordings; `change` replaces an array, or removes it where the value is None."""
+    arrays = {
+        "signal": np.arange(sum(steps) * 2, dtype=np.float32).reshape(-1, 2),
+        "lengths": np.array(steps),
+        "label": np.arange(len(steps)) % 2,
+        "subject": np.arange(len(steps)) + 5,
+        "classes": np.array(["rest", "walk"]),
+    }
+    arrays = {name: value for name, value in (arrays | change).items() if value is not None}
+    np.savez(path, **arrays)
+    return arrays

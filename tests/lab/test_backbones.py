@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, launching, succeed
 from published import LAYOUT, as_published, harnet_features, harnet_state, shaken, torchvision_classes, with_hash
+from robot_tasks import parse, task_of
 from runs import weights
 
 import tasks
@@ -33,17 +34,6 @@ CACHED = [*VIDEO, "model.features=cached", "epochs=2", "batch_size=8"]
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "features"
-
-
-def parsed(*words):
-    return config.parse([*words], tasks.load).cfg
-
-
-def made(*words):
-    """A task with its datasets."""
-    cfg = parsed(*words)
-    task = tasks.load(cfg.task)(cfg)
-    return task, *task.datasets()
 
 
 def published_mc3(folder):
@@ -78,7 +68,7 @@ def test_the_outputs_are_those_of_torchvisions_own_class(torchvision, cache, tmp
     theirs = shaken(getattr(torchvision, name)(weights=None)).eval()
     file = tmp_path / "own.pth"
     torch.save(theirs.state_dict(), file)
-    task, _, val = made("video", *CLIPS, f"model.name={name}", f"model.pretrained={file}")
+    task, _, val = task_of("video", *CLIPS, f"model.name={name}", f"model.pretrained={file}")
     ours = task.model().eval()
     state = {each: value for each, value in ours.state_dict().items() if not each.startswith("feature_")}
     assert [*state] == [*theirs.state_dict()]
@@ -222,24 +212,24 @@ def test_a_missing_file_ends_a_training_before_anything_is_written(launch, tmp_p
 )
 def test_keys_that_do_not_fit_together(words, says):
     with pytest.raises(LockstepError, match=re.escape(says)):
-        made(*words.split(), *(CLIPS if "video" in words else []))
+        task_of(*words.split(), *(CLIPS if "video" in words else []))
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
 def test_a_pretrained_backbone_has_defaults_of_its_own_which_may_change():
-    cfg = parsed("video", "model.name=mc3_18", "model.pretrained=x.pth")
+    cfg = parse("video", "model.name=mc3_18", "model.pretrained=x.pth")
     assert cfg.optim.lr_scale == [f"{name}:0.1" for name in ("stem", "layer1", "layer2", "layer3", "layer4")]
     assert (cfg.model.batch_norm, cfg.optim.lr) == ("fixed", 1e-3)
-    cfg = parsed("video", "model.name=mc3_18", "model.pretrained=x.pth", "optim.lr_scale=", "lr=7e-4")
+    cfg = parse("video", "model.name=mc3_18", "model.pretrained=x.pth", "optim.lr_scale=", "lr=7e-4")
     assert (cfg.optim.lr_scale, cfg.optim.lr) == ([], 7e-4)
-    assert parsed("har", "model.mode=harnet", "model.pretrained=x").optim.lr_scale == ["feature_extractor:0.1"]
-    assert parsed("video", "model.name=mc3_18").model.batch_norm == "batch"
-    cfg = parsed("video", "model.name=mc3_18", "model.features=cached", "steps=9")
+    assert parse("har", "model.mode=harnet", "model.pretrained=x").optim.lr_scale == ["feature_extractor:0.1"]
+    assert parse("video", "model.name=mc3_18").model.batch_norm == "batch"
+    cfg = parse("video", "model.name=mc3_18", "model.features=cached", "steps=9")
     assert (cfg.epochs, cfg.steps, cfg.optim.lr_scale) == (0, 9, [])
     for task in ("video", "har"):  # without a backbone all is as it was
-        given, asked = config.flatten(config.to_dict(parsed(task))), tasks.load(task).defaults
+        given, asked = config.flatten(config.to_dict(parse(task))), tasks.load(task).defaults
         assert all(given[key] == value for key, value in asked.items()) and given["optim.lr_scale"] == []
 
 
@@ -269,7 +259,7 @@ def test_a_pretrained_backbone_is_trained_at_a_tenth_and_its_norms_keep_their_st
 
 
 def test_features_and_views_are_those_of_a_plain_loop(cache):
-    task, train_set, val_set = made(*CACHED, "model.views=3", "exclude=sample:0")
+    task, train_set, val_set = task_of(*CACHED, "model.views=3", "exclude=sample:0")
     assert isinstance(train_set, Features) and isinstance(val_set, Features)
     net = task.model().eval()
     for samples, is_train in ((train_set, True), (val_set, False)):
@@ -312,18 +302,18 @@ def found_line(task):
 
 @pytest.mark.slow
 def test_what_is_there_is_found_and_what_is_damaged_or_changed_is_made_anew(cache, tmp_path):
-    task, first, _ = made(*CACHED)
+    task, first, _ = task_of(*CACHED)
     assert found_line(task) == ("0", "33")
     files = sorted(cache.rglob("*.features"))
     assert len(files) == 3
-    task, *_ = made(*CACHED, "dataset.split_seed=5", "lr=1e-4")  # another split
+    task, *_ = task_of(*CACHED, "dataset.split_seed=5", "lr=1e-4")  # another split
     assert found_line(task) == ("33", "33")
-    assert found_line(made(*CACHED, "seed=1")[0]) == ("0", "33")  # other random weights
-    assert found_line(made(*CACHED, "dataset.data_seed=1")[0]) == ("0", "33")  # other clips
+    assert found_line(task_of(*CACHED, "seed=1")[0]) == ("0", "33")  # other random weights
+    assert found_line(task_of(*CACHED, "dataset.data_seed=1")[0]) == ("0", "33")  # other clips
     good = files[0].read_bytes()
     for damaged in (good[:-3], b"\1" + good[1:], good[:-1] + b"\1", b""):
         files[0].write_bytes(damaged)
-        task, again, _ = made(*CACHED)
+        task, again, _ = task_of(*CACHED)
         assert found_line(task)[0] in ("17", "32")  # the file of 16 clips, or the last one, of one
         assert "1 of 3 files were damaged and are made anew" in task.summary()
         assert files[0].read_bytes() == good and torch.equal(again.table, first.table)
@@ -335,7 +325,7 @@ def test_a_full_or_forbidden_folder_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file"))
     with pytest.raises(LockstepError, match=r"cannot write features: .* give another folder by LOCKSTEP_CACHE"):
-        made(*CACHED)
+        task_of(*CACHED)
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +383,7 @@ def test_the_tools_build_backbone_and_head(cached_runs, monkeypatch, capfd, tmp_
         assert evaluate.main([run, "--split", split, "--json", "device=cpu"]) == 0
         matrices[split] = np.array(json.loads(capfd.readouterr().out)["confusion"])
     assert matrices["all"].sum() == 33 and np.array_equal(matrices["val"] + matrices["train"], matrices["all"])
-    clips = made(*CACHED)[1].raw.folder
+    clips = task_of(*CACHED)[1].raw.folder
     assert predict.main([run, str(clips), "--out", str(tmp_path / "p.csv"), "--json", "device=cpu"]) == 0
     labels = json.loads(capfd.readouterr().out)["found"][0]["labels"]
     assert [*labels.values()] == matrices["all"].sum(0).tolist()
@@ -500,7 +490,7 @@ def test_what_harnet_does_not_take_is_refused_with_the_cure(tmp_path, how, words
     given = {word.partition("=")[0] for word in words}
     usual = [word for word in HARNET if word.partition("=")[0] not in given]
     with pytest.raises(LockstepError) as caught:
-        made(*usual, *words, f"dataset.root={path}")
+        task_of(*usual, *words, f"dataset.root={path}")
     assert re.search(".*".join(map(re.escape, says.split("*"))), str(caught.value)), caught.value
 
 

@@ -85,16 +85,6 @@ def test_the_file_is_mapped_not_read_and_reopened_after_pickling(packed):
     assert other.labels.tolist() == [0, 1]
 
 
-@pytest.mark.slow
-def test_a_loader_worker_reads_the_same(packed):
-    clips = Clips(packed)
-    loader = torch.utils.data.DataLoader(
-        clips, batch_size=2, num_workers=1, collate_fn=_as_it_is, multiprocessing_context="spawn"
-    )
-    batches = list(loader)
-    assert torch.equal(torch.cat([batch["x"] for batch in batches]), clips.__getitems__([0, 1, 2])["x"])
-
-
 class Pins(TorchFunctionMode):
     """Stands in for pinned memory, of which there is none without a GPU: note what is asked for."""
 
@@ -188,10 +178,6 @@ class _Asked:
         if OSError in self.asked:
             raise OSError("the disk is gone")
         self.asked.append((start, length))
-
-
-def _as_it_is(batch):
-    return batch
 
 
 @pytest.mark.parametrize(
@@ -622,13 +608,17 @@ def test_names_stand_whole_around_the_matrix(monkeypatch):
 # ---- the task -------------------------------------------------------------------------------------------------------
 
 
-def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
+@pytest.fixture
+def generated(tmp_path, monkeypatch):
+    """The task on clips that it generates, 80 to train on and 20 to validate on, and both datasets."""
     monkeypatch.setattr("tasks.video.GENERATED", tmp_path)
-    told = []  # captions: truth, guess, video and trial
-    monkeypatch.setattr("tasks.video.draw_clips", lambda *about: told.extend(about[1]) or draw_clips(*about))
     task = video_task(trials=100, videos=10, size=16)
     task.cfg = changed(task.cfg, {"model.width": 4})
-    train, val = task.datasets()
+    return task, *task.datasets()
+
+
+def test_the_task_divides_videos_and_tells_of_them(generated, tmp_path):
+    task, train, val = generated
     summary = task.summary()
     assert "Found 10 unique videos with 100 total trials\nTrain trials: 80, Val trials: 20\n" in summary
     assert f"\nHeld-out videos: {', '.join(sorted({*val.videos.tolist()}))} (2 of 10)\n" in summary
@@ -636,29 +626,40 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     assert counts == np.bincount(val.labels, minlength=5).tolist() and "warning" not in summary
     assert "paw_withdraw" in summary and task.train_counts.sum() == len(train) == 80
     assert not set(train.videos) & set(val.videos)
-    model = task.model()
-    three, everyone = torch.arange(3), torch.arange(len(val))
+    task.cfg = changed(task.cfg, {"dataset.root": str(tmp_path / "none")})
+    with pytest.raises(LockstepError, match="prepare_clips"):
+        task.datasets()
+
+
+def test_the_loss_reaches_every_parameter_of_the_task(generated):
+    task, train, _ = generated
+    model, three = task.model(), torch.arange(3)
     batch = train.__getitems__([3, 1, 2]) | {"lockstep": BatchInfo(three, three, sample_seeds(0, 0, three))}
     loss = task.loss(model, batch)
     loss.total.backward()
     assert loss.weight > 0 and all(p.grad is not None for p in model.parameters())
-    batch = val.__getitems__(range(len(val)))
+
+
+def test_the_task_scores_clips_and_shows_one_of_each_class(generated, tmp_path, monkeypatch):
+    told = []  # captions: truth, guess, video and trial
+    monkeypatch.setattr("tasks.video.draw_clips", lambda *about: told.extend(about[1]) or draw_clips(*about))
+    task, _, val = generated
+    model, batch = task.model().eval(), val.__getitems__(range(len(val)))
     with torch.no_grad():
-        sums = task.score(model.eval(), batch)
+        sums = task.score(model, batch)
     assert int(sums["count"]) == 20 and 0 <= task.report(sums)["macro_f1"] <= 1
     found = task.pictures(model, batch, sums).keys()
     assert found == {"confusion_matrix", "reliability"}, "no sample was told by its number"
+    numbers = torch.arange(len(val))
     with torch.no_grad():
-        task.score(model, batch | {"lockstep": BatchInfo(everyone, everyone, everyone)})
+        task.score(model, batch | {"lockstep": BatchInfo(numbers, numbers, numbers)})
+    pictures = task.pictures(model, batch, sums)
     there = len({*val.labels.tolist()})
-    pictures, tile = task.pictures(model, batch, sums), (54 + 128) * (1 + (there > 4))
-    assert pictures["clips"].shape[:2] == (17, tile) and pictures["confusion_matrix"].shape[2] == 3
+    rows = 2 if there > 4 else 1
+    assert pictures["clips"].shape[:2] == (17, (54 + 128) * rows) and pictures["confusion_matrix"].shape[2] == 3
     with open(next(tmp_path.glob("*/trials.csv")), newline="") as file:
-        table = {f"{row['video']} trial {row['trial']}": f"true {row['label']}" for row in csv.DictReader(file)}
-    assert len(told) == there and all(table.get(where) == truth for truth, _, where in told)
-    task.cfg = changed(task.cfg, {"dataset.root": str(tmp_path / "none")})
-    with pytest.raises(LockstepError, match="prepare_clips"):
-        task.datasets()
+        truth = {f"{row['video']} trial {row['trial']}": f"true {row['label']}" for row in csv.DictReader(file)}
+    assert len(told) == there and all(truth.get(where) == label for label, _, where in told)
 
 
 def test_classes_on_one_side_only_are_named(tmp_path):

@@ -105,7 +105,8 @@ def cut(prepare, video, tmp_path):
 def test_labels_in_published_layouts_are_read_and_cut(tmp_path, cut, case):
     (labels,) = behaviour.read(case.path, (), case.offset)
     assert labels.stem == case.video and labels.names(NUM_FRAMES, FPS).tolist() == case.names
-    done = cut(case.path, f"--frames 5 --step 1 {'--offset ' * bool(case.offset)}{case.offset}")
+    offset = f"--offset {case.offset}" if case.offset else ""
+    done = cut(case.path, f"--frames 5 --step 1 {offset}")
     assert done.code == 0, done.err
     clips = Clips(tmp_path / "out")
     centres = range(2, NUM_FRAMES - 2)
@@ -433,6 +434,64 @@ def test_the_axes_of_tracks_are_not_turned(tmp_path):
     assert torch.equal(*augmented)
 
 
+CLASSES = ["background", "groom", "rear"]
+
+
+@pytest.fixture
+def overlapping(tmp_path) -> dict[str, np.ndarray]:
+    """Tracks, films and labels of two videos, in which groom and rear may overlap: {video: (N, 3) labels}.
+
+    In four frames one looked for groom alone.
+    """
+    rng, truth = np.random.default_rng(0), {}
+    for folder in ("tracks", "films", "labels"):
+        (tmp_path / folder).mkdir()
+    for name in ("a", "b"):
+        shutil.copy(TRACKS["deeplabcut"].path, tmp_path / f"tracks/{name}DLC_resnet50.csv")
+        encode(tmp_path / f"films/{name}.mp4")
+        groom, rear = (rng.integers(0, 2, NUM_FRAMES) for _ in range(2))
+        rear[5:9] = -1
+        is_on = (groom == 1) | (rear == 1)
+        rest = np.where(is_on, 0, 1)
+        write_frames(tmp_path / f"labels/{name}_labels.csv", background=rest, groom=groom, rear=rear)
+        looked = np.where(rear < 0, -1, rest)
+        truth[name] = np.stack([np.where(is_on, 0, looked), groom, rear], 1)
+    return truth
+
+
+def test_labels_that_overlap_keep_a_column_each(overlapping, prepare, tmp_path):
+    out = tmp_path / "o.npz"
+    words = ["--labels", tmp_path / "labels", "--fps", FPS, "--multi"]
+    assert prepare(prepare_tracks, tmp_path / "tracks", out, *words).code == 0
+    arrays = np.load(out)
+    assert arrays["classes"].tolist() == CLASSES and arrays["recording"].tolist() == ["a", "b"]
+    expected = np.concatenate([overlapping["a"], overlapping["b"]])
+    expected[arrays["signal"][:, -1] == 0] = -1
+    assert (arrays["labels"] == expected).all() and ((expected == 1).sum(1) == 2).any()
+    part = windows.Windows(windows.read(out, 8, 3), np.ones(2, dtype=bool))
+    part.one_hot()
+    batch = part.__getitems__([*range(len(part))])
+    assert (batch["y"].numpy() == expected[part.starts.numpy() + 4]).all() and batch["y"].dtype == torch.int8
+
+
+def test_clips_of_labels_that_overlap_have_a_column_each(overlapping, prepare, tmp_path):
+    folder = tmp_path / "clips"
+    words = ["--videos", tmp_path / "films", "--frames", 5, "--size", 16, "--multi"]
+    assert prepare(prepare_clips, tmp_path / "labels", folder, *words).code == 0
+    clips = Clips(folder)
+    clips.one_hot()
+    with open(folder / "trials.csv", newline="") as file:
+        centres = [int(row["source_frame"]) + 2 for row in csv.DictReader(file)]
+    rows = np.stack([overlapping[video[0]][n] for video, n in zip(clips.videos, centres, strict=True)])
+    chosen = clips.subset(np.arange(len(clips))[::2])
+    assert (clips.targets == rows).all() and (chosen.__getitems__([0, 1])["y"].numpy() == rows[::2][:2]).all()
+    np.save(folder / "labels.npy", rows[1:])
+    with pytest.raises(LockstepError, match=r"of shape .*labels.npy"):
+        Clips(folder)
+    (tmp_path / "t.csv").write_text("video,label,start\na.mp4,groom,0\n")
+    assert prepare(prepare_clips, tmp_path / "t.csv", tmp_path / "x", *words).code == 2
+
+
 # ---- real files ------------------------------------------------------------------------------------------------------
 
 
@@ -475,54 +534,6 @@ def test_real_tracks_of_deeplabcut(ethome, tmp_path, prepare):
     (pointer,) = {path.read_text().split()[0] for path in (ethome / "dlc").glob("*.csv")}
     done = prepare(prepare_tracks, ethome / "dlc", tmp_path / "o.npz", "--fps", 30)
     assert pointer == "version" and done.code == 2 and "git lfs pull" in done.err
-
-
-def test_labels_that_overlap_keep_a_column_each(ethome, tmp_path):
-    """Real tracks and films, labelled as DeepEthogram does; some frames were looked at for one behaviour alone."""
-    rng = np.random.default_rng(0)
-    real = (ethome / "dlc/openfield/openfield_dlc_inference_example.csv").read_text().splitlines()
-    (tmp_path / "tracks").mkdir()
-    (tmp_path / "films").mkdir()
-    truth = {}
-    for name in ("a", "b"):
-        (tmp_path / f"tracks/{name}DLC_resnet50.csv").write_text("\n".join(real[: 3 + NUM_FRAMES]))
-        encode(tmp_path / f"films/{name}.mp4")
-        groom, rear = (rng.integers(0, 2, NUM_FRAMES) for _ in range(2))
-        rear[5:9] = -1
-        columns = {"background": np.where(groom + (rear == 1) > 0, 0, 1), "groom": groom, "rear": rear}
-        write_frames(tmp_path / f"labels/{name}_labels.csv", **columns)
-        rest = np.where((groom == 1) | (rear == 1), 0, np.where(rear < 0, -1, 1))
-        truth[name] = np.stack([rest, groom, rear], 1)
-    out = tmp_path / "o.npz"
-    words = ["--labels", tmp_path / "labels", "--fps", FPS, "--multi"]
-    assert prepare_tracks.main([str(word) for word in (tmp_path / "tracks", out, *words)]) == 0
-    arrays = np.load(out)
-    assert arrays["classes"].tolist() == ["background", "groom", "rear"]
-    expected = np.concatenate([truth["a"], truth["b"]])
-    expected[arrays["signal"][:, -1] == 0] = -1
-    assert (arrays["labels"] == expected).all() and ((expected == 1).sum(1) == 2).any()
-    assert arrays["recording"].tolist() == ["a", "b"]
-    found = windows.read(out, 8, 3)
-    part = windows.Windows(found, np.ones(2, dtype=bool))
-    part.one_hot()
-    batch = part.__getitems__([*range(len(part))])
-    assert (batch["y"].numpy() == expected[part.starts.numpy() + 4]).all() and batch["y"].dtype == torch.int8
-    folder = tmp_path / "clips"
-    words = ["--videos", tmp_path / "films", "--frames", 5, "--size", 16, "--multi"]
-    assert prepare_clips.main([str(word) for word in (tmp_path / "labels", folder, *words)]) == 0
-    clips = Clips(folder)
-    clips.one_hot()
-    chosen = clips.subset(np.arange(len(clips))[::2])
-    with open(folder / "trials.csv", newline="") as file:
-        centres = [int(row["source_frame"]) + 2 for row in csv.DictReader(file)]
-    rows = np.stack([truth[video[0]][n] for video, n in zip(clips.videos, centres, strict=True)])
-    assert (chosen.__getitems__([0, 1])["y"].numpy() == rows[::2][:2]).all() and (clips.targets == rows).all()
-    np.save(folder / "labels.npy", rows[1:])
-    with pytest.raises(LockstepError, match=r"of shape .*labels.npy"):
-        Clips(folder)
-    table = tmp_path / "t.csv"
-    table.write_text("video,label,start\na.mp4,groom,0\n")
-    assert prepare_clips.main([str(word) for word in (table, tmp_path / "x", *words)]) == 2
 
 
 @pytest.mark.slow

@@ -190,7 +190,8 @@ def test_crop_takes_the_box(videos, prepare):
     ],
 )
 def test_bad_input_is_one_line_that_names_the_place(videos, prepare, text, says):
-    code, out, err = prepare(text, "--frames 5 --size 16" + " --classes rest,walk" * ("wlak" in text))
+    classes = "--classes rest,walk" if "wlak" in text else ""
+    code, out, err = prepare(text, f"--frames 5 --size 16 {classes}")
     (line,) = re.findall(r"error: .*", err)  # with the progress bar's line
     assert code == 2 and not out and re.search(says, line) and "Traceback" not in err
     assert {path.name for path in videos.iterdir()} == {"a.mp4", "b.mp4", "table.csv"}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_files import FILES, RecordingCase, cases
+from lab_files import FILES, RecordingCase, cases, write_recordings
 from task_builder import build_task
 
 import tasks
@@ -24,21 +24,6 @@ from models.mlp import MLP
 from models.transformer1d import Transformer1d
 from tasks.har import SHIPPED, resample, rotate
 from tools.lab import prepare_watch
-
-
-def save_recordings(path: Path, steps=(20, 9, 14), **change) -> dict[str, np.ndarray]:
-    """A small file of recordings; `change` replaces an array, or removes it where the value is None."""
-    arrays = {
-        "signal": np.arange(sum(steps) * 2, dtype=np.float32).reshape(-1, 2),
-        "lengths": np.array(steps),
-        "label": np.arange(len(steps)) % 2,
-        "subject": np.arange(len(steps)) + 5,
-        "classes": np.array(["rest", "walk"]),
-    }
-    arrays = {name: value for name, value in (arrays | change).items() if value is not None}
-    np.savez(path, **arrays)
-    return arrays
-
 
 TS_HEADER = "#note\n@problemName Toy\n@timeStamps false\n@univariate false\n@dimensions 2\n@classLabel true up down\n"
 
@@ -65,7 +50,7 @@ def everything(data: windows.Windows) -> contract.Batch:
 
 
 def test_recordings_are_cut_as_a_loop_would(tmp_path):
-    arrays = save_recordings(tmp_path / "a.npz", steps=(20, 9, 14, 8))
+    arrays = write_recordings(tmp_path / "a.npz", steps=(20, 9, 14, 8))
     found = windows.read(tmp_path / "a.npz", length=8, stride=3)
     expected, labels, begin = [], [], 0
     for length, label in zip(arrays["lengths"], arrays["label"], strict=True):
@@ -92,7 +77,7 @@ def test_the_model_normalises_by_the_covered_steps_to_train_on_alone(tmp_path):
     """Those to validate on have a different mean and deviation, which nothing of the model may know."""
     signal = np.random.default_rng(1).normal([3, -1, 7], [2, 5, 0], (46, 3)).astype(np.float32)
     signal[14:30] = 100 + 50 * signal[14:30]  # the second of three
-    save_recordings(tmp_path / "a.npz", steps=(14, 16, 16), signal=signal, label=np.array([0, 1, 1]))
+    write_recordings(tmp_path / "a.npz", steps=(14, 16, 16), signal=signal, label=np.array([0, 1, 1]))
     words = ["har", f"dataset.root={tmp_path}", "dataset.val_subjects=6", "dataset.length=8", "dataset.stride=4"]
     task = tasks.load("har")(config.parse(words, tasks.load).cfg)
     train, val = task.datasets()
@@ -114,7 +99,7 @@ def test_a_window_has_the_label_of_its_centre_and_none_is_left_out(tmp_path, kin
         change |= {"step_label": names[steps + 1], "classes": None}
     elif kind == "numbers":
         change |= {"step_label": np.where(steps < 0, -1, 5 + steps), "classes": None}
-    arrays = save_recordings(tmp_path / "a.npz", **change)
+    arrays = write_recordings(tmp_path / "a.npz", **change)
     for length, stride in ((8, 3), (7, 2), (1, 1)):
         found = windows.read(tmp_path, length=length, stride=stride)
         expected = [
@@ -147,7 +132,7 @@ def padded(path: Path) -> np.ndarray:
     signal[1::2, 10:] = 0
     signal = signal.reshape(-1, 3)
     about = {"channels": np.array(["ax", "ay", "valid"]), "label": np.arange(6) // 3, "subject": np.arange(6) % 3}
-    save_recordings(path, steps=[16] * 6, signal=signal, **about)
+    write_recordings(path, steps=[16] * 6, signal=signal, **about)
     return signal
 
 
@@ -190,12 +175,12 @@ def test_augmentation_keeps_padding_apart(tmp_path):
 
 
 def test_a_checkpoint_knows_the_people_of_each_side(tmp_path):
-    save_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=np.array(list("aabbcc")), label=np.arange(6) % 2)
+    write_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=np.array(list("aabbcc")), label=np.arange(6) % 2)
     task = make(dataset__root=str(tmp_path), dataset__length=8, dataset__val_subjects=["b"])
     task.cfg = config.changed(task.cfg, {"exclude": ["c"]})
     task.datasets()
     assert task.metadata()["subjects"] == {"trained on": ["a"], "held out": ["b"]}
-    save_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=None, label=np.arange(6) % 2)
+    write_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=None, label=np.arange(6) % 2)
     task = make(dataset__root=str(tmp_path), dataset__length=8)
     task.datasets()
     assert not any(task.metadata()["subjects"].values())
@@ -218,7 +203,7 @@ def test_the_uci_folder_may_lie_in_a_folder(uci, tmp_path):
 
 
 def test_random_split_keeps_people_whole_and_depends_on_the_seed_alone(tmp_path):
-    save_recordings(tmp_path / "a.npz", steps=[9] * 40, subject=np.repeat(np.arange(10), 4))
+    write_recordings(tmp_path / "a.npz", steps=[9] * 40, subject=np.repeat(np.arange(10), 4))
     found = windows.read(tmp_path, length=8, stride=1)
     masks = [windows.split(found, val_share=0.3, seed=seed) for seed in range(8)]
     for val in masks:
@@ -236,7 +221,7 @@ def test_without_subjects_each_class_gives_its_share_of_recordings(tmp_path):
 
 
 def test_the_files_own_split_and_how_to_overrule_it(tmp_path):
-    save_recordings(tmp_path / "a.npz", steps=[9] * 4, subject=np.array([1, 1, 2, 2]), val=np.array([0, 0, 1, 1]) > 0)
+    write_recordings(tmp_path / "a.npz", steps=[9] * 4, subject=np.array([1, 1, 2, 2]), val=np.array([0, 0, 1, 1]) > 0)
     found = windows.read(tmp_path, length=8)
     assert windows.split(found).tolist() == [False, False, True, True]
     assert windows.split(found, val_subjects=["1"]).tolist() == [True, True, False, False]
@@ -244,7 +229,7 @@ def test_the_files_own_split_and_how_to_overrule_it(tmp_path):
 
 
 def test_a_person_on_both_sides_is_an_error(tmp_path):
-    save_recordings(tmp_path / "a.npz", subject=np.array([1, 2, 2]), val=np.array([False, False, True]))
+    write_recordings(tmp_path / "a.npz", subject=np.array([1, 2, 2]), val=np.array([False, False, True]))
     fault(r"subject 2 is in both train and test \(.*a.npz\): set dataset.split to random", tmp_path)
 
 
@@ -286,12 +271,12 @@ def fault(message: str, root: Path, length: int = 8, **how) -> None:
     ],
 )
 def test_faults_in_a_file_of_recordings(tmp_path, change, message):
-    save_recordings(tmp_path / "a.npz", **change)
+    write_recordings(tmp_path / "a.npz", **change)
     fault(message, tmp_path / "a.npz")
 
 
 def test_faults_in_the_names_of_subjects(tmp_path):
-    save_recordings(tmp_path / "a.npz")
+    write_recordings(tmp_path / "a.npz")
     fault("no subject 9, x .*: dataset.val_subjects may name 5, 6, 7", tmp_path, val_subjects=["9", "5", "x"])
     fault("0 recordings to train on and 3 to validate on", tmp_path, val_subjects=["5", "6", "7"])
     root = save_ts(tmp_path / "b", "1:1:up\n", "1:1:up\n")
@@ -305,7 +290,7 @@ def test_faults_in_what_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("1,2")
     fault("cannot read files of kind '.csv'", tmp_path / "a.csv")
     for name in ("a", "b"):
-        save_recordings(tmp_path / f"{name}.npz")
+        write_recordings(tmp_path / f"{name}.npz")
     fault("2 data sets of kind .npz: a.npz, b.npz .*: name one file", tmp_path)
     (tmp_path / "a.npz").write_bytes((tmp_path / "b.npz").read_bytes()[:300])
     fault("no .npz file: File is not a zip file", tmp_path / "a.npz")
@@ -600,12 +585,12 @@ def test_task_builds_each_model_at_a_sensible_size_and_with_its_dropout(mode):
 
 def test_task_says_what_has_no_label(tmp_path):
     steps = np.repeat([0, -1, 1, 0, 1, -1], 9)
-    save_recordings(tmp_path / "a.npz", steps=[9] * 6, step_label=steps, label=None, subject=np.array(list("aabbcc")))
+    write_recordings(tmp_path / "a.npz", steps=[9] * 6, step_label=steps, label=None, subject=np.array(list("aabbcc")))
     task = make(dataset__root=str(tmp_path), dataset__length=8, dataset__stride=1, dataset__val_subjects=["c"])
     task.datasets()
     assert "with 8 windows (4 more without a label) of 8 steps" in task.summary()
     assert "Train windows: 6, Val windows: 2" in task.summary()
-    save_recordings(tmp_path / "a.npz", steps=[9] * 3, step_label=np.repeat([0, 1, -1], 9), label=None)
+    write_recordings(tmp_path / "a.npz", steps=[9] * 3, step_label=np.repeat([0, 1, -1], 9), label=None)
     with pytest.raises(LockstepError, match=r"2 windows with a label to train on and 0 to validate on .*: label more"):
         make(dataset__root=str(tmp_path), dataset__length=9, dataset__val_subjects=["7"]).datasets()
 
@@ -618,7 +603,7 @@ def test_task_refuses_a_width_that_the_heads_do_not_divide():
 
 
 def test_task_reads_other_data_and_names_the_held_out(tmp_path):
-    save_recordings(tmp_path / "a.npz", steps=[30] * 6, subject=np.array(list("aabbcc")))
+    write_recordings(tmp_path / "a.npz", steps=[30] * 6, subject=np.array(list("aabbcc")))
     task = make(dataset__root=str(tmp_path), dataset__length=8, dataset__stride=4, dataset__val_subjects=["c", "a"])
     train, val = task.datasets()
     assert (len(train), len(val)) == (12, 24)

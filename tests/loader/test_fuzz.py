@@ -18,7 +18,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lab_files import FILES
+from lab_files import FILES, write_recordings
 
 import tasks
 from engine import config
@@ -113,17 +113,8 @@ def test_any_tree_with_yaml_scraps_in_it(tmp_path, tree, scraps):
 
 
 def save_recordings(root: Path) -> Path:
-    np.savez(
-        root / "a.npz",
-        signal=np.arange(60, dtype=np.float32).reshape(-1, 2),
-        lengths=np.array([12, 8, 10]),
-        label=np.array([0, 1, 0]),
-        subject=np.array(["a", "b", "c"]),
-        classes=np.array(["rest", "walk"]),
-        channels=np.array(["x", "y"]),
-        rate_hz=50.0,
-        val=np.array([False, False, True]),
-    )
+    about = {"channels": np.array(["x", "y"]), "rate_hz": 50.0, "val": np.array([False, False, True])}
+    write_recordings(root / "a.npz", (12, 8, 10), **about)
     return root / "a.npz"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import launching, succeed
+from lerobot_data import change_feature
 from robot_tasks import parse, task_of
 from runs import records, weights
 from saved import assert_same, assert_same_bits, load
@@ -156,10 +157,7 @@ def odd(made):
     record(folder / "tall", *one, cameras=[CAM], size=(24, 16))
     record(folder / "gray", *one, cameras=[CAM])
     record(folder / "more", *one, numbers=NUMBERS | {"observation.environment_state": 2}, cameras=[CAM, WRIST])
-    path = folder / "gray" / "meta" / "info.json"
-    info = json.loads(path.read_text())
-    info["features"][CAM]["shape"][-1] = 1
-    path.write_text(json.dumps(info))
+    change_feature(folder / "gray", CAM, shape=[16, 24, 1])
     return folder
 
 
@@ -196,10 +194,7 @@ def test_joints_of_other_names_are_told(made, tmp_path):
     folder, _ = made
     for name, joints in (("x", ["hip", "knee", "ankle"]), ("y", ["a", "b", "c"])):
         record(tmp_path / name, [5, 5], ["push", "push"])
-        path = tmp_path / name / "meta" / "info.json"
-        info = json.loads(path.read_text())
-        info["features"]["action"]["names"] = joints
-        path.write_text(json.dumps(info))
+        change_feature(tmp_path / name, "action", names=joints)
     said = task_of("robot", roots(tmp_path, "xy"), "policy.chunk_size=5")[0].summary()
     assert "warning: the numbers of action are called otherwise: hip, knee, ankle (x); a, b, c (y)" in said
     assert "otherwise" not in task_of("robot", roots(folder, "ab"), "policy.chunk_size=5")[0].summary()
