@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_act import DIMS, ENV, STATE, TINY, build
+from tiny_act import DIMS, ENV, STATE, TINY, build
 
 from engine.contract import LockstepError
 from formats.weights import pretrained

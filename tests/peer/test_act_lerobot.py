@@ -14,7 +14,7 @@ if importlib.util.find_spec("lerobot") is None:
 
 import torch
 import torchvision_shim
-from test_act import ACTION, CASES, DIMS, ENV, PADDED, SIZES, STATE, TINY, TOP, a_batch, build, fill, golden, some_draws
+from tiny_act import ACTION, CASES, DIMS, ENV, PADDED, SIZES, STATE, TINY, TOP, a_batch, build, fill, golden, some_draws
 
 from formats.weights import pretrained
 from models.act import ACT, ACTConfig, TemporalEnsemble

@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from lerobot_data import change_info, pa, pq, write_video
+from lerobot_data import av, change_info, pa, pq, write_video
 from refusals import refused
 from robot_tasks import task_of
 
@@ -119,18 +119,13 @@ def test_distances_in_tables(recorded, tmp_path, unit, dtype, key):
 
 
 @pytest.mark.parametrize(
-    ("info", "says"),
-    [
-        ({"video.depth_max": 0.001}, ["depth camera with no range"]),
-        ({"video.depth_min": -4.0}, ["depth camera with no range"]),
-        ({"video.shift": "much"}, ["depth camera with no range"]),
-        ({"depth_unit": "feet"}, ["depth camera with no range", "feet"]),
-    ],
+    ("key", "value"),
+    [("video.depth_max", 0.001), ("video.depth_min", -4.0), ("video.shift", "much"), ("depth_unit", "feet")],
 )
-def test_ranges_that_are_none(recorded, tmp_path, info, says):
+def test_ranges_that_are_none(recorded, tmp_path, key, value):
     root = shutil.copytree(recorded, tmp_path / "set")
-    change_info(root, lambda about: about["features"][DEPTH]["info"].update(info))
-    refused([*says, "info.json"], lambda: read(root))
+    change_info(root, lambda about: about["features"][DEPTH]["info"].update({key: value}))
+    refused(["depth camera with no range", str(value), "info.json"], lambda: read(root))
 
 
 def test_depths_that_are_none(recorded, tmp_path):
@@ -159,36 +154,40 @@ def test_what_is_no_depth_is_not_recorded(tmp_path):
     refused(["float32", "uint16, in millimetres"], in_metres)
 
 
+def encode(path, codes):
+    encoder = encoders.Encoder(path, 12.5, (48, 64), encoders.DEPTH)
+    encoder.add(codes)
+    encoder.close()
+
+
+def assert_shows(path, codes):
+    """The video has these pictures at 12.5 Hz."""
+    with av.open(str(path)) as video:
+        shown = [(frame.time, frame.to_ndarray(format="gray12le")) for frame in video.decode(video=0)]
+        stream = video.streams.video[0]
+        assert stream.average_rate == 12.5 and float(stream.duration * stream.time_base) == len(codes) / 12.5
+    assert [time for time, _ in shown] == pytest.approx(np.arange(len(codes)) / 12.5, abs=1e-3)
+    assert np.array_equal(np.stack([picture for _, picture in shown]), codes[:, 0])
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_few_pictures_are_a_video(tmp_path, count):
     """Of one or two x265 leaves a time unset, which the container refused in half of the tries."""
-    av = pytest.importorskip("av")
     codes = np.random.default_rng(0).integers(0, 4096, (count, 1, 48, 64), dtype=np.uint16)
     for n in range(8):
-        encoder = encoders.Encoder(tmp_path / f"{n}.mp4", 12.5, (48, 64), encoders.DEPTH)
-        encoder.add(codes)
-        encoder.close()
-        with av.open(str(tmp_path / f"{n}.mp4")) as video:
-            shown = [(frame.time, frame.to_ndarray(format="gray12le")) for frame in video.decode(video=0)]
-        assert [time for time, _ in shown] == pytest.approx([k / 12.5 for k in range(count)], abs=1e-3)
-        assert all((picture == code[0]).all() for (_, picture), code in zip(shown, codes, strict=True))
+        encode(tmp_path / f"{n}.mp4", codes)
+        assert_shows(tmp_path / f"{n}.mp4", codes)
 
 
 def test_videos_are_joined_without_a_change(tmp_path):
     """With pictures that are not stored in the order they are shown in."""
-    av = pytest.importorskip("av")
-    parts = [np.random.default_rng(n).integers(0, 4096, (n, 1, 48, 64), dtype=np.uint16) for n in (5, 1, 6)]
-    for at, part in enumerate(parts):
-        encoder = encoders.Encoder(tmp_path / f"{at}.mp4", 12.5, (48, 64), encoders.DEPTH)
-        encoder.add(part)
-        encoder.close()
-    encoders.join([tmp_path / f"{at}.mp4" for at in range(3)], [5, 1, 6], 12.5, tmp_path / "all.mp4")
-    with av.open(str(tmp_path / "all.mp4")) as container:
-        shown = [(frame.time, frame.to_ndarray(format="gray12le")) for frame in container.decode(video=0)]
-        stream = container.streams.video[0]
-        assert stream.average_rate == 12.5 and float(stream.duration * stream.time_base) == 12 / 12.5
-    assert np.allclose([time for time, _ in shown], np.arange(12) / 12.5)
-    assert np.array_equal(np.stack([picture for _, picture in shown]), np.concatenate(parts)[:, 0])
+    lengths = [5, 1, 6]
+    parts = [np.random.default_rng(n).integers(0, 4096, (n, 1, 48, 64), dtype=np.uint16) for n in lengths]
+    paths = [tmp_path / f"{n}.mp4" for n in lengths]
+    for path, part in zip(paths, parts, strict=True):
+        encode(path, part)
+    encoders.join(paths, lengths, 12.5, tmp_path / "all.mp4")
+    assert_shows(tmp_path / "all.mp4", np.concatenate(parts))
 
 
 def test_a_training_names_the_key_that_leaves_a_depth_camera_out(launch, recorded, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from lerobot_data import change_json
 from robot_tasks import DISCS, TINY_ACT, record, task_of
 from runs import records
 
+from engine.contract import Sums
 from engine.report.log import _shown, of_trials
 from tasks.envs.discs import LINGER, Discs
 from tasks.envs.trials import roll_out
@@ -37,17 +38,13 @@ def test_the_interval_is_wilsons():
 
 
 def test_the_rate_is_told_as_people_write_it():
-    from engine.contract import Sums
-
-    sums = Sums(
-        {name: torch.tensor(value) for name, value in {"successes": 18.0, "trials": 20.0, "rewards": 19}.items()}
-    )
+    counts = {"successes": 18.0, "trials": 20.0, "rewards": 19}
+    sums = Sums({name: torch.tensor(value) for name, value in counts.items()})
     found = trials.metrics(sums)
     assert found["success_rate"] == 0.9 and found["avg_max_reward"] == 0.95 and found["trials"] == 20
     assert of_trials(found) == "18 of 20 (70-97 %)" and _shown(found) == {"Success": "18 of 20 (70-97 %)"}
-    assert _shown({"success_rate": 0.5, "loss": 1}) == {"Loss": "1.0000", "Success": "50.00%"}, (
-        "a rate of another's task"
-    )
+    of_another_task = {"success_rate": 0.5, "loss": 1}
+    assert _shown(of_another_task) == {"Loss": "1.0000", "Success": "50.00%"}
     assert trials.metrics(Sums()) == {} == trials.metrics(Sums(trials=torch.tensor(0.0)))
 
 
@@ -225,16 +222,8 @@ def trained(tmp_path_factory):
     """The same training on one and on two processes, and what each printed."""
     folder = tmp_path_factory.mktemp("runs")
     with launching(folder / "launch") as launch:
-        words = [
-            *DISCS[:-1],
-            "eval.n_episodes=12",
-            "steps=4",
-            "eval_every=2",
-            "batch_size=8",
-            "virtual_workers=2",
-            "threads=1",
-        ]
-        start = ["train.py", *words, "device=cpu", "policy.num_steps=2"]
+        words = "eval.n_episodes=12 steps=4 eval_every=2 batch_size=8 virtual_workers=2 threads=1 policy.num_steps=2"
+        start = ["train.py", *DISCS[:-1], *words.split(), "device=cpu"]
         one = succeed(launch.python(*start, f"save_dir={folder / 'one'}")).out
         two = succeed(launch.torchrun(2, *start, f"save_dir={folder / 'two'}")).out
     return folder, one, two
@@ -262,15 +251,12 @@ def test_the_log_tells_the_interval_and_tools_agree(launch, trained):
     words = f"{line['success_rate'] * 12:.0f} of 12 ({100 * low:.0f}-{100 * high:.0f} %)"
     assert f"Success: {words}, action_l1" in one
     last = str(folder / "one" / "last.pt")
-    assert (
-        f"success in {words}: the rate's 95 % interval, by Wilson"
-        in succeed(launch.python("tools/evaluate.py", last)).out
-    )
+    evaluated = succeed(launch.python("tools/evaluate.py", last)).out
+    assert f"success in {words}: the rate's 95 % interval, by Wilson" in evaluated
     page = folder / "page.html"
     told = json.loads(succeed(launch.python("tools/report.py", last, "--out", str(page), "--json")).out)["runs"][0]
-    assert {name: told["metrics"][name] for name in ("success_rate", "success_rate_low", "trials")} == {
-        name: line[name] for name in ("success_rate", "success_rate_low", "trials")
-    }
+    for name in ("success_rate", "success_rate_low", "trials"):
+        assert told["metrics"][name] == line[name]
     text = page.read_text()
     assert f"Success in {words}" in text and 'alt="film of trials"' in text
     assert all(each["differences"].keys() == {"0", "1"} for each in told["episodes"])
