@@ -67,9 +67,8 @@ handshakes = Hook()
 exchanges = Hook()
 """first() -> an ObjectExchange: how Python values travel between ranks."""
 shared_memory = Hook()
-"""first(group) -> the channel in which the ranks of one machine read tensors of all ranks."""
-shared_memory_hooks = Hook()
-"""first() -> DDP's communication hook that sums gradients in shared memory."""
+"""first(group) -> the channel in which the ranks of one machine read tensors of all ranks. Its
+function `sum_then_divide` is a communication hook of DDP."""
 
 # ---- while a run is built
 settings = Hook()

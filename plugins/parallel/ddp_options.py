@@ -12,9 +12,6 @@ from engine import hooks
 from engine.comm.world import World
 from engine.errors import LockstepError, console
 
-MIB = 1 << 20
-"""The unit of DDP's bucket sizes. DDP has a small first bucket only if no bucket size is set."""
-
 
 def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     """Return the model with SyncBatchNorm in place of BatchNorm. Raises LockstepError on CPUs."""
@@ -52,7 +49,7 @@ def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> Dist
 
         net.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
     else:
-        sums = hooks.shared_memory_hooks.first()
-        if sums is not None:
-            net.register_comm_hook([], sums)
+        channel = hooks.shared_memory.first(None)
+        if channel is not None:
+            net.register_comm_hook([], channel.sum_then_divide)
     return net

@@ -50,7 +50,13 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     """
     if cfg.ddp.strategy == "ddp":
         return model
-    key = f"ddp.strategy={cfg.ddp.strategy}"
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     group = group_size(cfg, world.size)
     on_gpus = world.size > 1 and world.device.type == "cuda"
     hooks.check_settings(
@@ -62,18 +68,9 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
         processes=world.size,
         precision=precision,
         through_gloo=on_gpus and "nccl" not in dist.get_backend(),
+        torch=torch.__version__,
+        lacking=[name for name in NEEDED if not hasattr(FSDPModule, name)],
     )
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
-
-    for name in NEEDED:
-        if not hasattr(FSDPModule, name):
-            what = f"torch {torch.__version__} lacks {name}"
-            raise LockstepError(what, key, "update it to 2.11", everywhere=True)
     # of a view as a block's output: in each pass, each rank
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     half = torch.bfloat16 if cfg.ddp.gather_dtype == "bf16" else None
@@ -138,8 +135,12 @@ def _check_units(model: nn.Module, chosen: list[nn.Module], owners: Counter[Any]
         if unit in names:
             weight = {p: name for name, p in model.named_parameters()}[tied[0]]
             what = f"it returns {names[unit]}, whose weight {weight} another module has, too"
-        todo = "return one module that has both, or leave it out"
-        raise LockstepError(what, "the task's `fsdp_units`", todo, everywhere=True)
+        raise LockstepError(
+            what,
+            "the task's `fsdp_units`",
+            "return one module that has both, or leave it out",
+            everywhere=True,
+        )
 
 
 def _tied(unit: nn.Module, owners: Counter[Any]) -> list[Any]:
@@ -291,8 +292,7 @@ class TreeReduceScatter(Collective):
     """
 
     def __init__(self, workers: int, unit: str, calls: UnitCalls):
-        event = reduces_event(unit)
-        super().__init__("reduce_scatter", dist.all_to_all_single, event, calls.order)
+        super().__init__("reduce_scatter", dist.all_to_all_single, reduces_event(unit), calls.order)
         self.workers, self.seen, self.sums = workers, 0, 0
         self.leaves: list[Tensor] = []
         self.nodes: list[Node] = []

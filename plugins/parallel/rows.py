@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 from engine.comm.shards import to_local
 from engine.errors import amount
 from engine.plan import Plan, workers_of_rank
 from engine.run import Run
 from plugins.parallel import private, strategies
-from plugins.parallel.ddp_options import MIB
 from plugins.parallel.tree import subtree_roots
+
+MIB = 1 << 20
+"""The unit of DDP's bucket sizes. DDP has a small first bucket only if no bucket size is set."""
 
 
 def plan_rows(run: Run) -> dict[str, str]:
@@ -22,11 +24,6 @@ def plan_rows(run: Run) -> dict[str, str]:
     if run.world.size > 1:
         rows["strategies"] = strategies.describe(run)
     return rows
-
-
-def strict_line(run: Run) -> str:
-    """Return the line of train_ddp.py about DDP."""
-    return ddp_line(run.net, run.cfg.ddp, run.plan.workers > 0)
 
 
 def describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
@@ -61,27 +58,20 @@ def describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
     }
 
 
-def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
-    """Return a line about the work of DDP in each step, from DDP's own records.
-
-    in_tree  virtual workers add up the gradients
-    """
+def strict_line(run: Run) -> str:
+    """Return the line of train_ddp.py about the work of DDP in each step, from DDP's own
+    records."""
+    cfg = run.cfg.ddp
     hook = cfg.comm_hook
-    if in_tree:
+    if run.plan.workers:
         hook = "tree of virtual workers"
     elif hook == "none":
         hook = "sum"
-    record = private.ddp_record(net)
+    record = private.ddp_record(run.net)
     size = record["total_parameter_size_bytes"]
-    count = amount(len(buckets(size, cfg.bucket_cap_mb)), "bucket")
+    count = math.ceil(size / (cfg.bucket_cap_mb * MIB))
     return (
         f"DDP: {record['backend_name']}, {record['num_parameter_tensors']} tensors, "
-        f"{size / 1e6:.3g} MB a step in about {count} of at most "
+        f"{size / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
         f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {hook}"
     )
-
-
-def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
-    """Return the bytes of DDP's buckets, in the order in which the buckets become ready."""
-    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
-    return [bucket_cap_mb * MIB] * int(full) + ([rest] if rest else [])

@@ -76,10 +76,12 @@ class UnitCalls:
         self.whole: list[str] = []
         self.counts, self.syncs = False, True
         for name, unit in self.units.items():
-            gathers = f"gathers {_described(name)}"
-            reduces = Collective("reduce_scatter", REDUCE_SCATTER, reduces_event(name), self.order)
-            unit.set_custom_all_gather(Collective("all_gather", ALL_GATHER, gathers, self.order))
-            unit.set_custom_reduce_scatter(reduces)
+            unit.set_custom_all_gather(
+                Collective("all_gather", ALL_GATHER, f"gathers {_described(name)}", self.order)
+            )
+            unit.set_custom_reduce_scatter(
+                Collective("reduce_scatter", REDUCE_SCATTER, reduces_event(name), self.order)
+            )
             if name:  # before FSDP2's own hook, which gathers
                 unit.register_forward_pre_hook(partial(self._count, name), prepend=True)
         model.register_forward_pre_hook(self._begin_alone, prepend=True)
@@ -107,8 +109,9 @@ class UnitCalls:
         self.order.add("ends its forward pass")
         for name in self.units:
             if name and not self.calls[name] and self.trains(name):
-                where = f"rank {self.world.rank}"
-                raise LockstepError(f"{name} was not called in a pass", where, TODO)
+                raise LockstepError(
+                    f"{name} was not called in a pass", f"rank {self.world.rank}", TODO
+                )
 
     def end_pass(self) -> None:
         """(all ranks) Add up the gradients that stayed whole over the ranks."""

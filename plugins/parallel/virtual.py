@@ -84,9 +84,9 @@ class TreeAllReduce:
         if not self.sends:
             return
         self.work.wait()
-        parts = self.received.view(-1, self.piece).split(self.counts)
         self.total = self.received.new_empty(self.size * self.piece)
-        self.root = self._root(parts)  # must live until it has arrived
+        # must live until it has arrived
+        self.root = self._root(self.received.view(-1, self.piece).split(self.counts))
         self.work = ALL_GATHER(self.total, self.root, async_op=True)
 
     def result(self) -> Tensor:
@@ -206,9 +206,9 @@ class VirtualWorkers(LocalReducer):
         for name, buffer in counters.items():
             previous = self.counters.get(name)
             if previous is not None and not torch.equal(buffer, previous):
-                where = f"after virtual worker {self.worker}"
                 raise LockstepError(
-                    f"the buffer {name} differs {where} from that after the one before",
+                    f"the buffer {name} differs after virtual worker {self.worker} from that after "
+                    "the one before",
                     "virtual_workers",
                     "change it by what all workers share, keep it in floating point, where the "
                     "workers' mean is taken, or drop virtual_workers",
@@ -295,8 +295,9 @@ class WorkerReducer(VirtualWorkers):
         between."""
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-        exchange = TreeAllReduce(state.spans_by_rank, state.flat_sums(bucket))
-        state.buckets.append(Bucket(exchange, buffer, future))
+        state.buckets.append(
+            Bucket(TreeAllReduce(state.spans_by_rank, state.flat_sums(bucket)), buffer, future)
+        )
         if bucket.is_last():
             state.finish_buckets()
         return future

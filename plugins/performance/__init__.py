@@ -29,16 +29,20 @@ from plugins.performance.cached_data import InMemoryDataset, cache_datasets
 
 def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     """(all ranks) Return the plan with the mode in which the model is compiled."""
-    plain = not (plan.devices or plan.sharded)
-    mode = compiler.choose(cfg.compile, world.device, plan.total_steps, plain)
+    mode = compiler.choose(
+        cfg.compile,
+        world.device,
+        plan.total_steps,
+        plain=not (plan.devices or plan.sharded),
+    )
     if world.differs_across_ranks(mode):
         mode = "off"  # one of the machines may lack a C compiler
     compiles = mode != "off"
     with sync_errors(world):
         if compiles:
             compiler.check(mode, world.device)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if deterministic and (compiles or world.device.type == "cuda"):
+    loads_kernels = compiles or world.device.type == "cuda"
+    if loads_kernels and torch.are_deterministic_algorithms_enabled():
         # Only now for the compiler, too, because the call loads it: 1.5 s. A task may compile.
         torch.use_deterministic_algorithms(True)
     if not compiles:
@@ -82,18 +86,12 @@ def finish(run: Run) -> Plan:
     return replace(plan, speed=(*plan.speed, *texts))
 
 
-def shared_memory_hook() -> Any:
-    """Return DDP's communication hook for sums in shared memory; None without shared memory."""
-    return shm_backend.sum_then_divide if shm_backend.channel() else None
-
-
 def device_copies(run: Run) -> snapshot.Copies:
     """Return an empty collection of copies for one state of the run."""
     return snapshot.Copies(run.world.device, at_once=run.plan.sharded)
 
 
 hooks.shared_memory.add(shm_backend.channel)
-hooks.shared_memory_hooks.add(shared_memory_hook)
 hooks.caches.add(cache_datasets)
 hooks.device_copies.add(device_copies)
 hooks.warnings.add(cores.CpuContention)

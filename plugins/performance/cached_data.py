@@ -124,11 +124,11 @@ def cache_datasets(
     memory = torch.device("cpu") if wanted == "host" else device
     fetchers = [*map(Fetcher, datasets)]
     try:
-        sizes = [*map(_sample_bytes, fetchers)]
-    except _Uncacheable as error:
+        sizes = [_sample_bytes(fetcher, wanted) for fetcher in fetchers]
+    except _Uncacheable:
         if auto:
             return None
-        raise LockstepError(f"cache={wanted}, but {error}", "cache", error.todo) from None
+        raise
     needed = sum(map(mul, sizes, map(len, fetchers)))
     free = _free_bytes(memory)
     copies = processes_sharing(memory)
@@ -144,34 +144,34 @@ def cache_datasets(
     console.info(
         f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n"
     )
-    pairs = zip(fetchers, sizes, strict=True)
-    return [InMemoryDataset(fetcher, size, memory) for fetcher, size in pairs]
+    return [
+        InMemoryDataset(fetcher, size, memory)
+        for fetcher, size in zip(fetchers, sizes, strict=True)
+    ]
 
 
-class _Uncacheable(Exception):
+class _Uncacheable(LockstepError):
     """The samples of a dataset cannot be cached."""
 
-    def __init__(self, fetcher: Fetcher, problem: str, todo: str = "use cache=none"):
-        super().__init__(f"{fetcher.name} {problem}")
-        self.todo = todo
 
-
-def _sample_bytes(fetcher: Fetcher) -> int:
+def _sample_bytes(fetcher: Fetcher, wanted: str) -> int:
     """Return the mean size of a sample, measured on 16 samples. Raises _Uncacheable if a sample is
     not the same each time, or is no dict of tensors."""
+    what = f"cache={wanted}, but {fetcher.name}"
     if fetcher.seeded:
-        raise _Uncacheable(fetcher, "draws its samples from seeds: they change with each epoch")
+        what += " draws its samples from seeds: they change with each epoch"
+        raise _Uncacheable(what, "cache", "use cache=none")
     indices = sorted({len(fetcher) * k // 16 for k in range(16)})
     batch = dict(tree_leaves(fetcher.fetch(indices)))
     if not all(isinstance(values, Tensor) and values.ndim for values in batch.values()):
-        problem = "gives more than tensors with the batch as their leading axis"
-        raise _Uncacheable(fetcher, problem)
+        what += " gives more than tensors with the batch as their leading axis"
+        raise _Uncacheable(what, "cache", "use cache=none")
     for row, index in enumerate(indices):
         alone = dict(tree_leaves(fetcher.fetch([index])))
         if not all(same_bits(values[row], alone[name][0]) for name, values in batch.items()):
             raise _Uncacheable(
-                fetcher,
-                "gives a sample that changes each time, or with the others of its batch",
+                f"{what} gives a sample that changes each time, or with the others of its batch",
+                "cache",
                 "draw from batch['lockstep'].seed in the task's prepare, pad to one length, "
                 "or use cache=none",
             )

@@ -227,11 +227,10 @@ def disagreement(names: list[str], bare: Pass, compiled: Pass, near: Near) -> st
             return f"the {name} of a pass is {actual:.4g} instead of {right:.4g}"
     lengths = _lengths(names, bare, compiled)
     infinite = [each.name for each in lengths if not math.isfinite(each.compiled)]
-    if len(infinite) > 1:
-        others = f", and so are {len(infinite) - 1} more of {len(names)}"
-        return f"the gradient of {infinite[0]} is not finite{others}"
     if infinite:
-        return f"the gradient of {infinite[0]} is not finite"
+        text = f"the gradient of {infinite[0]} is not finite"
+        others = f", and so are {len(infinite) - 1} more of {len(names)}"
+        return text + others if len(infinite) > 1 else text
     return _too_far(lengths, near)
 
 

@@ -172,8 +172,9 @@ def unloaded() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         yield
         return
-    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")
-    stand_in = SimpleNamespace(utils=utils)
+    stand_in = SimpleNamespace(
+        utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")
+    )
     vars(torch)["_dynamo"] = stand_in
     try:
         yield

@@ -69,6 +69,8 @@ def contention_warning(share: float) -> str:
     measured = not math.isnan(share)
     waited = f"threads wait {100 * share:.0f} % of their time for a core, " if measured else ""
     if share > CONTENDED or (not measured and load > 1.5 * count):
-        cores = amount(count, "core")
-        return f"the machine is busy with other processes ({waited}load {load:.1f}, {cores})"
+        return (
+            f"the machine is busy with other processes ({waited}load {load:.1f}, "
+            f"{amount(count, 'core')})"
+        )
     return ""

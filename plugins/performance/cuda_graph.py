@@ -88,46 +88,45 @@ class StepGraph:
         """Take a step, of one pass."""
         if self.given_up:
             return self.step(run, passes)
-        ((batch, micro),) = passes = [*passes]
+        ((batch, micro),) = passes
         rate = run.lr
         self.inside.lr.fill_(rate)
-        outcome = self._take(batch, micro, passes)
+        outcome = self._take(batch, micro)
         for group in run.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)  # a number again: checkpoints hold it
         return run.end_step(*outcome, micro.consumed)
 
-    def _take(self, batch: Any, micro: Any, passes: Any) -> Outcome:
+    def _take(self, batch: Any, micro: Any) -> Outcome:
         """Take a step in the way that its number requires."""
         form = _form_of(batch)
         if self.graph is None and form != self.form:
             self.form, self.taken = form, 0
         if form != self.form:
-            return self._eager(passes)
+            return self._eager(batch, micro)
         self.taken += 1
         launch = self.taken - WARM_UP  # number of the launch, from 1
         if launch == 0:
-            return self._watched(passes)
+            return self._watched(batch, micro)
         if launch == 1:
             self._record(batch, micro)
         if self.graph is None:
-            return self._eager(passes)
+            return self._eager(batch, micro)
         if _is_power_of_two(launch):
-            return self._verified(passes)
+            return self._verified(batch, micro)
         return self._launch(batch, micro)
 
-    def _eager(self, passes: Any) -> Outcome:
+    def _eager(self, batch: Any, micro: Any) -> Outcome:
         """Take a step kernel by kernel."""
         current = torch.cuda.current_stream()
-        self.run.seed_pass(passes[0][1])
+        self.run.seed_pass(micro)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            self.step(self.inside, passes)
+            self.step(self.inside, [(batch, micro)])
         current.wait_stream(self.stream)
         return self.inside.outcome
 
-    def _watched(self, passes: Any) -> Outcome:
+    def _watched(self, batch: Any, micro: Any) -> Outcome:
         """Take a step kernel by kernel, and give up if the step could not be recorded."""
-        ((batch, _),) = passes
         leaves = dict(tree_leaves(batch)).values()
         objects = any(not isinstance(leaf, (Tensor, type(None))) for leaf in leaves)
         buffers = self.run.reducer.buffers
@@ -137,7 +136,7 @@ class StepGraph:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                outcome = self._eager(passes)
+                outcome = self._eager(batch, micro)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
@@ -194,18 +193,20 @@ class StepGraph:
             self.outcome.totals[0].fill_(votes)
         return self.outcome
 
-    def _verified(self, passes: Any) -> Outcome:
+    def _verified(self, batch: Any, micro: Any) -> Outcome:
         """Launch a step, undo it, and take it kernel by kernel; give up if the results differ. A
         sync point."""
         run = self.run
-        ((batch, micro),) = passes
-        of_optimizer = [*run.optimizer.state.values()]
-        changed = [parameters_of(run.optimizer), [*run.model.buffers()], of_optimizer]
+        changed = [
+            parameters_of(run.optimizer),
+            [*run.model.buffers()],
+            [*run.optimizer.state.values()],
+        ]
         state = [*map(Tensor.detach, tensors(changed))]
         before = [*map(torch.clone, state)]
         launched = self._launch(batch, micro).compared()
         torch._foreach_copy_(state, before)
-        outcome = self._eager(passes)
+        outcome = self._eager(batch, micro)
         with run.world.host_sync():
             pairs = [*zip(launched.tolist(), outcome.compared().tolist(), strict=True)]
         if not all(math.isclose(a, b, rel_tol=NEAR) or (a != a and b != b) for a, b in pairs):

@@ -57,27 +57,6 @@ def channel(group: dist.ProcessGroup | None = None) -> "Channel | None":
     return getattr(group or dist.group.WORLD, "channel", None)
 
 
-def sum_then_divide(
-    waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.GradBucket
-) -> Future[Tensor]:
-    """Compute DDP's mean, as a communication hook. DDP is right without this hook, too.
-
-    Without a hook DDP multiplies by 1 / ranks before the sum, which rounds once more per rank if
-    the number of ranks is no power of two, and sums each bucket when the bucket is full. On CPUs
-    nothing overlaps, because the same thread computes and sums. So here the ranks wait for each
-    other once, when the last bucket is full: 10 % of a step with nine buckets.
-
-    waiting  the state of the hook: an empty list at the start of a step
-    """
-    future: Future[Tensor] = Future()
-    waiting.append((bucket.buffer(), future))
-    while bucket.is_last() and waiting:
-        gradients, done = waiting.pop(0)
-        dist.all_reduce(gradients)
-        done.set_result(gradients.div_(dist.get_world_size()))
-    return future
-
-
 class Channel:
     """Memory in which the ranks exchange one tensor after the other, in turns of at most PIECE
     bytes. A rank that begins a sum finishes the previous sum first.
@@ -159,6 +138,27 @@ class Channel:
             result[start : start + length] = combine(parts)
         return result
 
+    @staticmethod
+    def sum_then_divide(
+        waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.GradBucket
+    ) -> Future[Tensor]:
+        """Compute DDP's mean, as a communication hook. DDP is right without this hook, too.
+
+        Without a hook DDP multiplies by 1 / ranks before the sum, which rounds once more per rank
+        if the number of ranks is no power of two, and sums each bucket when the bucket is full. On
+        CPUs nothing overlaps, because the same thread computes and sums. So here the ranks wait for
+        each other once, when the last bucket is full: 10 % of a step with nine buckets.
+
+        waiting  the state of the hook: an empty list at the start of a step
+        """
+        future: Future[Tensor] = Future()
+        waiting.append((bucket.buffer(), future))
+        while bucket.is_last() and waiting:
+            gradients, done = waiting.pop(0)
+            dist.all_reduce(gradients)
+            done.set_result(gradients.div_(dist.get_world_size()))
+        return future
+
     def _post(self, piece: Tensor) -> None:
         """Begin the next turn with a piece of this rank."""
         self.turn += 1
@@ -199,8 +199,9 @@ class Channel:
                 )
             # a backstop: the watchdog acts first, and names the rank
             if waited_s > self.timeout_s:
-                what = f"Timed out waiting {waited_s:.0f} s for another process of this machine"
-                raise dist.DistBackendError(what)
+                raise dist.DistBackendError(
+                    f"Timed out waiting {waited_s:.0f} s for another process of this machine"
+                )
             time.sleep(min(2e-3, 5e-5 + waited_s / 10))
         posted = self.posted[rank, 1 + self.turn % 2]
         if posted != count:
@@ -309,8 +310,9 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
                 contextlib.suppress(OSError),
                 open(f"/proc/{pids[0]}/fd/{files[0]}", "r+b", buffering=0) as shared,
             ):
-                memory = mmap.mmap(shared.fileno(), size)
-                channel = Channel(group.rank(), [*pids], memory, timeout_s)
+                channel = Channel(
+                    group.rank(), [*pids], mmap.mmap(shared.fileno(), size), timeout_s
+                )
     complete = exchange().reduce_on_rank0(channel is not None, all, group)
     if file is not None:
         os.close(file)

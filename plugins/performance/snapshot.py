@@ -113,14 +113,11 @@ class Copies:
         result is done when the copies are on the host."""
         arrival: Future[None] = Future()
         staged = None if self.transfer else self._on_device()
-        if staged is not None:
-            self._bring_in_thread(staged, arrival)
-            return arrival
-        if self.transfer:
-            self.transfer.flush()
-        else:
+        if staged is None:
             self._bring_now()
-        arrival.set_result(None)
+            arrival.set_result(None)
+        else:
+            self._bring_in_thread(staged, arrival)
         return arrival
 
     def _on_device(self) -> list[Staged] | None:
@@ -153,8 +150,9 @@ class Copies:
         """Start a thread that brings the copies from the GPU to the host."""
         ready = torch.cuda.Event()
         ready.record()
-        arguments = (copies, ready, arrival)
-        threading.Thread(target=self._bring, args=arguments, name="snapshot", daemon=True).start()
+        threading.Thread(
+            target=self._bring, args=(copies, ready, arrival), name="snapshot", daemon=True
+        ).start()
 
     def _bring(self, copies: list[Staged], ready: torch.cuda.Event, arrival: Future[None]) -> None:
         """Bring copies to the host, in a thread. The memory of a copy is freed when the copy has
@@ -176,8 +174,9 @@ class Copies:
                     del copy
                 transfer.flush()
             for flat, targets in joined:
-                parts = flat.split([*map(torch.numel, targets)])
-                torch._foreach_copy_([*map(torch.flatten, targets)], parts)
+                torch._foreach_copy_(
+                    [*map(torch.flatten, targets)], flat.split([*map(torch.numel, targets)])
+                )
             arrival.set_result(None)
         except BaseException as error:
             arrival.set_exception(error)
@@ -185,11 +184,10 @@ class Copies:
     def _bring_now(self) -> None:
         """Bring the tensors to the host in this thread, without copies on the GPU. A sync point."""
         with self.staging.lock:
-            transfer = Transfer(self.staging, _threads())
+            transfer = self.transfer or Transfer(self.staging, _threads())
             for value, target in self.pairs:
                 transfer.push(_dense(value), target)
             transfer.flush()
-        self.pairs = []
 
 
 def room(device: torch.device) -> int:

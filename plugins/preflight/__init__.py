@@ -49,30 +49,36 @@ def compare_ranks(run: Run) -> None:
     Sets `plan.moments`. Raises LockstepError (exit code 6) with the first rank that differs.
     """
     world = run.world
-    if world.size > 1:
-        keys = config.flatten(config.to_dict(run.cfg))
-        facts = {f"config key {key}": str(value) for key, value in keys.items()}
-        facts |= {
-            "code": digests.code(run.task),
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-            "number of training samples": str(run.plan.num_samples),
-            "data": run.record.fingerprint,
-            "order of the samples": digests.digest(_parts(run.loaders.train.sampler.order())),
-            "order of convolutions": run.plan.memory_format,
-        }
-        _compare(world, facts, ALIKE)
+    state_bytes = optimizers.state_bytes(run.optimizer)
+    if world.size == 1:
+        run.plan = replace(run.plan, moments=state_bytes)
+        return
+    keys = config.flatten(config.to_dict(run.cfg))
+    facts = {f"config key {key}": str(value) for key, value in keys.items()}
+    facts |= {
+        "code": digests.code(run.task),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "number of training samples": str(run.plan.num_samples),
+        "data": run.record.fingerprint,
+        "order of the samples": digests.digest(_parts(run.loaders.train.sampler.order())),
+        "order of convolutions": run.plan.memory_format,
+    }
+    _compare(world, facts, ALIKE)
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
-    state_bytes = optimizers.state_bytes(run.optimizer)
     run.plan = replace(run.plan, moments=world.reduce_on_rank0(state_bytes, _largest))
     total = torch.tensor(float(world.rank), device=world.device)
     world.sum(total)
     expected = world.size * (world.size - 1) / 2
     if total.item() != expected:
-        what = f"an all-reduce over {world.size} ranks gave {total.item()} instead of {expected}"
-        raise LockstepError(what, "preflight", "check the network and the backend", exit_code=6)
+        raise LockstepError(
+            f"an all-reduce over {world.size} ranks gave {total.item()} instead of {expected}",
+            "preflight",
+            "check the network and the backend",
+            exit_code=6,
+        )
 
 
 def _largest(sizes: Iterable[int | None]) -> int | None:
@@ -93,18 +99,16 @@ def compare_weights(run: Run) -> None:
     """(all ranks) Compare the parameters, and the buffers outside of norms, by a digest. After the
     first step, compare the state that a new process would restore, too."""
     resume_check.check(run)
-    _compare_weights(run)
+    if run.world.size > 1:
+        _compare_weights(run)
 
 
 def _compare_weights(run: Run) -> None:
     world = run.world
-    if world.size == 1:
-        return
     check_buffers(world, run.reducer.buffers)
     if world.differs_across_ranks(run.reducer.digest()):
         digest_of = digests.each(run.model.named_parameters())
-        facts = {f"parameter {name}": digest for name, digest in digest_of.items()}
-        _compare(world, facts, ALIKE)
+        _compare(world, {f"parameter {name}": digest for name, digest in digest_of.items()}, ALIKE)
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:

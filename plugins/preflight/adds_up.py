@@ -23,11 +23,11 @@ from engine import global_loss
 from engine.comm.shards import to_local
 from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import batch_info
+from engine.hooks import check as check_returned
 from engine.phases import phase
 from engine.run import Run
 from engine.seeds import preserve_rng_state, seed_generators
 from engine.trial import Kept, copied_task, rng_states
-from plugins.preflight import returned
 from plugins.preflight.partition import partition_dependent
 
 SAMPLES_ON_CPU, SAMPLES_ON_GPU = 5, 32
@@ -58,10 +58,10 @@ class SumError(LockstepError):
 def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the sums of a training loss, or of each of the terms, by the names for messages."""
     if type(task).losses is Task.losses:
-        loss = returned.check("loss", task.loss(model, batch))
+        loss = check_returned("loss", task.loss(model, batch))
         return {"the loss": loss.total, "the weight": loss.weight} | _quoted(loss.sums)
     sums: dict[str, Any] = {}
-    for name, term in returned.check("losses", task.losses(model, batch)).items():
+    for name, term in check_returned("losses", task.losses(model, batch)).items():
         sums |= {f"the loss {name!r}": term.total, f"the weight of {name!r}": term.weight}
         sums |= _quoted(term.sums)
     return sums
@@ -103,18 +103,19 @@ def check(run: Run, loader: Any, sums: Sums) -> str:
 class SumMismatch:
     """The difference between a sum and the sum of the parts, at the element with the largest.
 
+    total     the sum of all samples, a tensor
     exact     the sum is a whole number
-    whole     the sum of all samples
+    whole     the element of `total`
     parts     the sums of the two parts
     size      the difference
     scale     the largest size of the parts
     relative  the difference as a share of the scale
     """
 
-    def __init__(self, name: str, whole: Tensor, one: Tensor, two: Tensor):
-        self.name = name
-        self.exact = not whole.is_floating_point()
-        whole = whole.double().flatten()
+    def __init__(self, name: str, total: Tensor, one: Tensor, two: Tensor):
+        self.name, self.total = name, total
+        self.exact = not total.is_floating_point()
+        whole = total.double().flatten()
         one = one.double().flatten()
         two = two.double().flatten()
         differences = (whole - one - two).abs()
@@ -205,14 +206,14 @@ class SumCheck:
         sums = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
         return {name: torch.as_tensor(value).detach().cpu() for name, value in sums.items()}
 
-    def compare(self) -> tuple[dict[str, Tensor], list[SumMismatch]]:
-        """Return the sums of all samples, and the mismatch of each sum."""
+    def compare(self) -> list[SumMismatch]:
+        """Return the mismatch of each sum; none if a part of the model depends on the partition."""
         whole = self.compute(*self.ranges[0])
         if self.training and partition_dependent(self.run.model, accumulation=2):
-            return whole, []
+            return []
         one = self.compute(*self.ranges[1])
         two = self.compute(*self.ranges[2])
-        return whole, [SumMismatch(name, whole[name], one[name], two[name]) for name in whole]
+        return [SumMismatch(name, whole[name], one[name], two[name]) for name in whole]
 
     def has_drawn(self) -> bool:
         """Return whether the last computation has drawn from a generator."""
@@ -255,10 +256,10 @@ def _verdict(trial: SumCheck) -> str:
             trial.perturb(trial.begin, 0, 0.1, zeros=0.02)
         try:
             with precision.autocast() if as_training else contextlib.nullcontext():
-                whole, mismatches = trial.compare()
+                mismatches = trial.compare()
                 broken = [each for each in mismatches if not math.isfinite(each.size)]
                 if mismatches and not broken:
-                    return _judge(trial, mismatches, whole)
+                    return _judge(trial, mismatches)
                 if broken:
                     why = why or trial.describe(broken[0])
         except (SumError, getattr(torch, "AcceleratorError", MemoryError)):
@@ -271,7 +272,7 @@ def _verdict(trial: SumCheck) -> str:
     return trial.unknown(why)
 
 
-def _judge(trial: SumCheck, mismatches: list[SumMismatch], whole: dict[str, Tensor]) -> str:
+def _judge(trial: SumCheck, mismatches: list[SumMismatch]) -> str:
     """Return the line, or raise LockstepError.
 
     A mismatch is no error if weights that differ in the fourth digit explain the mismatch, as for a
@@ -287,7 +288,7 @@ def _judge(trial: SumCheck, mismatches: list[SumMismatch], whole: dict[str, Tens
         return _agreement(trial, mismatches, digits, cut)
     again = trial.compute(0, trial.samples)
     draws = trial.has_drawn()
-    why = _not_repeatable(trial, wrong, whole, again, close)
+    why = _not_repeatable(trial, wrong, again, close)
     if why:
         return trial.unknown(why)
     if draws:
@@ -300,7 +301,7 @@ def _judge(trial: SumCheck, mismatches: list[SumMismatch], whole: dict[str, Tens
     else:
         why = "rounding"
         slack = 1e-3
-        certain = _beyond_rounding(trial, wrong, whole)
+        certain = _beyond_rounding(trial, wrong)
     if certain:
         worst = max(certain, key=lambda mismatch: mismatch.relative)
         slack *= worst.size
@@ -323,11 +324,7 @@ def _agreement(trial: SumCheck, mismatches: list[SumMismatch], digits: str, cut:
 
 
 def _not_repeatable(
-    trial: SumCheck,
-    wrong: list[SumMismatch],
-    whole: dict[str, Tensor],
-    again: dict[str, Tensor],
-    close: float,
+    trial: SumCheck, wrong: list[SumMismatch], again: dict[str, Tensor], close: float
 ) -> str:
     """Return why the sums of the same samples may differ from pass to pass; empty if they do not.
 
@@ -337,7 +334,7 @@ def _not_repeatable(
         if name.startswith("0."):  # of the model, not of a module that the task keeps
             return f"a forward pass changes the buffer {name[2:]} in eval mode"
     for mismatch in wrong:
-        distance = _distance(again[mismatch.name], whole[mismatch.name])
+        distance = _distance(again[mismatch.name], mismatch.total)
         if distance > close * mismatch.scale:
             what = (
                 f"{mismatch.name} of the same {trial.samples} samples is different the second "
@@ -351,19 +348,17 @@ def _not_repeatable(
     return ""
 
 
-def _beyond_rounding(
-    trial: SumCheck, wrong: list[SumMismatch], whole: dict[str, Tensor]
-) -> list[SumMismatch]:
+def _beyond_rounding(trial: SumCheck, wrong: list[SumMismatch]) -> list[SumMismatch]:
     """Return the mismatches that weights which differ in the fourth digit do not explain."""
     weights = trial.weights
     floor = 0.2 if trial.low else 0.0
-    moves = dict.fromkeys(whole, 0.0)
+    moves = {mismatch.name: 0.0 for mismatch in wrong}
     for seed in range(1, 5):
         trial.perturb(weights, seed, 1e-4)
         perturbed = trial.compute(0, trial.samples)
         for mismatch in wrong:
-            name = mismatch.name
-            moves[name] = max(moves[name], _distance(perturbed[name], whole[name]))
+            moved = _distance(perturbed[mismatch.name], mismatch.total)
+            moves[mismatch.name] = max(moves[mismatch.name], moved)
     return [each for each in wrong if each.size > max(floor * each.scale, 5 * moves[each.name])]
 
 

@@ -68,16 +68,17 @@ def add_advice(
     if of_best:
         names = ", ".join(repr(setting.key) for setting in of_best)
         which = {1: "a key"}.get(len(of_best), "keys")
-        what = f"{names} ({of_best[0].where}): {which} of task {best}"
-        of_best[0].problem = f"{what}: begin with its name, as in `python train.py {best} ...`"
+        of_best[0].problem = (
+            f"{names} ({of_best[0].where}): {which} of task {best}: begin with its name, as in "
+            f"`python train.py {best} ...`"
+        )
 
 
 def _unknown_key(setting: Setting, keys: Leaves, aliases: dict[str, str]) -> str:
     """Return the problem of an unknown key, with the keys that are spelled alike."""
     for key in keys:
         if key.startswith(f"{setting.key}."):
-            what = f"{setting.key!r} is a section ({setting.where})"
-            return f"{what}: set a key in it, such as {key}"
+            return f"{setting.key!r} is a section ({setting.where}): set a key in it, such as {key}"
     last_names = {key.rpartition(".")[2]: key for key in keys}
     names = [*keys, *(name for name in aliases if "=" not in name)]
     near = difflib.get_close_matches(setting.key, names, n=2, cutoff=0.6)
@@ -103,12 +104,15 @@ def yaml_error(path: str, text: str, error: Exception | None) -> LockstepError:
         if python := re.match(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^\s#]+)", line):
             key, value = python.groups()
             _, why = SETS_NOTHING.get(key, (None, ""))
-            what = f"`{printable(python[0].strip())}` is not YAML"
-            todo = f"drop it: {why}" if why else f"write `{key}: {value}`"
-            return LockstepError(what, f"{path}:{number}", todo)
+            return LockstepError(
+                f"`{printable(python[0].strip())}` is not YAML",
+                f"{path}:{number}",
+                f"drop it: {why}" if why else f"write `{key}: {value}`",
+            )
     if error is None:
-        todo = "write lines such as `batch_size: 32`"
-        return LockstepError("the config file holds no keys", path, todo)
+        return LockstepError(
+            "the config file holds no keys", path, "write lines such as `batch_size: 32`"
+        )
     if mark := getattr(error, "problem_mark", None):
         path = f"{path}:{mark.line + 1}:{mark.column + 1}"
     elif isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow

@@ -27,7 +27,6 @@ def partition_dependent(model: nn.Module, accumulation: int) -> str:
         training = module.training
         is_sync = isinstance(module, nn.SyncBatchNorm)
         is_instance_norm = isinstance(module, private.INSTANCE_NORM)
-        hooks = (*private.forward_pre_hooks(module), module)
         kinds = {
             "dropout": isinstance(dropout, float) and dropout > 0 and training,
             # one for all ranks, but not for all passes of a step
@@ -37,11 +36,15 @@ def partition_dependent(model: nn.Module, accumulation: int) -> str:
                 is_instance_norm and module.track_running_stats and training
             ),
             # iterates in each pass
-            "spectral_norm": several
-            and any(type(hook).__name__.endswith("SpectralNorm") for hook in hooks),
+            "spectral_norm": several and _has_spectral_norm(module),
         }
         name = path.partition(".parametrizations")[0] or type(module).__name__
         for kind, depends in kinds.items():
             if depends:
                 paths.setdefault(kind, []).append(name)
     return ", ".join(f"{kind} ({few(names, 3)})" for kind, names in paths.items())
+
+
+def _has_spectral_norm(module: nn.Module) -> bool:
+    hooks = (*private.forward_pre_hooks(module), module)
+    return any(type(hook).__name__.endswith("SpectralNorm") for hook in hooks)

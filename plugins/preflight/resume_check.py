@@ -64,12 +64,12 @@ def _check_model(run: Run, before: dict[str, str]) -> None:
         old = before.get(name, "not there")
         new = now.get(name, "not there")
         if old != new:
-            what = (
-                f"no checkpoint of this model can be loaded: {name} is {old} at first, and "
-                f"{new} after a step"
+            raise LockstepError(
+                f"no checkpoint of this model can be loaded: {name} is {old} at first, and {new} "
+                "after a step",
+                "the task's `model`",
+                "give it that form in `__init__`, or register it with persistent=False",
             )
-            todo = "give it that form in `__init__`, or register it with persistent=False"
-            raise LockstepError(what, "the task's `model`", todo)
     _check_plain(dict(run.model.state_dict()), "the extra state of a module")
 
 
@@ -87,9 +87,11 @@ def _check_plain(state: Any, where: str) -> None:
         archive.check_archive(file)
     except Exception as error:
         _pass_on(error)
-        what = f"a checkpoint cannot hold it: {archive.reason(error)}"
-        todo = "keep tensors, numbers and texts, in dicts, lists and tuples"
-        raise LockstepError(what, where, todo) from error
+        raise LockstepError(
+            f"a checkpoint cannot hold it: {archive.reason(error)}",
+            where,
+            "keep tensors, numbers and texts, in dicts, lists and tuples",
+        ) from error
 
 
 def _pass_on(error: Exception) -> None:
@@ -117,18 +119,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
             )
     lost = sorted(shared.keys() - _shared(restored).keys())
     if lost:
-        what = (
+        raise _error(
             f"{kind} keeps one tensor as {' and '.join(lost[:2])} of its state: a checkpoint "
-            "makes two of it"
+            "makes two of it",
+            "keep one for each",
         )
-        raise _error(what, "keep one for each")
-    pairs = zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True)
-    for part, other in pairs:
+    for part, other in zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True):
         for name in sorted(vars(part).keys() - RENEWED):
             for place in _changed(name, vars(part)[name], vars(other).get(name)):
-                what = f"{type(part).__name__} has changed its {place}, which no checkpoint holds"
                 raise _error(
-                    what, "keep it in self.state[p], or in a param_group: these are restored"
+                    f"{type(part).__name__} has changed its {place}, which no checkpoint holds",
+                    "keep it in self.state[p], or in a param_group: these are restored",
                 )
 
 
@@ -149,9 +150,11 @@ def _restored(
         return twin.state_dict()
     except Exception as error:
         _pass_on(error)
-        kind = type(optimizer).__name__
-        what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
-        raise _error(what, "mend its load_state_dict") from error
+        raise _error(
+            f"{type(optimizer).__name__} cannot load what it has saved: "
+            f"{type(error).__name__}: {headline(error)}",
+            "mend its load_state_dict",
+        ) from error
 
 
 def _error(what: str, todo: str) -> LockstepError:

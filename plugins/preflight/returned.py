@@ -1,7 +1,6 @@
 """Check the values that a task's methods return, before a sum is added up or saved.
 
-METHODS is the table: by method the rules of a returned value. A method of CHECKS has a function of
-its own.
+METHODS is the table: by method the rules of a returned value. CHECKS has further functions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ class Rule:
     """A rule of a returned value.
 
     fault  the words of the message, with {} in place of the result of `find`
-    find   a function of the value and the facts of `check`; the result is the fault, or false
+    find   a function of the value and the facts of `check_returned`; the result is the fault, or
+           false
     fix    an instruction to the user; empty: the instruction of the method
     """
 
@@ -45,21 +45,6 @@ class Method:
 
     fix: str
     rules: tuple[Rule, ...]
-
-
-def check(method: str, value: Any, *facts: Any) -> Any:
-    """Return `value`, which the task's `method` has returned. Raises LockstepError if the value
-    breaks a rule of METHODS.
-
-    facts  further arguments of the rules: the number of samples, the monitor
-    """
-    table = METHODS[method]
-    for rule in table.rules:
-        fault = rule.find(value, *facts)
-        if fault:
-            what = f"`{method}` returns {rule.fault.format(fault)}"
-            raise LockstepError(what, f"the task's `{method}`", rule.fix or table.fix)
-    return value
 
 
 def describe(value: Any) -> str:
@@ -189,7 +174,7 @@ METHODS: dict[str, Method] = {
         fix="return (train, val)",
         rules=(
             Rule("{}, not a pair", type_error(tuple, list)),
-            Rule("{} datasets, not a pair", lambda pair: len(pair) != 2 and str(len(pair))),
+            Rule("{} datasets, not a pair", lambda pair, *first: len(pair) != 2 and str(len(pair))),
         ),
     ),
     "epoch_order": Method(
@@ -269,7 +254,7 @@ METHODS: dict[str, Method] = {
 }
 """The rules by method."""
 
-# ---- methods with a function of their own
+# ---- functions for whole data sets, models and batches
 
 
 NOT_INDEXED: dict[tuple[type, ...], str] = {
@@ -289,7 +274,6 @@ def check_datasets(pair: Any, first: str = "training") -> None:
     pair   (train, val) of the task; val may be None
     first  the name of the first set in messages
     """
-    check("datasets", pair)
     train_set, val_set = pair
     _check_indexed(train_set, first)
     if val_set is not None:
@@ -300,9 +284,11 @@ def _check_indexed(dataset: Any, name: str) -> None:
     fix = next((fix for types, fix in NOT_INDEXED.items() if isinstance(dataset, types)), "")
     has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if fix or not has_items or not hasattr(dataset, "__len__"):
-        what = f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number"
-        fix = fix or "give a dataset with __len__ and __getitem__; a list of dicts will do"
-        raise LockstepError(what, "the task's `datasets`", fix)
+        raise LockstepError(
+            f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number",
+            "the task's `datasets`",
+            fix or "give a dataset with __len__ and __getitem__; a list of dicts will do",
+        )
 
 
 def check_test_set(test_set: Any, train_set: Any, val_set: Any) -> None:
@@ -315,8 +301,11 @@ def check_test_set(test_set: Any, train_set: Any, val_set: Any) -> None:
     for purpose, dataset in (("to train", train_set), ("to validate", val_set)):
         shared = _sources(test_set) & _sources(dataset)
         if shared:
-            what = f"{', '.join(sorted(shared)[:5])} is both {purpose} and to test on"
-            raise LockstepError(what, where, "leave each source in one set")
+            raise LockstepError(
+                f"{', '.join(sorted(shared)[:5])} is both {purpose} and to test on",
+                where,
+                "leave each source in one set",
+            )
 
 
 def _sources(dataset: Any) -> set[str]:
@@ -330,14 +319,18 @@ def check_scored(task: Task, split: str) -> None:
 
     split  the split to score; empty in a training
     """
-    methods = ("score", "report")
-    missing = [name for name in methods if getattr(type(task), name) is getattr(Task, name)]
+    missing = [
+        name for name in ("score", "report") if getattr(type(task), name) is getattr(Task, name)
+    ]
     if missing:
         fix = "or return (train, None) from `datasets`"
         if split:
             fix = "give it these methods to score a split"
-        what = f"the Task of {task.cfg.task} lacks {', '.join(missing)}"
-        raise LockstepError(what, "task", f"see engine/contract.py; {fix}")
+        raise LockstepError(
+            f"the Task of {task.cfg.task} lacks {', '.join(missing)}",
+            "task",
+            f"see engine/contract.py; {fix}",
+        )
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -354,8 +347,18 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def check_returned(method: str, value: Any, *facts: Any) -> None:
-    """Raise LockstepError if a task's method has returned a bad value."""
+    """Raise LockstepError if a task's `method` has returned a bad value.
+
+    facts  further arguments of the rules: the number of samples, the monitor
+    """
+    if method in METHODS:
+        for rule in METHODS[method].rules:
+            fault = rule.find(value, *facts)
+            if fault:
+                raise LockstepError(
+                    f"`{method}` returns {rule.fault.format(fault)}",
+                    f"the task's `{method}`",
+                    rule.fix or METHODS[method].fix,
+                )
     if method in CHECKS:
         CHECKS[method](value, *facts)
-    else:
-        check(method, value, *facts)

@@ -25,7 +25,8 @@ MOMENTS = {
     "launch": "with the GPUs and the launcher: cfg, env, visible (the number of GPUs)",
     "plan": "with the world: cfg, world, accumulation, devices (the GPUs of DataParallel)",
     "data": "with the data: cfg, labels, train_set, val_set",
-    "model": "with the model: cfg, model, task, group, processes, precision, through_gloo",
+    "model": "with the model: cfg, model, task, group, processes, precision, through_gloo, torch, "
+    "lacking (the missing methods of FSDP2)",
     "optimizer": "with an optimizer of the task: optim (the section of the config)",
     "graph": "with the run, before its first step: run, on_gpu",
     "record": "with the plan: cfg, plan",
@@ -355,6 +356,10 @@ RULES = (
             lambda facts: facts.processes % facts.group,
         ),
         fix="give a divisor",
+    ),
+    ModelRule(
+        excluded=Condition("torch {torch} lacks {lacking[0]}", lambda facts: facts.lacking),
+        fix="update it to 2.11",
     ),
     OptimizerRule(
         setting=Condition("optim.lr_scale", lambda facts: facts.optim.lr_scale),

@@ -91,8 +91,11 @@ def _difference(there: Any, here: Any) -> str:
 def check_sample(batch: Batch, where: str) -> None:
     """Raise LockstepError if a batch has no room for the loader's own numbers."""
     if isinstance(batch, dict) and INFO_KEY in batch:
-        what = f"a sample has a {INFO_KEY!r}, the one name that the loader itself uses in a batch"
-        raise LockstepError(what, where, "give it another name")
+        raise LockstepError(
+            f"a sample has a {INFO_KEY!r}, the one name that the loader itself uses in a batch",
+            where,
+            "give it another name",
+        )
     try:
         batches.attach_info(batch, BatchInfo(*[torch.empty(0)] * 3))
     except (AttributeError, TypeError):

@@ -13,7 +13,6 @@ from conftest import FAULTY, TOY, succeed
 from engine import config
 from engine.config.schema import DDP
 from engine.contract import LockstepError
-from plugins.parallel import rows
 from tools.machine import benchmark, probe, scaling, tune
 from tools.machine.scaling import Link, Passes, Place, Ring, Step, Unit
 
@@ -41,8 +40,8 @@ def test_a_fit_finds_the_link_that_made_the_times():
 
 
 def test_all_bytes_are_in_a_bucket():
-    assert rows.buckets(60 << 20, 25) == [25 << 20, 25 << 20, 10 << 20]
-    assert rows.buckets(0.4e6, 25) == [0.4e6] and rows.buckets(50 << 20, 25) == [25 << 20] * 2
+    assert scaling.buckets(60 << 20, 25) == [25 << 20, 25 << 20, 10 << 20]
+    assert scaling.buckets(0.4e6, 25) == [0.4e6] and scaling.buckets(50 << 20, 25) == [25 << 20] * 2
 
 
 def test_sums_hide_behind_the_backward_pass_but_for_the_last():

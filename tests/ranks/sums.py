@@ -138,7 +138,11 @@ def ddp():
     net, loss = net_and_loss()
     each = [torch.autograd.grad(loss(net.module, rank), net.module.parameters()) for rank in range(SIZE)]
     mean = [functools.reduce(torch.add, parts) / SIZE for parts in zip(*each, strict=True)]
-    for hook, error in [(None, 1e-6), (shm_backend.sum_then_divide, 0), (default_hooks.fp16_compress_hook, 2e-3)]:
+    for hook, error in [
+        (None, 1e-6),
+        (shm_backend.Channel.sum_then_divide, 0),
+        (default_hooks.fp16_compress_hook, 2e-3),
+    ]:
         net, loss = net_and_loss(find_unused_parameters=True)
         if hook:
             net.register_comm_hook([] if error == 0 else None, hook)

@@ -141,9 +141,9 @@ class Stream(torch.utils.data.IterableDataset):
 def test_what_gives_no_sample_by_its_number(dataset, said):
     for name, pair in (("training", (dataset, None)), ("training", (dataset, ROWS)), ("validation", (ROWS, dataset))):
         with pytest.raises(LockstepError, match="^" + re.escape(f"the {name} set is a {said}")):
-            returned.check_datasets(pair)
+            returned.check_returned("datasets", pair)
     with pytest.raises(LockstepError, match=r"^the training set is a NoneType, which gives"):
-        returned.check_datasets((None, ROWS))
+        returned.check_returned("datasets", (None, ROWS))
     assert hooks.check("datasets", (ROWS, None)) == (ROWS, None)
 
 

@@ -144,7 +144,7 @@ def counting(mean):
         calls.append(1)
         return mean(state, bucket)
     return count
-shm_backend.sum_then_divide = counting(shm_backend.sum_then_divide)
+shm_backend.Channel.sum_then_divide = staticmethod(counting(shm_backend.Channel.sum_then_divide))
 run = train.build(args, world)
 if not shm_backend.channel():
     run.net.register_comm_hook(None, counting(allreduce_hook))

@@ -40,7 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import LockstepError
-from plugins.parallel.rows import buckets
+from plugins.parallel.rows import MIB
 
 
 class Link(NamedTuple):
@@ -158,6 +158,13 @@ def ddp_sums(num_bytes: float, bucket_cap_mb: float, place: Place) -> list[Colle
     """Return the all-reduces of DDP in a step, one for each bucket, in the order of readiness."""
     ring = Ring(place.processes, place.machines)
     return [all_reduce(ring, size) for size in buckets(num_bytes, bucket_cap_mb)]
+
+
+def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
+    """Return the bytes of DDP's buckets, in the order in which the buckets become ready."""
+    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
+    sizes = [bucket_cap_mb * MIB] * int(full)
+    return [*sizes, rest] if rest else sizes
 
 
 def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
