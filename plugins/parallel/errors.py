@@ -38,8 +38,7 @@ RULES = (
 
 def translate(error: BaseException, place: str) -> LockstepError | None:
     """Return the error of a task that uses a sharded weight in the wrong place."""
-    text = str(error)
     for rule in RULES:
-        if rule.sign in text:
+        if rule.sign in str(error):
             return LockstepError(rule.what, place, rule.todo)
     return None

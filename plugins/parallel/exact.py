@@ -88,7 +88,7 @@ def adamw(
 ) -> None:
     """Take a step of AdamW in operations with one rounding each (Loshchilov and Hutter 2019,
     algorithm 2). The call reads the counters."""
-    if o["found_inf"] is not None and o["found_inf"]:
+    if o["found_inf"]:
         return
     beta1, beta2 = o["beta1"], o["beta2"]
     batches = _batches_in_cache([*map(float, counts)], params, grads, first, second)
@@ -114,7 +114,7 @@ def _update_moments(moments: list[Tensor], values: Any, beta: float) -> None:
 
 def sgd(params: Any, grads: Any, momenta: Any, **o: Any) -> None:
     """Take a step of SGD with momentum in operations with one rounding each."""
-    if o["found_inf"] is not None and o["found_inf"]:
+    if o["found_inf"]:
         return
     if o["grad_scale"] is not None:
         torch._foreach_div_(grads, o["grad_scale"])

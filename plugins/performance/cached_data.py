@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.comm.digests import same_bits
 from engine.contract import Batch
-from engine.data.batches import map_tensors, tree_leaves
+from engine.data.batches import map_tensors, tensors, tree_leaves
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, amount, console
 from engine.launch import processes_sharing
@@ -43,7 +43,6 @@ class InMemoryDataset:
 
     def __init__(self, fetcher: Fetcher, sample_bytes: int, device: torch.device):
         self.device, self.length = device, len(fetcher)
-        self.bytes = 0
         self.columns: Any = None
         step = max(1, min(4096, CHUNK // max(1, sample_bytes)))
         for first in range(0, self.length, step):
@@ -52,13 +51,12 @@ class InMemoryDataset:
             if self.columns is None:
                 self.columns = map_tensors(batch, self._new_column)
             self._fill(first, stop, batch)
+        self.bytes = sum(column.nbytes for column in tensors(self.columns))
 
     def _new_column(self, values: Tensor) -> Tensor:
         """Return memory for the values of all samples, given the values of some."""
         shape = (self.length, *values.shape[1:])
-        column = torch.empty(shape, dtype=values.dtype, device=self.device)
-        self.bytes += column.nbytes
-        return column
+        return torch.empty(shape, dtype=values.dtype, device=self.device)
 
     def _fill(self, first: int, stop: int, batch: Batch) -> None:
         """Copy a batch to the samples `first` to before `stop`. Raises LockstepError if the shape

@@ -50,11 +50,13 @@ def check_prepare(loader: Any, random_samples: str) -> None:
                 f"{changed[0]!r} of the same samples changes between two calls" if changed else ""
             )
             what = what or f"it draws from {moved[0]}'s generator"
-            todo = (
+            error = LockstepError(
+                what,
+                "the task's `prepare`",
                 "draw from batch['lockstep'].seed, not from a generator; "
-                "random_samples=warn trains all the same"
+                "random_samples=warn trains all the same",
             )
-            stop_or_warn(LockstepError(what, "the task's `prepare`", todo), random_samples)
+            stop_or_warn(error, random_samples)
         # of a single sample; it shows by itself if it is one of training
         with contextlib.suppress(Exception):
             if loader.cached is not None and not plan.workers:

@@ -76,11 +76,9 @@ def number_error(value: Any) -> str:
 
 def metric_error(value: Any) -> str:
     """Accept a value that `float` accepts, such as a number of NumPy or a tensor of one element."""
-    if isinstance(value, Tensor):
-        return "" if value.numel() == 1 else describe(value)
     try:
         float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
         return describe(value)
     return ""
 
