@@ -327,12 +327,13 @@ def test_an_evaluation_draws_the_same_for_a_sample_whatever_the_cut():
         for rank in range(size):
             _, val = create_data_loaders(cfg, world(rank, size), make_plan(10, size), Rows(), Windows())
             for each in val:
-                found |= zip(each["i"].tolist(), each["start"].tolist(), strict=True)
+                seeds = each["lockstep"].seed
+                found |= zip(each["i"].tolist(), zip(each["start"].tolist(), seeds.tolist(), strict=True), strict=True)
         return dict(sorted(found.items()))
 
-    assert (
-        scored(1, 61, 0) == scored(3, 7, 1) == scored(2, 8, 2, workers=1) and len(set(scored(1, 9, 0).values())) == 61
-    )
+    whole = scored(1, 61, 0)
+    assert whole == scored(3, 7, 1) == scored(2, 8, 2, workers=1)
+    assert len({start for start, _ in whole.values()}) == len({seed for _, seed in whole.values()}) == 61
 
 
 def test_a_part_of_such_a_dataset_passes_the_seeds_on():
