@@ -423,6 +423,7 @@ def test_curves_keep_their_peaks_and_strips_their_order():
     assert figures.bands(labels) == [(0, 400, 1), (400, 200, 0), (800, 200, 2)]
     long = figures.bands(np.repeat([3, 1, 3], [4000, 2000, 4000]))
     assert long == [(0, 400, 3), (400, 200, 1), (600, 400, 3)]
+    assert figures.bands(np.tile([3, 3, 1], 4000)) == [(0, 1000, 3)], "the most frequent of a place"
     assert figures.bands(labels[:0]) == []
 
 
