@@ -218,6 +218,7 @@ FOURTH = Environment(3, 3, 4, launched=True)
         (2, {}, Environment(2, 2, 3, launched=True), "", "LOCAL_RANK=2, but 2 GPUs visible.*at most 2 processes"),
         (2, DP | {"gpu_ids": [1, 0]}, Environment(), "", 1),
         (2, DP | {"gpu_ids": [0, 3]}, Environment(), "", r"gpu_ids=\[3\] asked, 2 visible"),
+        (2, DP | {"gpu_ids": [0, 2]}, Environment(), "", r"gpu_ids=\[2\] asked, 2 visible"),  # numbers are from 0
         # torchrun's children see only the GPUs of `--multi-gpu ddp --gpu-ids 1,3`, counted from 0.
         (2, DDP | {"gpu_ids": [1, 3]}, Environment(1, 1, 2, launched=True), "", 1),
         # Slurm with --gpus-per-task=1: each task sees its own GPU, and no other.
