@@ -122,30 +122,26 @@ def test_harnet_gives_what_plain_functions_give_from_the_published_layout(tmp_pa
 # ---- files that are refused -----------------------------------------------------------------------------------------
 
 
-def changed(state, **changes):
-    return {name: changes.get(name, value) for name, value in state.items() if changes.get(name, value) is not None}
+def replaced(name, value):
+    return lambda state: state | {name: value}
+
+
+def without(name):
+    return lambda state: {other: value for other, value in state.items() if other != name}
 
 
 ONE = "layer3.0.conv1.0.weight"
+OTHER_SHAPE = f"{ONE} is (256, 128, 3, 3, 3), and would be (256, 128, 1, 3, 3)"
 REFUSED = {
     "no such file": (None, "no such file"),
     "a text": (b"not weights", "cannot be read"),
     "a list": ([torch.zeros(3)], "a list, not weights by name"),
     "around it": (lambda state: {"model": state}, "'model' in it is no tensor"),
-    "a part is missing": (lambda state: changed(state, **{ONE: None}), f"{ONE} (256, 128, 1, 3, 3) is missing"),
-    "another shape": (
-        lambda state: changed(state, **{ONE: torch.zeros(256, 128, 3, 3, 3)}),
-        f"{ONE} is (256, 128, 3, 3, 3), and would be (256, 128, 1, 3, 3)",
-    ),
-    "not a number": (
-        lambda state: changed(state, **{"stem.1.running_var": torch.full((64,), torch.nan)}),
-        "stem.1.running_var holds NaN",
-    ),
-    "whole numbers": (
-        lambda state: changed(state, **{"stem.1.bias": torch.ones(64, dtype=torch.int64)}),
-        "stem.1.bias is of int64",
-    ),
-    "more": (lambda state: state | {"layer5.0.weight": torch.zeros(2)}, "'layer5.0.weight' is none of theirs"),
+    "a part is missing": (without(ONE), f"{ONE} (256, 128, 1, 3, 3) is missing"),
+    "another shape": (replaced(ONE, torch.zeros(256, 128, 3, 3, 3)), OTHER_SHAPE),
+    "not a number": (replaced("stem.1.running_var", torch.full((64,), torch.nan)), "stem.1.running_var holds NaN"),
+    "whole numbers": (replaced("stem.1.bias", torch.ones(64, dtype=torch.int64)), "stem.1.bias is of int64"),
+    "more": (replaced("layer5.0.weight", torch.zeros(2)), "'layer5.0.weight' is none of theirs"),
     "one of another network": (lambda state: {f"x.{n}": torch.zeros(1) for n in range(9)}, "stem.0.weight"),
 }
 
@@ -361,9 +357,8 @@ def test_cached_features_end_in_the_same_bits_on_any_number_of_processes(cached_
     for other in (two, resumed):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert "Resuming" in (cached_runs / "resumed.txt").read_text()
-    files = [
-        sorted(file.name for file in (cached_runs / f"cache_{name}").rglob("*.features")) for name in ("one", "two")
-    ]
+    caches = [cached_runs / f"cache_{name}" for name in ("one", "two")]
+    files = [sorted(file.name for file in cache.rglob("*.features")) for cache in caches]
     assert files[0] == files[1] and len(files[0]) == 6
     assert (cached_runs / "one" / "last.pt").stat().st_size < 100_000  # the backbone is not in it, but its digests are
     state = torch.load(cached_runs / "one" / "last.pt", weights_only=True)
@@ -395,9 +390,8 @@ def test_the_tools_build_backbone_and_head(cached_runs, monkeypatch, capfd, tmp_
     torch.manual_seed(8)
     other = {name: value for name, value in ResNet3d("mc3_18", 400).state_dict().items() if name[:8] != "feature_"}
     torch.save(other, tmp_path / "other.pth")
-    assert predict.main(
-        [run, str(clips), "--out", str(tmp_path / "q.csv"), f"model.pretrained={tmp_path / 'other.pth'}"]
-    )
+    words = [run, str(clips), "--out", str(tmp_path / "q.csv"), f"model.pretrained={tmp_path / 'other.pth'}"]
+    assert predict.main(words)
     assert "is not the weight it was trained with" in capfd.readouterr().err
 
 
@@ -428,9 +422,8 @@ def test_the_benchmark_packs_no_frame_on_both_sides(tmp_path):
     clips = Clips(tmp_path / "clips", pretrained.FRAMES)
     assert [clips.classes[c] for c in sorted({*clips.labels})] == ["body groom", "rearing"]
     for video in ("body groom L", "rearing"):
-        sides = [
-            clips.__getitems__(np.flatnonzero(clips.videos == f"{video} {side}"))["x"] for side in ("beginning", "end")
-        ]
+        chosen = [np.flatnonzero(clips.videos == f"{video} {side}") for side in ("beginning", "end")]
+        sides = [clips.__getitems__(numbers)["x"] for numbers in chosen]
         assert sides[0].max() < sides[1].min() and min(map(len, sides)) >= 5
     left_out = pretrained.leave_out(tmp_path / "clips", 3).removeprefix("exclude=").split(",")
     assert len(left_out) == int(np.sum([name.endswith("beginning") for name in clips.videos])) - 2 * 3
@@ -464,14 +457,7 @@ def recordings(path, rate=30.0, channels=3, size=1.0, gravity=1.0, steps=400):
     return path
 
 
-HARNET = [
-    "har",
-    "device=cpu",
-    "model.mode=harnet",
-    "dataset.length=150",
-    "dataset.stride=125",
-    "dataset.val_subjects=2",
-]
+HARNET = "har device=cpu model.mode=harnet dataset.length=150 dataset.stride=125 dataset.val_subjects=2".split()
 
 
 @pytest.mark.parametrize(

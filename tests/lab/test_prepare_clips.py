@@ -6,14 +6,13 @@ import csv
 import itertools
 import json
 import re
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, succeed
+from conftest import succeed
 from films import encode, gray_of, left
 from lab_files import TrialCase, cases
 from task_builder import build_task
@@ -243,14 +242,10 @@ def test_without_pyav_it_says_what_to_install(tmp_path, prepare, monkeypatch):
 
 @pytest.mark.slow
 def test_it_runs_as_a_script_from_the_root(launch, videos):
-    command = [sys.executable, "tools/prepare_clips.py"]
-    shown = succeed(launch(*command, "--help")).out
+    shown = succeed(launch.python("tools/prepare_clips.py", "--help")).out
     assert "start, center or end" in shown and "--skip-broken" in shown
     (videos / "table.csv").write_text(HEAD + "a.mp4,0,rest\n")
-    done = subprocess.run(
-        [*command, videos / "table.csv", videos / "out"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    succeed(launch.python("tools/prepare_clips.py", videos / "table.csv", videos / "out"))
     assert Clips(videos / "out", 17).shape == (17, 256, 256)
 
 
@@ -299,18 +294,34 @@ def test_real_mice(real_mice, tmp_path, prepare):
 GROUPED = "video,start,label,group\n"
 
 
-def test_a_group_is_written_read_and_never_cut(videos, prepare):
-    """Two videos of each of four animals: whatever the seed, an animal is on one side."""
+@pytest.fixture
+def grouped(videos, prepare) -> tuple[Path, str]:
+    """Clips of two videos of each of four animals, and what was printed."""
     names = [f"{n}.mp4" for n in range(8)]
     for n, name in enumerate(names):
         encode(videos / name, n)
     rows = [f"{name},{at},{label}, m{n % 4} \n" for n, name in enumerate(names) for at, label in ((0, "x"), (9, "y"))]
     code, out, err = prepare(GROUPED + "".join(rows), "--frames 3 --size 16")
-    assert code == 0 and "Groups: m0 (2 videos), m1 (2 videos), m2 (2 videos), m3 (2 videos)" in out, err
-    clips = Clips(videos / "out")
+    assert code == 0, err
+    return videos / "out", out
+
+
+def test_a_group_is_written_and_read(grouped):
+    folder, out = grouped
+    assert "Groups: m0 (2 videos), m1 (2 videos), m2 (2 videos), m3 (2 videos)" in out
+    clips = Clips(folder)
     assert clips.groups.tolist() == [f"m{int(name[0]) % 4}" for name in clips.videos]
+    trials = folder / "trials.csv"
+    trials.write_text(trials.read_text().replace("0,0.mp4,x", "0,1.mp4,x"))
+    with pytest.raises(LockstepError, match=r"1\.mp4 is of group 'm0' here.*trials.csv:3|of group 'm1' here"):
+        Clips(folder)
+
+
+def test_a_group_is_never_cut(grouped):
+    """Whatever the seed, an animal is on one side."""
+    folder, _ = grouped
     for seed in range(6):
-        settings = {"dataset.root": str(videos / "out"), "dataset.split_seed": seed, "dataset.val_share": 0.3}
+        settings = {"dataset.root": str(folder), "dataset.split_seed": seed, "dataset.val_share": 0.3}
         task = build_task("video", settings)
         train, val = task.datasets()
         assert len({*train.groups}) + len({*val.groups}) == 4 and len({*train.videos}) + len({*val.videos}) == 8
@@ -318,17 +329,18 @@ def test_a_group_is_written_read_and_never_cut(videos, prepare):
         held_out = sorted({*val.groups.tolist()})
         assert f"Held-out groups: {', '.join(held_out)} ({len(held_out)} of 4)" in task.summary()
         assert "Clips: 3 frames, 16 x 16 pixels" in task.summary() and "warning" not in task.summary()
-    split = (clips.videos, clips.labels, 0.3, 0)
-    _, val = split_by_video(*split, ["0.mp4", "4.mp4"], clips.groups, ["m2"])
-    assert {*clips.groups[val].tolist()} == {"m0", "m2"}
+
+
+def test_groups_to_validate_on_are_chosen_by_name():
+    numbers = np.repeat(np.arange(8), 2)
+    videos, groups = np.char.add(numbers.astype(str), ".mp4"), np.char.add("m", (numbers % 4).astype(str))
+    split = (videos, np.tile([0, 1], 8), 0.3, 0)
+    _, val = split_by_video(*split, ["0.mp4", "4.mp4"], groups, ["m2"])
+    assert {*groups[val].tolist()} == {"m0", "m2"}
     with pytest.raises(LockstepError, match=r"0\.mp4 is of group m0, and so is 4\.mp4.*dataset.val_groups=m0"):
-        split_by_video(*split, ["0.mp4"], clips.groups)
+        split_by_video(*split, ["0.mp4"], groups)
     with pytest.raises(LockstepError, match=r"no group m7 \(dataset.val_groups\): it may name m0, m1, m2, m3"):
-        split_by_video(*split, [], clips.groups, ["m7"])
-    trials = videos / "out/trials.csv"
-    trials.write_text(trials.read_text().replace("0,0.mp4,x", "0,1.mp4,x"))
-    with pytest.raises(LockstepError, match=r"1\.mp4 is of group 'm0' here.*trials.csv:3|of group 'm1' here"):
-        Clips(videos / "out")
+        split_by_video(*split, [], groups, ["m7"])
 
 
 @pytest.mark.parametrize(
