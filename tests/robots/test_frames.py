@@ -17,7 +17,7 @@ import lerobot_data
 import numpy as np
 import pytest
 import torch
-from forks import run_in_fork
+from forks import kill_before, run_in_fork
 from lerobot_data import CAMERA, DELTAS, FRAMES, LENGTHS, MAKERS, V3, flat, grays, level, pa, pq, write_video
 from refusals import refused
 
@@ -243,19 +243,6 @@ def test_wrong_settings_of_pictures(made, tmp_path):
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
-def kill_at(monkeypatch, name, count):
-    """The count-th call of os.<name> kills the process before it does anything."""
-    real, calls = getattr(os, name), []
-
-    def counted(*args):
-        calls.append(1)
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
-
-    monkeypatch.setattr(os, name, counted)
-
-
 # An episode takes two calls of fsync: its bytes, then its line.
 @pytest.mark.parametrize(
     ("name", "count", "done"),
@@ -263,11 +250,11 @@ def kill_at(monkeypatch, name, count):
      ("pwrite", 25, 3), ("fsync", 8, 4)],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["v2.1", "v3.0 images"])
-def test_a_killed_build_is_resumed(made, tmp_path, monkeypatch, writes, kind, name, count, done):
+def test_a_killed_build_is_resumed(made, tmp_path, writes, kind, name, count, done):
     demos, size = read(made(kind)), {CAMERA: (8, 12)}
 
     def build_until_killed():
-        kill_at(monkeypatch, name, count)
+        kill_before(count, {os: [name]})
         cached(demos, tmp_path, size)
 
     run_in_fork(build_until_killed, exitcode=-signal.SIGKILL)

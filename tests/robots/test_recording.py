@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -16,7 +15,7 @@ import lerobot_data
 import numpy as np
 import pytest
 from conftest import ROOT
-from forks import run_in_fork
+from forks import exit_code_of_fork, kill_before, run_in_fork
 from lerobot_data import (
     CAMERA,
     FEATURES,
@@ -101,6 +100,8 @@ def test_all_kinds_of_numbers(tmp_path):
     demos = read(tmp_path / "set")
     assert all(np.array_equal(demos.columns[name], arrays[name]) for name in arrays) and demos.fps == 12.5
     assert json.loads((tmp_path / "set/meta/info.json").read_text())["robot_type"] == "arm"
+    with Recorder(tmp_path / "set", 12.5, features, resume=True):
+        pass  # the type of the robot need not be given again
 
 
 def test_names_are_kept(tmp_path):
@@ -284,39 +285,16 @@ STEPS = {  # of a recording, on the disk
 }
 
 
-class Killer:
-    """Kills the process before the step of this number."""
-
-    def __init__(self, number):
-        self.left = number
-
-    def install(self):
-        for module, names in STEPS.items():
-            for name in names:
-                setattr(module, name, self.before(getattr(module, name)))
-
-    def before(self, real):
-        def step(*args, **how):
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **how)
-
-        return step
-
-
 def is_killed_at(number, act):
     """Run `act` in a process that dies before the step of this number; return whether the process got there."""
 
     def act_until_killed():
-        Killer(number).install()
+        kill_before(number, STEPS)
         act()
 
-    process = multiprocessing.get_context("fork").Process(target=act_until_killed)
-    process.start()
-    process.join(120)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode != 0
+    code = exit_code_of_fork(act_until_killed)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 def assert_same_dataset(a, b):
