@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -106,21 +108,37 @@ FIRST = Failure(1, "the first", 1)
 DIED, ORPHANED = "rank 1 died without an error message", "torchrun is gone, and this run could not stop by itself"
 
 
-def lose_store(mine):
+def process_dies(mine, other, dead):
+    other.put("beat1", vars(beat(pid=dead)))
+
+
+def another_fails(mine, other, dead):
+    other.report_first_failure(FIRST)
+
+
+def store_goes(mine, other, dead):
     mine.client.gone = True
 
 
-def lose_torchrun(mine):
+def torchrun_goes(mine, other, dead):
     mine.parent += 1
     mine.client.gone = True  # which torchrun served
 
 
+class End(NamedTuple):
+    """What happens, the seconds that it may last, and the failure by which the rank then ends."""
+
+    happens: Callable
+    grace_s: int
+    cause: Failure
+    printed_by: str = "each"
+
+
 ENDS = {
-    # what has happened: (what makes it so, seconds that it may last, rank to blame, exit code, text, whether printed)
-    "a process is dead": (lambda mine, other, dead: other.put("beat1", vars(beat(pid=dead))), 4, 1, 6, DIED, True),
-    "another has failed": (lambda mine, other, dead: other.report_first_failure(FIRST), 4, 1, 1, "the first", False),
-    "the store is gone": (lambda mine, *_: lose_store(mine), 4, 0, 6, watchdog.STORE_GONE, True),
-    "torchrun is gone": (lambda mine, *_: lose_torchrun(mine), 20, 0, 6, ORPHANED, True),
+    "a process is dead": End(process_dies, 4, Failure(1, DIED, 6)),
+    "another has failed": End(another_fails, 4, FIRST, printed_by="the other"),
+    "the store is gone": End(store_goes, 4, Failure(0, watchdog.STORE_GONE, 6), printed_by="the first of its machine"),
+    "torchrun is gone": End(torchrun_goes, 20, Failure(0, ORPHANED, 6), printed_by="the first of its machine"),
 }
 
 
@@ -128,20 +146,21 @@ ENDS = {
 @pytest.mark.parametrize("what", ENDS)
 def test_what_ends_a_rank_and_after_how_long(ranks, zombie, capfd, monkeypatch, what, first_of_its_machine):
     """Until then it may stop in good order, or its main thread fail. Each machine prints a store's end once."""
-    happen, grace_s, rank, code, text, printed = ENDS[what]
+    end = ENDS[what]
     monkeypatch.setenv("LOCAL_RANK", "0" if first_of_its_machine else "1")
-    happen(ranks.mine, ranks.other.client, zombie)
+    end.happens(ranks.mine, ranks.other.client, zombie)
     for share in (0, 0.9):
-        ranks.passed[0] += share * grace_s
+        ranks.passed[0] += share * end.grace_s
         ranks.mine.look()
         assert not ranks.ended
     assert ranks.mine.stop.reason == ("torchrun is gone" if what == "torchrun is gone" else "")
-    ranks.passed[0] += grace_s
+    ranks.passed[0] += end.grace_s
     ranks.mine.look(), ranks.mine.look()
-    (cause,) = ranks.ended
-    assert (cause.rank, cause.exit_code, cause.text[: len(text)]) == (rank, code, text), "once: the lock is taken"
-    printed = printed and (first_of_its_machine or "gone" not in what)
-    assert capfd.readouterr().err.count(f"error: {text}") == printed
+    (cause,) = ranks.ended  # once: the lock is taken
+    assert (cause.rank, cause.exit_code) == (end.cause.rank, end.cause.exit_code)
+    assert cause.text.startswith(end.cause.text)
+    printers = ["each", "the first of its machine"] if first_of_its_machine else ["each"]
+    assert capfd.readouterr().err.count(f"error: {end.cause.text}") == int(end.printed_by in printers)
 
 
 def test_a_dead_rank_is_told_from_one_that_is_about_to_speak(ranks, zombie):
