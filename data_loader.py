@@ -11,7 +11,6 @@ epoch that all ranks together have consumed.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,14 +25,14 @@ from engine.comm.world import World
 from engine.config import Config
 from engine.contract import Batch, BatchInfo, Task, kept, per_sample
 from engine.data.ahead import fetched, to_device
-from engine.data.batches import aligned_rows, attach_info, map_tensors
+from engine.data.batches import attach_info, split_rows
 from engine.data.examples import EvalExamples, TrainExamples
 from engine.data.order import epoch_order
 from engine.data.processes import in_processes
 from engine.data.samples import Fetcher, Request
-from engine.errors import console
 from engine.phases import phase
 from engine.plan import Plan
+from engine.report.batches import announce_batches
 from engine.seeds import data_seeds, sample_seeds
 
 CHUNK = 8192
@@ -202,7 +201,7 @@ class TrainSampler(DistributedSampler[Any]):
     def __len__(self) -> int:
         """Passes to come, at most: steps with excluded samples may have fewer."""
         steps, rest = divmod(self.left, self.plan.global_batch)
-        passes_of_rest = math.ceil(math.ceil(rest / self.workers) / self.plan.micro_batch)
+        passes_of_rest = -(-rest // (self.workers * self.plan.micro_batch))
         return (steps * self.plan.passes + passes_of_rest) * len(self.own)
 
     @property
@@ -308,12 +307,10 @@ class TrainLoader(TrainExamples, _Loader):
             columns = [self._numbers(micro.positions) for micro in micros]
             numbers = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
             batch = self.prepared(micros, some[0][1], numbers)
-            end = 0
-            for micro in micros:
-                begin, end = end, end + len(micro.indices)
-                part = batch
-                if len(micros) > 1:
-                    part = map_tensors(batch, partial(aligned_rows, slice(begin, end)))
+            parts = [batch]
+            if len(micros) > 1:
+                parts = split_rows(batch, [len(micro.indices) for micro in micros])
+            for micro, part in zip(micros, parts, strict=True):
                 yield part, micro
                 if not micro.closes_step:
                     phase("data loading")
@@ -416,20 +413,6 @@ def create_data_loaders(
     prepare = task.prepare if task and type(task).prepare is not Task.prepare else None
     train = TrainLoader(sets[0], samplers[0], world, loaders[0], prepare)
     val = EvalLoader(sets[1], samplers[1], world, loaders[1]) if val_set is not None else None
-    _announce(train, val)
+    announce_batches(train, val)
     hooks.prepare_checks.each(train, cfg.random_samples)
     return Loaders(train, val)
-
-
-def _announce(train: TrainLoader, val: EvalLoader | None) -> None:
-    """Print the number of batches of all ranks, and of this rank."""
-    batches = -(-len(train.dataset) // train.sampler.plan.micro_batch)
-    console.info(f"Train batches: {batches} (per process: ~{len(train.sampler)})")
-    if val is None:
-        console.info(
-            "No validation data: nothing is evaluated, and the last checkpoint is the one that "
-            "counts\n"
-        )
-    else:
-        batches = -(-len(val.dataset) // val.sampler.batch_size)
-        console.info(f"Val batches: {batches} (per process: ~{len(val)})\n")

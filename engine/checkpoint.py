@@ -6,25 +6,27 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine import config, hooks, launch
 from engine.comm import digests
 from engine.comm.buffers import check_buffers, sync_buffers
+from engine.comm.host_copies import copy_nothing, copy_to_host, copy_values, copy_weights
 from engine.comm.session import recall
-from engine.comm.shards import is_sharded, shard_like, to_full
+from engine.comm.shards import shard_like
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.archive import CheckpointState
 from engine.files.store import find_checkpoint
+from engine.left_out import check_unchanged, left_out_digests
 from engine.optim import make, make_ema
 from engine.phases import phase
 from engine.private import scaler_with
@@ -113,12 +115,12 @@ def capture(run: Run) -> dict[str, Any]:
     if not (main or run.plan.sharded):
         return {}
     copies = hooks.device_copies.first(run) if device.type == "cuda" and main else None
-    to_host = copies or (_copy_of if main else _no_copy)
+    to_host = copies or (copy_to_host if main else copy_nothing)
     sums = to_host(run.reducer.sum_of_bits()) if run.cfg.digest_every else None
-    model = _weights(run.model.state_dict(keep_vars=True), run.record.left_out, to_host)
+    model = copy_weights(run.model.state_dict(keep_vars=True), run.record.left_out, to_host)
     without = {f"module.{name}" for name in run.record.left_out}
-    ema = _weights(run.ema.state_dict(), without, to_host) if run.ema is not None else {}
-    optimizer = _copy(optimizer, to_host)
+    ema = copy_weights(run.ema.state_dict(), without, to_host) if run.ema is not None else {}
+    optimizer = copy_values(optimizer, to_host)
     if not main:
         return {}
     scaler = scaler_with(run.scaler, to_host)
@@ -164,43 +166,6 @@ def capture(run: Run) -> dict[str, Any]:
         return state
     with run.world.host_sync():  # where the GPU has no room for a copy
         return copies.snapshot(state, finish)
-
-
-def _copy_of(value: Tensor) -> Tensor:
-    return value.to("cpu", copy=True)
-
-
-def _no_copy(value: Tensor) -> None:
-    """Copy nothing: a rank other than 0 takes part in gathering the rows."""
-
-
-def _weights(
-    state: dict[str, Any], left_out: Container[str], to_host: Callable[[Tensor], Tensor | None]
-) -> dict[str, Any]:
-    """Return a copy in which tied weights are one tensor, as in the model, so that the file holds
-    the tensor once."""
-    state = {name: value for name, value in state.items() if name not in left_out}
-    once = {_identity(value): value for value in state.values()}
-    copies = {key: _copy(value, to_host) for key, value in once.items()}
-    return {name: copies[_identity(value)] for name, value in state.items()}
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() and not is_sharded(value):
-        return value.data_ptr(), value.dtype, value.shape, value.stride()
-    return id(value)
-
-
-def _copy(value: Any, to_host: Callable[[Tensor], Tensor | None]) -> Any:
-    """Copy a value to the host of rank 0. All ranks gather the rows of a sharded tensor, one tensor
-    at a time."""
-    if isinstance(value, torch.Tensor):
-        return to_host(to_full(value.detach()))
-    if isinstance(value, dict):
-        return {name: _copy(item, to_host) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copy(item, to_host) for item in value)
-    return value
 
 
 def restore(run: Run, saved: CheckpointState) -> None:
@@ -252,43 +217,13 @@ def _load_model(model: nn.Module, saved: CheckpointState, held: dict[str, Any]) 
     """Load a checkpoint's weights. Weights that the checkpoint leaves out must be in the model,
     unchanged."""
     own = {name: value for name, value in model.state_dict().items() if name in saved.left_out}
-    now = digests.each(own.items())
-    if changed := next(
-        (name for name, digest in now.items() if digest != saved.left_out[name]), ""
-    ):
-        what = (
-            f"{changed}, which the checkpoint leaves to the task's `model`, is not the weight "
-            "it was trained with"
-        )
-        raise LockstepError(
-            what, str(saved.path), "give `model` the same weights again", exit_code=3
-        )
+    check_unchanged(own, saved)
     with _of_the_same_model(saved):
         state = model.state_dict()
         fitted = weights.fitted(held, state)
         model.load_state_dict(
             own | {name: shard_like(value, state.get(name)) for name, value in fitted.items()}
         )
-
-
-def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
-    """Return the digests of weights that `Task.saved` leaves out. Raises LockstepError if one is
-    trained."""
-    entries = model.state_dict(keep_vars=True)
-    # a tied weight has two names
-    kept = {id(value) for name, value in entries.items() if name not in left_out}
-    for name in left_out:
-        if (
-            isinstance(entries[name], nn.Parameter)
-            and entries[name].requires_grad
-            and id(entries[name]) not in kept
-        ):
-            what, todo = (
-                f"it leaves out {name}, which is trained",
-                "save it, or freeze it (optim.freeze)",
-            )
-            raise LockstepError(what, "the task's `saved`", todo)
-    return digests.each((name, entries[name]) for name in left_out)
 
 
 @contextlib.contextmanager

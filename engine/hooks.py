@@ -72,7 +72,7 @@ function `sum_then_divide` is a communication hook of DDP."""
 
 # ---- while a run is built
 settings = Hook()
-"""each(moment, facts) -> the errors of settings that exclude each other."""
+"""first(moment, facts) -> the errors of settings that exclude each other."""
 caches = Hook()
 """first(cfg, datasets, device) -> datasets that hold their samples in memory."""
 reducers = Hook()
@@ -132,10 +132,7 @@ def find_conflicts(moment: str, **facts: Any) -> list[Any]:
     moment  when the settings are judged: a key of MOMENTS in plugins/preflight/rules.py
     facts   the facts of the moment, by name
     """
-    conflicts: list[Any] = []
-    for found in settings.each(moment, facts):
-        conflicts += found
-    return conflicts
+    return settings.first(moment, facts) or []
 
 
 def check_settings(moment: str, **facts: Any) -> None:

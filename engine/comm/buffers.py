@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine import private
@@ -133,11 +134,27 @@ class Buffers:
             torch._foreach_copy_(buffers, values)
 
 
+def broadcast_or_mean(world: World, tensors: Iterable[Tensor], mean: bool) -> None:
+    """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating
+    point."""
+    if world.size == 1:
+        return
+    for tensor in tensors:
+        if mean and tensor.is_floating_point():
+            world.sum(tensor)
+            tensor.div_(world.size)
+        else:
+            contiguous = tensor.contiguous()
+            with phase.during("broadcast", waits=True):
+                dist.broadcast(contiguous, src=0)
+            tensor.copy_(contiguous)
+
+
 def sync_buffers(world: World, *sets: dict[str, Tensor]) -> None:
     """(all ranks) Average the floating-point tensors that differ between ranks, by name."""
     for statistics in sets:
         differ = [statistics[name] for name in _differing(world, statistics)]
-        world.broadcast_or_mean((b for b in differ if b.is_floating_point()), mean=True)
+        broadcast_or_mean(world, (b for b in differ if b.is_floating_point()), mean=True)
 
 
 def check_buffers(world: World, buffers: Buffers) -> None:

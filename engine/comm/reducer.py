@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm import digests
-from engine.comm.buffers import Buffers
+from engine.comm.buffers import Buffers, broadcast_or_mean
 from engine.comm.world import World
 
 
@@ -88,4 +88,4 @@ class LocalReducer:
             self.buffers.put_back(skipped)
         if self.mode != "same":
             buffers = self.buffers(of_norms=False).values()
-            self.world.broadcast_or_mean(buffers, mean=self.mode == "mean")
+            broadcast_or_mean(self.world, buffers, mean=self.mode == "mean")

@@ -4,7 +4,7 @@ process group."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -80,21 +80,6 @@ class World:
             return value
         with phase.during("broadcast", waits=True):
             return exchange().from_main(value, dist.group.WORLD)
-
-    def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
-        """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating
-        point."""
-        if self.size == 1:
-            return
-        for tensor in tensors:
-            if mean and tensor.is_floating_point():
-                self.sum(tensor)
-                tensor.div_(self.size)
-            else:
-                contiguous = tensor.contiguous()
-                with phase.during("broadcast", waits=True):
-                    dist.broadcast(contiguous, src=0)
-                tensor.copy_(contiguous)
 
     def host_sync(self) -> AbstractContextManager[None]:
         """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -185,6 +186,14 @@ def _with_attributes(kind: type) -> type:
 def batch_info(batch: Batch) -> BatchInfo:
     """Return the loader's own numbers of a batch."""
     return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
+
+
+def split_rows(batch: Batch, sizes: list[int]) -> list[Batch]:
+    """Return consecutive parts of a batch, of `sizes` rows. The rows are aligned as in batches of
+    their own."""
+    ends = itertools.accumulate(sizes)
+    rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [map_tensors(batch, functools.partial(aligned_rows, part)) for part in rows]
 
 
 def aligned_rows(rows: slice, values: Tensor) -> Tensor:

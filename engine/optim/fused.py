@@ -21,6 +21,7 @@ class Lists(NamedTuple):
     state     of the optimizer, when the lists were made; loading a checkpoint replaces the state
     counts    the counter of each parameter
     counters  each counter once
+    sharded   FSDP2 shards the weights: all weights or no weight
     """
 
     state: Any
@@ -29,6 +30,7 @@ class Lists(NamedTuple):
     second: list[Tensor]
     counts: list[Tensor]
     counters: list[Tensor]
+    sharded: bool
 
 
 class AdamW(torch.optim.AdamW):
@@ -59,9 +61,9 @@ class AdamW(torch.optim.AdamW):
             grads = [p.grad for p in group["params"] if p.grad is not None]
             if not grads:
                 continue
-            if is_sharded(grads[0]):  # FSDP2 shards all weights or no weight
-                grads = [*map(to_local, grads)]
             lists = self._lists(number, group, len(grads))
+            if lists.sharded:
+                grads = [*map(to_local, grads)]
             # A list of numbers: a single tensor would be read by the host, a sync point.
             torch._foreach_add_(lists.counters, [taken] * len(lists.counters))
             self.kernel(
@@ -122,6 +124,7 @@ class AdamW(torch.optim.AdamW):
             [to_local(value.detach()) for value in second],
             counts,
             [*{id(count): count for count in counts}.values()],
+            is_sharded(params[0]),
         )
 
     def _separate_counters(self, group: dict[str, Any], params: list[Tensor]) -> None:

@@ -141,7 +141,7 @@ for path in sorted([*pathlib.Path("engine").rglob("[a-z]*.py"), *pathlib.Path("p
         for name, function in list(vars(owner).items()):
             if inspect.isfunction(function) and (function.__doc__ or "").startswith("(rank 0)"):
                 setattr(owner, name, watched(function, f"{owner.__name__}.{name}"))
-for name in ("sum", "gather", "broadcast", "broadcast_or_mean"):
+for name in ("sum", "gather", "broadcast"):
     setattr(World, name, forbidden(name))
 code = train.main(sys.argv[1:])
 print("SEEN", *sorted(seen))

@@ -10,12 +10,13 @@ from saved import assert_same, load, logged
 from torch import nn
 
 import tasks
-from engine import checkpoint, config, optim
+from engine import config, optim
 from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
+from engine.left_out import left_out_digests
 from engine.optim import make
 from plugins.preflight.optimizers import state_bytes
 from tools.use.evaluate import SAME_STATE
@@ -316,7 +317,7 @@ def test_what_is_trained_must_be_saved():
     model.again = model[0]  # a tied one is saved under its other name
     said = r"it leaves out 0.bias, which is trained \(the task's `saved`\): save it, or"
     with pytest.raises(LockstepError, match=said):
-        checkpoint.left_out_digests(model, ["0.weight", "again.weight", "0.bias", "again.bias"][2:])
-    assert {*checkpoint.left_out_digests(model, ["0.weight"])} == {"0.weight"}
+        left_out_digests(model, ["0.weight", "again.weight", "0.bias", "again.bias"][2:])
+    assert {*left_out_digests(model, ["0.weight"])} == {"0.weight"}
     model[2].requires_grad_(False)
-    assert {*checkpoint.left_out_digests(model, ["2.weight", "2.bias"])} == {"2.weight", "2.bias"}
+    assert {*left_out_digests(model, ["2.weight", "2.bias"])} == {"2.weight", "2.bias"}
