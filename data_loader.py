@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +49,7 @@ class MicroBatch(NamedTuple):
     samples      of the step, over all ranks; 0 if all of its samples are excluded
     empty        padding, of weight 0: this rank has no sample left for the pass, but DDP needs
                  every rank in it
-    mean_weight  of the samples of the step, over all ranks, where the dataset has `weights`
+    mean_weight  of the samples of the step, over all ranks; None without `weights` of the dataset
     seeds        of the samples, where the dataset takes seeds
     worker       the virtual worker that takes this pass; the rank, without virtual_workers
     opens_worker, closes_worker  the worker's first, last pass of the step
@@ -62,7 +61,7 @@ class MicroBatch(NamedTuple):
     consumed: int
     samples: int
     empty: bool
-    mean_weight: float | None
+    mean_weight: Any
     seeds: list[int] | None
     worker: int = 0
     opens_worker: bool = True
@@ -322,9 +321,11 @@ class TrainLoader(TrainExamples, _Loader):
         """
         info = BatchInfo(*numbers.unbind())
         if micros[0].mean_weight is not None:
-            full = partial(torch.full, dtype=torch.float64, device=self.device)
-            parts = [full((len(micro.indices),), micro.mean_weight) for micro in micros]
-            info.mean_weight = torch.cat(parts)
+            shares = [
+                info.index.new_full((len(m.indices),), m.mean_weight, dtype=torch.float64)
+                for m in micros
+            ]
+            info.mean_weight = torch.cat(shares)
         if self.cached is not None:
             batch = self.cached.gather(info.index)
         batch = attach_info(batch, info)
@@ -390,8 +391,6 @@ def create_data_loaders(
     cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any, task: Task | None = None
 ) -> Loaders:
     """Return the loaders of this rank. A `task` prepares the batches to train on."""
-    if cfg.num_workers:
-        hooks.loader_folders.each()
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
     hooks.check_settings("data", cfg=cfg, labels=labels, train_set=train_set, val_set=val_set)
     sets, samplers = [train_set], list[Any]()

@@ -6,7 +6,7 @@ returns *sums*, and the engine adds the sums up over micro-batches and ranks bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +26,8 @@ from engine.global_loss import join as join
 from engine.seeds import mix as mix
 from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
+from engine.tool_methods import PerSample as PerSample
+from engine.tool_methods import ToolMethods as ToolMethods
 
 Batch = Any
 """A batch of a dataset, mostly tensors by name, whose leading axis is the batch. The loader adds a
@@ -63,20 +65,15 @@ def inputs(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != INFO_KEY}
 
 
-PerSample = Mapping[str, Tensor | Sequence[Any]]
-"""Values by name, one for each sample: a tensor (B, ...), or a list of B tensors of any length,
-texts or objects."""
-
-
 @dataclass
 class Settings:
     """A task's own sections of the config. Subclass `Settings` with fields such as `dataset`,
     `model`, `loss`, `augment`."""
 
 
-class Task:
+class Task(ToolMethods):
     """The base of every task. Override `datasets`, `model` and `loss`; with validation data also
-    `score`, `report` and `monitor`.
+    `score`, `report` and `monitor`. ToolMethods has the optional methods for tools.
 
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with
               `config.option`
@@ -89,9 +86,6 @@ class Task:
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     collect_limit_mb  the limit on what `collect` returns for all samples together
-    split_keys  for tools/study.py: {a unit that no split divides, such as "subjects": own keys of
-                the names to validate and to test on}; a sample's name is in the dataset's attribute
-                of that name, or else in `sources`
     """
 
     Settings: ClassVar[type] = Settings
@@ -102,7 +96,6 @@ class Task:
     monitor: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
     collect_limit_mb: ClassVar[float] = 4096
-    split_keys: ClassVar[dict[str, tuple[str, str]]] = {}
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
@@ -215,11 +208,6 @@ class Task:
         `monitor` names. With `collect`, only rank 0 calls `report`."""
         raise NotImplementedError
 
-    def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        """Return the columns that tools/predict.py writes for each sample: predictions, and an
-        identification of the sample."""
-        raise LockstepError("this task predicts nothing", "task", "give it a method `predict`")
-
     def optimizer(self, model: nn.Module) -> Optimizer | None:
         """Return an optimizer (several in a `ChainedOptimizer`), or None for the optimizer of
         `optim.name`. Called after `optim.freeze` is applied; the groups hold all trained weights.
@@ -253,15 +241,6 @@ class Task:
         """Restore the `metadata` of a checkpoint. Called instead of `datasets`: `model` and
         inference work afterwards."""
 
-    def full_dataset(self) -> Any:
-        """Return, after `load_metadata`, all samples of the configured data as one dataset to
-        score."""
-        raise LockstepError(
-            "this task only knows its own two splits",
-            "split all",
-            "give it a method `full_dataset`",
-        )
-
     num_trials: int = 0
     """Number of trials of an evaluation, in addition to scoring the split."""
     trials_every: int = 0
@@ -278,18 +257,3 @@ class Task:
         """Return a text about the data, which rank 0 prints before training: counts, split,
         classes."""
         return ""
-
-    def export_module(
-        self, model: nn.Module
-    ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """Return the module to export, with one input (raw values, the batch as leading axis) and a
-        dict of tensors as output; and a function that turns a batch of `datasets` into the
-        input."""
-        raise LockstepError(
-            "this task cannot be exported", "task", "give it a method `export_module`"
-        )
-
-    def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """Return pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H,
-        W, 3) moving."""
-        return {}

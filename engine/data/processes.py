@@ -25,6 +25,7 @@ from engine.errors import DATA, LockstepError, headline
 
 def in_processes(fetcher: Any, batches: Any, cfg: Config) -> DataLoader[Any]:
     """Return torch's loader, whose processes fetch the requests of the batch sampler `batches`."""
+    hooks.loader_folders.each()
     return DataLoader(
         fetcher,
         batch_sampler=batches,
