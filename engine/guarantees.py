@@ -1,19 +1,16 @@
 """The plugins that train.py calls: `resilience`, `parallel`, `performance`, `preflight`,
 `reporting`.
 
-Each is a module of plugins/ or, if the folder is absent, a class of this file. The methods of the
+Each is a module of plugins/ or, if the folder is absent, a class of this file. The functions of the
 classes do nothing, or return an argument. A training without plugins takes the same steps, with
 less protection and less output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from engine import hooks
 from engine.errors import LockstepError
@@ -34,54 +31,53 @@ class NoStop:
         """Handle no signal."""
 
 
+def do_nothing(*arguments: Any, **options: Any) -> None:
+    """Stand for an absent check, or an absent report."""
+
+
+def return_first(value: Any, *arguments: Any) -> Any:
+    """Stand for an absent change of the first argument."""
+    return value
+
+
+def return_last(*arguments: Any) -> Any:
+    """Stand for an absent change of the last argument."""
+    return arguments[-1]
+
+
+def empty_context(*arguments: Any) -> Any:
+    """Stand for an absent context."""
+    return nullcontext()
+
+
 class Resilience:
     """Failures in one line and an exit code, a search for hangs, a stop by signals."""
 
     StopRequest = NoStop
-
-    def guarded(self, main: Callable[..., int]) -> Callable[..., int]:
-        return main
-
-    def Watchdog(self, *arguments: Any) -> Any:
-        return nullcontext()
-
-    def become_torchrun(self, cfg: Any, strict: bool) -> None: ...
-    def prepare_advice(self, run: Any) -> None: ...
-    def check_all_reduced(self, net: Any) -> None: ...
-
-    def check_outcomes(self, run: Any, outcomes: Any) -> None: ...
-
-    @contextmanager
-    def keep(self, run: Any, state: Any) -> Iterator[None]:
-        yield
+    guarded = staticmethod(return_first)
+    Watchdog = staticmethod(empty_context)
+    keep = staticmethod(empty_context)
+    become_torchrun = staticmethod(do_nothing)
+    prepare_advice = staticmethod(do_nothing)
+    check_all_reduced = staticmethod(do_nothing)
+    check_outcomes = staticmethod(do_nothing)
 
 
 class Parallel:
     """Virtual workers, FSDP2, and the options of DDP."""
 
-    def shard(self, model: nn.Module, *arguments: Any) -> nn.Module:
-        return model
-
-    def check_strategy(self, run: Any) -> None: ...
-
-    def sync_batch_norm(self, model: nn.Module, world: Any) -> nn.Module:
-        return model
-
-    def add_comm_hook(self, net: Any, kind: str, workers: Any) -> Any:
-        return net
+    shard = staticmethod(return_first)
+    sync_batch_norm = staticmethod(return_first)
+    add_comm_hook = staticmethod(return_first)
+    check_strategy = staticmethod(do_nothing)
 
 
 class Performance:
     """Speed without a change of the steps: compilation, CUDA graphs."""
 
-    def resolve(self, cfg: Any, world: Any, plan: Any) -> Any:
-        return plan
-
-    def recorded(self, run: Any, step: Any) -> Any:
-        return step
-
-    def unloaded(self) -> Any:
-        return nullcontext()
+    resolve = staticmethod(return_last)
+    recorded = staticmethod(return_last)
+    unloaded = staticmethod(empty_context)
 
     def finish(self, run: Any) -> Any:
         return run.plan
@@ -90,18 +86,18 @@ class Performance:
 class Preflight:
     """Checks before the first step, and comparisons of the ranks."""
 
-    def compare_ranks(self, run: Any) -> None: ...
-    def compare_weights(self, run: Any) -> None: ...
-    def sanity_check(self, run: Any) -> None: ...
-    def check_sums(self, run: Any) -> None: ...
+    compare_ranks = staticmethod(do_nothing)
+    compare_weights = staticmethod(do_nothing)
+    sanity_check = staticmethod(do_nothing)
+    check_sums = staticmethod(do_nothing)
 
 
 class Reporting:
     """The plan before the first step, and trackers."""
 
-    def announce(self, world: Any, cfg: Any, always: bool) -> None: ...
-    def check_trackers(self, cfg: Any, world: Any) -> None: ...
-    def training(self, run: Any, strict: bool) -> None: ...
+    announce = staticmethod(do_nothing)
+    check_trackers = staticmethod(do_nothing)
+    training = staticmethod(do_nothing)
 
 
 resilience: Any = hooks.plugin("resilience") or Resilience()

@@ -137,7 +137,7 @@ def find_conflicts(moment: str, **facts: Any) -> list[Any]:
 
 def check_settings(moment: str, **facts: Any) -> None:
     """Raise the first error that `find_conflicts` returns."""
-    for error in find_conflicts(moment, **facts):
+    for error in settings.first(moment, facts) or ():
         raise error
 
 
