@@ -19,9 +19,9 @@ import torch
 import yaml
 from conftest import ROOT, TOY, succeed
 from forked_tools import fork_trainings
+from grouped_clips import write_clips
 from runs import same_bits, status, weights
 from tampering import contents
-from test_test_split import write_clips
 
 import tasks
 from engine import config

@@ -10,14 +10,11 @@ from conftest import ROOT, succeed
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_links_lead_to_the_lines_that_have_their_words():
-    done = subprocess.run([sys.executable, "dev/links.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stderr}\nfixed by: python dev/links.py"
-
-
-def test_the_table_of_lerobots_keys_is_that_of_the_code():
-    done = subprocess.run([sys.executable, "dev/lerobot_keys.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("script", ["links.py", "lerobot_keys.py"])
+def test_lines_and_tables_of_the_pages_are_those_of_the_code(script):
+    command = [sys.executable, f"dev/{script}", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stderr}\nfixed by: python dev/{script}"
 
 
 def test_the_six_places_lead_to_code():

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 from conftest import ROOT, succeed
-from runs import progress, records, same_bits, weights
+from runs import progress, same_bits, weights
+from saved import logged
 
 import tasks
 from engine import config
@@ -50,8 +51,8 @@ def test_an_example_learns_and_is_resumed_on_other_processes(launch, tmp_path, n
     assert killed.code and 15 <= progress(tmp_path / "killed" / "last.pt")["step"] < 22
     for each in runs.values():
         succeed(launch.python("train.py", *each))
-    straight, resumed = ([(line["step"], line["loss"]) for line in records(tmp_path / place, "eval")] for place in runs)
-    assert straight == resumed and straight[-1][1] < bar
+    straight, resumed = ([line for line in logged(tmp_path / place) if line["event"] == "eval"] for place in runs)
+    assert straight == resumed and straight[-1]["loss"] < bar
     one, other = (weights(tmp_path / place) for place in runs)
     assert same_bits(one, other)
     if name == "own_lora":

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import TOY, launching, succeed
+from grouped_clips import write_clips
 from runs import records, same_bits, weights
 
 import tasks
 from engine import config
-from formats.lab.clips import ClipsWriter
 from tasks.har import SHIPPED
 
 HAR = "har device=cpu dataset.stride=512 model.mode=flatten model.width=8 steps=8 eval_every=4".split()
@@ -68,17 +68,6 @@ def test_another_seed_draws_others_and_the_choice_of_the_test_is_not_that_of_val
     assert len({tuple(sorted(of(test))) for *_, test in drawn}) > 3
     alone = [made(*words[:3], f"dataset.split_seed={seed}")[2] for seed in range(6)]
     assert any(of(test) != of(val) for (*_, test), val in zip(drawn, alone, strict=True))
-
-
-def write_clips(folder, groups):
-    """Three trials of each of two videos of each group."""
-    rng = np.random.default_rng(0)
-    with ClipsWriter(folder, ["rest", "walk"], extra_columns=["group"]) as writer:
-        for group in groups:
-            for n in range(6):
-                clip = rng.integers(0, 255, (5, 16, 16), dtype=np.uint8)
-                writer.add(clip, video=f"{group}_{n % 2}.mp4", label=["rest", "walk"][n // 2 % 2], group=group)
-    return str(folder)
 
 
 @pytest.mark.parametrize(
