@@ -20,7 +20,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -239,7 +238,7 @@ def evaluate(run: Run, save_due: bool = False) -> None:
     better = run.progress.note_score(
         run.record.metrics[run.task.monitor], run.task.higher_is_better
     )
-    state["progress"] = asdict(run.progress)  # everything else is unchanged by an evaluation
+    checkpoint.update_progress(state, run)  # an evaluation changes nothing else
     if better or save_due or run.finished:
         save(run, state, best=better)
     run.meter.restart_clock()  # samples per second are of the training alone

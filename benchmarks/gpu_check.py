@@ -41,6 +41,9 @@ import torch
 from gpu_parts import PARTS, SANITIZED, Facts, Failed, require
 from gpu_quick import TURN_S, WAYS, Contest, Turn, side_by_side, speeds_table, take_turns, turns_of
 
+from engine import api
+from engine.files.archive import CheckpointState
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S, PART_MINUTES = 120, 4.0
@@ -225,8 +228,8 @@ def ddp(processes: int, *words: str) -> list[str]:
     return [*run, str(ROOT / "train_ddp.py"), *words]
 
 
-def load(run: Path) -> dict[str, Any]:
-    return torch.load(run / "last.pt", map_location="cpu", weights_only=True)
+def load(run: Path) -> CheckpointState:
+    return api.read(run / "last.pt")
 
 
 def logged(run: Path, key: str) -> list[float]:
@@ -246,13 +249,13 @@ def weigh(facts: Facts, runs: dict[str, Path], most: float = 0.0) -> None:
     right = load(run)
     for name, other in others:
         state = load(other)
-        pairs = [(state["model"][key], weight) for key, weight in right["model"].items()]
+        pairs = [(state.model[key], weight) for key, weight in right.model.items()]
         shares = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs]
         apart = max(shares) if all(map(math.isfinite, shares)) else math.inf
         facts[f"{name} and {first}"] = f"{apart:.1e} apart" if apart else "the same bits"
         require(apart <= most, f"the weights of {name} and {first} may be {most:g} apart")
         require(
-            state["progress"]["step"] == right["progress"]["step"],
+            state.step == right.step,
             f"{name} took another number of steps",
         )
 
@@ -287,13 +290,13 @@ def amp(lab: Lab, facts: Facts) -> None:
             f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {sum(logged(run, 'skipped_steps')):g} "
             "steps skipped"
         )
-        require(state["precision"] == name, f"{name}: trained in {state['precision']}")
+        require(state.choices["amp"] == name, f"{name}: trained in {state.choices['amp']}")
         require(losses[-1] < losses[0], f"{name}: the loss does not fall")
         require(
-            all(bool(w.isfinite().all()) for w in state["model"].values()),
+            all(bool(w.isfinite().all()) for w in state.model.values()),
             f"{name}: weights are not finite",
         )
-    facts["scale of fp16"] = load(runs["fp16"])["scaler"].get("scale")
+    facts["scale of fp16"] = load(runs["fp16"]).scaler.get("scale")
     require(facts["scale of fp16"] is not None, "the fp16 checkpoint holds no scaler")
 
 
@@ -443,7 +446,7 @@ def stop(lab: Lab, facts: Facts) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     lab.finish("stopped", process, expected=75)
-    facts["stopped after step"] = load(folder)["progress"]["step"]
+    facts["stopped after step"] = load(folder).step
     compare(lab, facts, {"straight": command, "stopped": command})
 
 

@@ -277,6 +277,7 @@ def captures(*words: str) -> tuple[float, ...]:
     """Return (ms of a step; ms that a copy for a checkpoint keeps the training's stream: the first
     and the second with room on the device, then the first and the second without; MB of a copy)."""
     from engine import checkpoint
+    from engine.files.store import bytes_of
     from plugins.performance import snapshot
     from tools.machine.probe import endless
 
@@ -300,10 +301,7 @@ def captures(*words: str) -> tuple[float, ...]:
         state = state.on_host() if hasattr(state, "on_host") else state
         next(taken)
     snapshot.room = room
-    tensors = [*state["model"].values(), *(state["ema"] or {}).values()]
-    tensors += [value for each in state["optimizer"]["state"].values() for value in each.values()]
-    megabytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor)) / 1e6
-    return *times, megabytes
+    return *times, bytes_of(state) / 1e6
 
 
 def pace(seconds: str, *words: str, strict: bool = False) -> Facts:

@@ -101,13 +101,9 @@ def trained(folder: Path, cuts: list[tuple[str, int]]) -> str:
                 until = None
         if process.wait() and number == len(cuts) - 1:
             raise SystemExit(f"{cuts} has failed: see {folder}")
-    import torch
+    from engine import api
 
-    from engine.comm import digests
-    from tools.use.evaluate import SAME_STATE, tensors_of
-
-    state = torch.load(folder / "last.pt", weights_only=True)
-    return digests.of_tensors(tensors_of("", {name: state[name] for name in SAME_STATE}))[:16]
+    return api.hash_state(api.read(folder / "last.pt"))[:16]
 
 
 def memory(rounds: int) -> None:

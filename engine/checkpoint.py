@@ -24,16 +24,13 @@ from engine.comm.world import World, on_rank0, sync_errors
 from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
-from engine.files.archive import CheckpointState
+from engine.files.archive import FORMAT, CheckpointState
 from engine.files.store import find_checkpoint
 from engine.left_out import check_unchanged, left_out_digests
 from engine.optim import make, make_ema
 from engine.phases import phase
 from engine.private import scaler_with
 from engine.run import Progress, Run
-
-FORMAT = 3
-"""Format 2 also held the random state of each rank; now every pass is seeded."""
 
 
 def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
@@ -66,8 +63,13 @@ def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
             )
             raise LockstepError(what, str(path), "give a save_dir that all machines share")
         mapped = cfg.ddp.strategy != "ddp"  # each rank reads its own rows
-        saved = parse_state(archive.read(path, mapped), path) if path else CheckpointState()
+        saved = read(path, mapped) if path else CheckpointState()
     return config.changed(cfg, asked), saved
+
+
+def read(path: Path, mapped: bool = False) -> CheckpointState:
+    """Return the state in a checkpoint file, see `archive.read`."""
+    return parse_state(archive.read(path, mapped), path)
 
 
 def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
@@ -84,6 +86,7 @@ def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
     newer = {
         "path",
         "metadata",
+        "digest",
         "test",
         "memory_format",
         "environment",
@@ -168,6 +171,11 @@ def capture(run: Run) -> dict[str, Any]:
         return copies.snapshot(state, finish)
 
 
+def update_progress(state: dict[str, Any], run: Run) -> None:
+    """Replace the progress in a captured state: an evaluation changes nothing else."""
+    state["progress"] = asdict(run.progress)
+
+
 def restore(run: Run, saved: CheckpointState) -> None:
     """(all ranks) Load a checkpoint into the run; without a checkpoint, the weights of
     `init_from`."""
@@ -200,17 +208,15 @@ def restore(run: Run, saved: CheckpointState) -> None:
     phase.step = run.progress.step
     run.meter.load(saved.tally)
     # or the file's tensors would stay in memory
-    run.record.resumed = saved._replace(model={}, ema=None, optimizer={})
+    run.record.resumed = saved.without_tensors()
 
 
 def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:
     """Load the weights of an evaluation into a bare model: the average of weights, if the run has
     one."""
-    if saved.left_out and (source := saved.config["init_from"]):
+    if source := saved.init_from:
         weights.load_matching(model, weights.read(Path(source)), source)
-    average = dict(saved.ema or saved.model)
-    average.pop("n_averaged", None)
-    _load_model(model, saved, average)
+    _load_model(model, saved, saved.evaluated_weights())
 
 
 def _load_model(model: nn.Module, saved: CheckpointState, held: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ No code in the file is run.
 from __future__ import annotations
 
 import io
+import re
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +17,39 @@ from engine import hooks
 from engine.errors import CHECKPOINT, LockstepError, headline
 from engine.files.atomic import sha256_of
 
+FORMAT = 3
+"""Format 2 also held the random state of each rank; now every pass is seeded."""
+
+EXACT_PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress")
+"""The parts of a checkpoint that have equal bits on any number of processes with
+`virtual_workers`."""
+
+DESCRIPTION = (
+    "progress global_batch num_samples horizon precision data memory_format environment".split()
+)
+"""The parts of a checkpoint without tensors that a published model keeps, besides facts of the
+task."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a run that a resume keeps.
+
+    global_batch  samples of a step
+    num_samples   samples of the training set
+    horizon       steps of the schedule
+    """
+
+    global_batch: int = 0
+    num_samples: int = 0
+    horizon: int = 0
+
 
 class CheckpointState(NamedTuple):
-    """The state in a checkpoint of any version, see `checkpoint.opened`; empty for a new run."""
+    """The state in a checkpoint of any version, see `checkpoint.parse_state`; empty for a new run.
+
+    Other modules read the state by attribute: the keys of the file are known here and in
+    `engine.checkpoint`.
+    """
 
     path: Path | None = None
     config: dict[str, Any] = {}  # nested, as in config.yaml
@@ -28,6 +59,7 @@ class CheckpointState(NamedTuple):
     horizon: int = 0  # steps of the schedule
     precision: str = ""
     data: str = ""  # fingerprint of the data
+    digest: str = ""  # of the weights; empty without `digest_every`
     tally: dict[str, Any] = {}  # of the meter
     model: dict[str, Any] = {}
     ema: dict[str, Any] | None = None
@@ -40,6 +72,73 @@ class CheckpointState(NamedTuple):
     left_out: dict[str, str] = {}  # digests of the weights that are not in `model`
     optimizer_name: str = ""
     changes: dict[str, str] = {}  # key -> text of a change since then, which --force allows
+
+    @property
+    def step(self) -> int:
+        """Return the number of steps of the optimizer."""
+        return int(self.progress.get("step", 0))
+
+    @property
+    def sizes(self) -> Sizes:
+        """Return the sizes of the run."""
+        return Sizes(self.global_batch, self.num_samples, self.horizon)
+
+    @property
+    def init_from(self) -> str:
+        """Return the file of the weights that the checkpoint leaves out, or an empty text."""
+        return str(self.config["init_from"]) if self.left_out else ""
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes that shared a global batch; 0 if it is unknown."""
+        sizes = re.match(r"(\d+), (\d+) ", self.environment.get("samples of a pass", ""))
+        return self.global_batch // (int(sizes[1]) * int(sizes[2])) if sizes else 0
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Return the values that the run has chosen for settings with `auto`."""
+        return {"amp": self.precision, "memory_format": self.memory_format}
+
+    @property
+    def averaged(self) -> int | None:
+        """Return the number of steps in the average of weights, or None without an average."""
+        return int(self.ema["n_averaged"]) if self.ema else None
+
+    def evaluated_weights(self) -> dict[str, Any]:
+        """Return the weights of an evaluation: the average, if the run has one."""
+        weights = dict(self.ema or self.model)
+        weights.pop("n_averaged", None)
+        return weights
+
+    def exact_parts(self) -> dict[str, Any]:
+        """Return the EXACT_PARTS by name."""
+        return {name: getattr(self, name) for name in EXACT_PARTS}
+
+    def description(self) -> dict[str, Any]:
+        """Return the DESCRIPTION and the facts of the task, by key of the file."""
+        facts = {"known": self.metadata, "left_out": self.left_out, "test": self.test}
+        return {name: getattr(self, name) for name in DESCRIPTION} | facts
+
+    def without_tensors(self) -> CheckpointState:
+        """Return the state without weights, averages and the optimizer's state, which take the
+        memory."""
+        return self._replace(model={}, ema=None, optimizer={})
+
+
+def published_state(
+    description: dict[str, Any], config: dict[str, Any], weights: dict[str, Any], averaged: Any
+) -> dict[str, Any]:
+    """Return the contents of a checkpoint of a published model, which has no optimizer.
+
+    averaged  number of steps in the average, if the weights are an average, else None
+    """
+    state = {"format": FORMAT, **description, "config": config}
+    state |= {"tally": {"totals": {}, "skipped": 0.0}, "optimizer": {}, "scaler": {}}
+    state |= {"model": weights, "ema": None}
+    if averaged is not None:
+        state["ema"] = {"n_averaged": torch.tensor(averaged)}
+        state["ema"] |= {f"module.{name}": value for name, value in weights.items()}
+    return state
 
 
 def check_archive(file: Path | io.BytesIO) -> None:

@@ -236,7 +236,7 @@ class Checkpoints:
         return Manifest(kept, chosen)
 
     def _write_error(self, state: dict[str, Any], path: Path, error: Exception) -> LockstepError:
-        needed = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(dict(state)))
+        needed = bytes_of(state)
         free = "an unknown number of"
         with contextlib.suppress(OSError):  # the disk that failed
             free = f"{shutil.disk_usage(self.folder).free / 1e6:.1f}"
@@ -260,6 +260,11 @@ class Checkpoints:
         for name in dropped:
             with _warn_of_failure(f"{name} is no longer needed but cannot be removed"):
                 os.unlink(self.folder / name)
+
+
+def bytes_of(state: dict[str, Any]) -> int:
+    """Return the bytes of the tensors in a state."""
+    return sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(dict(state)))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch import nn
 
 from engine.contract import BatchInfo
 from engine.errors import LockstepError
+from engine.files.archive import CheckpointState
 from tools import running
 from tools.evidence import prove, trial, witness
 from tools.evidence.prove import Trial
@@ -248,7 +249,7 @@ def ended(folder, kind, losses, weight, digest="a", name="run", **about):
         counters = {"event": "train", "step": n + 1, "epoch": 0, "samples": n, "time_s": n * np.random.rand()}
         lines.append(counters | {"loss": loss, "grad_norm": 1.0, "digest": f"{digest}{n}"})
     write_log(each.folder, lines)
-    each.state = dict.fromkeys(prove.SAME_STATE) | {"model": {"w": torch.tensor(weight), "n": torch.tensor([4])}}
+    each.state = CheckpointState(model={"w": torch.tensor(weight), "n": torch.tensor([4])})
     return each
 
 
@@ -272,7 +273,7 @@ def test_relative_differences_by_hand(tmp_path):
     other = ended(tmp_path, "plain", [2.0, 0.6], [3.0, 4.5], name="other")
     assert prove._gap(one, other) == pytest.approx((0.05, 0.1))
     assert prove._first_step(one, other, 0.1) == 2 and prove._first_step(one, other, 0.3) == 0
-    other.state["model"]["n"] = torch.tensor([6])
+    other.state.model["n"] = torch.tensor([6])
     assert prove._gap(one, other)[1] == pytest.approx(0.5), "a counter is a number, too"
 
 

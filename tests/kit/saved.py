@@ -63,9 +63,9 @@ def assert_same_parts(a: dict[str, Any], b: dict[str, Any], *parts: str) -> None
 
 def assert_same_bits(ours: Path, straight: Path) -> None:
     """Compare the parts that `tools/evaluate.py --state` hashes, and all logged numbers but those of a clock."""
-    from tools.use.evaluate import SAME_STATE
+    from engine.files.archive import EXACT_PARTS
 
-    assert_same_parts(load(ours), load(straight), *SAME_STATE)
+    assert_same_parts(load(ours), load(straight), *EXACT_PARTS)
     assert logged(ours) == logged(straight)
 
 

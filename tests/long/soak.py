@@ -28,7 +28,7 @@ from conftest import ROOT, TOY, Launcher, Running
 from saved import assert_same_bits
 from test_same_bits import NORMS
 
-from engine.files import archive
+from engine import api
 from engine.files.store import find_checkpoint
 
 BITS = bool(int(os.environ.get("BITS") or 0))
@@ -105,7 +105,7 @@ def main(minutes: float, seed: int) -> int:
                 time.sleep(0.1)
             found, warnings = find_checkpoint("auto", run_folder)
             assert not warnings, warnings
-            step = archive.read(found)["progress"]["step"] if found else 0
+            step = api.read(found).step if found else 0
             tally[kind] += 1
             counts[processes] += 1
             print(

@@ -16,10 +16,10 @@ from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
+from engine.files.archive import EXACT_PARTS
 from engine.left_out import left_out_digests
 from engine.optim import make
 from plugins.preflight.optimizers import state_bytes
-from tools.use.evaluate import SAME_STATE
 
 OWN = str(ROOT / "tests" / "tasks" / "optimizers.py")
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
@@ -275,7 +275,7 @@ def test_any_optimizer_learns_in_the_same_bits_on_any_processes(folder, name):
     losses = [line["loss"] for line in lines if line["event"] == "eval"]
     assert losses[-1] < losses[0]
     resumed = load(folder / "way" / name)
-    for part in SAME_STATE:
+    for part in EXACT_PARTS:
         assert_same(resumed[part], straight[part], part)
 
 

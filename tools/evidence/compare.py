@@ -40,13 +40,14 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import config, errors
+from engine import api, config, errors
 from engine.data.batches import tree_leaves
 from engine.environment import environment_of
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, weights
+from engine.files.archive import CheckpointState, Sizes
 from engine.files.atomic import write_atomically
-from engine.files.store import Checkpoints, check_files
+from engine.files.store import check_files
 from plugins import resilience
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN
@@ -142,8 +143,7 @@ class Side(NamedTuple):
     commit: str = ""
     data: str = ""
     processes: int = 0
-    global_batch: int = 0
-    horizon: int = 0
+    sizes: Sizes = Sizes()
     log: dict[int, dict[str, Any]] = {}
     scores: dict[int, dict[str, Any]] = {}
     checkpoints: dict[int, Path] = {}
@@ -190,9 +190,10 @@ def read_side(name: str, path: Path) -> Side:
         )
     if path.suffix == ".npz":
         return _of_record(name, path)
-    state = archive.read(path)
-    side = _of_checkpoint(name, path, state, read_object(path.parent / "environment.json"))
-    return side._replace(checkpoints={state["progress"]["step"]: path})
+    saved = api.read(path)
+    known = read_object(path.parent / "environment.json")
+    side = _of_checkpoint(name, path, saved, saved.config, known)
+    return side._replace(checkpoints={saved.step: path})
 
 
 def _of_record(name: str, path: Path) -> Side:
@@ -213,15 +214,16 @@ def _as_run(
     return Side(name, path, folder_of(path), flat, env, code, processes=processes)
 
 
-def _of_checkpoint(name: str, path: Path, state: dict[str, Any], known: dict[str, Any]) -> Side:
-    env = environment_of(state) | {"NumPy": known.get("packages", {}).get("numpy") or ""}
+def _of_checkpoint(
+    name: str, path: Path, saved: CheckpointState, cfg: dict[str, Any], known: dict[str, Any]
+) -> Side:
+    env = saved.environment | {"NumPy": known.get("packages", {}).get("numpy") or ""}
     code = known.get("code", "")
-    side = _as_run(name, path, state["config"], env, code, known.get("processes", 0))
+    side = _as_run(name, path, cfg, env, code, known.get("processes", 0))
     commit = (known.get("git_commit") or "")[:12]
     if known.get("git_dirty"):
         commit += " with changes"
-    sizes = {"global_batch": state["global_batch"], "horizon": state["horizon"]}
-    return side._replace(commit=commit, data=state["data"], **sizes)
+    return side._replace(commit=commit, data=saved.data, sizes=saved.sizes)
 
 
 def _of_folder(name: str, folder: Path) -> Side:
@@ -238,16 +240,16 @@ def _of_folder(name: str, folder: Path) -> Side:
         ) from None
     came_to, newest = _ended(folder)
     checkpoints, gone = _checkpoints(folder, newest)
-    env = {
+    facts = {
         "torch": run_folder.torch_version(known),
         # a checkpoint has the CPU's model
         "device": " ".join(known.get("devices", [])[:1]).removeprefix("cpu"),
         "threads": str(known.get("threads", "")),
     }
-    state: dict[str, Any] = {"environment": env, "global_batch": 0, "horizon": 0, "data": ""}
+    saved = CheckpointState(environment=facts)
     if checkpoints:
-        state = archive.read(checkpoints[max(checkpoints)])
-    side = _of_checkpoint(name, folder, state | {"config": cfg}, known)
+        saved = api.read(checkpoints[max(checkpoints)])
+    side = _of_checkpoint(name, folder, saved, cfg, known)
     log: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "eval": {}}
     for line in _lines_of(folder / "metrics.jsonl"):
         log.setdefault(str(line.get("event")), {})[line.get("step", 0)] = line
@@ -260,7 +262,7 @@ def _checkpoints(folder: Path, newest: str) -> tuple[dict[int, Path], tuple[str,
 
     newest  name of the last checkpoint in status.json, or empty
     """
-    listed = {entry.step: folder / entry.file for entry in Checkpoints(folder).entries}
+    listed = api.list_checkpoints(folder)
     paths = [*listed.values()]
     if newest:
         paths.append(folder / newest)
@@ -441,8 +443,8 @@ def _config(a: Side, b: Side, virtual: bool) -> Differences:
             x = a.config.get(key, "absent")
             y = b.config.get(key, "absent")
             found[key] = x, y, not config.is_in(key, free)
-    found |= _fact("samples of a step", a.global_batch, b.global_batch) or {}
-    return found | (_fact("steps of the schedule", a.horizon, b.horizon) or {})
+    found |= _fact("samples of a step", a.sizes.global_batch, b.sizes.global_batch) or {}
+    return found | (_fact("steps of the schedule", a.sizes.horizon, b.sizes.horizon) or {})
 
 
 def _free_keys(a: Side, b: Side, virtual: bool) -> list[str]:
@@ -453,7 +455,7 @@ def _free_keys(a: Side, b: Side, virtual: bool) -> list[str]:
     for key, name in config.RESOLVED.items():
         if a.environment.get(name) == b.environment.get(name, "?"):
             free.append(key)
-    if a.horizon == b.horizon > 0:
+    if a.sizes.horizon == b.sizes.horizon > 0:
         free += ["steps", "epochs", "schedule.horizon"]
     return free
 
@@ -495,10 +497,10 @@ def start(a: Side, b: Side) -> Differences | None:
     return found or None
 
 
-def _initial(key: str, path: Path) -> dict[str, Any]:
+def _initial(key: str, path: Path) -> CheckpointState:
     if key == "resume":
-        return archive.read(path)
-    return {"model": weights.read(path)}
+        return api.read(path)
+    return CheckpointState(model=weights.read(path))
 
 
 class Number(NamedTuple):
@@ -586,29 +588,28 @@ def _relative(x: Any, y: Any) -> float:
 # ---- tensors
 # --------------------------------------------------------------------------------------------------
 
-PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress")
-
 
 def tensors(a: Side, b: Side) -> dict[str, Any]:
     """Compare the last common checkpoint."""
     steps = a.checkpoints.keys() & b.checkpoints.keys()
     if steps:
         last = max(steps)
-        states = archive.read(a.checkpoints[last]), archive.read(b.checkpoints[last])
+        states = api.read(a.checkpoints[last]), api.read(b.checkpoints[last])
         return {"step": last, **_parts(*states)}
     if a.checkpoints and b.checkpoints:
         return {"missing": [max(a.checkpoints), max(b.checkpoints)]}
     return {}
 
 
-def _parts(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _parts(one: CheckpointState, other: CheckpointState) -> dict[str, Any]:
     """Return the differences of two checkpoints: a line for each part."""
     texts = []
     different = []
     total = 0
-    for part in PARTS:
-        x = dict(tree_leaves(one.get(part)))
-        y = dict(tree_leaves(other.get(part)))
+    other_parts = other.exact_parts()
+    for part, value in one.exact_parts().items():
+        x = dict(tree_leaves(value))
+        y = dict(tree_leaves(other_parts[part]))
         names = x | y
         total += len(names)
         leaves = {name: _leaf(x.get(name), y.get(name)) for name in names}
@@ -889,7 +890,7 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
         return side
     begun = max([step for step in side.checkpoints if step <= before], default=0)
     source = _source(side, begun)
-    horizon = side.config.get("schedule.horizon") or side.horizon
+    horizon = side.config.get("schedule.horizon") or side.sizes.horizon
     if not horizon and not side.config.get("epochs"):
         horizon = side.config.get("steps", 0)
     settings = NO_MORE | {"resume": source, "record": record}

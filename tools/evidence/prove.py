@@ -61,11 +61,11 @@ from typing import Any
 
 from torch import Tensor
 
-from engine import config, errors, launch
+from engine import api, config, errors, launch
 from engine.comm import digests
 from engine.contract import LOGGED
 from engine.errors import LockstepError, amount
-from engine.files import archive
+from engine.files.archive import CheckpointState
 from engine.files.store import LAST
 from engine.threads import available
 from plugins.resilience import status
@@ -73,7 +73,7 @@ from tools.arguments import NOT_KNOWN
 from tools.evidence import records, trial
 from tools.machine import cards
 from tools.running import guarded, last_step, problem_of, python, read_object, script_of, started
-from tools.use.evaluate import SAME_STATE, TRUST, of_run, tensors_of
+from tools.use.evaluate import TRUST, of_run
 
 FLOAT64, GROWTH = 1e-9, 100
 """FLOAT64: the largest relative difference that rounding explains in float64.
@@ -209,8 +209,8 @@ class Trial:
         return lines
 
     @cached_property
-    def state(self) -> dict[str, Any]:
-        return archive.read(self.folder / LAST)
+    def state(self) -> CheckpointState:
+        return api.read(self.folder / LAST)
 
     @cached_property
     def notes(self) -> dict[str, Any]:
@@ -1086,8 +1086,7 @@ def _apart(one: Trial, other: Trial) -> tuple[int, str] | None:
 
 def _final_digests(trial: Trial) -> dict[str, Any]:
     """Return {name: digest} of the final state."""
-    state = {name: trial.state[name] for name in SAME_STATE}
-    return digests.each(tensors_of("", state))
+    return digests.each(api.tensors_of("", trial.state.exact_parts()))
 
 
 def _lacking(one: Trial, other: Trial) -> str:
@@ -1115,7 +1114,7 @@ def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, fl
                     apart.get(name, 0.0), abs(value - theirs) if theirs is not None else math.inf
                 )
     numbers = max((gap / (largest[name] or 1.0) for name, gap in apart.items()), default=0.0)
-    mine, theirs = one.state["model"], other.state["model"]
+    mine, theirs = one.state.model, other.state.model
     return numbers, max((_distance(theirs[name], mine[name]) for name in mine), default=0.0)
 
 

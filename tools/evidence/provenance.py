@@ -50,13 +50,12 @@ import torch
 
 import tasks
 from data_loader import TrainSampler
-from engine import checkpoint, config, errors
+from engine import api, config, errors
 from engine.comm.world import World
 from engine.contract import per_sample
 from engine.data.samples import Fetcher, contents, fingerprint
 from engine.data.splits import load_datasets
 from engine.errors import LockstepError, amount
-from engine.files import archive
 from engine.files.atomic import write_atomically
 from engine.plan import make_plan
 from engine.seeds import preserve_rng_state, seed_everything
@@ -182,19 +181,20 @@ def _read(args: config.Args, contents_too: bool) -> Seen:
     """Load the checkpoint and the data. Raises LockstepError for other data, or for a run with more
     than one order."""
     path = Path(args.cfg.resume)
-    saved = checkpoint.parse_state(archive.read(path), path)
-    then = config.defaults(args.cfg) | config.flatten(saved.config)
+    saved = api.read(path)
+    then = api.settings_of(saved, args.cfg)
     cfg = config.changed(args.cfg, {key: then[key] for key in OF_THE_ORDER})
     skipped = _skipped_steps(path, saved.progress)
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
     train_set, val_set = load_datasets(task, "", None)
     data = fingerprint(train_set, val_set, random_samples="stop" if contents_too else "warn")
-    if (len(train_set), data) != (saved.num_samples, saved.data):
+    sizes = saved.sizes
+    if (len(train_set), data) != (sizes.num_samples, saved.data):
         what = f"the data are not those of the checkpoint ({saved.data} -> {data})"
         raise LockstepError(what, str(path), "say where they lie, such as dataset.root=FOLDER")
-    one = config.changed(cfg, ONE_PASS | {"batch_size": saved.global_batch, "global_batch": 0})
-    plan = make_plan(one, World(0, 0, 1, torch.device("cpu")), saved.num_samples)
+    one = config.changed(cfg, ONE_PASS | {"batch_size": sizes.global_batch, "global_batch": 0})
+    plan = make_plan(one, World(0, 0, 1, torch.device("cpu")), sizes.num_samples)
     labels, sources = (per_sample(train_set, name) for name in ("labels", "sources"))
     balanced = labels if cfg.sampler == "balanced" else None
     sampler = TrainSampler(train_set, plan, 0, cfg.seed, balanced, cfg.exclude)
@@ -450,44 +450,44 @@ def _bar(items: Iterable[Any], total: int, name: str) -> Iterable[Any]:
 # -------------------------------------------------------------------------------------------------
 
 
-def _lines(found: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    place = f"step {found['step']} (epoch {found['epoch']}, position {found['position']})"
-    lines = [f"{found['checkpoint']}, {place}, global batch {found['global_batch']}:"]
-    never, skipped = found["never"], found["skipped"]
+def _lines(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    place = f"step {report['step']} (epoch {report['epoch']}, position {report['position']})"
+    lines = [f"{report['checkpoint']}, {place}, global batch {report['global_batch']}:"]
+    never, skipped = report["never"], report["skipped"]
     some = ", ".join(map(str, never[:8]))
     if len(never) > 8:
         some += ", ..."
     lines.append(
-        f"  {found['seen']} of {amount(found['samples'], 'sample')} seen, {found['uses']} times "
+        f"  {report['seen']} of {amount(report['samples'], 'sample')} seen, {report['uses']} times "
         "together"
     )
     lines.append(f"  {len(never)} never seen")
     if never:
         lines[-1] += f" ({some})"
-    if found["excluded"]:
-        lines[-1] += f"; {found['excluded']} of them excluded"
+    if report["excluded"]:
+        lines[-1] += f"; {report['excluded']} of them excluded"
     if skipped:
-        known = ", ".join(map(str, found["skipped_steps"])) or "the log does not say which"
+        known = ", ".join(map(str, report["skipped_steps"])) or "the log does not say which"
         lines.append(
             f"  {amount(skipped, 'step')} moved no weight: {known}; samples of such steps count "
             "as seen"
         )
-    if found["init_from"]:
+    if report["init_from"]:
         lines.append(
-            f"  the weights began as those of {found['init_from']}: what these had seen is not "
+            f"  the weights began as those of {report['init_from']}: what these had seen is not "
             "counted"
         )
     for title in ("sources", "classes"):
-        if title in found:
-            lines += ["", *aligned(_table(title, found[title]))]
-            if len(found[title]) > ROWS:
-                lines.append(f"  and {len(found[title]) - ROWS} more")
-    if "root" in found:
-        lines += ["", f"  root  sha256 {found['root']} of {found['leaves']} uses"]
+        if title in report:
+            lines += ["", *aligned(_table(title, report[title]))]
+            if len(report[title]) > ROWS:
+                lines.append(f"  and {len(report[title]) - ROWS} more")
+    if "root" in report:
+        lines += ["", f"  root  sha256 {report['root']} of {report['leaves']} uses"]
     if options.list:
         lines.append(f"  list  {options.list}")
-    if "proof" in found:
-        lines.append(json.dumps(found["proof"]))
+    if "proof" in report:
+        lines.append(json.dumps(report["proof"]))
     return lines
 
 

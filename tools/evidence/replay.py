@@ -51,7 +51,7 @@ import yaml
 from torch import Tensor
 
 import tasks
-from engine import checkpoint, config, private
+from engine import api, config, private
 from engine.comm import digests
 from engine.comm.world import World
 from engine.data.samples import fingerprint
@@ -73,7 +73,7 @@ from tools.running import (
     stdout_aside,
     train_in,
 )
-from tools.use.evaluate import SAME_STATE, TRUST, of_run
+from tools.use.evaluate import TRUST, of_run
 
 Log = dict[tuple[int, str], dict[str, Any]]
 """{(step, event): line of metrics.jsonl}, in order."""
@@ -197,7 +197,7 @@ class Stretch(NamedTuple):
 
     @property
     def start(self) -> int:
-        return int(self.begin.progress.get("step", 0))
+        return self.begin.step
 
     def __str__(self) -> str:
         return f"steps {self.start} to {self.to}"
@@ -226,7 +226,7 @@ class Recorded:
             path = folder / entry.file
             step = entry.step
             if not entry.sha256:  # an older run
-                step = archive.read(path)["progress"]["step"]
+                step = api.read(path).step
             self.at[step] = path, entry.sha256
         self.steps = sorted({*self.at, *(step for step, _ in self.log)})
         self.came_to = read_object(folder / "status.json").get("step")
@@ -252,11 +252,11 @@ class Recorded:
             raise LockstepError(
                 f"the checkpoint is damaged: {problem}", str(path), near, exit_code=3
             )
-        saved = checkpoint.parse_state(archive.read(path), path)
-        if saved.progress["step"] != step:
-            what = f"it is of step {saved.progress['step']}, and the manifest says {step}"
+        saved = api.read(path)
+        if saved.step != step:
+            what = f"it is of step {saved.step}, and the manifest says {step}"
             raise LockstepError(what, str(path), "correct the manifest", exit_code=3)
-        return saved._replace(model={}, ema=None, optimizer={})
+        return saved.without_tensors()
 
     def stretches(self, after: int, to: int, note: int = 0) -> list[Stretch]:
         """Divide the steps after `after`, up to the recorded step `to`, at the checkpoints."""
@@ -309,11 +309,10 @@ class Recorded:
         """Return the number of processes at the last step of a stretch. A checkpoint has the
         partition of the global batch."""
         saved = stretch.after
+        processes = int(self.environment.get("processes", 1))
         if saved and not self.cfg.virtual_workers:
-            sizes = re.match(r"(\d+), (\d+) ", saved.environment.get("samples of a pass", ""))
-            if sizes:
-                return saved.global_batch // (int(sizes[1]) * int(sizes[2]))
-        return int(self.environment.get("processes", 1))
+            return saved.processes or processes
+        return processes
 
 
 def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> CheckpointState:
@@ -327,9 +326,7 @@ def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> CheckpointState:
         raise LockstepError(
             f"the run began with {path}, which is not there", str(folder), todo, exit_code=3
         )
-    return checkpoint.parse_state(archive.read(path), path)._replace(
-        model={}, ema=None, optimizer={}
-    )
+    return api.read(path).without_tensors()
 
 
 def _check_not_running(folder: Path) -> None:
@@ -432,7 +429,7 @@ def _look_at_config(run: Recorded, saved: list[CheckpointState], found: Anyway) 
     newest = saved[-1]
     keys = run.decisive(newest.config, config.to_dict(run.cfg))
     for line in run.changed:
-        if line["step"] >= newest.progress["step"]:
+        if line["step"] >= newest.step:
             keys.pop(str(line.get("change")).partition(":")[0], None)
     if not keys:
         found.say("config", f"the same in config.yaml and {_name(newest)}")
@@ -611,7 +608,7 @@ class Taker:
         if stretch.end:
             fixed["save_every"] = stretch.to
         if known.path and not any(word.startswith(("amp=", "--amp")) for word in self.rest):
-            fixed |= {"amp": known.precision, "memory_format": known.memory_format}
+            fixed |= known.choices
         if known.environment.get("compile"):
             fixed["compile"] = known.environment["compile"]
         backend = config.flatten(config.to_dict(cfg))["ddp.backend"]
@@ -711,7 +708,7 @@ def compare(
 
     but  names of numbers that are not compared
     """
-    found = Compared()
+    comparison = Compared()
     again = stretch.begin.progress.get("evaluation_due")
     start = stretch.start
     inside = [key for key in ours if start < key[0] <= stretch.to]
@@ -723,7 +720,7 @@ def compare(
         if stopped and (step, event) == (stretch.to, "eval"):
             continue
         if (step, event) not in theirs:
-            found.missing.append(step)
+            comparison.missing.append(step)
             continue
         one = theirs[step, event]
         two = ours[step, event]
@@ -735,15 +732,15 @@ def compare(
             counts = name not in (*TIMES, *but) and (same_span or name in OF_ITS_STEP)
             if counts and name in one and name in two and one[name] != two[name]:
                 differences.append(_difference(name, one[name], two[name]))
-        found.add(step, event, differences)
+        comparison.add(step, event, differences)
         if "digest" in one and "digest" in two:
-            found.digests += 1
-            found.proven = max(found.proven, step)
-        found.digest = two.get("digest", found.digest)
+            comparison.digests += 1
+            comparison.proven = max(comparison.proven, step)
+        comparison.digest = two.get("digest", comparison.digest)
     if checkpoints[0] and checkpoints[1]:
         unlogged = any(start < key[0] <= stretch.to and key not in ours for key in theirs)
-        _compare_ends(found, stretch.to, checkpoints[0], checkpoints[1], unlogged)
-    return found
+        _compare_ends(comparison, stretch.to, checkpoints[0], checkpoints[1], unlogged)
+    return comparison
 
 
 def _line_before(log: Log, step: int, start: int) -> int:
@@ -751,26 +748,28 @@ def _line_before(log: Log, step: int, start: int) -> int:
     return max((s for s, e in log if e == "train" and start < s < step), default=start)
 
 
-def _compare_ends(found: Compared, to: int, one_path: Path, two_path: Path, unlogged: bool) -> None:
+def _compare_ends(
+    comparison: Compared, to: int, one_path: Path, two_path: Path, unlogged: bool
+) -> None:
     """Compare the checkpoints at the end of a stretch.
 
     unlogged  the second log lacks lines of the first log
     """
-    one = archive.read(one_path)
-    two = archive.read(two_path)
+    one = api.read(one_path)
+    two = api.read(two_path)
     leave_out = set[str]()
-    if one["progress"]["evaluation_due"]:
+    if one.progress["evaluation_due"]:
         leave_out |= {"progress/best", "progress/stale", "progress/evaluation_due"}
-    if found.missing or unlogged:
+    if comparison.missing or unlogged:
         # sums since the line before, and the lines before differ
         leave_out |= {"tally", "progress/epoch_totals"}
-    found.left_out = ", ".join(sorted(leave_out))
+    comparison.left_out = ", ".join(sorted(leave_out))
     differences = _of_states(one, two, leave_out)
-    found.state = not differences
-    found.digest = two["digest"]
-    found.digests += 1
-    found.proven = to
-    found.add(to, one_path.name, differences)
+    comparison.state = not differences
+    comparison.digest = two.digest
+    comparison.digests += 1
+    comparison.proven = to
+    comparison.add(to, one_path.name, differences)
 
 
 def _difference(name: str, one: Any, two: Any) -> dict[str, Any]:
@@ -782,12 +781,12 @@ def _difference(name: str, one: Any, two: Any) -> dict[str, Any]:
 
 
 def _of_states(
-    one: dict[str, Any], two: dict[str, Any], leave_out: set[str]
+    one: CheckpointState, two: CheckpointState, leave_out: set[str]
 ) -> list[dict[str, Any]]:
     """Return the differences of two checkpoints, in the parts that do not depend on the number of
     processes."""
-    ours = _leaves_of(one)
-    theirs = _leaves_of(two)
+    ours = dict(leaves("", one.exact_parts()))
+    theirs = dict(leaves("", two.exact_parts()))
     found = list[dict[str, Any]]()
     for name in ours | theirs:
         a = ours.get(name)
@@ -801,10 +800,6 @@ def _of_states(
             shapes = {"run": str(tuple(a.shape)), "replay": str(tuple(b.shape))}
             found.append({"name": name, "relative": _of_norm(a, b)} | shapes)
     return found
-
-
-def _leaves_of(state: dict[str, Any]) -> dict[str, Any]:
-    return dict(leaves("", {name: state[name] for name in SAME_STATE}))
 
 
 def _of_norm(one: Tensor, two: Tensor) -> float | None:
@@ -1071,36 +1066,36 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
     began = time.monotonic()
     folder = taker.take(stretch)
     ends = stretch.end and stretch.end.path, _at_end(stretch, folder)
-    found = compare(stretch, taker.run.log, log_of(folder)[0], ends)
+    comparison = compare(stretch, taker.run.log, log_of(folder)[0], ends)
     yardstick = None
     verdict = SAME
     explains = [*anyway.explains]
-    if found.equal == found.points and found.proven < stretch.to:
+    if comparison.equal == comparison.points and comparison.proven < stretch.to:
         verdict = UNKNOWN
-    elif found.equal < found.points:
+    elif comparison.equal < comparison.points:
         verdict = DIFFERS
         explains += filter(None, [_moved(stretch, folder)])
-        if explains and found.points:
+        if explains and comparison.points:
             yardstick = _yardstick(taker, stretch, folder)
-            if found.largest <= FARTHER * yardstick.largest:
+            if comparison.largest <= FARTHER * yardstick.largest:
                 verdict = ROUNDING
     noted = _digest_at(folder, stretch.note) if stretch.note else ""
-    about |= {"digests": found.digests}
+    about |= {"digests": comparison.digests}
     about |= {
-        "points": found.points,
-        "equal": found.equal,
+        "points": comparison.points,
+        "equal": comparison.equal,
         "verdict": verdict,
-        "first_difference": found.first,
+        "first_difference": comparison.first,
     }
     about |= {
-        "state": found.state,
-        "digest": found.digest,
-        "missing": found.missing,
-        "left_out": found.left_out,
+        "state": comparison.state,
+        "digest": comparison.digest,
+        "missing": comparison.missing,
+        "left_out": comparison.left_out,
     }
-    about |= {"largest": found.largest, "yardstick": yardstick.largest if yardstick else None}
+    about |= {"largest": comparison.largest, "yardstick": yardstick.largest if yardstick else None}
     about |= {"digest_at_step": noted or None, "seconds": round(time.monotonic() - began, 1)}
-    return about | {"text": _line(stretch, found, verdict, yardstick, explains, noted)}
+    return about | {"text": _line(stretch, comparison, verdict, yardstick, explains, noted)}
 
 
 def _at_end(stretch: Stretch, folder: Path) -> Path | None:
@@ -1113,7 +1108,8 @@ def _moved(stretch: Stretch, folder: Path) -> str:
     saved = saved_at(folder)
     if not (stretch.known.path and saved):
         return ""
-    now = archive.read(saved[max(saved)])["environment"]
+    newest = api.read(saved[max(saved)])
+    now = newest.environment
     then = stretch.known.environment
     return "; ".join(
         f"{name} {then[name]} -> {now[name]}"
@@ -1134,31 +1130,31 @@ def _yardstick(taker: Taker, stretch: Stretch, folder: Path) -> Compared:
 
 def _digest_at(folder: Path, step: int) -> str:
     path = saved_at(folder).get(step)
-    return archive.read(path)["digest"] if path else ""
+    return api.read(path).digest if path else ""
 
 
 def _line(
     stretch: Stretch,
-    found: Compared,
+    comparison: Compared,
     verdict: str,
     yardstick: Compared | None,
     explains: list[str],
     noted: str,
 ) -> str:
-    parts = [f"{stretch}: {_in_words(verdict, found.equal, found.points)}"]
+    parts = [f"{stretch}: {_in_words(verdict, comparison.equal, comparison.points)}"]
     if verdict == UNKNOWN:
         last = "there are none"
-        if found.proven:
-            last = f"the last are of step {found.proven}"
+        if comparison.proven:
+            last = f"the last are of step {comparison.proven}"
         parts.append(
             f"at step {stretch.to} no bits of the weights could be compared (digests, "
             f"checkpoints): {last}"
         )
-    if found.state and stretch.end:
+    if comparison.state and stretch.end:
         parts.append(f"one of them all state of {_name(stretch.end)}")
     if noted:
         parts.append(f"digest {noted} at step {stretch.note}")
-    first = found.first
+    first = comparison.first
     if first:
         shown = ", ".join(map(_shown, first["differences"][:3]))
         if first["number"] > 3:
@@ -1172,17 +1168,17 @@ def _line(
     if yardstick:
         explained = "explains" if verdict == ROUNDING else "does not explain"
         parts.append(
-            f"the largest relative difference is {found.largest:.1e} ({found.where or 'none'}), "
-            f"the yardstick's {yardstick.largest:.1e}: rounding {explained} it "
-            f"(another {', '.join(explains)})"
+            f"the largest relative difference is {comparison.largest:.1e} "
+            f"({comparison.where or 'none'}), the yardstick's {yardstick.largest:.1e}: "
+            f"rounding {explained} it (another {', '.join(explains)})"
         )
-    if found.missing:
+    if comparison.missing:
         parts.append(
-            f"the run's log lacks {amount(len(found.missing), 'line')}, the first of step "
-            f"{found.missing[0]}"
+            f"the run's log lacks {amount(len(comparison.missing), 'line')}, the first of step "
+            f"{comparison.missing[0]}"
         )
-    if found.left_out:
-        parts.append(f"left out of the state: {found.left_out}")
+    if comparison.left_out:
+        parts.append(f"left out of the state: {comparison.left_out}")
     return "; ".join(parts)
 
 

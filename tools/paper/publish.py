@@ -45,14 +45,12 @@ import yaml
 from torch import Tensor
 
 import tasks
-from engine import checkpoint, config, errors
+from engine import api, config, errors
 from engine.comm import digests
 from engine.contract import LOGGED, Task
 from engine.errors import LockstepError, headline
-from engine.files import archive
 from engine.files.archive import CheckpointState
 from engine.files.store import find_checkpoint
-from engine.files.weights import fitted
 from formats.partial import Partial
 from plugins.resilience import status
 from tasks import har, robot, video
@@ -81,11 +79,6 @@ SECRET = re.compile(r"(^|[._])(api_?key|token|secret|password|passwd|credentials
 BEGAN = re.compile(r"(^|\.)(init_from|pretrained|pretrained_path)$")
 OF_A_SPLIT = re.compile(r"exclude|(train|val|test)_")
 TEST = "test.json"
-
-OF_CHECKPOINT = (
-    "progress global_batch num_samples horizon precision data memory_format environment".split()
-)
-"""Parts of a checkpoint that checkpoint.json keeps."""
 
 OF_ENVIRONMENT = "code git_commit git_dirty python packages cuda nccl processes threads".split()
 """Parts of environment.json that proof.json keeps."""
@@ -206,21 +199,21 @@ def _publish(args: config.Args, options: argparse.Namespace) -> int:
     alone("one process writes it", "publish.py")
     out: Path = options.to
     published.safetensors()  # fails now, because the next steps may take minutes
-    saved, state = _opened(args, options)
+    saved = _opened(args, options)
     weights = _weights(saved)
     study = options.study and _study(options.study)
     with contextlib.redirect_stdout(sys.stderr):
         print("Reading what it was trained on", flush=True)
         _, seen = provenance.tell(args, not options.no_contents)
         print("Scoring the validation", flush=True)
-        results = _results(args, options, saved, state)
+        results = _results(args, options, saved)
     if study:
         results["study"] = study
-    texts = _texts(args, options, saved, state, weights, seen, results)
+    texts = _texts(args, options, saved, weights, seen, results)
     sha256 = digests.of_tensors(weights.items())
     _write(out, weights, texts, _task_file(args.cfg.task, options.with_task))
     files = sorted(path.name for path in out.iterdir())
-    step = saved.progress["step"]
+    step = saved.step
     if options.json:
         summary = {"folder": str(out), "files": files, "sha256": sha256, "step": step}
         print(json.dumps(summary))
@@ -241,10 +234,8 @@ def _publish(args: config.Args, options: argparse.Namespace) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def _opened(
-    args: config.Args, options: argparse.Namespace
-) -> tuple[CheckpointState, dict[str, Any]]:
-    """Return the checkpoint, and the contents of the file.
+def _opened(args: config.Args, options: argparse.Namespace) -> CheckpointState:
+    """Return the checkpoint.
 
     Raises LockstepError if the checkpoint is missing or cannot be published.
     """
@@ -255,8 +246,7 @@ def _opened(
             what = "the run has no checkpoint yet"
         raise LockstepError(what, options.run, "let it train to its first evaluation", exit_code=3)
     find_checkpoint(str(path), None)  # compares the SHA-256 with the manifest
-    state = archive.read(path)
-    saved = checkpoint.parse_state(state, path)
+    saved = api.read(path)
     task = tasks.load(args.cfg.task)
     if task.metadata is Task.metadata and task.full_dataset is Task.full_dataset:
         raise LockstepError(
@@ -278,14 +268,14 @@ def _opened(
             args.cfg.task,
             "return numbers, texts, lists, and dicts by text",
         )
-    if saved.left_out and saved.config["init_from"]:
-        name = Path(saved.config["init_from"]).name
+    if saved.init_from:
+        name = Path(saved.init_from).name
         raise LockstepError(
             f"weights are left to init_from={name}, which is not handed on",
             "the task's `saved`",
             "train with a task that saves them, too",
         )
-    return saved, state
+    return saved
 
 
 def _is_json(value: Any) -> bool:
@@ -302,9 +292,7 @@ def _weights(saved: CheckpointState) -> dict[str, Tensor]:
 
     Raises LockstepError for a value that safetensors cannot store.
     """
-    weights = dict(saved.ema or saved.model)
-    weights.pop("n_averaged", None)
-    weights = fitted(weights, saved.model)
+    weights = api.evaluated_weights(saved)
     for name, value in weights.items():
         if not isinstance(value, Tensor) or value.is_sparse:
             raise LockstepError(
@@ -353,11 +341,11 @@ def without_paths(text: str) -> str:
 
 
 def _results(
-    args: config.Args, options: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
+    args: config.Args, options: argparse.Namespace, saved: CheckpointState
 ) -> dict[str, Any]:
     """Return the metrics of the validation, scored now and as logged, and of an existing test."""
     assert saved.path
-    step = saved.progress["step"]
+    step = saved.step
     folder = saved.path.parent
     validation: dict[str, Any] = {"split": "val"}
     try:
@@ -381,7 +369,7 @@ def _results(
     monitor = str(tasks.load(args.cfg.task).monitor)
     results = {"step": step, "monitor": monitor, "validation": validation}
     tested = read_json(folder / TEST)
-    weights = digests.of_tensors(state["model"].items())[:16]
+    weights = api.hash_weights(saved)[:16]
     if tested and tested.get("sha256", {}).get("weights") == weights:
         names = ["count", "metrics", "classes", "confusion", "looks"]
         if not options.no_sources:
@@ -446,7 +434,10 @@ def _spreads(metrics: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _proof(
-    args: config.Args, options: argparse.Namespace, saved: CheckpointState, state: dict[str, Any]
+    args: config.Args,
+    options: argparse.Namespace,
+    saved: CheckpointState,
+    described: dict[str, Any],
 ) -> dict[str, Any]:
     """Return digests, machine and versions, and the command that reproduces the weights."""
     assert saved.path
@@ -464,17 +455,18 @@ def _proof(
         for key, value in config.flatten(config.to_dict(args.cfg)).items():
             if value != without_names(value, key.rpartition(".")[2]):
                 left_out.append(key)
+    settings = api.settings_of(saved, args.cfg)
     proof: dict[str, Any] = {
-        "command": f"{command} --config {name}/config.yaml{_data_words(saved)}",
+        "command": f"{command} --config {name}/config.yaml{_data_words(settings)}",
         "then": "python tools/evaluate.py RUN",
-        "trained_weights_sha256": digests.of_tensors(state["model"].items()),
+        "trained_weights_sha256": api.hash_weights(saved),
         "device": str(args.cfg.device),
-        "steps": saved.progress["step"],
-        "data": saved.data,
-        "digest": str(state.get("digest") or ""),
+        "steps": saved.step,
+        "data": described["data"],
+        "digest": saved.digest,
         "left_out": left_out,
         "run": {},
-        "machine": {key: value for key, value in saved.environment.items() if value},
+        "machine": {key: value for key, value in described["environment"].items() if value},
     }
     for key, value in _chosen(environment, OF_ENVIRONMENT).items():
         if value is not None:
@@ -484,9 +476,9 @@ def _proof(
     return proof
 
 
-def _data_words(saved: CheckpointState) -> str:
+def _data_words(settings: dict[str, Any]) -> str:
     """Return the words of a command that give the place of the data; no text for a public place."""
-    root = config.flatten(saved.config).get("dataset.root")
+    root = settings.get("dataset.root")
     if isinstance(root, str) and without_paths(root) != root:
         return f" dataset.root={model_card.DATA}"
     if isinstance(root, list) and any(without_paths(str(part)) != part for part in root):
@@ -498,7 +490,6 @@ def _texts(
     args: config.Args,
     options: argparse.Namespace,
     saved: CheckpointState,
-    state: dict[str, Any],
     weights: dict[str, Tensor],
     seen: dict[str, Any],
     results: dict[str, Any],
@@ -506,7 +497,8 @@ def _texts(
     """Return {file: text}."""
     cfg = public(config.to_dict(args.cfg))
     known = dict(saved.metadata or {})
-    test = dict(state.get("test") or {})
+    described = saved.description()
+    test = dict(described["test"])
     if args.cfg.task.endswith(".py"):
         cfg["task"] = Path(args.cfg.task).name
     seen |= {"checkpoint": Path(seen["checkpoint"]).name, "init_from": Path(seen["init_from"]).name}
@@ -519,22 +511,18 @@ def _texts(
         cfg = without_names(cfg)
     if test:
         seen["test"] = test
-    averaged = None
-    if saved.ema:
-        averaged = int(saved.ema["n_averaged"])
-    checkpoint_state = _chosen(state, OF_CHECKPOINT)
     contents: dict[str, Any] = {
         "layout": published.LAYOUT,
         "names": [*weights],
         "tied": published.shared(weights),
-        "averaged": averaged,
+        "averaged": saved.averaged,
         "sha256": digests.of_tensors(weights.items()),
-        "state": checkpoint_state | {"known": known, "left_out": saved.left_out, "test": test},
+        "state": described | {"known": known, "test": test},
     }
     classes = []
     if isinstance(known.get("classes"), list):
         classes = list(map(str, known["classes"]))
-    proof = _proof(args, options, saved, state)
+    proof = _proof(args, options, saved, described)
     card = _card(args, options, saved, cfg, weights, contents, classes, seen, results, proof)
     texts = {
         published.CONFIG: yaml.safe_dump(cfg, sort_keys=False, allow_unicode=True),
@@ -591,7 +579,7 @@ def _card(
         task=Path(args.cfg.task).name,
         with_task=options.with_task,
         began=began,
-        left_out=len(saved.left_out),
+        left_out=len(contents["state"]["left_out"]),
         robot=issubclass(task, robot.Task),
         parameters=sum(own),
         sha256=contents["sha256"],

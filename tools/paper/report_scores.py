@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import config, threads
-from engine.comm import digests
+from engine import api, config, threads
 from engine.comm.world import World
 from engine.contract import Batch, BatchInfo, Sums, Task
 from engine.data.ahead import to_device
@@ -30,7 +29,6 @@ from engine.data.batches import attach_info, batch_info, tree_leaves
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, headline
 from engine.evaluation import collects, reported
-from engine.files import archive
 from engine.gathered import Gathered, Ragged, packed
 from engine.hooks import check
 from engine.seeds import sample_seeds, seed_generators
@@ -153,9 +151,8 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    state = archive.read(path)
-    weights = digests.of_tensors(state["model"].items())[:16]
-    return Checkpoint(path, int(state["progress"]["step"]), weights, str(state.get("digest") or ""))
+    saved = api.read(path)
+    return Checkpoint(path, saved.step, api.hash_weights(saved)[:16], saved.digest)
 
 
 def score(args: config.Args, split: str, most: int) -> Scores:

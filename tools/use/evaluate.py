@@ -23,26 +23,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import Subset
 from tqdm import tqdm
 
 import train
 from data_loader import EvalLoader, EvalSampler
-from engine import config, errors
-from engine.comm import digests
+from engine import api, config, errors
 from engine.comm.world import World
 from engine.contract import Sums, Task, per_sample
 from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
-from engine.files import archive
 from engine.files.atomic import write_atomically
 from engine.files.store import LAST, Checkpoints, check_files
 from engine.report.log import of_trials
@@ -181,31 +176,11 @@ def _report(scored: Scores, options: argparse.Namespace) -> None:
 
 def _hashes(checkpoint: Path, with_state: bool) -> dict[str, str]:
     """Return the first 16 digits of the SHA-256 of the weights, and of all state."""
-    state = archive.read(checkpoint)
-    hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
+    saved = api.read(checkpoint)
+    hashes = {"weights": api.hash_weights(saved)[:16]}
     if with_state:
-        parts = {name: state[name] for name in SAME_STATE}
-        hashes["state"] = digests.of_tensors(tensors_of("", parts))[:16]
+        hashes["state"] = api.hash_state(saved)[:16]
     return hashes
-
-
-SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
-"""The parts of a checkpoint that have equal bits on any number of processes with
-`virtual_workers`."""
-
-
-def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the leaves of a tree of dicts and lists with paths, numbers as tensors."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_of(f"{name}/{key}", item)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from tensors_of(f"{name}/{number}", item)
-    elif isinstance(value, Tensor):
-        yield name, value
-    elif value is not None:
-        yield f"{name} {value}", torch.zeros(0)
 
 
 TEST = "test.json"

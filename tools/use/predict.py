@@ -256,7 +256,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     checkpoint.load_evaluated(model, saved)
     kernels.apply_memory_format(model, saved.memory_format)
     amp = precision.resolve(cfg, world, saved.precision)
-    return LoadedModel(task, model.eval(), amp, saved.path, saved.progress["step"]), dataset
+    return LoadedModel(task, model.eval(), amp, saved.path, saved.step), dataset
 
 
 def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:

@@ -16,10 +16,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from engine.checkpoint import FORMAT
 from engine.comm import digests
 from engine.errors import LockstepError
-from engine.files.archive import reason
+from engine.files.archive import published_state, reason
 from engine.files.weights import PUBLISHED as WEIGHTS
 from plugins.resilience.scratch import own_scratch
 
@@ -80,21 +79,8 @@ def read(folder: Path) -> dict[str, Any]:
             )
         found = safetensors().load_file(folder / WEIGHTS)
         weights = {name: found[about["tied"].get(name, name)] for name in about["names"]}
-        state = {
-            "format": FORMAT,
-            **about["state"],
-            "config": config | {"task": _task(folder, config)},
-        }
-        state |= {
-            "tally": {"totals": {}, "skipped": 0.0},
-            "optimizer": {},
-            "scaler": {},
-            "model": weights,
-            "ema": None,
-        }
-        if about["averaged"] is not None:
-            state["ema"] = {"n_averaged": torch.tensor(about["averaged"])}
-            state["ema"] |= {f"module.{name}": value for name, value in weights.items()}
+        config |= {"task": _task(folder, config)}
+        state = published_state(about["state"], config, weights, about["averaged"])
         if (sha256 := digests.of_tensors(weights.items())) != about["sha256"]:
             raise ValueError(
                 f"SHA-256 of the weights is {sha256[:12]}, {STATE} says {str(about['sha256'])[:12]}"
