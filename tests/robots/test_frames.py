@@ -422,7 +422,7 @@ def test_loader_processes_read_the_same(made, tmp_path, kind, cache, context):
     expected = chunks.__getitems__(list(range(16)))
     workers = 1 if context == "spawn" else 2  # such a process takes two seconds to begin
     loader = torch.utils.data.DataLoader(
-        chunks, batch_size=4, num_workers=workers, collate_fn=_as_it_is, multiprocessing_context=context, timeout=60
+        chunks, batch_size=4, num_workers=workers, collate_fn=_as_it_is, multiprocessing_context=context, timeout=600
     )
     batches = list(loader)
     assert all(torch.equal(torch.cat([batch[name] for batch in batches]), expected[name]) for name in expected)
