@@ -7,12 +7,11 @@ from pathlib import Path
 from engine import hooks
 from engine.run import Run
 from plugins.reporting import plan_text, trackers
-from plugins.reporting.plan_text import announce as announce
-from plugins.reporting.plan_text import check_trackers as check_trackers
-from plugins.reporting.plan_text import print_plan as print_plan
-from plugins.reporting.plan_text import training as training
+from plugins.reporting.plan_text import announce, check_trackers, print_plan, training
 from plugins.reporting.profile import Profile
 from plugins.reporting.step_record import StepRecord
+
+__all__ = ["announce", "check_trackers", "print_plan", "training"]
 
 
 def open_profile(run: Run, folder: Path, wanted: bool) -> Profile | None:

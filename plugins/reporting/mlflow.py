@@ -39,7 +39,6 @@ class MLflow:
         import mlflow
 
         self.mlflow = mlflow
-        self.logged = -1
         uri = cfg.mlflow.uri or mlflow.get_tracking_uri()
         if "://" not in uri or uri.startswith("file:"):
             # newer versions refuse a folder without the variable
@@ -52,12 +51,12 @@ class MLflow:
         # and would set the status FINISHED.
         atexit.register(mlflow.end_run, "FAILED")
         self.id = active.info.run_id
-        if earlier:  # a number that is logged twice is shown twice
-            history = mlflow.MlflowClient().get_metric_history
-            for metric in active.data.metrics:
-                for entry in history(earlier, metric):
-                    self.logged = max(self.logged, entry.step)
-        else:
+        # A number that is logged twice is shown twice. A new run has no metrics.
+        history = mlflow.MlflowClient().get_metric_history
+        metrics = active.data.metrics
+        logged = [entry.step for metric in metrics for entry in history(self.id, metric)]
+        self.logged = max(logged, default=-1)
+        if not earlier:
             mlflow.log_params(config.flatten(config.to_dict(cfg)))
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from engine.comm.world import World, on_rank0
 from engine.contract import per_sample
 from engine.environment import environment
 from engine.errors import amount, console, few
-from engine.plan import data_parallel_devices
+from engine.plan import Plan, data_parallel_devices
 from engine.run import Run
 from plugins.reporting import mlflow, wandb
 
@@ -51,25 +51,22 @@ def announce(world: World, cfg: Any, always: bool) -> None:
         console.info(f"Started again with {' '.join(settings)}")
 
 
-# ---- the plan, a function for each row
+# ---- the rows of the plan
 
 
-def _global_batch(run: Run) -> str:
-    plan = run.plan
+def _rows_of_the_partition(plan: Plan) -> dict[str, str]:
     replicas = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
-    return (
-        f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
-        f"{plan.accumulation} accumulation = {plan.global_batch}"
-    )
-
-
-def _steps_per_epoch(run: Run) -> str:
-    plan = run.plan
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
-    return (
-        f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
-        f"{plan.dropped} samples dropped"
-    )
+    return {
+        "global batch": (
+            f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
+            f"{plan.accumulation} accumulation = {plan.global_batch}"
+        ),
+        "steps per epoch": (
+            f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
+            f"{plan.dropped} samples dropped"
+        ),
+    }
 
 
 def _optimizer_steps(run: Run) -> str:
@@ -96,15 +93,15 @@ def _learning_rate(run: Run) -> str:
     return text
 
 
-def _parameters(run: Run) -> str:
+def _rows_of_the_model(run: Run) -> dict[str, str]:
     count = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    return f"{count:,}, {trained:,} trained" if trained < count else f"{count:,}"
-
-
-def _precision(run: Run) -> str:
-    name = {"off": "fp32"}.get(run.precision.name, run.precision.name)
-    return f"{name} ({run.precision.note})"
+    precision = {"off": "fp32"}.get(run.precision.name, run.precision.name)
+    return {
+        "parameters": f"{count:,}, {trained:,} trained" if trained < count else f"{count:,}",
+        "precision": f"{precision} ({run.precision.note})",
+        "device": ", ".join([str(run.world.device), *run.plan.speed]),
+    }
 
 
 def _memory(run: Run) -> str:
@@ -127,8 +124,7 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
     return sum(to_local(p).nbytes for p in parameters)
 
 
-def _checkpoints(run: Run) -> str:
-    cfg = run.cfg
+def _checkpoints(cfg: Any) -> str:
     if cfg.save_every:
         return f"every {amount(cfg.save_every, 'step')}; a kill repeats that at most"
     if cfg.save_minutes:
@@ -139,36 +135,26 @@ def _checkpoints(run: Run) -> str:
     return "at the end of an epoch; a kill repeats the epoch, and 10 s before it at most"
 
 
-ROWS: dict[str, Callable[[Run], str]] = {
-    "global batch": _global_batch,
-    "steps per epoch": _steps_per_epoch,
-    "optimizer steps": _optimizer_steps,
-    "learning rate": _learning_rate,
-    "parameters": _parameters,
-    "precision": _precision,
-    "device": lambda run: ", ".join([str(run.world.device), *run.plan.speed]),
-    "memory": _memory,
-    "checkpoints": _checkpoints,
-    "plugins": lambda run: ", ".join(hooks.load()),
-}
-"""The rows that each run has, in their order. The rows of `hooks.plan_rows` follow, then the rows
-of the data."""
-
-ROWS_OF_THE_MODEL = ("parameters", "precision", "device")
-
-
-def plan_table(run: Run) -> dict[str, str]:
-    """Return the plan as lines of text, by name."""
-    rows = {name: text(run) for name, text in ROWS.items()}
+def _rows_of_the_plan(run: Run) -> dict[str, str]:
+    """Return the plan as lines of text, by name: the rows that each run has, the rows of
+    `hooks.plan_rows`, the rows of the data."""
+    rows = {
+        **_rows_of_the_partition(run.plan),
+        "optimizer steps": _optimizer_steps(run),
+        "learning rate": _learning_rate(run),
+        **_rows_of_the_model(run),
+        "memory": _memory(run),
+        "checkpoints": _checkpoints(run.cfg),
+        "plugins": ", ".join(hooks.load()),
+    }
     for more in hooks.plan_rows.each(run):
         rows |= more
     sampler = run.loaders.train.sampler
-    count = int(sampler.excluded.sum())
-    if count:
+    if sampler.excluded.any():
         sources = per_sample(sampler.dataset, "sources")
         by_source = {} if sources is None else Counter(sources[sampler.excluded].tolist())
-        samples = _samples(len(sampler.excluded), by_source)
-        rows["excluded"] = f"{count} of {samples}; the others keep their steps and random numbers"
+        samples = f"{sampler.excluded.sum()} of {_samples(len(sampler.excluded), by_source)}"
+        rows["excluded"] = f"{samples}; the others keep their steps and random numbers"
     test = run.task.set_aside
     if test:
         samples = _samples(test["samples"], test["sources"])
@@ -189,9 +175,9 @@ def print_plan(run: Run, steps: bool = True) -> None:
     """
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
-    rows = plan_table(run)
-    lines = [f"  {name:<16} {rows[name]}" for name in (rows if steps else ROWS_OF_THE_MODEL)]
-    console.info("\n".join(lines) + "\n")
+    rows = _rows_of_the_plan(run) if steps else _rows_of_the_model(run)
+    lines = [f"  {name:<16} {text}\n" for name, text in rows.items()]
+    console.info("".join(lines))
 
 
 def training(run: Run, strict: bool) -> None:

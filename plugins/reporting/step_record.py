@@ -63,19 +63,17 @@ class StepRecord:
         self.micro: Any = None
         hooks.check_settings("record", cfg=run.cfg, plan=run.plan)
 
-    def follow(self, steps: Iterable[Any]) -> Iterable[Any]:
-        """Return the steps of an epoch; the passes of the recorded step are followed."""
-        return map(self.follow_passes, steps)
+    def follow(self, steps: Iterable[Any]) -> Iterator[Any]:
+        """Yield the steps of an epoch; the passes of the recorded step are followed."""
+        for passes in steps:
+            recorded = self.run.progress.step + 1 == self.number
+            yield self._follow_passes(passes) if recorded else passes
 
     def finish(self) -> None:
         """Do nothing: `end` writes the file."""
 
-    def follow_passes(self, passes: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Yield the passes of the coming step, and record the outputs of modules if the step is the
-        recorded step."""
-        if self.run.progress.step + 1 != self.number:
-            yield from passes
-            return
+    def _follow_passes(self, passes: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the passes of the recorded step, and record the outputs of modules."""
         handles = []
         for name, module in self.run.model.named_modules():
             add_output = partial(self._add_output, name or "the model")
@@ -100,24 +98,18 @@ class StepRecord:
         """Add an entry with a tensor of the pass under way, or of the whole step outside of a
         pass."""
         micro = self.micro
-        if not isinstance(value, Tensor) or not value.numel():
-            return
-        if micro is not None and micro.empty:
+        if not isinstance(value, Tensor) or not value.numel() or (micro and micro.empty):
             return
         positions, indices = [-1], [-1]
         place = []
-        if micro is not None:
+        if micro:
             of_pass = [*range(micro.positions.stop)[micro.positions]]
             place = [*of_pass[:1], micro.worker]
             if value.shape[:1] == (len(micro.indices),):
                 positions, indices = of_pass, micro.indices
         with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
             sketches = sketched(value.detach().reshape(len(positions), -1))
-        columns = [
-            np.array(positions),
-            np.array(indices),
-            *(each.cpu().numpy() for each in sketches),
-        ]
+        columns = [positions, indices, *(each.cpu() for each in sketches)]
         self.entries.append(
             {
                 "kind": kind,
@@ -125,7 +117,7 @@ class StepRecord:
                 "pass": place,
                 "shape": [*value.shape],
                 "dtype": str(value.dtype),
-                "arrays": dict(zip(ARRAYS, columns, strict=True)),
+                "arrays": dict(zip(ARRAYS, map(np.asarray, columns), strict=True)),
             }
         )
 

@@ -50,7 +50,7 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
         try:
             code = main(argv, *more, **how)
             if code == STOPPED:  # a failure for torchrun
-                command = status.current.resume_command
+                command = status.current.fields.get("resume_command", "")
                 status.fill_in_error_file(f"no error: the run was stopped; resume with {command}")
             return status.set_exit_code(code)
         except EarlyExit:

@@ -118,8 +118,12 @@ def to_user_error(error: BaseException, world: World | None) -> LockstepError:
     if translated is not None:
         return translated
     if isinstance(error, SystemExit):
-        what = f"sys.exit({error.code}) in the middle of the training"
-        return LockstepError(what, place, "remove that call", exit_code=1)
+        return LockstepError(
+            f"sys.exit({error.code}) in the middle of the training",
+            place,
+            "remove that call",
+            exit_code=1,
+        )
     what = ": ".join(filter(None, [type(error).__name__, headline(error)]))
     path = status.current.folder and status.current.folder / "error.txt"
     todo = f"the traceback is in {path}" if path else "--debug shows the traceback"
@@ -130,17 +134,19 @@ def lost_connection(error: BaseException) -> bool:
     """Return whether the error follows from another rank's failure."""
     if isinstance(error, torch.distributed.DistError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
 def translate_connection(error: BaseException, place: str) -> LockstepError | None:
     """Return the error of a lost connection."""
     if not lost_connection(error):
         return None
-    what = f"the connection to the other ranks is lost: {headline(error)}"
-    todo = "see what the other processes and machines say; start the same command again to resume"
-    return LockstepError(what, place, todo, exit_code=DISTRIBUTED)
+    return LockstepError(
+        f"the connection to the other ranks is lost: {headline(error)}",
+        place,
+        "see what the other processes and machines say; start the same command again to resume",
+        exit_code=DISTRIBUTED,
+    )
 
 
 def _place(error: BaseException, world: World | None) -> str:

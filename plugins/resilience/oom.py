@@ -58,9 +58,11 @@ advice = Advice()
 def prepare_advice(run: Run) -> None:
     """Compute the smaller batches before the first step. Nothing is computed after memory ran
     out."""
+    samples = run.cfg.eval_batch_size or 2 * run.cfg.batch_size
+    half = {"eval_batch_size": samples // 2} if samples > 1 else {}
     advice.next_batch = {
         "training": next_training_batch(run.plan, run.cfg),
-        "evaluation": next_evaluation_batch(run.cfg),
+        "evaluation": PassBatch(samples, half),
     }
     advice.restart = run.cfg.oom == "shrink"
 
@@ -72,22 +74,18 @@ def next_training_batch(plan: Plan, cfg: Config) -> PassBatch:
     if plan.workers or (cfg.ddp.static_graph and plan.processes > 1):
         return PassBatch(plan.micro_batch, {})
     copies = max(1, len(plan.devices))
-    batch = plan.micro_batch // copies
-    sizes = divisors(plan.global_batch // (plan.processes * copies), batch - 1)
+    samples = plan.micro_batch // copies
+    sizes = divisors(plan.global_batch // (plan.processes * copies), samples - 1)
     if not sizes:
-        return PassBatch(batch, {})
-    smaller = {
-        "global_batch": plan.global_batch,
-        "batch_size": sizes[-1],
-        "gradient_accumulation_steps": 0,
-    }
-    return PassBatch(batch, smaller)
-
-
-def next_evaluation_batch(cfg: Config) -> PassBatch:
-    """Return the batch of an evaluation pass. The smaller batch has half of the samples."""
-    batch = cfg.eval_batch_size or 2 * cfg.batch_size
-    return PassBatch(batch, {"eval_batch_size": batch // 2} if batch > 1 else {})
+        return PassBatch(samples, {})
+    return PassBatch(
+        samples,
+        {
+            "global_batch": plan.global_batch,
+            "batch_size": sizes[-1],
+            "gradient_accumulation_steps": 0,
+        },
+    )
 
 
 def on_event(name: str, facts: dict[str, Any]) -> None:
@@ -98,8 +96,8 @@ def on_event(name: str, facts: dict[str, Any]) -> None:
 
 def ran_out(error: BaseException) -> bool:
     """Return whether memory of the GPU or of the host has run out."""
-    signs = [sign for sign in SIGNS if sign in str(error)]
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or signs != []
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(sign in str(error) for sign in SIGNS)
 
 
 def translate(error: BaseException, place: str) -> LockstepError | None:
@@ -108,11 +106,16 @@ def translate(error: BaseException, place: str) -> LockstepError | None:
         return None
     text = headline(error) or "no words"
     if not advice.next_batch or not dist.is_initialized() or phase.name == "preparing":
-        todo = "free some, or use cache=none"
-        return LockstepError(f"out of memory: {text}", place, todo, exit_code=1)
+        return LockstepError(
+            f"out of memory: {text}", place, "free some, or use cache=none", exit_code=1
+        )
     batch = advice.next_batch["evaluation" if phase.name in EVALUATION else "training"]
-    what = f"out of memory, {batch.samples} samples a forward pass: {text}"
-    translated = LockstepError(what, place, _todo(batch.smaller), exit_code=1)
+    translated = LockstepError(
+        f"out of memory, {batch.samples} samples a forward pass: {text}",
+        place,
+        _todo(batch.smaller),
+        exit_code=1,
+    )
     if advice.restart:
         translated.again = batch.smaller
     return translated

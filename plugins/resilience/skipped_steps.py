@@ -51,20 +51,18 @@ def _skipped_samples(run: Run, outcome: StepResult) -> Skipped:
     rank, and the faults of the samples."""
     passes = [micro for micro, loss in outcome.losses if not torch.isfinite(loss)]
     early = run.progress.skipped_in_a_row <= EARLY
+    samples: dict[int, list[int]] = {}
     faults: dict[int, str] = {}
     # An error of the search must not end the training.
     with contextlib.suppress(Exception), phase.during("data loading"):
-        for micro in passes:
-            if early:
-                faults |= not_finite(run.loaders.train, micro)
-    samples: dict[int, list[int]] = {}
-    found: dict[int, str] = {}
+        for micro in passes if early else []:
+            faults |= not_finite(run.loaders.train, micro)
     own = [index for micro in passes for index in micro.indices], faults
     for rank, (indices, rank_faults) in enumerate(run.world.gather_on_main(own)):
-        found |= rank_faults
+        faults |= rank_faults
         if indices:
             samples[rank] = indices
-    return Skipped(outcome.step, samples, found if early else None)
+    return Skipped(outcome.step, samples, faults if early else None)
 
 
 def not_finite(loader: Any, micro: Any) -> dict[int, str]:

@@ -27,8 +27,7 @@ class Status:
     """The state of the run. Every rank has a status. Rank 0 writes status.json.
 
     folder          the folder of the run; None before `begin`
-    fields          the fields of status.json
-    resume_command  the command to resume the run
+    fields          the fields of status.json, without the process and the time
     checkpoints     (rank 0) the CheckpointWriter of the run, closed before the process ends
     writing         a lock around the writing of status.json: the checkpoint thread writes, too
     ended           a lock for the end of the process, by the main thread or the watchdog
@@ -38,7 +37,6 @@ class Status:
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.fields: dict[str, Any] = {}
-        self.resume_command = ""
         self.checkpoints: Any = None
         self.writing = threading.Lock()
         self.ended = threading.Lock()
@@ -47,8 +45,11 @@ class Status:
     def begin(self, folder: Path, step: int, checkpoint: Path | None, resume_command: str) -> None:
         """(all ranks) Set the fields. The folder of the run exists now, so `update` can write."""
         self.folder = folder
-        self.fields = {"step": step, "checkpoint": checkpoint and str(checkpoint)}
-        self.resume_command = resume_command
+        self.fields = {
+            "step": step,
+            "checkpoint": checkpoint and str(checkpoint),
+            "resume_command": resume_command,
+        }
 
     def adopt(self) -> None:
         """(a replacement of the dead rank 0) Read the last step and checkpoint of rank 0."""
@@ -64,16 +65,15 @@ class Status:
         more."""
         if self.folder is None:
             return
-        process = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
         try:
             with self.writing:
                 self.fields |= fields
-                contents = self.fields | {"resume_command": self.resume_command} | process
-                full_disk.write_json(self.folder / "status.json", contents)
+                process = {
+                    "pid": os.getpid(),
+                    "host": socket.gethostname(),
+                    "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                }
+                full_disk.write_json(self.folder / "status.json", self.fields | process)
             self.warned = False
         except OSError as error:
             if not self.warned:

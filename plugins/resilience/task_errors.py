@@ -70,15 +70,16 @@ def _wrong_label(error: BaseException) -> str:
         index = _batches(scopes)[0][INFO_KEY].index
         labels = loss["target"].reshape(len(index), -1)
         sample = index[(labels == int(match[1])).any(1)][0]
-        outputs = f"the model's {loss['input'].shape[1]} outputs, numbered from 0"
-        return f"the label of sample {sample} is none of {outputs}"
+        return (
+            f"the label of sample {sample} is none of the model's {loss['input'].shape[1]} "
+            "outputs, numbered from 0"
+        )
     return ""
 
 
 def _scopes(error: BaseException) -> list[dict[str, Any]]:
     """Return the local variables of the frames of an error, the innermost frame first."""
-    scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return scopes[::-1]
+    return [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
 
 
 def _batches(scopes: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,6 +104,9 @@ def translate_unused(error: BaseException, place: str) -> LockstepError | None:
     if match and nets:
         trained = [name for name, p in nets[0].module.named_parameters() if p.requires_grad]
         names = ", ".join(trained[int(index)] for index in match[1].split())
-    what = f"some parameters got no gradient: {names}"
-    todo = "set ddp.find_unused_parameters=true, or use every parameter in every step"
-    return LockstepError(what, place, todo, exit_code=USAGE)
+    return LockstepError(
+        f"some parameters got no gradient: {names}",
+        place,
+        "set ddp.find_unused_parameters=true, or use every parameter in every step",
+        exit_code=USAGE,
+    )

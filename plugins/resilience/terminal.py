@@ -104,9 +104,7 @@ class TerminalWatcher:
     """The warning of a lost terminal, once. The training continues."""
 
     of_the_run = True
-
-    def __init__(self) -> None:
-        self.reported = False
+    reported = False
 
     def warning(self) -> str:
         """Return the warning for a log point, or an empty text."""

@@ -236,11 +236,13 @@ class Watchdog:
         if not diagnosis:
             return None
         self.silent = diagnosis.silent
-        where = f"step {self.phase.step}, ddp.timeout_s={self.timeout_s:g}"
         path = status.current.folder and status.current.folder / "stacks.txt"
-        todo = f"see what it was doing in {path}" if path else "start again with a longer one"
-        error = LockstepError(diagnosis.text, where, todo)
-        return Failure(diagnosis.rank, str(error), DISTRIBUTED)
+        return lost_rank(
+            diagnosis.rank,
+            diagnosis.text,
+            f"step {self.phase.step}, ddp.timeout_s={self.timeout_s:g}",
+            f"see what it was doing in {path}" if path else "start again with a longer one",
+        )
 
     def _diagnose(self, since: float) -> Diagnosis | None:
         """Return the diagnosis of a wait since `since`; None if the wait is over, or the store is
@@ -354,6 +356,11 @@ def stacks() -> str:
 # ---- the first cause ----
 
 
+def lost_rank(rank: int, what: str, where: str, todo: str) -> Failure:
+    """Return the failure of a rank that other ranks wait for."""
+    return Failure(rank, str(LockstepError(what, where, todo)), DISTRIBUTED)
+
+
 def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, bool]:
     """Return (the first cause of the end, whether this rank reports the cause).
 
@@ -392,11 +399,12 @@ def lost_peer(client: StoreClient, before: dict[int, Heartbeat]) -> Failure | No
         return None
     last = now[silent[0]]
     verb = "is" if len(silent) == 1 else "are"
-    text = (
-        f"{named_ranks(silent)} on {last.host} {verb} gone (last seen in {last.phase} at step "
-        f"{last.step}): see what that machine says; {AGAIN}"
+    return lost_rank(
+        silent[0],
+        f"{named_ranks(silent)} on {last.host} {verb} gone",
+        f"last seen in {last.phase} at step {last.step}",
+        f"see what that machine says; {AGAIN}",
     )
-    return Failure(silent[0], text, DISTRIBUTED)
 
 
 def dead_peer(client: StoreClient) -> Failure | None:
@@ -412,13 +420,13 @@ def dead_peer(client: StoreClient) -> Failure | None:
         last = client.beats([rank]).get(rank, beat)
         client.neighbours[rank] = last
         if not _alive(last.pid):
-            text = (
-                f"rank {rank} died without an error message (process {last.pid}, last seen in "
-                f"{last.phase} at step {last.step}): killed from outside, perhaps because memory "
-                "ran out, or it left early; start the same command again to resume from the last "
-                "checkpoint"
+            return lost_rank(
+                rank,
+                f"rank {rank} died without an error message",
+                f"process {last.pid}, last seen in {last.phase} at step {last.step}",
+                "killed from outside, perhaps because memory ran out, or it left early; start the "
+                "same command again to resume from the last checkpoint",
             )
-            return Failure(rank, text, DISTRIBUTED)
     return None
 
 

@@ -70,10 +70,12 @@ def before_rendezvous(env: Environment, cfg: Config, backend: str) -> None:
 def shake_hands(
     job_store: dist.Store, attempt_store: dist.Store, env: Environment, cfg: Config, backend: str
 ) -> bool:
-    """(all ranks) Fill `session` with signed stores. Under a launcher compare secrets and backends
-    before."""
-    secret = sign.secret(on_one_machine(env)) if env.launched else b""
-    key = _meet(attempt_store, env, cfg, backend, secret) if env.launched else b""
+    """(all ranks) Under a launcher compare secrets and backends, and fill `session` with signed
+    stores. Return False without a launcher: no other process has access to the store."""
+    if not env.launched:
+        return False
+    secret = sign.secret(on_one_machine(env))
+    key = _meet(attempt_store, env, cfg, backend, secret)
     # The prefix keeps the texts apart from the keys of the process group.
     session.attempt_store = sign.SignedStore(dist.PrefixStore("lockstep", attempt_store), key)
     session.job_store = sign.SignedStore(dist.PrefixStore("lockstep", job_store), secret)
@@ -103,8 +105,12 @@ def _meet(store: dist.Store, env: Environment, cfg: Config, backend: str, secret
     answer = Answer(*json.loads(text)) if text else None
     store.set(f"rank{env.rank}_has_read", "")
     if answer is None or answer.digits != join.digits:
-        what = f"rank 0 and rank {env.rank} have different secrets"
-        raise LockstepError(what, sign.SECRET_FILE, ALIKE, exit_code=6)
+        raise LockstepError(
+            f"rank 0 and rank {env.rank} have different secrets",
+            sign.SECRET_FILE,
+            ALIKE,
+            exit_code=6,
+        )
     if answer.refusal:
         # Rank 0 prints the error. torchrun would end rank 0 after the end of another process.
         with contextlib.suppress(RuntimeError):
