@@ -57,8 +57,7 @@ class Status:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):
             written = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
-            names = [name for name in ("step", "checkpoint") if name in written]
-            self.fields |= {name: written[name] for name in names}
+            self.fields |= {name: written[name] for name in written.keys() & {"step", "checkpoint"}}
 
     def update(self, **fields: Any) -> None:
         """Change fields, and write status.json. A failure is a warning, once: the training matters

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from engine.comm.session import machine, session
 from engine.config import Config
 from engine.errors import LockstepError, named_ranks
-from engine.launch import REACH, Environment, is_local_rank0, meeting_place
+from engine.launch import REACH, Environment, meeting_place
 from plugins.security import listen, sign
 
 ALIKE = "start the same command on all of them"
@@ -79,8 +79,6 @@ def shake_hands(
     # The prefix keeps the texts apart from the keys of the process group.
     session.attempt_store = sign.SignedStore(dist.PrefixStore("lockstep", attempt_store), key)
     session.job_store = sign.SignedStore(dist.PrefixStore("lockstep", job_store), secret)
-    sign.state.key = key
-    sign.state.warned = not is_local_rank0()
     return True
 
 

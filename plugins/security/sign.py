@@ -3,6 +3,7 @@ every program with access to the port of the store."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import os
@@ -10,34 +11,19 @@ import secrets
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.comm.exchange import ObjectExchange
-from engine.comm.session import TextStore
+from engine.comm.session import TextStore, session
 from engine.errors import LockstepError
+from engine.launch import is_local_rank0
 
 SECRET = "LOCKSTEP_SECRET"
 """Environment variable: a text that only the processes of this run know."""
 
 SECRET_FILE = "LOCKSTEP_SECRET_FILE"
 """Environment variable: the path of a file with the secret."""
-
-
-@dataclass
-class State:
-    """The signature of the process.
-
-    key     the key of the attempt, see `handshake`
-    warned  whether a text of an unauthenticated writer was reported
-    """
-
-    key: bytes = b""
-    warned: bool = False
-
-
-state = State()
 
 
 def secret(one_machine: bool) -> bytes:
@@ -126,13 +112,17 @@ class SignedStore(TextStore):
         """Return the text of signed data; else the last signed text, or None. Warn once."""
         if self._is_signed(name, data):
             self.known[name] = data[64:]
-        elif not state.warned:
-            state.warned = True
-            print(
-                "warning: a note in the store is not this run's, and is ignored: who writes there?",
-                file=sys.stderr,
-            )
+        else:
+            warn_of_other_writers()
         return self.known.get(name)
+
+
+@functools.cache
+def warn_of_other_writers() -> None:
+    """Print a warning, once per machine: a text in the store has no signature of the run."""
+    if is_local_rank0():
+        text = "a note in the store is not this run's, and is ignored: who writes there?"
+        print(f"warning: {text}", file=sys.stderr)
 
 
 class SignedExchange(ObjectExchange):
@@ -142,12 +132,12 @@ class SignedExchange(ObjectExchange):
     seal_bytes = 32
 
     def seal(self, raw: bytes) -> bytes:
-        """Return the signature of a message."""
-        return digest(state.key, raw)
+        """Return the signature of a message, with the key of the attempt."""
+        return digest(getattr(session.attempt_store, "key", b""), raw)
 
     def check(self, seal: bytes, raw: bytes) -> None:
         """Raise RuntimeError if the signature is wrong."""
-        if not hmac.compare_digest(digest(state.key, raw), seal):
+        if not hmac.compare_digest(self.seal(raw), seal):
             raise RuntimeError("what another rank has sent is not sealed by this run")
 
 

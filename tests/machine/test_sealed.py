@@ -14,8 +14,8 @@ from plugins.security.sign import SignedStore
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_written(monkeypatch):
-    monkeypatch.setattr(sign.state, "warned", False)
+def nobody_has_written():
+    sign.warn_of_other_writers.cache_clear()
 
 
 def test_only_the_notes_of_this_run_are_read(capfd):
