@@ -18,11 +18,14 @@ from engine.errors import LockstepError
 from engine.report.tensorboard import encoded
 
 
-def require(cfg: Any) -> None:
-    """Raise LockstepError if MLflow is enabled and the package is missing. Send nothing."""
-    if cfg.mlflow.enable and not find_spec("mlflow"):
-        todo = "pip install mlflow; or mlflow-skinny, which has no database of its own"
-        raise LockstepError("the package mlflow is not installed", "mlflow.enable", todo)
+def require() -> None:
+    """Raise LockstepError if the package mlflow is missing. Send nothing."""
+    if not find_spec("mlflow"):
+        raise LockstepError(
+            "the package mlflow is not installed",
+            "mlflow.enable",
+            "pip install mlflow; or mlflow-skinny, which has no database of its own",
+        )
 
 
 class MLflow:

@@ -213,8 +213,10 @@ def check_trackers(cfg: Any, world: World) -> None:
     are loaded."""
 
     def require_packages() -> None:
-        wandb.require(cfg)
-        mlflow.require(cfg)
+        if cfg.wandb.enable:
+            wandb.require(cfg)
+        if cfg.mlflow.enable:
+            mlflow.require()
 
     on_rank0(world, require_packages)
 

@@ -18,10 +18,7 @@ NO_LOGIN = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
 
 
 def require(cfg: Any) -> None:
-    """Raise LockstepError if wandb is enabled and the package is missing or has no login. Send
-    nothing."""
-    if not cfg.wandb.enable:
-        return
+    """Raise LockstepError if the package wandb is missing or has no login. Send nothing."""
     if not find_spec("wandb"):
         raise LockstepError(
             "the package wandb is not installed", "wandb.enable", "pip install wandb"
