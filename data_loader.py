@@ -29,7 +29,7 @@ from engine.data.examples import EvalExamples, TrainExamples
 from engine.data.order import epoch_order
 from engine.data.processes import in_processes
 from engine.data.samples import Fetcher, Request
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.plan import Plan
 from engine.report.batches import announce_batches
 from engine.seeds import data_seeds, sample_seeds
@@ -290,7 +290,7 @@ class TrainLoader(TrainExamples, _Loader):
         MicroBatch)."""
         passes = self.passes()
         for _ in range(len(self)):
-            phase("data loading")
+            phase(Phase.DATA_LOADING)
             yield _step(passes)
 
     def passes(self) -> Iterator[tuple[Batch, MicroBatch]]:
@@ -312,7 +312,7 @@ class TrainLoader(TrainExamples, _Loader):
             for micro, part in zip(micros, parts, strict=True):
                 yield part, micro
                 if not micro.closes_step:
-                    phase("data loading")
+                    phase(Phase.DATA_LOADING)
 
     def prepared(self, micros: list[MicroBatch], batch: Batch, numbers: Tensor) -> Batch:
         """Return the batch of some passes for the task's `loss`; cached data are gathered here.
@@ -331,7 +331,7 @@ class TrainLoader(TrainExamples, _Loader):
         batch = attach_info(batch, info)
         if self.prepare is None:
             return batch
-        phase("augmentation")
+        phase(Phase.AUGMENTATION)
         return self.prepare(batch)
 
     def _numbers(self, positions: slice) -> Tensor:

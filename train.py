@@ -39,7 +39,7 @@ from engine.errors import STOPPED, console, set_up
 from engine.evaluation import evaluate_split, log_metrics
 from engine.guarantees import check_plugins, parallel, performance, preflight, reporting, resilience
 from engine.hooks import check
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.plan import make_plan
 from engine.private import NO_BUFFER_SYNC
 from engine.record import Record
@@ -206,13 +206,13 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
                 # runs during the backward pass, as DDP's own all-reduces do
                 summed = dist.all_reduce(totals, async_op=True)
             scale = 0.0 if micro.empty else plan.loss_scale
-            phase("backward", waits=micro.closes_step)
+            phase(Phase.BACKWARD, waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
     if in_ddp:
         resilience.check_all_reduced(net)  # no parameter lacked its gradient
     if world.size > 1:
         summed.wait()
-    phase("optimizer step")
+    phase(Phase.OPTIMIZER_STEP)
     totals = run.reducer.sum_workers(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
     grad_norm, skipped = optim.step(

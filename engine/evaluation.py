@@ -13,7 +13,7 @@ from engine.data.batches import batch_info
 from engine.gathered import Gathered, check_count
 from engine.hooks import check
 from engine.meter import loading_s, means
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.run import Run
 from engine.seeds import seed_generators
 from engine.task_trials import num_trials, run_trials
@@ -65,11 +65,11 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     scored, collected = Gathered("score"), Gathered("collect", task.collect_limit_mb)
     with run.evaluated() as model:
         incomplete = False
-        phase("loading validation data")
+        phase(Phase.LOADING_VALIDATION_DATA)
         for number, batch in enumerate(_with_empty(run, batches)):
             if incomplete := run.reducer.any(bool(run.stop.reason)):
                 break
-            phase("validation")
+            phase(Phase.VALIDATION)
             # by the number of the batch
             seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)
             empty = number >= len(run.loaders.val)
@@ -82,8 +82,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
                     values = check("collect", task.collect(model, batch), samples)
                     if not empty:
                         collected.collect(values, samples)
-            phase("loading validation data")
-        phase("validation")
+            phase(Phase.LOADING_VALIDATION_DATA)
+        phase(Phase.VALIDATION)
         trials = 0 if incomplete else num_trials(run)
         tried = run_trials(run, model, trials)
         run.agree_to_stop(incomplete or trials > 0)  # a stop may have ended the trials early

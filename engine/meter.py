@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine import hooks
 from engine.comm.world import World
-from engine.phases import phase
+from engine.phases import Phase, phase
 
 
 class StepResult(NamedTuple):
@@ -128,7 +128,7 @@ class Meter:
 
 def loading_s(seconds: dict[str, float]) -> float:
     """Return the seconds that a rank waited for its batches, of the seconds of its phases."""
-    return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
+    return seconds.get(Phase.DATA_LOADING, 0.0) + seconds.get(Phase.HOST_TO_DEVICE, 0.0)
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:

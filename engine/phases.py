@@ -9,10 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
+
+
+class Phase(str, Enum):
+    """The phases that code reads. A phase that only a person reads is a text."""
+
+    PREPARING = "preparing"
+    DATA_LOADING = "data loading"
+    HOST_TO_DEVICE = "host to device"
+    AUGMENTATION = "augmentation"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENT_SYNC = "gradient sync"
+    OPTIMIZER_STEP = "optimizer step"
+    LOGGING = "logging"
+    LOADING_VALIDATION_DATA = "loading validation data"
+    VALIDATION = "validation"
+    WAITING_FOR_THE_DEVICE = "waiting for the device"
+
+    __str__ = str.__str__
 
 
 class Phases:
@@ -29,7 +49,7 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self.now = ("preparing", False, time.monotonic())
+        self.now: tuple[str, bool, float] = (Phase.PREPARING, False, time.monotonic())
         self.step = 0
         self.posted: Any = None
         self.seconds: dict[str, float] = {}
@@ -77,8 +97,8 @@ def split_backward(model: nn.Module) -> None:
     for the other ranks."""
 
     def ready(_: torch.Tensor) -> None:
-        if phase.now[:2] == ("backward", True):
-            phase("gradient sync", waits=True)
+        if phase.now[:2] == (Phase.BACKWARD, True):
+            phase(Phase.GRADIENT_SYNC, waits=True)
 
     for parameter in model.parameters():
         if parameter.requires_grad:  # the first in the forward pass gets the last gradient

@@ -19,7 +19,7 @@ from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
 from engine.optim.ema import EMA
-from engine.phases import phase, split_backward
+from engine.phases import Phase, phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.record import Record
@@ -156,7 +156,7 @@ class Run:
     def forward(self, micro: Any) -> Iterator[None]:
         """One pass, forward and backward: set its phase, its seeds, and the step that
         `gather_batch` reads."""
-        phase("forward")
+        phase(Phase.FORWARD)
         self.seed_pass(micro)
         reducer = self.reducer
         if reducer.follows_passes:
@@ -248,7 +248,7 @@ class Run:
         self.reducer.check = compare  # in the coming step
         numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
         outcomes = meter.add(numbers, step, wait=log or save or first)
-        phase("logging")
+        phase(Phase.LOGGING)
         for recorder in self.record.recorders:
             recorder.end(totals)
         skipped_before = progress.skipped_in_a_row

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.comm.exchange import exchange
 from engine.errors import LockstepError
-from engine.phases import phase
+from engine.phases import Phase, phase
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class World:
     def host_sync(self) -> AbstractContextManager[None]:
         """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a
         rank waits."""
-        return phase.during("waiting for the device", waits=self.size > 1)
+        return phase.during(Phase.WAITING_FOR_THE_DEVICE, waits=self.size > 1)
 
 
 @contextmanager

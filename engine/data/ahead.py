@@ -17,7 +17,7 @@ from engine.data.batches import map_tensors, tensors
 from engine.data.processes import starting_processes
 from engine.data.samples import Fetcher
 from engine.errors import DATA, LockstepError, few
-from engine.phases import phase
+from engine.phases import Phase, phase
 
 Pairs = Iterator[tuple[Any, Batch]]  # a request and its batch
 
@@ -114,7 +114,7 @@ def _fetch(pairs: Pairs, device: torch.device) -> Any:
 
 def _wait_for_copy(batch: Batch, device: torch.device) -> None:
     """Let the current stream wait for the copy of a batch. The host does not wait."""
-    phase("host to device")
+    phase(Phase.HOST_TO_DEVICE)
     stream = torch.cuda.current_stream(device)
     stream.wait_stream(_copies(device))
     for value in tensors(batch):

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.contract import Batch, BatchInfo
 from engine.data.ahead import to_device
 from engine.data.batches import attach_info
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.seeds import sample_seeds
 
 
@@ -27,7 +27,7 @@ class TrainExamples:
         """Return samples `begin` to `end` of the epoch, at most a pass or `least` samples."""
         plan = self.sampler.plan
         end = min(end, max(least, plan.micro_batch))
-        with phase.during("data loading"):
+        with phase.during(Phase.DATA_LOADING):
             return self.prepared(*self.unprepared(slice(begin, end)))
 
     def unprepared(self: Any, positions: slice) -> tuple[list[Any], Batch, Tensor]:

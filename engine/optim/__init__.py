@@ -10,7 +10,7 @@ from engine.comm.shards import to_local
 from engine.config import Optim
 from engine.optim.ema import EMA
 from engine.optim.make import make_optimizer as make_optimizer
-from engine.phases import phase
+from engine.phases import Phase, phase
 
 
 def make_ema(model: nn.Module, cfg: Optim) -> EMA | None:
@@ -59,7 +59,7 @@ def step(
         taken = True
     else:
         # on GPUs a sync point: the host waits for the gradients of all ranks
-        with phase.during("waiting for the device", waits=True):
+        with phase.during(Phase.WAITING_FOR_THE_DEVICE, waits=True):
             taken = not skipped
     if taken:
         optimizer.step()

@@ -31,7 +31,7 @@ from engine.errors import (
     warn_on_stderr,
 )
 from engine.meter import means
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.record import NullLog, Skipped
 from engine.report.lines import Lines
 from engine.report.tensorboard import Board
@@ -342,5 +342,5 @@ def _pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
     all ranks."""
     if run.plan.sharded:
         return {}
-    with phase.during("validation"), run.precision.autocast(), run.evaluated() as model:
+    with phase.during(Phase.VALIDATION), run.precision.autocast(), run.evaluated() as model:
         return run.task.pictures(model, batch, sums)

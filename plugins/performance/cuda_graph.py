@@ -25,7 +25,7 @@ from engine import hooks
 from engine.data.batches import map_tensors, tensors, tree_leaves
 from engine.errors import amount, console, headline
 from engine.optim.make import parameters_of
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.run import AfterStep, Run
 
 WARM_UP = 3
@@ -182,7 +182,7 @@ class StepGraph:
         """Take a step by a launch of the graph."""
         assert self.graph is not None
         self.run.seed_pass(micro)
-        phase("forward")
+        phase(Phase.FORWARD)
         torch._foreach_copy_(self.inputs, [*tensors(batch)])
         self.graph.replay()
         # a copy: it is read during the next launch

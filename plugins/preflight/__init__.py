@@ -24,7 +24,7 @@ from engine.errors import console
 from engine.evaluation import collects, reported
 from engine.gathered import Gathered, check_count
 from engine.hooks import check
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.run import Run
 from plugins.preflight import adds_up, optimizers, resume_check
 from plugins.preflight import explain as explain
@@ -168,7 +168,7 @@ def _rehearse(run: Run) -> float:
     scored = Gathered("score")
     collected = Gathered("collect", task.collect_limit_mb)
     with (
-        phase.during("validation"),
+        phase.during(Phase.VALIDATION),
         run.precision.autocast(),
         run.reducer.buffers.unchanged() as changed,
     ):

@@ -15,23 +15,23 @@ import torch
 
 from engine.comm.world import World
 from engine.errors import console
-from engine.phases import phase
+from engine.phases import Phase, phase
 
 T = TypeVar("T")
 
 PHASES = (
-    "data loading",
-    "host to device",
-    "augmentation",
-    "forward",
-    "backward",
-    "gradient sync",
-    "optimizer step",
-    "logging",
+    Phase.DATA_LOADING,
+    Phase.HOST_TO_DEVICE,
+    Phase.AUGMENTATION,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.GRADIENT_SYNC,
+    Phase.OPTIMIZER_STEP,
+    Phase.LOGGING,
 )
 """Phases of a training step, in their order. The other phases of a run are not part of a step."""
 
-BETWEEN_STEPS = ("loading validation data", "validation")
+BETWEEN_STEPS = (Phase.LOADING_VALIDATION_DATA, Phase.VALIDATION)
 """Phases that may come between two steps of a run."""
 
 WARM_UP, TIMED, TRACED = 10, 30, 3
@@ -83,12 +83,12 @@ class PerformanceProfiler:
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield `batches`. A step begins with the wait for a batch, and ends with the next
         request."""
-        self.mark("data loading")
+        self.mark(Phase.DATA_LOADING)
         for batch in batches:
             self.mark("other")
             yield batch
             self.num_steps += 1
-            self.mark("data loading")
+            self.mark(Phase.DATA_LOADING)
         self.mark("")
 
     def spent(self) -> dict[str, Spent]:
@@ -172,9 +172,9 @@ class Profile:
         self.path = folder / "trace.json"
         self.taken = 0
         self.on_gpu = world.device.type == "cuda"
-        self.rows = [*PHASES]
+        self.rows: list[str] = [*PHASES]
         if self.on_gpu:
-            self.rows.append("waiting for the device")  # the host is ahead of the GPU
+            self.rows.append(Phase.WAITING_FOR_THE_DEVICE)  # the host is ahead of the GPU
         self.measuring = contextlib.ExitStack()
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
@@ -228,7 +228,7 @@ class Profile:
 
             def name(phase: str) -> None:
                 current.close()
-                current.enter_context(record_function(phase))
+                current.enter_context(record_function(str(phase)))
 
             with on_phase_change([*self.rows, *BETWEEN_STEPS], name):
                 yield

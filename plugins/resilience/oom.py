@@ -11,7 +11,7 @@ import torch.distributed as dist
 from engine.config import Config
 from engine.errors import LockstepError, headline
 from engine.partition import divisors
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.plan import Plan
 from engine.run import Run
 
@@ -23,7 +23,7 @@ SIGNS = (
 )
 """Texts in errors of exhausted memory. Only torch's allocator has a class for the error."""
 
-EVALUATION = ("validation", "loading validation data")
+EVALUATION = (Phase.VALIDATION, Phase.LOADING_VALIDATION_DATA)
 """The phases in which the batches of the evaluation are in memory."""
 
 
@@ -105,7 +105,7 @@ def translate(error: BaseException, place: str) -> LockstepError | None:
     if not ran_out(error):
         return None
     text = headline(error) or "no words"
-    if not advice.next_batch or not dist.is_initialized() or phase.name == "preparing":
+    if not advice.next_batch or not dist.is_initialized() or phase.name == Phase.PREPARING:
         return LockstepError(
             f"out of memory: {text}", place, "free some, or use cache=none", exit_code=1
         )

@@ -15,7 +15,7 @@ from engine.data.batches import tree_leaves
 from engine.data.samples import Request
 from engine.errors import DIVERGED, LockstepError, amount
 from engine.meter import StepResult
-from engine.phases import phase
+from engine.phases import Phase, phase
 from engine.record import Skipped
 from engine.run import Run
 
@@ -54,7 +54,7 @@ def _skipped_samples(run: Run, outcome: StepResult) -> Skipped:
     samples: dict[int, list[int]] = {}
     faults: dict[int, str] = {}
     # An error of the search must not end the training.
-    with contextlib.suppress(Exception), phase.during("data loading"):
+    with contextlib.suppress(Exception), phase.during(Phase.DATA_LOADING):
         for micro in passes if early else []:
             faults |= not_finite(run.loaders.train, micro)
     own = [index for micro in passes for index in micro.indices], faults

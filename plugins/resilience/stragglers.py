@@ -9,7 +9,7 @@ import torch
 
 from engine.comm.world import World
 from engine.meter import loading_s
-from engine.phases import phase
+from engine.phases import Phase, phase
 
 
 class GpuClock:
@@ -26,12 +26,12 @@ class GpuClock:
     def __call__(self, name: str) -> None:
         """Record the events of a phase change."""
         # A sum within a forward pass enters "forward" again after the sum.
-        if name == "forward" and not self.in_forward:
+        if name == Phase.FORWARD and not self.in_forward:
             self.begin.record()
             self.passes += 1
-        if name in ("forward", "backward"):
-            self.in_forward = name == "forward"
-        elif name == "gradient sync":
+        if name in (Phase.FORWARD, Phase.BACKWARD):
+            self.in_forward = name == Phase.FORWARD
+        elif name == Phase.GRADIENT_SYNC:
             self.end.record()
             self.synced = True
 
@@ -97,13 +97,13 @@ class Stragglers:
         slowest = rows.pop(rank)
         loading, computing = map(statistics.median, zip(*rows, strict=True))
         loads = slowest[0] - loading > slowest[1] - computing
-        return Straggler(rank, slowest_s / usual_s, "data loading" if loads else "computing")
+        return Straggler(rank, slowest_s / usual_s, Phase.DATA_LOADING if loads else "computing")
 
     def _new_times(self, seconds: dict[str, float]) -> torch.Tensor:
         """(all ranks) Return (ranks, 2) seconds of data loading and computing per worker, up to the
         last gradient. After the last gradient a rank only waits for slower ranks."""
         computing_s = sum(
-            seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward")
+            seconds.get(name, 0.0) for name in (Phase.AUGMENTATION, Phase.FORWARD, Phase.BACKWARD)
         )
         if self.gpu_clock:
             with self.world.host_sync():

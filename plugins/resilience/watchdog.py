@@ -22,7 +22,7 @@ from engine.comm.world import World
 from engine.errors import DISTRIBUTED, LockstepError, named_ranks
 from engine.files import atomic
 from engine.launch import is_local_rank0, start_again
-from engine.phases import Phases, phase
+from engine.phases import Phase, Phases, phase
 from plugins.resilience import nccl_trace, status, terminal
 from plugins.resilience.signals import StopRequest, cleanup
 from plugins.resilience.store_client import Failure, Heartbeat, StoreClient
@@ -165,7 +165,7 @@ class Watchdog:
         long = time.monotonic() - since >= self.timeout_s / 2
         with contextlib.suppress(RuntimeError):  # of CUDA: the main thread gets the error, too
             if self.phase.posted and long and not waits and not self.phase.posted.query():
-                return "waiting for the device", True, since
+                return Phase.WAITING_FOR_THE_DEVICE, True, since
         return name, waits, since
 
     def _beat(self) -> None:
