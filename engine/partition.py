@@ -32,6 +32,14 @@ def divide_batch(cfg: Any, parts: int) -> Partition:
         share = -(-global_batch // parts)
         passes = passes or -(-share // cfg.batch_size)
         return Partition(-(-share // passes), passes, global_batch)
+    return _divide_equally(global_batch, parts, passes, cfg.batch_size)
+
+
+def _divide_equally(global_batch: int, parts: int, passes: int, most: int) -> Partition:
+    """Return a partition with equal shares. Raises LockstepError without such a partition.
+
+    passes  forward passes of a part; 0: the fewest with at most `most` samples each
+    """
     share, rest = divmod(global_batch, parts)
     if rest:
         by_distance = sorted(divisors(global_batch, 2 * parts), key=lambda n: abs(n - parts))
@@ -40,7 +48,7 @@ def divide_batch(cfg: Any, parts: int) -> Partition:
         todo = f"start {near} of them, or use global_batch={max(1, share) * parts}"
         raise LockstepError(what, "global_batch", todo)
     if not passes:
-        batch = divisors(share, cfg.batch_size)[-1]
+        batch = divisors(share, most)[-1]
         return Partition(batch, share // batch, global_batch)
     if share % passes:
         key = "gradient_accumulation_steps"

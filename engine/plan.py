@@ -115,17 +115,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     accumulation = partition.passes
     if workers:
         accumulation *= -(-workers // world.size)
-    steps_per_epoch = num_samples // global_batch
-    dropped = num_samples % global_batch
-    if not cfg.drop_last:
-        steps_per_epoch += dropped > 0
-        dropped = 0
-    if not steps_per_epoch:
-        what = f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}"
-        todo = "use a smaller batch, or drop_last=false"
-        raise LockstepError(
-            what, "batch_size", todo if num_samples else "the training set is empty"
-        )
+    steps_per_epoch, dropped = divide_epoch(num_samples, global_batch, cfg.drop_last)
     hooks.check_settings("plan", cfg=cfg, world=world, accumulation=accumulation, devices=devices)
     # one of them is given
     total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))
@@ -154,6 +144,22 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         passes=partition.passes,
         log_every=cfg.log_every or usual_log_every,
     )
+
+
+def divide_epoch(num_samples: int, global_batch: int, drop_last: bool) -> tuple[int, int]:
+    """Return the steps of an epoch, and the samples that an epoch drops. Raises LockstepError
+    without a step."""
+    steps, dropped = divmod(num_samples, global_batch)
+    if not drop_last:
+        steps += dropped > 0
+        dropped = 0
+    if not steps:
+        what = f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}"
+        todo = "the training set is empty"
+        if num_samples:
+            todo = "use a smaller batch, or drop_last=false"
+        raise LockstepError(what, "batch_size", todo)
+    return steps, dropped
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:
