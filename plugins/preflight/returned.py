@@ -78,7 +78,7 @@ def metric_error(value: Any) -> str:
     """Accept a value that `float` accepts, such as a number of NumPy or a tensor of one element."""
     try:
         float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a complex tensor
         return describe(value)
     return ""
 
