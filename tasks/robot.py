@@ -480,55 +480,16 @@ class Task(contract.Task):
         )
 
     def summary(self) -> str:
-        demos, (train, val) = self.demos, self.counts
-        texts = ", ".join(brief(text) for text in demos.tasks[:3]) + (
-            ", ..." if len(demos.tasks) > 3 else ""
-        )
-        command = self.cfg.dataset.command
-        given, share = self.given, self.cfg.dataset.eval_split
-        recorded = self.simulation and not given
-        tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
-        tries = (
-            f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
-        )
-        if self.num_trials and (delay := self.cfg.eval.delay):
-            told = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
-            tries += (
-                f", {amount(delay, 'step')} late, {'given' if told else 'ignorant of'} what "
-                "is executed meanwhile"
-            )
         rows = [
-            f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} "
-            "frames at"
-            f" {demos.fps:g} Hz in "
-            + (
-                f"{len(lerobot_mix.names_of(demos))} datasets"
-                if self.of_each
-                else os.path.relpath(demos.root)
-            )
-            + f" ({demos.version})",
+            self._recordings_row(),
             *self.of_each,
-            f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action "
-            f"{self.action_dim},"
-            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: "
-            f"{texts}"
-            + f"; {amount(len(self.texts), 'text')} with dataset.command={command}"
-            * (command != "task"),
-            f"Train episodes: {train}, Val episodes: {val}"
-            + (
-                " (the same: there is no other to validate on)"
-                if self.shared
-                else f" (dataset.eval_split={share:g}; LeRobot's default is 0: all train)" * given
-            )
-            + f"; trials at each evaluation: {tries}",
+            self._features_row(),
+            f"{self._split_text()}; trials at each evaluation: {self._trials_text()}",
         ]
         if self.never:
-            names = ", ".join(brief(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (
-                len(self.never) > 3
-            )
             rows.append(
-                f"warning: nothing to train on of {names}: all episodes validate; "
-                "dataset.split_seed draws others"
+                f"warning: nothing to train on of {self._commands(self.never)}: all episodes "
+                "validate; dataset.split_seed draws others"
             )
         policy = self.cfg.policy
         if _lerobot.is_lerobots(policy):
@@ -541,6 +502,60 @@ class Task(contract.Task):
                 f" LeRobot's starts from ImageNet's weights: {imagenet.KEY}=FILE"
             )
         return "\n".join(rows)
+
+    def _recordings_row(self) -> str:
+        demos = self.demos
+        steps = (demos.end - demos.start).sum()
+        tried = ""
+        if self.simulation and not self.given:
+            tried = f" (the successes of {self.cfg.env.demonstrations} tried)"
+        place = os.path.relpath(demos.root)
+        if self.of_each:
+            place = f"{len(lerobot_mix.names_of(demos))} datasets"
+        return (
+            f"Found {len(demos.episodes)} episodes{tried} with {steps} frames at {demos.fps:g} Hz "
+            f"in {place} ({demos.version})"
+        )
+
+    def _features_row(self) -> str:
+        tasks = self.demos.tasks
+        dims = ", ".join(f"{name} {dim}" for name, dim in self.dims.items())
+        row = (
+            f"Features: {dims}, action {self.action_dim}, {amount(len(self.cameras), 'camera')}; "
+            f"{amount(len(tasks), 'command')}: {self._commands(range(len(tasks)))}"
+        )
+        command = self.cfg.dataset.command
+        if command != "task":
+            row += f"; {amount(len(self.texts), 'text')} with dataset.command={command}"
+        return row
+
+    def _commands(self, numbers: Sequence[int]) -> str:
+        """Return the first three of these commands."""
+        text = ", ".join(brief(self.demos.tasks[number]) for number in numbers[:3])
+        if len(numbers) > 3:
+            text += ", ..."
+        return text
+
+    def _split_text(self) -> str:
+        train, val = self.counts
+        text = f"Train episodes: {train}, Val episodes: {val}"
+        if self.shared:
+            return f"{text} (the same: there is no other to validate on)"
+        if self.given:
+            share = self.cfg.dataset.eval_split
+            text += f" (dataset.eval_split={share:g}; LeRobot's default is 0: all train)"
+        return text
+
+    def _trials_text(self) -> str:
+        if not self.num_trials:
+            return "none"
+        text = f"{self.num_trials} in the simulation {self.simulation}"
+        delay = self.cfg.eval.delay
+        if delay:
+            is_told = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
+            knowledge = "given" if is_told else "ignorant of"
+            text += f", {amount(delay, 'step')} late, {knowledge} what is executed meanwhile"
+        return text
 
 
 class Acting(nn.Module):

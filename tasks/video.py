@@ -166,10 +166,10 @@ class Task(FromWeights):
         if self.test is not None:
             self.about["videos"]["test"] = sorted({*self.test.videos.tolist()})
         lines = [f"Found {len(videos)} unique videos with {len(clips)} total trials"]
-        lines.append(
-            f"Train trials: {len(train)}, Val trials: {len(val)}"
-            + f", Test trials: {len(test)}" * bool(len(test))
-        )
+        trials = f"Train trials: {len(train)}, Val trials: {len(val)}"
+        if len(test):
+            trials += f", Test trials: {len(test)}"
+        lines.append(trials)
         for side, of in (("Held-out", val), ("Test", test)):
             if len(of):
                 lines.append(

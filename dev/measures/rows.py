@@ -22,6 +22,8 @@ HELD = frozenset(
         "plugins: comprehensions per 100",
         "plugins: text or list times bool",
         "tools: text or list times bool",
+        "formats: text or list times bool",
+        "tasks: text or list times bool",
         "docstrings: stand-in words per 100",
         "docs: stand-in words per 100",
         "models: conditional expressions per 100",

@@ -262,9 +262,12 @@ class Smoothing:
         )
 
     def __str__(self) -> str:
+        words = []
+        if self.median > 1:
+            words.append(f"a median of {self.median} frames")
         least = ", ".join(f"{name} {frames}" for name, frames in self.least.items() if frames)
-        words = [f"a median of {self.median} frames"] * (self.median > 1)
-        words += [f"gaps filled and bouts dropped of up to (frames): {least}"] * bool(least)
+        if least:
+            words.append(f"gaps filled and bouts dropped of up to (frames): {least}")
         return "; ".join(words) or "none helps"
 
 

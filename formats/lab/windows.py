@@ -362,9 +362,13 @@ def _read_npy(root: Path, labelled: bool) -> Recordings:
     suffixes = [""] if (root / "X.npy").is_file() else ["_train", "_test"]
     parts = []
     for suffix in suffixes:
-        names = ["y"] * labelled + ["subject"] * (root / f"subject{suffix}.npy").is_file()
-        part = {name: load_npy(root / f"{name}{suffix}.npy") for name in names}
-        part |= {"X": np.asarray(map_npy(root / f"X{suffix}.npy"))}  # copied later
+        part = {}
+        if labelled:
+            part["y"] = load_npy(root / f"y{suffix}.npy")
+        subjects = root / f"subject{suffix}.npy"
+        if subjects.is_file():
+            part["subject"] = load_npy(subjects)
+        part["X"] = np.asarray(map_npy(root / f"X{suffix}.npy"))  # copied later
         parts.append(part if labelled else _without_labels(part))
     return _from_windows(
         parts, root, [suffix.strip("_") for suffix in suffixes] if len(parts) > 1 else None

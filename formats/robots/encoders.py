@@ -82,10 +82,9 @@ class Encoder:
 
     def _begin(self, kind: Kind, size: tuple[int, ...]) -> None:
         self._container = self._av.open(str(self.path), "w")
-        options = {
-            name: text + ":log-level=none" * (name == "x265-params")
-            for name, text in kind.options.items()
-        }
+        options = dict(kind.options)
+        if "x265-params" in options:
+            options["x265-params"] += ":log-level=none"
         self._stream = self._container.add_stream(kind.encoder, rate=self._rate, options=options)
         self._stream.pix_fmt = kind.pix_fmt
         self._stream.height, self._stream.width = size

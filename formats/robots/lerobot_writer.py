@@ -306,44 +306,46 @@ class Recorder:
             raise LockstepError(
                 f"no array: {error}", where, "give arrays, or lists of equal lengths"
             ) from None
-        lengths = {name: len(array) if array.ndim else 0 for name, array in found.items()}
+        shortest = min(len(array) if array.ndim else 0 for array in found.values())
         for name, array in found.items():
-            dtype, shape = self.features[name]
-            kind = np.dtype(
-                "uint16" if dtype == "depth" else "uint8" if dtype in PICTURES else dtype
-            )
-            if array.shape[1:] != shape or not array.ndim:
-                what, todo = (
-                    f"{name} has frames of {array.shape[1:]}",
-                    f"give (T, {', '.join(map(str, shape))})",
-                )
-            elif lengths[name] != min(lengths.values()):
-                what, todo = (
-                    f"{name} has {lengths[name]} frames, others {min(lengths.values())}",
-                    "give all the same",
-                )
-            elif not np.can_cast(array.dtype, kind, "safe" if dtype in PICTURES else "same_kind"):
-                what, todo = (
-                    f"{name} is {array.dtype}",
-                    f"give {kind}" + ", in millimetres" * (dtype == "depth"),
-                )
-            elif not np.isfinite(array).all():
-                bad = int(np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))[0])
-                what, todo = (
-                    f"{name} is not finite (NaN or infinity) at frame {first + bad}",
-                    "leave it out",
-                )
-            else:
-                with np.errstate(over="ignore"):
-                    cast = found[name] = array.astype(kind, copy=False)
-                if (np.isfinite(cast) if kind.kind == "f" else cast == array).all():
-                    continue
-                what, todo = (
-                    f"{name} has numbers that {kind} does not hold",
-                    "declare a wider dtype",
-                )
-            raise LockstepError(what, where, todo)
+            found[name] = self._cast(name, array, shortest, first)
         return found
+
+    def _cast(self, name: str, array: np.ndarray, shortest: int, first: int) -> np.ndarray:
+        """Convert an array to the declared type.
+
+        shortest  number of frames of the shortest array
+        first     number of the first frame, for messages
+        """
+        where = self._here()
+        dtype, shape = self.features[name]
+        kind = _stored_dtype(dtype)
+        if array.shape[1:] != shape or not array.ndim:
+            raise LockstepError(
+                f"{name} has frames of {array.shape[1:]}",
+                where,
+                f"give (T, {', '.join(map(str, shape))})",
+            )
+        if len(array) != shortest:
+            what = f"{name} has {len(array)} frames, others {shortest}"
+            raise LockstepError(what, where, "give all the same")
+        if not np.can_cast(array.dtype, kind, "safe" if dtype in PICTURES else "same_kind"):
+            todo = f"give {kind}"
+            if dtype == "depth":
+                todo += ", in millimetres"
+            raise LockstepError(f"{name} is {array.dtype}", where, todo)
+        is_finite = np.isfinite(array)
+        if not is_finite.all():
+            bad = int(np.flatnonzero(~is_finite.reshape(len(array), -1).all(1))[0])
+            what = f"{name} is not finite (NaN or infinity) at frame {first + bad}"
+            raise LockstepError(what, where, "leave it out")
+        with np.errstate(over="ignore"):
+            cast = array.astype(kind, copy=False)
+        is_held = np.isfinite(cast) if kind.kind == "f" else cast == array
+        if not is_held.all():
+            what = f"{name} has numbers that {kind} does not hold"
+            raise LockstepError(what, where, "declare a wider dtype")
+        return cast
 
     def _write_episode(self, episode: Mapping[str, np.ndarray], length: int, task: str) -> None:
         frame = np.arange(length)
@@ -413,6 +415,15 @@ class Recorder:
             new = self._recording.path / "dataset"
             assembly.assemble(new, self._recording, self._given, self._base, self.file_mb)
             self._recording.publish(new, self._before)
+
+
+def _stored_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the type of the arrays of a feature."""
+    if dtype == "depth":
+        return np.dtype("uint16")
+    if dtype in PICTURES:
+        return np.dtype("uint8")
+    return np.dtype(dtype)
 
 
 def _shown(value: Any) -> str:

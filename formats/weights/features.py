@@ -155,9 +155,9 @@ def compute_once(
             what, str(folder), "make room, or give another folder by LOCKSTEP_CACHE"
         ) from None
     told = f"{total - count} of {total} found in {folder}"
-    return table, told + (
-        f"; warning: {damaged} of {len(spans)} files were damaged and are made anew" * bool(damaged)
-    )
+    if damaged:
+        told += f"; warning: {damaged} of {len(spans)} files were damaged and are made anew"
+    return table, told
 
 
 def _all(one: Callable[..., bool], todo: list[Any], count: int, threads: int) -> None:

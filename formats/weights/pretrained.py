@@ -241,9 +241,7 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
             good[name] = value
     kinds = {"missing": missing, "unexpected": unexpected, "of a different shape": misshaped}
     report = "; ".join(
-        f"{len(names)} {kind}: {', '.join(names[:3])}" + ", ..." * (len(names) > 3)
-        for kind, names in kinds.items()
-        if names
+        f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds.items() if names
     )
     if report and (strict or not good):
         what = (
@@ -255,6 +253,14 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
         raise LockstepError(what, "policy.pretrained_path", todo)
     net.load_state_dict(good, strict=False)
     return report
+
+
+def _first(names: list[str]) -> str:
+    """Return the first three names."""
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += ", ..."
+    return text
 
 
 def _plain(text: str) -> str:
