@@ -16,9 +16,11 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,14 +163,21 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def main(action: str, folder: Path) -> int:
-    here = folder / "before" if action == "record" else folder / "now"
-    subprocess.run(["rm", "-rf", here], check=True)
-    record(here)
+    before = folder / "before"
     if action == "record":
+        shutil.rmtree(before, ignore_errors=True)
+        record(before)
         return 0
+    with tempfile.TemporaryDirectory() as now:
+        record(Path(now))
+        return compare(before, Path(now))
+
+
+def compare(before: Path, now: Path) -> int:
+    """Print whether each run has the same bits in both folders. Return 1 if a run differs."""
     different = 0
-    for run in sorted(path.parent for path in (folder / "before").glob("*/manifest.json")):
-        states = [load(side / run.name) for side in (folder / "before", here)]
+    for run in sorted(path.parent for path in before.glob("*/manifest.json")):
+        states = [load(side / run.name) for side in (before, now)]
         for state in states:
             for key in ("save_dir", "memory_format", "compile"):  # decided for it
                 state["config"].pop(key, None)
@@ -177,7 +186,7 @@ def main(action: str, folder: Path) -> int:
                 state.pop(key, None)
         found = [
             *differences(*states),
-            *differences(*(metrics(side / run.name) for side in (folder / "before", here))),
+            *differences(metrics(before / run.name), metrics(now / run.name)),
         ]
         print(f"{run.name:<32} {'the same bits' if not found else f'{len(found)} differences'}")
         for line in found[:8]:
