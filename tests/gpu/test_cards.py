@@ -1,10 +1,11 @@
-"""GPUs are hidden from the tests: from each process, however a test starts it."""
+"""GPUs are hidden from the tests: from each process, however a test starts it; tests marked `gpu` see them."""
 
 import json
 import os
 import subprocess
 import sys
 
+import cards
 import pytest
 from conftest import ROOT, launching, succeed
 from nvidia_smi import nvidia_smi
@@ -98,3 +99,66 @@ def test_a_test_that_shows_the_gpus_by_mistake_fails(launch, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(AssertionError, match="removed what hides the GPUs"):
         launch.python("-c", "")
+
+
+TORCH = """
+import os
+class cuda:
+    def device_count():
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+        return len(shown.split(",")) if shown else 0
+"""
+"""A torch that counts GPUs as CUDA does, on a machine with two."""
+
+SUITE = """
+import os
+import cards
+import pytest
+def test_of_the_cpu():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["OMP_NUM_THREADS"] == "1"
+@pytest.mark.gpu
+def test_of_the_gpu():
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == {shown!r} and "OMP_NUM_THREADS" not in os.environ
+    assert cards.visible() == {count}
+"""
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """Returns a function that runs pytest with this conftest, on a machine with two GPUs; it returns the output.
+
+    shown  the user's CUDA_VISIBLE_DEVICES;  count  the number of GPUs that it shows
+    """
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+
+    def run(*words, shown, count):
+        (tmp_path / "test_inner.py").write_text(SUITE.format(shown=shown, count=count))
+        unset = {*cards.as_user_has_set(), cards.BEFORE, "PYTEST_XDIST_WORKER"}
+        env = {name: value for name, value in os.environ.items() if name not in unset}
+        env |= {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests/kit'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+        options = ["-rs", "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+        command = [sys.executable, "-m", "pytest", *options, f"--rootdir={tmp_path}", *words, str(tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(("shown", "count"), [(None, 2), ("1", 1)])
+def test_what_needs_a_gpu_sees_those_that_the_user_shows(suite, shown, count):
+    said = suite("-m", "gpu", shown=shown, count=count)
+    assert "1 passed, 1 deselected" in said
+
+
+def test_pytests_workers_know_what_the_user_shows(suite):
+    assert "1 passed" in suite("-m", "gpu", "-n", "1", shown="1", count=1)
+
+
+def test_without_being_asked_for_or_without_a_gpu_it_is_skipped_with_the_reason(suite):
+    for words in ([], ["-m", "gpu"]):
+        said = suite(*words, shown="" if words else None, count=0)
+        assert cards.NONE_VISIBLE in said
+        assert ("1 skipped, 1 deselected" if words else "1 passed, 1 skipped") in said
