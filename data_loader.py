@@ -11,7 +11,7 @@ epoch that all ranks together have consumed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -306,7 +306,7 @@ class TrainLoader(TrainExamples, _Loader):
             columns = [self._numbers(micro.positions) for micro in micros]
             numbers = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
             batch = self.prepared(micros, some[0][1], numbers)
-            parts = [batch]
+            parts: Iterable[Batch] = [batch]
             if len(micros) > 1:
                 parts = split_rows(batch, [len(micro.indices) for micro in micros])
             for micro, part in zip(micros, parts, strict=True):

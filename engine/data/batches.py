@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -188,12 +187,14 @@ def batch_info(batch: Batch) -> BatchInfo:
     return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
 
 
-def split_rows(batch: Batch, sizes: list[int]) -> list[Batch]:
-    """Return consecutive parts of a batch, of `sizes` rows. The rows are aligned as in batches of
-    their own."""
-    ends = itertools.accumulate(sizes)
-    rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    return [map_tensors(batch, functools.partial(aligned_rows, part)) for part in rows]
+def split_rows(batch: Batch, sizes: list[int]) -> Iterator[Batch]:
+    """Yield consecutive parts of a batch, of `sizes` rows. The rows are aligned as in batches of
+    their own. A part is copied when the part is asked for."""
+    end = 0
+    for size in sizes:
+        begin = end
+        end += size
+        yield map_tensors(batch, functools.partial(aligned_rows, slice(begin, end)))
 
 
 def aligned_rows(rows: slice, values: Tensor) -> Tensor:
