@@ -36,14 +36,14 @@ from engine.comm.world import World, sync_errors
 from engine.data.samples import fingerprint
 from engine.data.splits import load_datasets
 from engine.errors import STOPPED, console, set_up
-from engine.evaluation import evaluate_split, log_metrics
+from engine.evaluation import evaluate_split
 from engine.guarantees import check_plugins, parallel, performance, preflight, reporting, resilience
 from engine.hooks import check
 from engine.phases import Phase, phase
 from engine.plan import make_plan
 from engine.private import NO_BUFFER_SYNC
 from engine.record import Record
-from engine.report.open_log import already_complete, open_log
+from engine.report import already_complete, log_metrics, open_log
 from engine.run import AfterStep, Run
 from engine.seeds import seed_everything
 

@@ -1,8 +1,7 @@
-"""Score a split; compute the metrics of a log line."""
+"""Score a split: every sample once, with the same sums on any number of ranks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,45 +11,10 @@ from engine.contract import Batch, Sums, Task
 from engine.data.batches import batch_info
 from engine.gathered import Gathered, check_count
 from engine.hooks import check
-from engine.meter import loading_s, means
 from engine.phases import Phase, phase
 from engine.run import Run
 from engine.seeds import seed_generators
 from engine.task_trials import num_trials, run_trials
-
-
-def log_metrics(run: Run) -> None:
-    """(all ranks) Find a straggler, and log the metrics since the last log point."""
-    seconds = phase.take()
-    if run.meter.stragglers:
-        run.record.log.straggler(run, run.meter.stragglers.find(seconds))
-    metrics: dict[str, Any] = training_metrics(run, seconds)
-    every, step = run.cfg.digest_every, run.progress.step
-    if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
-        with run.world.host_sync():
-            metrics["digest"] = run.reducer.digest()
-    run.record.log.train(run, metrics)
-
-
-def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the metrics since the last log point, the same on every rank except for times, and
-    clear the meter.
-
-    seconds  of each phase since the last log point
-    """
-    meter = run.meter
-    elapsed = time.perf_counter() - meter.since
-    for name, value in meter.totals.items():
-        run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
-    metrics = means(meter.totals) | {
-        "lr": run.plan.lr(run.progress.step - 1),
-        "grad_norm": meter.grad_norm,
-        "skipped_steps": meter.skipped,
-        "samples_per_s": meter.timed_samples / elapsed,
-        "data_wait_share": min(1.0, loading_s(seconds) / elapsed),
-    }
-    meter.clear()
-    return metrics
 
 
 @torch.no_grad()

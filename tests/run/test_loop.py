@@ -24,10 +24,11 @@ from engine.comm.world import World
 from engine.contract import Loss
 from engine.data import batches
 from engine.environment import environment_of
-from engine.evaluation import evaluate_split, training_metrics
+from engine.evaluation import evaluate_split
 from engine.meter import means
 from engine.plan import make_plan
 from engine.record import NullLog
+from engine.report.step_metrics import training_metrics
 from engine.run import Run
 from plugins import resilience
 from plugins.parallel.virtual import WorkerReducer
@@ -235,7 +236,7 @@ def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, s
 def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, steps):
     """A step takes a second by the test's own clock, an evaluation a hundred."""
     now, told = [0.0], []
-    for module in ("meter", "evaluation"):
+    for module in ("meter", "report.step_metrics"):
         monkeypatch.setattr(f"engine.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def passes(seconds):

@@ -30,10 +30,10 @@ import train
 from engine import config, errors, launch
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.evaluation import training_metrics
 from engine.files import run_folder
 from engine.files.atomic import write_json
 from engine.phases import phase
+from engine.report.step_metrics import training_metrics
 from engine.run import AfterStep, Run
 from engine.threads import threads_at_most
 from plugins import performance, resilience

@@ -1,0 +1,44 @@
+"""The metrics of a log line: of the steps since the last log point."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from engine.meter import loading_s, means
+from engine.phases import phase
+from engine.run import Run
+
+
+def log_metrics(run: Run) -> None:
+    """(all ranks) Find a straggler, and log the metrics since the last log point."""
+    seconds = phase.take()
+    if run.meter.stragglers:
+        run.record.log.straggler(run, run.meter.stragglers.find(seconds))
+    metrics: dict[str, Any] = training_metrics(run, seconds)
+    every, step = run.cfg.digest_every, run.progress.step
+    if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
+        with run.world.host_sync():
+            metrics["digest"] = run.reducer.digest()
+    run.record.log.train(run, metrics)
+
+
+def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
+    """Return the metrics since the last log point, the same on every rank except for times, and
+    clear the meter.
+
+    seconds  of each phase since the last log point
+    """
+    meter = run.meter
+    elapsed = time.perf_counter() - meter.since
+    for name, value in meter.totals.items():
+        run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
+    metrics = means(meter.totals) | {
+        "lr": run.plan.lr(run.progress.step - 1),
+        "grad_norm": meter.grad_norm,
+        "skipped_steps": meter.skipped,
+        "samples_per_s": meter.timed_samples / elapsed,
+        "data_wait_share": min(1.0, loading_s(seconds) / elapsed),
+    }
+    meter.clear()
+    return metrics
