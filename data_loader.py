@@ -43,7 +43,8 @@ class MicroBatch(NamedTuple):
     """One forward pass of one rank: its samples, and their part in the step.
 
     indices      of the samples in the dataset
-    positions    of the samples in the epoch's global order, see `TrainSampler.epoch_indices`
+    positions    slots of the samples in the sequence of steps. `TrainSampler.epoch_indices` maps a
+                 slot to its position in the epoch's order: the same number without `exclude`
     closes_step  the optimizer takes a step after this pass
     consumed     samples of the epoch that all ranks have taken, or left out, after that step
     samples      of the step, over all ranks; 0 if all of its samples are excluded
@@ -115,6 +116,7 @@ class TrainSampler(DistributedSampler[Any]):
     def chunk_at(self, position: int) -> range:
         """Return the positions around this one, of whole steps, whose numbers are computed at once:
         for all positions of an epoch they would take 32 bytes a sample."""
+        # negative before `self.position`, from which `iter_included` may start earlier
         begin = self.position + (position - self.position) // self.chunk * self.chunk
         return range(max(0, begin), min(begin + self.chunk, self.plan.num_samples))
 
@@ -127,6 +129,7 @@ class TrainSampler(DistributedSampler[Any]):
             return order, positions
         step = (positions - self.position) // self.plan.global_batch
         dropped = positions >= self.plan.epoch_samples
+        # The last key sorts first: the dropped samples of the epoch are at the end.
         by_step = np.lexsort((self.excluded[order], step, dropped))
         return order[by_step], positions[by_step]
 
@@ -259,7 +262,8 @@ class TrainLoader(TrainExamples, _Loader):
     """Iterate over the steps of an epoch, from the position that `set_epoch` gave.
 
     prepare   the task's, if it has one
-    together  several passes of cached data are prepared at once, with the same bits
+    together  several passes of cached data are prepared at once. False with `prepare`, until
+              preflight has found the same bits
     """
 
     def __init__(
@@ -301,11 +305,12 @@ class TrainLoader(TrainExamples, _Loader):
         at_once = 1
         if self.cached is not None and self.together:
             at_once = self.cached.batches_at_once(self.sampler.plan.micro_batch)
-        while some := [*itertools.islice(pairs, at_once)]:
-            micros = [micro for micro, _ in some]
+        while group := [*itertools.islice(pairs, at_once)]:
+            micros = [micro for micro, _ in group]
             columns = [self._numbers(micro.positions) for micro in micros]
             numbers = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-            batch = self.prepared(micros, some[0][1], numbers)
+            # A group of several passes is of cached data, whose batch `prepared` gathers.
+            batch = self.prepared(micros, group[0][1], numbers)
             parts: Iterable[Batch] = [batch]
             if len(micros) > 1:
                 parts = split_rows(batch, [len(micro.indices) for micro in micros])
@@ -395,11 +400,12 @@ def create_data_loaders(
     hooks.check_settings("data", cfg=cfg, labels=labels, train_set=train_set, val_set=val_set)
     sets, samplers = [train_set], list[Any]()
     samplers.append(TrainSampler(train_set, plan, world.rank, cfg.seed, labels, cfg.exclude))
-    if val_set is not None:  # without gradients activations take less than half the memory
+    if val_set is not None:
         sets.append(val_set)
+        # twice the batch: without gradients activations take less than half the memory
         samplers.append(EvalSampler(val_set, world, cfg.eval_batch_size or 2 * cfg.batch_size))
-    # Loader processes mean slow samples, and shards mean many: a cache would fetch them all before
-    # the first step.
+    # Loader processes mean slow samples, and a dataset with a digest (shards) has many: a cache
+    # would fetch them all before the first step.
     slow = bool(cfg.num_workers) or hasattr(train_set, "digest")
     wanted = "none" if cfg.cache == "auto" and slow else cfg.cache
     cached = hooks.caches.first(wanted, sets, world.device)

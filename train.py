@@ -12,7 +12,7 @@ divided once; the order of the data is a function of (seed, epoch) alone. `train
 training with DDP as its subject.
 
 Calls of `resilience`, `parallel`, `performance`, `preflight` and `reporting` are guarantees of
-plugins/. Without these lines the training takes the same steps.
+plugins/. Without plugins/ the training takes the same steps.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
     if device.type == "cuda":
         # before any other CUDA call, or every rank opens a context on GPU 0
         torch.cuda.set_device(device)
-    # nccl for tensors on GPUs, gloo for tensors on CPUs
+    # nccl on GPUs; on CPUs, or without a launcher, shared memory of one machine, else gloo
     backend = launch.pick_backend(cfg, env, device, always)
     with launch.explained(env):
         dist.init_process_group(
@@ -84,7 +84,7 @@ def build(
         train_set, val_set = load_datasets(task, split, saved.metadata)
         # global batch, accumulation, steps, learning rate
         plan = make_plan(cfg, world, len(train_set))
-        # DistributedSamplers that never pad
+        # a DistributedSampler that never pads; an evaluation takes whole batches in turn
         loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
         saved = resume.check_same_run(saved, args, task, plan, data, split)
@@ -144,7 +144,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             gradient_as_bucket_view=cfg.gradient_as_bucket_view,
             find_unused_parameters=cfg.find_unused_parameters,
             static_graph=cfg.static_graph,
-            # no broadcast per forward pass: buffers are averaged before an evaluation
+            # no broadcast per forward pass: `checkpoint.capture` averages the buffers of norms
             **NO_BUFFER_SYNC,
         )
     session.wrapped = True
@@ -154,8 +154,8 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
     # compiled on demand; with cuda_graph=true a step is one launch
-    take_step = performance.recorded(run, train_step)
-    if run.progress.evaluation_due:  # the run was stopped just before the evaluation
+    take_step = performance.fast_step(run, train_step)
+    if run.progress.evaluation_due:  # the run was stopped before or during the evaluation
         evaluate(run)
     while not (run.finished or run.stopped):
         # a resumed run begins within an epoch
@@ -194,24 +194,24 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
     for batch, micro in passes:
         # Also around the forward pass: there DDP decides whether the backward pass sums gradients.
         no_sync = net.no_sync() if in_ddp and not micro.closes_step else nullcontext()
-        # random numbers depend on the samples, not on the rank
+        # seeds the random numbers by the first sample of the pass, not by the rank
         with run.forward(micro), no_sync:
             with torch.autocast(
                 world.device.type, run.precision.dtype, enabled=run.precision.enabled
             ):
                 loss = run.task.loss(net, batch)
-            # (votes, total, weight, *sums), float64; zeros if empty
+            # (votes, total, weight, *sums), float64; zeros but for the votes if empty
             totals += run.loss_vector(loss, micro)
             if micro.closes_step and world.size > 1:
                 # runs during the backward pass, as DDP's own all-reduces do
-                summed = dist.all_reduce(totals, async_op=True)
+                pending_sum = dist.all_reduce(totals, async_op=True)
             scale = 0.0 if micro.empty else plan.loss_scale
             phase(Phase.BACKWARD, waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
     if in_ddp:
         resilience.check_all_reduced(net)  # no parameter lacked its gradient
     if world.size > 1:
-        summed.wait()
+        pending_sum.wait()
     phase(Phase.OPTIMIZER_STEP)
     totals = run.reducer.sum_workers(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
@@ -223,10 +223,11 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
 
 
 def evaluate(run: Run, save_due: bool = False) -> None:
-    """(all ranks) Score every sample of the split once, and save. The bare module runs, so ranks
+    """(all ranks) Score every sample of the split once; save if the score is the best, a save is
+    due, or the run ends. The bare module runs, so ranks
     may have more or fewer batches, or none: nothing is padded, the ranks exchange sums, and every
     rank returns with the same metrics."""
-    # before the evaluation: a failure or a stop in it must not lose the training so far
+    # averages the buffers of norms; before the evaluation, so that its failure loses no training
     state = checkpoint.capture(run)
     with resilience.keep(run, state):
         scored = evaluate_split(run, run.record.log.progress(run, run.loaders.val, "Validation"))

@@ -5,9 +5,9 @@ before the first step.
     torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml lr=4e-3
     ddp.bucket_cap_mb=50
 
-Where train.py adapts (no GPU, a GPU without bf16, a launcher that sets no RANK), this script
-refuses and says what to change. Before step one it prints what the ranks agree on and what DDP will
-do: buckets, bytes a step, hook.
+Where train.py adapts (DataParallel, a GPU without bf16, a launcher that sets no RANK), this script
+ends with an error and the fix. Before the first step the script prints the facts in which the ranks
+agree, and the plan of DDP: buckets, bytes a step, hook.
 """
 
 import sys

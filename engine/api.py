@@ -49,7 +49,8 @@ def hash_state(saved: CheckpointState) -> str:
 
 
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the leaves of a tree of dicts and lists with paths, numbers as tensors."""
+    """Yield (path, tensor) for the leaves of a tree of dicts and lists. A plain value becomes the
+    end of the path of an empty tensor, and so enters a hash."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from tensors_of(f"{name}/{key}", item)

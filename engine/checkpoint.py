@@ -76,7 +76,7 @@ def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
     """Return the state in a checkpoint, with defaults for keys that an older version did not
     write."""
     if state["format"] not in (2, FORMAT):
-        what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
+        what = f"the checkpoint has format {state['format']}, this version reads 2 and {FORMAT}"
         todo = (
             "update Lockstep"
             if state["format"] > FORMAT
@@ -105,9 +105,10 @@ def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
 
 
 def capture(run: Run) -> dict[str, Any]:
-    """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which
-    `weights_only=True` loads; return an empty dict on the other ranks. Training may continue while
-    it is written, and on a GPU while it is copied to the host."""
+    """(all ranks) Average the buffers of norms over the ranks, in place. Then copy the run's state
+    into rank 0's memory, as plain values and tensors, which `weights_only=True` loads; return an
+    empty dict on the other ranks. Training may continue while the state is written, and on a GPU
+    while the state is copied to the host."""
     check_buffers(run.world, run.reducer.buffers)
     norms = run.reducer.buffers(of_norms=True)
     sync_buffers(
@@ -117,6 +118,7 @@ def capture(run: Run) -> dict[str, Any]:
     main, device = run.world.main, run.world.device
     if not (main or run.plan.sharded):
         return {}
+    # With shards the copies below gather rows, so every rank takes part.
     copies = hooks.device_copies.first(run) if device.type == "cuda" and main else None
     to_host = copies or (copy_to_host if main else copy_nothing)
     sums = to_host(run.reducer.sum_of_bits()) if run.cfg.digest_every else None
@@ -137,7 +139,9 @@ def capture(run: Run) -> dict[str, Any]:
         """Add the entries that are computed from the copies."""
         state["digest"] = digests.as_text(sums) if sums is not None else ""
         state["scaler"] = scaler.state_dict()
-        for name in frozen & model.keys() if ema else ():
+        if not ema:
+            return
+        for name in frozen & model.keys():
             # the average of a frozen weight is that weight
             if torch.equal(ema[f"module.{name}"], model[name]):
                 ema[f"module.{name}"] = model[name]
@@ -152,7 +156,7 @@ def capture(run: Run) -> dict[str, Any]:
         "precision": run.precision.name,
         "data": run.record.fingerprint,
         "digest": "",
-        "known": run.task.metadata(),
+        "known": run.task.metadata(),  # CheckpointState.metadata
         **({"test": run.task.set_aside} if run.task.set_aside else {}),
         "memory_format": run.plan.memory_format,
         "environment": environment(run),

@@ -34,7 +34,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
             if incomplete := run.reducer.any(bool(run.stop.reason)):
                 break
             phase(Phase.VALIDATION)
-            # by the number of the batch
+            # by the number of the batch in the split: batches are dealt to the ranks in turn
             seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)
             empty = number >= len(run.loaders.val)
             with run.precision.autocast():

@@ -76,7 +76,7 @@ class Performance:
     """Speed without a change of the steps: compilation, CUDA graphs."""
 
     resolve = staticmethod(return_last)
-    recorded = staticmethod(return_last)
+    fast_step = staticmethod(return_last)
     unloaded = staticmethod(empty_context)
 
     def finish(self, run: Any) -> Any:
@@ -127,8 +127,8 @@ NEEDS = (
     Need("performance", "cuda_graph", (False,)),
     Need("performance", "cache", ("auto", "none")),
     Need("performance", "ddp.backend", ("auto", "gloo")),
-    # The table of excluded settings keeps a CUDA graph from a step of several parts, and refuses
-    # sampler=balanced for data without labels.
+    # plugins/preflight/rules.py refuses unsuitable uses of these two settings: a CUDA graph of a
+    # step with several parts, and sampler=balanced for data without labels.
     Need("preflight", "cuda_graph", (False,)),
     Need("preflight", "sampler", ("shuffle",)),
     Need("reporting", "record", (0,)),
@@ -140,7 +140,7 @@ NEEDS = (
 def check_plugins(cfg: Any, strict: bool) -> None:
     """Raise LockstepError for a setting that needs an absent plugin.
 
-    strict  the page is train_ddp.py, which needs resilience and preflight
+    strict  the script is train_ddp.py, which needs resilience and preflight
     """
     present = hooks.load()
     for name in ("resilience", "preflight"):

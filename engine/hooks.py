@@ -74,7 +74,8 @@ function `sum_then_divide` is a communication hook of DDP."""
 settings = Hook()
 """first(moment, facts) -> the errors of settings that exclude each other."""
 caches = Hook()
-"""first(cfg, datasets, device) -> datasets that hold their samples in memory."""
+"""first(wanted, datasets, device) -> datasets that hold their samples in memory; `wanted`: the key
+`cache`."""
 reducers = Hook()
 """first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
 initial_state = Hook()
@@ -103,9 +104,9 @@ recorders = Hook()
 """each(run, folder, profile) -> an object with `follow(steps)`, `end(totals)` and `finish()`, or
 None."""
 sinks = Hook()
-"""each(run, folder, repeated) -> objects that receive the events of the log."""
+"""each(run, folder) -> an object that receives the events of the log, or None."""
 warnings = Hook()
-"""each(run) -> a text to print at a log point, or an empty one."""
+"""each() -> an object whose `warning()` returns a text for a log point, or an empty text."""
 stragglers = Hook()
 """first(world, workers) -> an object whose `find(seconds)` names a slow rank, or None."""
 events = Hook()
@@ -146,6 +147,10 @@ def event(name: str, **facts: Any) -> None:
     events.each(name, facts)
 
 
+_loaded: list[list[str]] = []
+"""The names of the loaded plugins, in a list of their own once `load` has begun."""
+
+
 def load() -> list[str]:
     """Import the plugins that are present, in the order of ORDER. Return the names."""
     if not _loaded:
@@ -162,6 +167,3 @@ def plugin(name: str) -> ModuleType | None:
     if name not in load():
         return None
     return importlib.import_module(f"{FOLDER.name}.{name}")
-
-
-_loaded: list[list[str]] = []

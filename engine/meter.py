@@ -29,6 +29,16 @@ class StepResult(NamedTuple):
     skipped: float
     weight: float
 
+    @property
+    def asks_to_stop(self) -> bool:
+        """Whether a rank wants to stop: each such vote is 1."""
+        return self.votes >= 1
+
+    @property
+    def asks_to_save(self) -> bool:
+        """Whether rank 0 wants to save: its vote is 0.5."""
+        return self.votes % 1 > 0
+
 
 class Pending(NamedTuple):
     """The numbers of a step on their way to the host.
@@ -81,8 +91,8 @@ class Meter:
 
     def add(self, numbers: Tensor, step: int, wait: bool) -> list[StepResult]:
         """Queue the numbers of a step. Add the numbers that are on the host (all numbers, with
-        `wait`), and return their results, the same on every rank. The sums of a skipped step may be
-        NaN, and do not count.
+        `wait`), and return their results, the same on every rank but for `losses`. The sums of a
+        skipped step may be NaN, and do not count.
 
         numbers  (votes, loss, weight, one of each name, skipped, gradient norm), float64
         """
@@ -102,7 +112,7 @@ class Meter:
             row = self.pending.pop(0)
             if row.copied:
                 with self.world.host_sync():
-                    # of the step before: over already, unless the host is a whole step ahead
+                    # copied a step ago: waits only if the host is a whole step ahead
                     row.copied.synchronize()
             votes, *sums, skipped, self.grad_norm = row.numbers.tolist()
             for name, value in zip(names, sums, strict=True):

@@ -17,18 +17,18 @@ from engine.partition import divide_batch
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in samples, lengths in optimizer steps."""
+    """Sizes in samples, lengths in optimizer steps. `build` completes the last fields."""
 
     num_samples: int
     micro_batch: int  # of a process and forward pass, over all its devices with DataParallel
     processes: int
-    accumulation: int
+    accumulation: int  # forward passes of a process in a step: `passes` of each of its workers
     global_batch: int
     steps_per_epoch: int
     dropped: int  # samples of each epoch that are not trained on
     total_steps: int
     warmup_steps: int
-    horizon: int
+    horizon: int  # the step at which the schedule ends
     peak_lr: float
     schedule: Schedule
     # GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
@@ -63,8 +63,8 @@ class Plan:
 
     @functools.cached_property
     def loss_scale(self) -> float:
-        """Return the factor of a pass's loss: DDP alone divides the sum over the ranks by their
-        number."""
+        """Return the factor of a pass's loss. Only DDP divides the sum over the ranks by the number
+        of ranks; virtual workers and FSDP2 do not."""
         averaged_over = 1 if self.workers or self.sharded else self.processes
         return averaged_over / self.global_batch
 
@@ -94,10 +94,12 @@ class Plan:
 
 
 def workers_of_rank(workers: int, rank: int, processes: int, in_rounds: bool = False) -> range:
-    """Return the virtual workers that a process runs, one after the other: a block of neighbours,
-    all as equal as possible; or `in_rounds` one of each round of as many as there are processes, so
-    that few sums wait in the tree. Numbers from `workers` on have no samples: then every process
-    takes part in every round."""
+    """Return the virtual workers that a process runs, one after the other.
+
+    The workers are a block of neighbours, and the blocks are as equal as possible. `in_rounds`
+    (shards): the workers rank, rank + processes, rank + 2 * processes, ..., up to a whole round, so
+    that all processes take part in each round. A number from `workers` on has no samples.
+    """
     if in_rounds:
         rounds = -(-workers // processes)
         return range(rank, rounds * processes, processes)
@@ -117,7 +119,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         accumulation *= -(-workers // world.size)
     steps_per_epoch, dropped = divide_epoch(num_samples, global_batch, cfg.drop_last)
     hooks.check_settings("plan", cfg=cfg, world=world, accumulation=accumulation, devices=devices)
-    # one of them is given
+    # at least one is given; the run ends at the smaller one
     total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))
     schedule = cfg.schedule
     growth = global_batch / (schedule.base_batch_size or global_batch)

@@ -38,7 +38,7 @@ class Progress:
     stale             evaluations since the best one
     evaluation_due    the last step is to be evaluated
     skipped           steps that were not taken, because the gradient was not finite
-    skipped_in_a_row  the newest of the skipped steps, up to a step that was taken
+    skipped_in_a_row  steps skipped since the last step that was taken
     epoch_totals      training totals of the logged part of this epoch
     """
 
@@ -59,7 +59,7 @@ class Progress:
         self.epoch_totals = {}
 
     def note_score(self, value: float, higher_is_better: bool) -> bool:
-        """Return whether an evaluation's score is the best so far; NaN never is."""
+        """Record an evaluation's score. Return whether the score is the best so far; NaN is not."""
         self.evaluation_due = False
         self.stale += 1
         if value != value:
@@ -76,7 +76,8 @@ class Progress:
 class AfterStep(NamedTuple):
     """The actions that follow a step, the same on all ranks.
 
-    outcomes  results of the steps whose numbers have arrived, if a step was skipped; else empty
+    outcomes  results of the steps whose numbers have arrived, if a step of them or the step before
+              was skipped; else empty
     log       write a line of metrics
     check     compare the ranks
     save      write a checkpoint
@@ -134,8 +135,8 @@ class Run:
         return self.plan.lr(self.progress.step)
 
     def begin_step(self) -> None:
-        """Clear the gradients, and set training mode on all ranks, whatever a task or an evaluation
-        has set."""
+        """Clear the gradients, and set training mode after an evaluation; `steps` sets the mode of
+        every module."""
         if not self.model.training:
             self.net.train()
         for group in self.optimizer.param_groups:
@@ -180,10 +181,11 @@ class Run:
         if reducer.follows_passes:
             reducer.end_forward()
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
+        # `same_names` communicates for the first loss of a run only, on all ranks.
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             names = [*check("loss", loss).sums]
             meter.names = same_names(names, meter.names, self.world.gather, "sums")
-        parts = [meter.no_vote]
+        parts = [meter.no_vote]  # float64, so `stack` converts the other numbers
         for number in (loss.total, loss.weight, *loss.sums.values()):
             part = torch.as_tensor(number).detach()
             if part.ndim:
@@ -205,8 +207,8 @@ class Run:
         save = 0.0
         writer = self.record.checkpoints
         if writer is not None:
-            ends_epoch = consumed >= self.plan.epoch_samples and not self.cfg.save_every
-            due_at = writer.epoch_due_at if ends_epoch else writer.due_at
+            at_epoch_end = consumed >= self.plan.epoch_samples and not self.cfg.save_every
+            due_at = writer.epoch_due_at if at_epoch_end else writer.due_at
             if time.monotonic() >= due_at:
                 save = 0.5
         return save + 1.0 if self.stop.reason else save
@@ -245,7 +247,7 @@ class Run:
         # also after a resume, even if its first steps are skipped
         first = step == 1 or self.record.fresh is not None
         compare = first or (cfg.check_every > 0 and step % cfg.check_every == 0)
-        self.reducer.check = compare  # in the coming step
+        self.reducer.check = compare  # in the coming step; AfterStep.check is of this step
         numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
         outcomes = meter.add(numbers, step, wait=log or save or first)
         phase(Phase.LOGGING)
@@ -253,11 +255,11 @@ class Run:
             recorder.end(totals)
         skipped_before = progress.skipped_in_a_row
         for outcome in outcomes:
-            save = save or outcome.votes % 1 > 0
+            save = save or outcome.asks_to_save
             if outcome.skipped or skipped_before:
                 self._count_skipped(outcome)
-            if outcome.votes >= 1 and not self.stopped:
-                self.agree_to_stop()
+            if outcome.asks_to_stop and not self.stopped:
+                self.agree_to_stop()  # all ranks hold the same votes, so all get here
         reported = skipped_before or any(outcome.skipped for outcome in outcomes)
         return AfterStep(outcomes if reported else [], log, compare, save)
 

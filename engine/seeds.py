@@ -1,5 +1,6 @@
-"""Random numbers as a pure function of (seed, epoch, position): the same for every partition of a
-batch."""
+"""Random numbers as a pure function of (seed, epoch, position). The seeds of samples are the same
+for every partition of a batch. `seed_generators` is the same for an equal key only: dropout in a
+pass follows the first sample of the pass, and so depends on the partition."""
 
 from __future__ import annotations
 

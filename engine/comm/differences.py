@@ -17,8 +17,8 @@ class Difference(NamedTuple):
 
 
 def first_difference(world: World, facts: dict[str, str]) -> dict[str, Difference]:
-    """(all ranks) Return the facts in which a rank differs from rank 0, by name. Facts of lower
-    ranks come first."""
+    """(all ranks) Return the facts in which a rank differs from rank 0, by name. Of each
+    fact, the lowest rank that differs is returned."""
     if not world.differs_across_ranks(facts):
         return {}
     return world.reduce_on_rank0(facts, _first_difference)

@@ -20,7 +20,8 @@ class LocalReducer:
 
     mode            ddp.buffers
     block           numbers of the workers of this process
-    check           in the coming step, compare the buffers of all virtual workers
+    check           in the coming step, run the costly checks: compare the buffers of all virtual
+                    workers
     hook            DDP's communication hook
     follows_passes  begin_pass, end_forward, end_pass and worker_row are called in each pass
     """
@@ -82,8 +83,8 @@ class LocalReducer:
         return here
 
     def end_step(self, skipped: Tensor) -> None:
-        """(all ranks) Restore the buffers if the step was skipped; make them equal on all ranks if
-        ddp.buffers asks."""
+        """(all ranks) Restore the buffers if the step was skipped. Make the buffers of modules
+        other than norms equal on all ranks, if ddp.buffers requires it."""
         if self.buffers.places:
             self.buffers.put_back(skipped)
         if self.mode != "same":

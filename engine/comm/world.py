@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. Every method but `main` is a collective: all ranks must call it.
+    """This process among all ranks. All ranks must call a method that is marked "(all ranks)".
 
     rank        number of this process among all
     local_rank  number of this process on its machine

@@ -66,7 +66,7 @@ class CheckpointState(NamedTuple):
     optimizer: dict[str, Any] = {}
     scaler: dict[str, Any] = {}
     metadata: dict[str, Any] | None = None  # of the task
-    test: dict[str, Any] = {}  # see `checks.test_set`; empty without a test set
+    test: dict[str, Any] = {}  # see `splits.set_aside`; empty without a test set
     memory_format: str = "auto"
     environment: dict[str, str] = {}  # the facts that the last bits depend on
     left_out: dict[str, str] = {}  # digests of the weights that are not in `model`

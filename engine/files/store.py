@@ -8,7 +8,6 @@ the previous checkpoint.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -62,7 +61,8 @@ def check_files(folder: Path) -> None:
 
 
 class Entry(NamedTuple):
-    """The entry of a checkpoint in the manifest. `sha256` is empty for a file without an entry."""
+    """The entry of a checkpoint in the manifest. `sha256` is empty for a file that the
+    manifest does not list."""
 
     file: str
     step: int
@@ -170,7 +170,8 @@ class Checkpoints:
         return self.folder / self.entries[-1].file if self.entries else None
 
     def truncate_after(self, path: Path) -> None:
-        """Drop the entries after `path`, the resumed checkpoint: the later files are damaged."""
+        """Drop the entries after `path`, the resumed checkpoint: the later files are damaged, or
+        the user has resumed an earlier checkpoint."""
         names = [entry.file for entry in self.entries]
         if path.parent.resolve() == self.folder.resolve() and path.name in names:
             count = names.index(path.name) + 1
@@ -206,8 +207,11 @@ class Checkpoints:
         """
         listed = {entry.file for entry in self.entries}
         stem = f"{name.removesuffix('.pt')}_step{step}"
-        names = itertools.chain([name], map(f"{stem}_{{}}.pt".format, itertools.count(1)))
-        return next(itertools.filterfalse(listed.__contains__, names))
+        number = 0
+        while name in listed:
+            number += 1
+            name = f"{stem}_{number}.pt"
+        return name
 
     def _clear(self, path: Path) -> None:
         """Remove the temporary files of a crash, and the entries that `truncate_after` dropped."""
@@ -296,7 +300,8 @@ def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path | None, list
     """Return the checkpoint to resume, or None, and warnings.
 
     resume  `auto`: the newest intact checkpoint in `folder`, if the folder holds any; `never`:
-            None; else the path of a file or of a run's folder
+            None, and an error if the folder holds a run; else the path of a file or of a run's
+            folder
 
     Raises LockstepError: exit code 2 for a missing checkpoint, 3 for a damaged checkpoint.
     """

@@ -20,7 +20,7 @@ def make_ema(model: nn.Module, cfg: Optim) -> EMA | None:
 def step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    workers: LocalReducer,
+    reducer: LocalReducer,
     lr: float,
     divisor: Tensor,
     grad_clip: float,
@@ -30,7 +30,7 @@ def step(
     else one.
 
     Return (grad_norm before clipping, 1.0 if the norm is not finite and the step was skipped), two
-    scalars on the device. All ranks hold the same reduced gradients, so all ranks skip or none.
+    scalars on the device. All ranks get the same norm, so all ranks skip or none.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -42,7 +42,7 @@ def step(
         torch._foreach_div_([to_local(grad) for grad in grads], divisor)
         scaler.unscale_(optimizer)
         divisor = torch.ones_like(divisor)
-    grad_norm = workers.grad_norm(grads) / divisor
+    grad_norm = reducer.grad_norm(grads) / divisor
     # NaN if it is not finite; takes a third of the time of `isfinite`
     skipped = (grad_norm - grad_norm != 0).float()
     if grad_clip:
@@ -61,7 +61,7 @@ def step(
         # on GPUs a sync point: the host waits for the gradients of all ranks
         with phase.during(Phase.WAITING_FOR_THE_DEVICE, waits=True):
             taken = not skipped
-    if taken:
+    if taken:  # not scaler.step, which would read found_inf on the host
         optimizer.step()
     if scaler.is_enabled():
         scaler.update()

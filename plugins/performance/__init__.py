@@ -50,7 +50,7 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     return replace(plan, compile=mode)
 
 
-def recorded(run: Run, step: Callable[[Run, Any], AfterStep]) -> Callable[[Run, Any], AfterStep]:
+def fast_step(run: Run, step: Callable[[Run, Any], AfterStep]) -> Callable[[Run, Any], AfterStep]:
     """Return a callable that takes the steps of `step`: with the compiled model if `compile` is on,
     and from one CUDA graph per step if `cuda_graph` is on and possible."""
     if run.plan.compile != "off":

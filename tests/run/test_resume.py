@@ -234,12 +234,12 @@ FOREIGN = {
     "newer": (
         lambda state: state.update(format=4),
         3,
-        "the checkpoint has format 4, this version reads 3 (PATH): update",
+        "the checkpoint has format 4, this version reads 2 and 3 (PATH): update",
     ),
     "older": (
         lambda state: state.update(format=1),
         3,
-        "has format 1, this version reads 3 (PATH): resume with the version",
+        "has format 1, this version reads 2 and 3 (PATH): resume with the version",
     ),
     "of another optimizer": (
         lambda state: state.update(optimizer_name="SGD"),
