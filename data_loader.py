@@ -145,6 +145,8 @@ class TrainSampler(DistributedSampler[Any]):
             start = chunk.stop
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        # With two workers, a global batch of 8 and passes of 2 samples, worker 0 takes the slots
+        # 0 2 in its first pass and 4 6 in its second pass, worker 1 takes 1 3 and 5 7.
         plan = self.plan
         workers = self.workers
         chunk = range(0)
@@ -153,36 +155,37 @@ class TrainSampler(DistributedSampler[Any]):
             if start >= chunk.stop:
                 chunk = self.chunk_at(start)
                 order, positions = self.epoch_indices(chunk)
-            first = start - chunk.start  # row of the step's first sample in the chunk
+            row = start - chunk.start  # of the step's first sample in the chunk
             consumed = min(start + plan.global_batch, plan.epoch_samples)
             stop = consumed
             if self.excludes:
-                stop -= int(self.excluded[order[first : consumed - chunk.start]].sum())
+                stop -= int(self.excluded[order[row : consumed - chunk.start]].sum())
             if self.weights is not None:
-                of_step = self.weights[order[first : stop - chunk.start]]
+                of_step = self.weights[order[row : stop - chunk.start]]
                 mean_weight = float(np.mean(of_step, dtype=np.float64)) if stop > start else 1.0
-            largest = max(1, -(-(stop - start) // workers))  # the first worker's share
-            passes = range(0, largest, plan.micro_batch)
-            for worker, done in itertools.product(self.own, passes):
-                # a worker beyond the last one takes the last one's samples again
-                begin = start + min(worker, workers - 1) + done * workers
-                places = slice(begin, min(begin + plan.micro_batch * workers, stop), workers)
-                rows = slice(begin - chunk.start, places.stop - chunk.start, workers)
+            largest_share = max(1, -(-(stop - start) // workers))  # of the first worker
+            passes = range(0, largest_share, plan.micro_batch)
+            for worker, taken in itertools.product(self.own, passes):
+                # `taken`: samples of the worker in earlier passes. A worker beyond the last worker
+                # takes the samples of the last worker again.
+                begin = start + min(worker, workers - 1) + taken * workers
+                slots = slice(begin, min(begin + plan.micro_batch * workers, stop), workers)
+                rows = slice(begin - chunk.start, slots.stop - chunk.start, workers)
                 indices, drawn = order[rows].tolist(), positions[rows]
                 if begin >= stop:
-                    places, indices, drawn = self._padding(start, stop, order, positions, first)
+                    slots, indices, drawn = self._padding(start, stop, order, positions, row)
                 yield MicroBatch(
                     indices=indices,
-                    positions=places,
-                    closes_step=worker == self.own[-1] and done == passes[-1],
+                    positions=slots,
+                    closes_step=worker == self.own[-1] and taken == passes[-1],
                     consumed=consumed,
                     samples=stop - start,
                     empty=begin >= stop or worker >= workers,
                     mean_weight=mean_weight,
                     seeds=self.seeds_at(drawn) if self.seeded else None,
                     worker=worker,
-                    opens_worker=not done,
-                    closes_worker=done == passes[-1],
+                    opens_worker=not taken,
+                    closes_worker=taken == passes[-1],
                 )
 
     def _padding(

@@ -44,11 +44,9 @@ def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
 
     def look() -> tuple[dict[str, str], Path | None, list[str]]:
         folder = (recall("folder") if restarted else "") or cfg.save_dir
-        again = (
-            folder
-            and (restarted or launch.restart().times)
-            and find_checkpoint("auto", Path(folder))[0]
-        )
+        again = None
+        if folder and (restarted or launch.restart().times):
+            again, _ = find_checkpoint("auto", Path(folder))
         asked = {"save_dir": folder, "resume": "auto" if again else cfg.resume}
         return asked, *run_folder.inspect_run_folder(config.changed(cfg, asked))
 
