@@ -86,7 +86,7 @@ ROWS = {
     "choose": Row(lambda a, b: torch.where(a == b, 0.0, a), promises=("place",)),
     "unscale": Row(unscaled, promises=("place",)),
     "interpolate": Row(lerped, promises=("place",)),
-    "sum of the table": Row(halved, promises=("memory",)),
+    "sum of the norms of rows": Row(halved, promises=("memory",)),
 }
 """Names of rows in docs/same-bits.md. They are called there where the call site is named."""
 

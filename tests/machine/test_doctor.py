@@ -266,6 +266,16 @@ def test_a_busy_port_names_its_process_and_a_free_one(monkeypatch):
         assert told(machine.port(), f"failure MASTER_PORT={wrong} is no port")
 
 
+def test_a_file_that_is_closed_during_the_search_hides_no_other_file(tmp_path):
+    """The list of a process's open files is open itself while it is read."""
+    files = tmp_path / "fd"
+    files.mkdir()
+    for number in ("0", "2", "4"):
+        (files / number).touch()  # no link, so that `readlink` fails as for a file that is gone
+    (files / "3").symlink_to("socket:[77]")
+    assert [*machine._open_files(tmp_path)] == ["socket:[77]"]
+
+
 def world(device="cpu"):
     return World(0, 0, 1, torch.device(device))
 

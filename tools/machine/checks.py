@@ -198,9 +198,16 @@ def _listener(number: int) -> str:
             sockets |= {f"socket:[{row[9]}]" for row in here}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended, or access is denied
-            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
+            if sockets.intersection(_open_files(process)):
                 return f"process {process.name} ({(process / 'comm').read_text().strip()})"
     return "a process that cannot be seen from here"
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    """Yield the open files of a process, by its folder in /proc."""
+    for file in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the list itself
+            yield os.readlink(file)
 
 
 # ---- GPUs
