@@ -255,11 +255,12 @@ class Run:
             recorder.end(totals)
         skipped_before = progress.skipped_in_a_row
         for outcome in outcomes:
-            save = save or outcome.asks_to_save
             if outcome.skipped or skipped_before:
                 self._count_skipped(outcome)
-            if outcome.asks_to_stop and not self.stopped:
-                self.agree_to_stop()  # all ranks hold the same votes, so all get here
+            if outcome.votes:
+                save = save or outcome.asks_to_save
+                if outcome.asks_to_stop and not self.stopped:
+                    self.agree_to_stop()  # all ranks hold the same votes, so all get here
         reported = skipped_before or any(outcome.skipped for outcome in outcomes)
         return AfterStep(outcomes if reported else [], log, compare, save)
 
