@@ -29,12 +29,8 @@ from plugins.performance.cached_data import InMemoryDataset, cache_datasets
 
 def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     """(all ranks) Return the plan with the mode in which the model is compiled."""
-    mode = compiler.choose(
-        cfg.compile,
-        world.device,
-        plan.total_steps,
-        plain=not (plan.devices or plan.sharded),
-    )
+    plain = not (plan.devices or plan.sharded)
+    mode = compiler.choose(cfg.compile, world.device, plan.total_steps, plain)
     if world.differs_across_ranks(mode):
         mode = "off"  # one of the machines may lack a C compiler
     compiles = mode != "off"

@@ -113,11 +113,14 @@ class Copies:
         result is done when the copies are on the host."""
         arrival: Future[None] = Future()
         staged = None if self.transfer else self._on_device()
-        if staged is None:
-            self._bring_now()
-            arrival.set_result(None)
-        else:
+        if staged is not None:
             self._bring_in_thread(staged, arrival)
+            return arrival
+        if self.transfer:
+            self.transfer.flush()
+        else:
+            self._bring_now()
+        arrival.set_result(None)
         return arrival
 
     def _on_device(self) -> list[Staged] | None:
@@ -150,9 +153,8 @@ class Copies:
         """Start a thread that brings the copies from the GPU to the host."""
         ready = torch.cuda.Event()
         ready.record()
-        threading.Thread(
-            target=self._bring, args=(copies, ready, arrival), name="snapshot", daemon=True
-        ).start()
+        arguments = (copies, ready, arrival)
+        threading.Thread(target=self._bring, args=arguments, name="snapshot", daemon=True).start()
 
     def _bring(self, copies: list[Staged], ready: torch.cuda.Event, arrival: Future[None]) -> None:
         """Bring copies to the host, in a thread. The memory of a copy is freed when the copy has
@@ -174,9 +176,8 @@ class Copies:
                     del copy
                 transfer.flush()
             for flat, targets in joined:
-                torch._foreach_copy_(
-                    [*map(torch.flatten, targets)], flat.split([*map(torch.numel, targets)])
-                )
+                parts = flat.split([*map(torch.numel, targets)])
+                torch._foreach_copy_([*map(torch.flatten, targets)], parts)
             arrival.set_result(None)
         except BaseException as error:
             arrival.set_exception(error)
@@ -184,10 +185,11 @@ class Copies:
     def _bring_now(self) -> None:
         """Bring the tensors to the host in this thread, without copies on the GPU. A sync point."""
         with self.staging.lock:
-            transfer = self.transfer or Transfer(self.staging, _threads())
+            transfer = Transfer(self.staging, _threads())
             for value, target in self.pairs:
                 transfer.push(_dense(value), target)
             transfer.flush()
+        self.pairs = []
 
 
 def room(device: torch.device) -> int:

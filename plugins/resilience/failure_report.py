@@ -118,12 +118,8 @@ def to_user_error(error: BaseException, world: World | None) -> LockstepError:
     if translated is not None:
         return translated
     if isinstance(error, SystemExit):
-        return LockstepError(
-            f"sys.exit({error.code}) in the middle of the training",
-            place,
-            "remove that call",
-            exit_code=1,
-        )
+        what = f"sys.exit({error.code}) in the middle of the training"
+        return LockstepError(what, place, "remove that call", exit_code=1)
     what = ": ".join(filter(None, [type(error).__name__, headline(error)]))
     path = status.current.folder and status.current.folder / "error.txt"
     todo = f"the traceback is in {path}" if path else "--debug shows the traceback"
