@@ -182,7 +182,10 @@ def restore(run: Run, saved: CheckpointState) -> None:
     """(all ranks) Load a checkpoint into the run; without a checkpoint, the weights of
     `init_from`."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
-        run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
+        # a disk may lack the file; with shards the digests below are collectives
+        with sync_errors(run.world):
+            found = weights.read(Path(source))
+            run.task.started_from = weights.load_matching(run.model, found, source)
         run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.record.left_out = left_out_digests(run.model, names) if names else {}

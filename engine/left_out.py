@@ -22,10 +22,8 @@ def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
             and entries[name].requires_grad
             and id(entries[name]) not in kept
         ):
-            what, todo = (
-                f"it leaves out {name}, which is trained",
-                "save it, or freeze it (optim.freeze)",
-            )
+            what = f"it leaves out {name}, which is trained"
+            todo = "save it, or freeze it (optim.freeze)"
             raise LockstepError(what, "the task's `saved`", todo)
     return digests.each((name, entries[name]) for name in left_out)
 

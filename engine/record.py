@@ -1,4 +1,4 @@
-"""The output of a run: what each rank records, and the log of the ranks that print nothing."""
+"""The output of a run on each rank, and the facts with which a resumed run is compared."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def test_set(task: Task, train_set: Any, val_set: Any, needed: bool = False) -> 
 
 
 def set_aside(train_set: Any, tested: Any, random_samples: str) -> dict[str, Any]:
-    """Return what a checkpoint holds of the test set: the number of its samples, of each source if
-    it has any, and a digest of both sets, which an evaluation compares."""
+    """Return the facts about the test set that a checkpoint holds: the number of samples in all and
+    of each source, and a digest of both sets. An evaluation compares them."""
     sources = per_sample(tested, "sources")
     return {
         "samples": len(tested),

@@ -353,6 +353,36 @@ def test_the_exact_step_does_not_depend_on_where_a_weight_is_cut(monkeypatch, op
         assert torch.equal(stepped(lengths, True), whole)
 
 
+FROZEN = """
+import os
+from tests.tasks import sharded
+
+if os.environ["RANK"] == "1":
+    os.chdir("/")
+
+class Task(sharded.Task):
+    def saved(self, name):
+        return not name.startswith("begin")
+"""
+"""Rank 1 works in another folder, as on a node whose disk lacks a file."""
+
+
+@pytest.mark.slow
+def test_a_rank_without_the_file_of_weights_ends_all_at_once(launch, tmp_path):
+    """Between the file and the first step, ranks compare the weights that no checkpoint holds: a collective with
+    shards, for which the others must not wait."""
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    torch.save({"begin.weight": torch.zeros(16, 8)}, tmp_path / "w.pt")
+    done = launch.torchrun(
+        *(2, str(ROOT / "train.py"), str(tmp_path / "frozen.py"), "ddp.strategy=fsdp", "ddp.timeout_s=12"),
+        *("init_from=/proc/self/cwd/w.pt", "optim.freeze=begin.*", f"save_dir={tmp_path / 'run'}"),
+        cwd=tmp_path,
+    )
+    assert done.code == 1 and "hangs" not in done.err
+    assert "no weights there" in done.err and "init_from=/proc/self/cwd/w.pt" in done.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_buffer_with_two_names_is_swapped_once():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
     model[1].running_mean = model[0].running_mean
