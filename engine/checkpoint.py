@@ -184,8 +184,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         # a disk may lack the file; with shards the digests below are collectives
         with sync_errors(run.world):
-            found = weights.read(Path(source))
-            run.task.started_from = weights.load_matching(run.model, found, source)
+            run.task.started_from = weights.load_file(run.model, source)
         run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.record.left_out = left_out_digests(run.model, names) if names else {}
@@ -220,7 +219,7 @@ def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:
     """Load the weights of an evaluation into a bare model: the average of weights, if the run has
     one."""
     if source := saved.init_from:
-        weights.load_matching(model, weights.read(Path(source)), source)
+        weights.load_file(model, source)
     _load_model(model, saved, saved.evaluated_weights())
 
 

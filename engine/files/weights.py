@@ -130,6 +130,11 @@ def _shared_prefix(weights: dict[str, Any]) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+def load_file(model: nn.Module, path: str) -> str:
+    """Load the weights of a file that fit by name and shape, as `load_matching` does."""
+    return load_matching(model, read(Path(path)), path)
+
+
 def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> str:
     """Load the weights that fit by name and shape into the model.
 
