@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.chained_optimizer import ChainedOptimizer as ChainedOptimizer
+from engine.direction import check_direction as check_direction
 from engine.errors import LockstepError as LockstepError
 from engine.errors import amount as amount
 from engine.exclude import kept as kept
@@ -84,7 +85,7 @@ class Task(ToolMethods):
                     {"their=0": "key=value"} if one value has a different meaning here
     resumable_keys  own keys, or a section's name with a dot, that may change when a run is resumed
     monitor   the key of `report` that picks the best checkpoint
-    higher_is_better  the direction of `monitor`
+    higher_is_better  the direction of `monitor`; a monitor other than `loss` needs one
     collect_limit_mb  the limit on what `collect` returns for all samples together
     """
 

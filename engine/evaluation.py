@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.contract import Batch, Sums, Task
+from engine.contract import Batch, Sums, Task, check_direction
 from engine.data.batches import batch_info
 from engine.gathered import Gathered, check_count
 from engine.hooks import check
@@ -83,5 +83,6 @@ def collects(task: Task) -> bool:
 def reported(task: Task, sums: Sums) -> dict[str, float]:
     """Return the task's metrics as Python floats: torch.load with weights_only=True refuses NumPy
     scalars."""
+    check_direction(task)  # a task may choose its monitor by the config
     metrics = check("report", task.report(sums), task.monitor)
     return {name: float(value) for name, value in metrics.items()}

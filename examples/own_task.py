@@ -57,8 +57,9 @@ class Rows:
 class Task(contract.Task):
     Settings = Settings
     defaults = {"epochs": 20, "batch_size": 32, "optim.lr": 1e-2}
-    # The metric that picks the best checkpoint. Lower is better unless `higher_is_better`.
+    # The metric that picks the best checkpoint, and its direction.
     monitor = "rmse"
+    higher_is_better = False
 
     def datasets(self) -> tuple[Rows, Rows]:
         cfg = self.cfg.table

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from engine.contract import LockstepError, Task
+from engine.contract import LockstepError, Task, check_direction
 
 FOLDER = Path(__file__).parent
 REQUIRED = ("datasets", "model")
@@ -133,6 +133,7 @@ def load(name: str) -> type[Task]:
                 "rename it: nothing asks for it",
             )
             raise LockstepError(what, "task", todo)
+    check_direction(task)
     return task
 
 

@@ -54,6 +54,7 @@ class Task(contract.Task):
 
     Settings = Settings
     monitor = "action_l1"
+    higher_is_better = False
     resumable_keys = tuple(
         "dataset.root dataset.repo_id dataset.revision dataset.cache dataset.cache_dir download "
         "eval. "

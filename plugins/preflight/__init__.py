@@ -130,6 +130,11 @@ def sanity_check(run: Run) -> None:
     a forward pass is a collective, all ranks score the same samples. Sets `plan.gflop`.
     """
     if run.loaders.val is not None and type(run.task).score is not Task.score:
+        if run.task.monitor == "loss" and run.task.higher_is_better:
+            console.warning(
+                "the best checkpoint will be that of the highest loss: `higher_is_better` is True, "
+                'and `monitor` is "loss"; name the metric, such as monitor = "accuracy"\n'
+            )
         with sync_errors(run.world):
             gflop = _rehearse(run) if run.world.main or run.plan.sharded else 0.0
         run.plan = replace(run.plan, gflop=run.world.broadcast(gflop))

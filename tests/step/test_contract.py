@@ -318,6 +318,57 @@ def test_what_needs_validation_data_is_said(launch, tmp_path, body, words, said)
     assert done.code == 2 and said in done.errors[0] and not (tmp_path / "run").exists()
 
 
+DIRECTIONS = {
+    "a metric alone": ('monitor = "accuracy"', "accuracy"),
+    "an error alone": ('monitor = "rmse"', "rmse"),
+    "both": ('monitor, higher_is_better = "accuracy", True', ""),
+    "an error and its direction": ('monitor, higher_is_better = "rmse", False', ""),
+    "the loss": ('monitor = "loss"', ""),
+    "a direction of a base class for another metric": ("base = Scored; monitor = 'loss'", "loss"),
+    "a direction of a base class for its metric": ("base = Scored; monitor = 'auc'", ""),
+    "a direction beside the metric of a base class": ("base = Named; higher_is_better = True", ""),
+    "a direction of a class without a metric": ("base = Higher; monitor = 'f1'", ""),
+}
+BASES = """
+from tests.tasks.toy import Task as Toy
+class Scored(Toy):
+    monitor, higher_is_better = "auc", True
+class Named(Toy):
+    monitor = "auc"
+class Higher:
+    higher_is_better = True
+"""
+
+
+@pytest.mark.parametrize("name", DIRECTIONS)
+def test_a_metric_needs_a_direction(tmp_path, name):
+    """Otherwise the lowest accuracy is the best checkpoint, and `patience` ends a run that gets better."""
+    body, refused = DIRECTIONS[name]
+    body, bases = body.removeprefix("base = "), "Toy"
+    for base in ("Scored", "Named", "Higher"):
+        if body.startswith(base):
+            body, bases = body.removeprefix(f"{base}; "), {"Higher": "Higher, Toy"}.get(base, base)
+    path = tmp_path / "own.py"
+    path.write_text(f"{BASES}class Task({bases}):\n    {body}\n")
+    if refused:
+        said = f"^`monitor` is '{refused}', and nothing gives the direction .*own.py\\): write higher_is_better = True"
+        with pytest.raises(LockstepError, match=said):
+            tasks.load(str(path))
+    else:
+        assert tasks.load(str(path))
+
+
+def test_a_metric_that_the_config_chooses_needs_a_direction(launch, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"{BASES}class Task(Toy):\n    def __init__(self, cfg):\n"
+        "        super().__init__(cfg)\n        self.monitor = 'accuracy'\n"
+    )
+    done = launch.python("train.py", str(path), f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and "`monitor` is 'accuracy', and nothing gives the direction" in done.errors[0]
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_edit_within_a_second_of_a_start_is_seen(tmp_path, monkeypatch):
     """Also where Python writes bytecode, which it finds by size and second of the last change."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
