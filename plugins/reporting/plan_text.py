@@ -54,14 +54,23 @@ def announce(world: World, cfg: Any, always: bool) -> None:
 # ---- the rows of the plan
 
 
-def _rows_of_the_partition(plan: Plan) -> dict[str, str]:
+def _global_batch(plan: Plan, given: bool) -> str:
+    """Return the factors of the global batch. Name the setting that fixes it, unless `given`."""
     replicas = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
+    text = (
+        f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
+        f"{plan.accumulation} accumulation = {plan.global_batch}"
+    )
+    if plan.processes == 1 or given:
+        return text
+    alone = plan.global_batch // plan.processes
+    return f"{text}; global_batch={alone} takes the batches of one process"
+
+
+def _rows_of_the_partition(plan: Plan, given: bool) -> dict[str, str]:
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
     return {
-        "global batch": (
-            f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
-            f"{plan.accumulation} accumulation = {plan.global_batch}"
-        ),
+        "global batch": _global_batch(plan, given),
         "steps per epoch": (
             f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
             f"{plan.dropped} samples dropped"
@@ -139,7 +148,7 @@ def _rows_of_the_plan(run: Run) -> dict[str, str]:
     """Return the plan as lines of text, by name: the rows that each run has, the rows of
     `hooks.plan_rows`, the rows of the data."""
     rows = {
-        **_rows_of_the_partition(run.plan),
+        **_rows_of_the_partition(run.plan, given=run.cfg.global_batch > 0),
         "optimizer steps": _optimizer_steps(run),
         "learning rate": _learning_rate(run),
         **_rows_of_the_model(run),

@@ -8,8 +8,10 @@ import shlex
 import signal
 
 import pytest
+import torch
 from conftest import ROOT, succeed
 from guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
+from saved import load
 
 TOPICS = """
 behaviour config larger launching nothing-lost pretrained publish robots same-bits study tools troubleshooting
@@ -81,9 +83,14 @@ def the_proof():
     return [words for words in shown() if "virtual_workers=4 model.dropout" in words]
 
 
+def the_same_steps():
+    """The commands that train the README's task with one global batch on different numbers of processes."""
+    return [words for words in shown() if words.endswith(" mine.py global_batch=48")]
+
+
 def test_no_command_is_left_out():
     elsewhere = commands_run_elsewhere()
-    known = {*TRAINED, *HERE, *the_proof(), *elsewhere}
+    known = {*TRAINED, *HERE, *the_proof(), *the_same_steps(), *elsewhere}
     left_out = {words: page for words, page in shown().items() if words not in known and not in_the_guides(words)}
     assert not left_out, "run them here, or say why not"
     assert known <= shown().keys(), "no page shows these any more"
@@ -106,6 +113,7 @@ def test_all_end_in_the_same_bits(launch, tmp_path):
     hashes, kills = [], 2
     for words in the_proof():
         line, _, folder = words.partition(" save_dir=")
+        line = line.replace("global_batch=256", "global_batch=32")
         line += " dataset.stride=192 batch_size=8 epochs=1 log_every=2 save_every=2"
         run = launch.start(*command(line, tmp_path / (folder or str(len(hashes)))))
         if folder and kills:
@@ -118,6 +126,22 @@ def test_all_end_in_the_same_bits(launch, tmp_path):
         assert ("Resuming" in done.out) == bool(folder)
         hashes.append(re.search(r"weights +sha256 (\w+)", done.out)[1])
     assert len(hashes) == 3 and len(set(hashes)) == 1
+
+
+@pytest.mark.slow
+def test_the_own_task_takes_the_same_steps_on_other_numbers_of_processes(launch, tmp_path):
+    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
+    program = next(block.split("```")[0] for block in blocks if "class Task(Base)" in block)
+    (tmp_path / "mine.py").write_text(program)
+    weights = []
+    for number, words in enumerate(the_same_steps()):
+        line = words.replace("mine.py", str(tmp_path / "mine.py")) + " amp=off epochs=4"
+        folder = tmp_path / str(number)
+        succeed(launch(*command(line, folder)))
+        weights.append(load(folder / "run")["model"])
+    one, three = weights
+    for name, weight in one.items():
+        torch.testing.assert_close(three[name], weight, rtol=0, atol=1e-6)
 
 
 def test_make_starts_what_it_says(launch):

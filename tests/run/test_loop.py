@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FAULTY, ROOT, succeed
+from conftest import FAULTY, ROOT, TOY, succeed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import checkpoint, config, errors, launch
+from engine import checkpoint, command, config, errors, launch
 from engine.comm.buffers import Buffers
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
@@ -454,6 +454,22 @@ def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys, 
     plan_text.training(steps(*words.split())[0], strict=False)
     out = " ".join(capsys.readouterr().out.split())
     assert row in out and f"warning: {warning}" * bool(warning) in out and ("warning: " in out) is bool(warning)
+
+
+BATCHES = [
+    # (processes, settings, text about the batch)
+    (1, "", "12 per process x 1 process x 1 accumulation = 12"),
+    (3, "", "12 per process x 3 processes x 1 accumulation = 36; global_batch=12 takes the batches of one process"),
+    (2, "gradient_accumulation_steps=2", "2 accumulation = 48; global_batch=24 takes the batches of one process"),
+    (3, "global_batch=12", "4 per process x 3 processes x 1 accumulation = 12"),
+]
+
+
+@pytest.mark.parametrize(("processes", "words", "text"), BATCHES)
+def test_the_plan_names_the_setting_that_keeps_the_batch_of_one_process(processes, words, text):
+    cfg = command.read([TOY, *words.split()], tasks).cfg
+    cut = make_plan(cfg, World(0, 0, processes, torch.device("cpu")), 61)
+    assert plan_text._global_batch(cut, given=cfg.global_batch > 0).endswith(text)
 
 
 TIED = """
