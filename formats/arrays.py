@@ -6,15 +6,17 @@ raises a one-line LockstepError.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
-import csv
 import difflib
+import gzip
 import itertools
 import math
 import mmap
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -39,67 +41,44 @@ def check_text(text: str, path: Path) -> str:
     return text
 
 
-def text_lines(path: Path) -> list[str]:
-    """Return the lines of a text file in UTF-8. Raises LockstepError."""
+SAMPLE = 1 << 20
+"""Bytes of a file from which the encoding is found."""
+
+
+def encoding_of(path: Path) -> str:
+    """Return the encoding of a text file, gzipped or not, from a mark or from the first megabyte.
+
+    Text that is no UTF-8 and has no control characters counts as cp1252, as Windows writes it.
+    """
+    if path.suffix == ".gz":
+        with contextlib.suppress(OSError, EOFError, zlib.error), gzip.open(path) as file:
+            return _encoding(file.read(SAMPLE))
+        return "utf-8-sig"
+    with open(path, "rb") as file:
+        return _encoding(file.read(SAMPLE))
+
+
+def _encoding(sample: bytes) -> str:
+    if sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
     try:
-        return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
+        codecs.getincrementaldecoder("utf-8")().decode(sample)
+    except UnicodeDecodeError:
+        with contextlib.suppress(UnicodeDecodeError):
+            if not CONTROL.search(sample.decode("cp1252")):
+                return "cp1252"
+    return "utf-8-sig"
+
+
+def text_lines(path: Path) -> list[str]:
+    """Return the lines of a text file. Raises LockstepError."""
+    try:
+        return check_text(path.read_text(encoding=encoding_of(path)), path).splitlines()
     except OSError as error:
         todo = "put the file there, or name other data"
         raise LockstepError(f"cannot read: {error.strerror}", str(path), todo) from None
     except UnicodeDecodeError:
         raise LockstepError("not a text file", str(path), "save it as UTF-8") from None
-
-
-def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Return the header of a table and an iterator over (line, cells) of the rows.
-
-    Empty lines are skipped. The separator is a comma, semicolon or tab, the most frequent in the
-    header. Names in the header are stripped. Raises LockstepError for a duplicate name, for a cell
-    beyond the header (the row may be shifted), and for a quote that spans lines.
-    """
-    rows = _csv_rows(path, lines)
-    header = [name.strip() for name in next(rows, (1, []))[1]]
-    while header and not header[-1]:  # empty columns of a spreadsheet
-        header.pop()
-    if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
-        raise LockstepError(
-            f"the header names {twice[0]} twice", f"{path}:1", "name each column once"
-        )
-
-    def checked() -> Iterator[tuple[int, list[str]]]:
-        for line, cells in rows:
-            if any(cell.strip() for cell in cells[len(header) :]):
-                what = f"{len(cells)} cells, the header names {len(header)}"
-                todo = (
-                    "write a decimal point in numbers, quote a text that has the separator, "
-                    "or name the column"
-                )
-                raise LockstepError(what, f"{path}:{line}", todo)
-            if len(cells) > 1 or "".join(cells).strip():
-                yield line, cells
-
-    return header, checked()
-
-
-def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells).
-
-    Raises LockstepError for a row of several lines, caused by a stray quote.
-    """
-    reader, line = csv.reader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count)), 0
-    try:
-        for line, cells in enumerate(reader, 1):
-            if reader.line_num > line:
-                break
-            yield line, cells
-        else:
-            return
-    except csv.Error as error:
-        line += 1
-        if lines[line - 1].count('"') % 2 == 0:
-            raise LockstepError(f"no CSV: {error}", f"{path}:{line}", "fix that line") from None
-    what = "a quote opens that does not end on its line"
-    raise LockstepError(what, f"{path}:{line}", "close it, or delete it")
 
 
 def is_file_name(name: str) -> bool:

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.arrays import csv_rows, text_lines
+from formats.arrays import text_lines
 from formats.lab import boris
 from formats.lab.boris import Event
 from formats.lab.videos import SUFFIXES
+from formats.tables import csv_rows
 
 BACKGROUND = "background"
 SUFFIX = "_labels.csv"  # of DeepEthogram's files

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.lab.sensor_tables import blocks
 from formats.lab.windows import parse_ts
+from formats.tables import blocks
 
 KINDS = (".ts", ".tsv", ".arff")
 NAN = float("nan")

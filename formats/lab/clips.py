@@ -31,9 +31,10 @@ import numpy as np
 import torch
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, csv_rows, load_npy, map_npy, read_ahead, renumber
+from formats.arrays import check_text, load_npy, map_npy, read_ahead, renumber
 from formats.lab.bouts import columns_of, one_hot
 from formats.partial import Partial
+from formats.tables import csv_rows
 
 FRAMES, TRIALS, CLASSES, CUTTING = "frames.npy", "trials.csv", "classes.txt", "cutting.json"
 LABELS = "labels.npy"

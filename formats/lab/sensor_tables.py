@@ -7,65 +7,67 @@ line and column.
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import gzip
-import itertools
-import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.arrays import CONTROL
+from formats.arrays import CONTROL, encoding_of
+from formats.cells import (
+    DECIMAL_COMMA,
+    SECONDS,
+    is_missing,
+    is_number,
+    split_unit,
+)
+from formats.tables import Layout, Row, blocks, find_head
+from formats.times import DATE, TimeUnit, dates, find_unit, over_midnight, unit_of_values
 
-MISSING = {"", "nan", "na", "n/a", "null", "none", "?", "-"}
 MOST = float(np.finfo(np.float32).max)
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+TIMES = """time timestamp datetime date_time time_stamp seconds_elapsed elapsed elapsed_time
+time_since_start epoch epoc unix_time logging_time loggingtime date t"""
 GUESSES = {
-    "time": ("time", "time_s", "timestamp", "datetime", "t"),
+    "time": tuple(TIMES.split()),
     "label": ("label", "activity", "class", "annotation"),
-    "subject": ("subject", "user", "person", "participant"),
+    "subject": (
+        *("subject", "user", "person", "participant"),
+        *("subject_id", "user_id", "person_id", "participant_id"),
+    ),
     "recording": ("recording", "session", "trial"),
 }
-"""Default column names of each role, in upper or lower case."""
+"""Default names of the columns of each role, without a unit, as `simple_name` returns names."""
 
-LINES = 1 << 13
-"""Lines of text in memory at once."""
-
-DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
 EMPTY = "give a file with a row for each sample"
 PARQUET = (".parquet", ".pq")
+SAMPLE = 50
+"""Rows from which the kind of each column is found."""
 
 
 @dataclass
 class Reading:
     """Settings of the reader; names of columns as in the header.
 
-    columns   names for files without a header; empty: the first line is the header
+    layout    header, separator and comments of a text
     channels  names or patterns with *; empty: all columns of numbers without another role, set by
               the first file
     time      column of the time; "" is guessed, None is none; likewise label, subject and recording
-    unit      of the time: one of UNITS, `datetime` (ISO 8601), or a format of strptime
+    unit      of the time: see formats/times.py; "" is found in the name and the numbers
     missing   whether a channel's cell may be empty or NaN
     skip      whether to skip unreadable lines
     tell      callback with the number of lines read
     """
 
-    columns: list[str] = field(default_factory=list)
+    layout: Layout = field(default_factory=Layout)
     channels: list[str] = field(default_factory=list)
     time: str | None = ""
     label: str | None = ""
     subject: str | None = ""
     recording: str | None = ""
-    unit: str = "s"
-    separator: str = ""
+    unit: str = ""
     missing: bool = False
     skip: bool = False
     tell: Callable[[int], Any] = bool
@@ -81,6 +83,8 @@ class Sheet:
     texts   {label, subject, recording: ((N,) int64 codes, names)}, for the columns of the file
     used    {role: column} of all columns that were read, for messages
     notes   sentences on skipped or changed data
+    start_s  time of the first row on the clock of the file, in seconds; 0 without times
+    rate_hz  rate that the lines above the header state, or None
     """
 
     path: Path
@@ -91,6 +95,8 @@ class Sheet:
     texts: dict[str, tuple[np.ndarray, list[str]]]
     used: dict[str, str]
     notes: list[str]
+    start_s: float = 0.0
+    rate_hz: float | None = None
 
     def at(self, row: int) -> str:
         """Return file:line of a row."""
@@ -105,101 +111,78 @@ def read(path: Path, how: Reading) -> Sheet:
     return _read_parquet(path, how) if path.suffix.lower() in PARQUET else _read_text(path, how)
 
 
-def opened(path: Path, encoding: str = "utf-8-sig") -> IO[str]:
-    """Open a text file, gzipped or not."""
-    return (
-        gzip.open(path, "rt", encoding=encoding)
-        if path.suffix == ".gz"
-        else open(path, encoding=encoding)
-    )
-
-
-def blocks(path: Path, lines: int = LINES, encoding: str = "utf-8-sig") -> Iterator[list[str]]:
-    """Yield the lines of a text file, in lists. Raises LockstepError."""
-    todo = "fetch it again, or save it as text in UTF-8"
-    try:
-        with opened(path, encoding) as file:
-            while block := list(itertools.islice(file, lines)):
-                yield block
-    except UnicodeDecodeError:
-        raise LockstepError("not a text file", str(path), "save it as UTF-8") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise LockstepError(f"no whole .gz file: {error}", str(path), todo) from None
-    except OSError as error:
-        raise LockstepError(f"cannot read: {error.strerror or error}", str(path), todo) from None
-
-
 # ---- columns
 # --------------------------------------------------------------------------------------------------
 
 
-def _choose(header: list[str], how: Reading, path: Path, numeric: Sequence[bool]) -> dict[str, Any]:
-    """Return {time, label, subject, recording: column index or None, channels: indices}.
+@dataclass
+class Places:
+    """The columns of each role, as numbers of columns."""
 
-    The function stores the names in `how`.
+    channels: list[int]
+    roles: dict[str, int]
+
+    def used(self, header: Sequence[str]) -> dict[str, str]:
+        """Return {role: name of the column}."""
+        return {role: header[c] or f"of column {c + 1}" for role, c in self.roles.items()}
+
+
+def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[bool]) -> Places:
+    """Return the columns of a table. The function stores the names of the channels in `how`.
+
+    Raises LockstepError with the place `where` for a column that is missing.
     """
-    if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
-        raise LockstepError(
-            f"the header names {twice[0]} twice", f"{path}:1", "name each column once"
-        )
-    places: dict[str, Any] = {}
-    for what, names in GUESSES.items():
-        asked = getattr(how, what)
-        found = [
-            name for name in header if name == asked or (asked == "" and name.lower() in names)
-        ]
-        if asked and not found:
-            some = ", ".join(header[:12]) + (", ..." if len(header) > 12 else "")
-            raise LockstepError(f"no column {asked!r}", f"{path}:1", f"--{what} may name {some}")
-        found.sort(key=lambda name: names.index(name.lower()) if name.lower() in names else 0)
-        places[what] = header.index(found[0]) if found else None
-    taken = {place for place in places.values() if place is not None}
-    free = [c for c, name in enumerate(header) if name and c not in taken]
+    roles = {}
+    for role in GUESSES:
+        if (place := _place(header, role, getattr(how, role), where)) is not None:
+            roles[role] = place
+    free = [c for c, name in enumerate(header) if name and c not in roles.values()]
     chosen: list[int] = []
     for pattern in how.channels or [""]:
-        exact = [c for c in free if header[c] == pattern]
-        found_at = exact or [
-            c for c in free if (fnmatchcase(header[c], pattern) if pattern else numeric[c])
-        ]
-        if not found_at:
-            what = (
-                f"no column {pattern!r} for a channel"
-                if pattern
-                else "no column of numbers for a channel"
-            )
+        found = _matching(header, free, pattern, numeric)
+        if not found:
+            what = f"no column {pattern!r} for a channel"
+            if not pattern:
+                what = "no column of numbers for a channel"
             some = ", ".join(header[c] for c in free[:12]) or "other columns"
-            raise LockstepError(what, f"{path}:1", f"--channels may name {some}")
-        chosen += [c for c in found_at if c not in chosen]
-    places["channels"] = chosen
-    return places
+            raise LockstepError(what, where, f"--channels may name {some}")
+        chosen += [c for c in found if c not in chosen]
+    return Places(chosen, roles)
 
 
-def _used(header: list[str], places: dict[str, Any]) -> dict[str, str]:
-    return {what: header[place] for what, place in places.items() if isinstance(place, int)}
+def _place(header: Sequence[str], role: str, asked: str | None, where: str) -> int | None:
+    """Return the column of a role, or None. Raises LockstepError if the asked column is missing."""
+    if asked is None:
+        return None
+    if asked:
+        if asked in header:
+            return header.index(asked)
+        some = ", ".join(header[:12])
+        if len(header) > 12:
+            some += ", ..."
+        raise LockstepError(f"no column {asked!r}", where, f"--{role} may name {some}")
+    simple = [split_unit(name).name if name else "" for name in header]
+    for name in GUESSES[role]:
+        if name in simple:
+            return simple.index(name)
+    return None
+
+
+def _matching(
+    header: Sequence[str], free: Sequence[int], pattern: str, numeric: Sequence[bool]
+) -> list[int]:
+    """Return the free columns that a pattern names; an empty pattern names columns of numbers.
+
+    pandas gives row numbers the name `Unnamed: 0`.
+    """
+    if not pattern:
+        return [c for c in free if numeric[c] and not header[c].startswith("Unnamed: ")]
+    exact = [c for c in free if header[c] == pattern]
+    return exact or [c for c in free if fnmatchcase(header[c], pattern)]
 
 
 # ---- text
 # --------------------------------------------------------------------------------------------------
-
-
-def _separator(line: str) -> str:
-    """Return the separator of a line's cells: comma, semicolon, tab, or "" for blanks."""
-    line = line.strip().rstrip(";")
-    most = max(",;\t", key=line.count)
-    return most if most in line else ""
-
-
-def is_missing(cell: str) -> bool:
-    return cell.strip().lower() in MISSING
-
-
-def is_number(cell: str) -> bool:
-    cell = cell.strip()
-    try:
-        float(cell.replace(",", ".") if DECIMAL_COMMA.fullmatch(cell) else cell)
-    except ValueError:
-        return is_missing(cell)
-    return True
 
 
 def _read_text(path: Path, how: Reading) -> Sheet:
@@ -220,90 +203,95 @@ class _Parser:
 
     def __init__(self, path: Path, block: list[str], how: Reading):
         self.path, self.how = path, how
-        full = [line for line in block if line.strip()]
-        if not full:
-            raise LockstepError("no rows of data", str(path), EMPTY)
-        self.separator = how.separator or _separator(full[0])
-        if self.separator == " ":
-            self.separator = ""
-        # Lines of WISDM end with a semicolon.
-        self.trailing = self.separator != ";" and full[-1].rstrip().endswith(";")
-        top = [name.strip() for name in self.split(full[:1], 1)[0]]
-        while top and not top[-1]:  # empty columns of a spreadsheet
-            top.pop()
-        self.header, self.skip_lines = (
-            (how.columns, 0) if how.columns else (top, block.index(full[0]) + 1)
-        )
-        if not how.columns and all(is_number(cell) for cell in top):
-            todo = f"name its {len(top)} columns: --columns a,b,c"
-            raise LockstepError("the first line has numbers, no names", f"{path}:1", todo)
-        rows = self.split(block[self.skip_lines :][:50], self.skip_lines + 1)
-        if not any(map(any, rows)):
-            raise LockstepError("no rows of data", str(path), EMPTY)
-        cells = [[row[c] for row in rows if len(row) > c] for c in range(len(self.header))]
+        self.head = find_head(path, block, how.layout)
+        self.header = self.head.names
+        if self.head.nameless:
+            todo = f"name its {len(self.header)} columns: --columns a,b,c"
+            where = self.head.where(self.head.line)
+            raise LockstepError("the first line has numbers, no names", where, todo)
+        columns = self._sample(block)
         numeric = [
-            2 * sum(map(is_number, each)) > len(each) > sum(map(is_missing, each)) for each in cells
+            2 * sum(map(is_number, each)) > len(each) > sum(map(is_missing, each))
+            for each in columns
         ]
-        self.places = _choose(self.header, how, path, numeric)
-        self.channels = [self.header[c] for c in self.places["channels"]]
+        where = self.head.where(max(1, self.head.line))
+        self.places = _choose(self.header, how, where, numeric)
+        self._choose_clock(columns, numeric)
+        self.channels = [self.header[c] for c in self.places.channels]
         how.channels = self.channels
         self.lines: list[np.ndarray] = []
         self.time: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
-        self.names: dict[str, dict[str, int]] = {
-            what: {} for what in ("label", "subject", "recording")
-        }
-        self.codes: dict[str, list[np.ndarray]] = {what: [] for what in self.names}
+        texts = [role for role in ("label", "subject", "recording") if role in self.places.roles]
+        self.names: dict[str, dict[str, int]] = {role: {} for role in texts}
+        self.codes: dict[str, list[np.ndarray]] = {role: [] for role in texts}
         self.bad: list[str] = []
-        self.commas = False
+        self.comma, self.point = "", ""  # the first number of each form
 
-    def split(self, lines: list[str], first: int) -> list[list[str]]:
-        """Return the cells of each line."""
-        if self.trailing:
-            lines = [line.rstrip().rstrip(";") for line in lines]
-        if not self.separator:
-            return [line.split() for line in lines]
-        try:
-            rows = list(csv.reader(lines, delimiter=self.separator))
-        except csv.Error as error:
-            raise LockstepError(
-                f"no CSV: {error}", f"{self.path}:{first}", "save it as plain text"
-            ) from None
-        if len(rows) != len(lines):
-            line = first + next(n for n, text in enumerate(lines) if text.count('"') % 2)
-            raise LockstepError(
-                "a quote opens that does not end on its line", f"{self.path}:{line}", "close it"
-            )
-        return rows
+    def _sample(self, block: list[str]) -> list[list[str]]:
+        """Return the first cells of each column. Raises LockstepError for a table without rows."""
+        below = [text for text in block[self.head.first - 1 :] if self.head.is_row(text)]
+        rows = self.head.split(below[:SAMPLE], self.head.first)
+        if not any(map(any, rows)):
+            raise LockstepError("no rows of data", str(self.path), EMPTY)
+        return [[row[c] for row in rows if len(row) > c] for c in range(len(self.header))]
+
+    def _choose_clock(self, columns: list[list[str]], numeric: Sequence[bool]) -> None:
+        """Choose the column of the time if none has a name, a column of dates, and the unit.
+
+        An index of pandas without a name may be the clock.
+        """
+        roles, self.date = self.places.roles, None
+        guessed = self.how.time == "" and "time" not in roles
+        if guessed and self.header[:1] == [""] and _is_clock(columns[0], numeric[0]):
+            roles["time"] = 0
+        self.unit = TimeUnit(self.how.unit or "s")
+        if "time" not in roles:
+            return
+        place = roles["time"]
+        cells = columns[place]
+        simple = [split_unit(name).name for name in self.header]
+        self.unit = TimeUnit(self.how.unit)
+        if not self.how.unit:
+            self.unit = find_unit(self.head.units[place], cells)
+        if self.unit.unit == "clock" and "date" in simple:
+            self.date = simple.index("date")
+            cells = [" ".join(pair) for pair in zip(columns[self.date], cells, strict=False)]
+            self.unit = find_unit("", cells)
+        if self.unit.cure:
+            what = f"{self.places.used(self.header)['time']} is {cells[0].strip()[:40]!r}"
+            where = self.head.where(self.head.first, place)
+            raise LockstepError(what, where, self.unit.cure)
 
     def add(self, block: list[str], first: int) -> None:
-        rows, lines = self.split(block, first), np.arange(first, first + len(block))
-        if first == 1 and self.skip_lines:
-            rows, lines = rows[self.skip_lines :], lines[self.skip_lines :]
+        head = self.head
+        numbers = range(max(first, head.first), first + len(block))
+        kept = [line for line in numbers if head.is_row(block[line - first])]
+        rows = head.split([block[line - first] for line in kept], first)
+        lines = np.array(kept, dtype=np.int64)
         bad: dict[int, str] = {}  # {line: error}
         if {*map(len, rows)} != {len(self.header)}:
             rows, lines = self._fit(rows, lines, bad)
         columns = [*zip(*rows, strict=True)] if rows else [()] * len(self.header)
         time = self._time(columns, lines, bad)
-        values = np.stack(
-            [self._numbers(columns[c], c, lines, bad) for c in self.places["channels"]], 1
-        )
+        channels = self.places.channels
+        values = np.stack([self._numbers(columns[c], c, lines, bad) for c in channels], 1)
         for row, n in [] if self.how.missing else np.argwhere(np.isnan(values)).tolist():
-            place = self.places["channels"][n]
             todo = "--missing fill draws a line over it, --missing cut cuts the recording there"
-            bad.setdefault(lines[row], self._say(columns[place][row], place, lines[row], todo))
+            cell = columns[channels[n]][row]
+            bad.setdefault(lines[row], self._say(cell, channels[n], lines[row], todo))
         if bad and not self.how.skip:
             raise LockstepError(f"{bad[min(bad)]}, or --bad-lines skip leaves out such lines")
         self.bad += [bad[line] for line in sorted(bad)]
-        kept = ~np.isin(lines, [*bad])
-        self.lines.append(lines[kept])
-        self.values.append(values[kept])
+        kept_rows = ~np.isin(lines, [*bad])
+        self.lines.append(lines[kept_rows])
+        self.values.append(values[kept_rows])
         if time is not None:
-            self.time.append(time[kept])
-        for what, known in self.names.items():
-            if (place := self.places[what]) is not None:
-                codes = [known.setdefault(cell, len(known)) for cell in columns[place]]
-                self.codes[what].append(np.array(codes, dtype=np.int64)[kept])
+            self.time.append(time[kept_rows])
+        for role, known in self.names.items():
+            cells = columns[self.places.roles[role]]
+            codes = [known.setdefault(cell, len(known)) for cell in cells]
+            self.codes[role].append(np.array(codes, dtype=np.int64)[kept_rows])
 
     def _fit(
         self, rows: list[list[str]], lines: np.ndarray, bad: dict[int, str]
@@ -314,19 +302,12 @@ class _Parser:
         """
         count, full = len(self.header), []
         for n, row in enumerate(rows):
-            if any(cell.strip() for cell in row[count:]) or (
-                row and not self.separator and len(row) != count
-            ):
-                what = (
-                    f"{len(row)} cells, "
-                    f"{'--columns names' if self.how.columns else 'the header names'} {count}"
-                )
-                todo = (
-                    "write a decimal point in numbers, quote a text that has the separator, "
-                    "or name the column"
-                )
-                bad[lines[n]] = str(LockstepError(what, f"{self.path}:{lines[n]}", todo))
-            elif any(cell.strip() for cell in row):
+            try:
+                self.head.check_width(Row(int(lines[n]), row))
+            except LockstepError as error:
+                bad[lines[n]] = str(error)
+                continue
+            if any(cell.strip() for cell in row):
                 rows[n] = [*row[:count], *[""] * (count - len(row))]
                 full.append(n)
         return [rows[n] for n in full], lines[full]
@@ -351,8 +332,10 @@ class _Parser:
 
     def _number(self, cell: str) -> float:
         """Return a cell's number, NaN for a missing cell, infinity for an invalid number."""
-        if self.separator != "," and DECIMAL_COMMA.fullmatch(cell):
-            self.commas, cell = True, cell.replace(",", ".")
+        if self.head.separator != "," and DECIMAL_COMMA.fullmatch(cell):
+            self.comma, cell = self.comma or cell.strip(), cell.replace(",", ".")
+        elif "." in cell:
+            self.point = self.point or cell.strip()
         try:
             return float(cell)
         except ValueError:
@@ -362,51 +345,71 @@ class _Parser:
         self, columns: Sequence[Sequence[str]], lines: np.ndarray, bad: dict[int, str]
     ) -> np.ndarray | None:
         """Return (N,) float64 in the table's unit; invalid times go to `bad`."""
-        if (place := self.places["time"]) is None:
+        if "time" not in self.places.roles:
             return None
-        cells, unit = columns[place], self.how.unit
-        if unit in UNITS:
+        place = self.places.roles["time"]
+        cells, unit = columns[place], self.unit.unit
+        todo = "write a number"
+        clock = "it looks like a date: --time-unit datetime, or a format such as %d.%m.%Y"
+        if unit in SECONDS:
             values = self._numbers(cells, place, lines, bad)
-            todo, clock = (
-                "write a number",
-                "it looks like a date: --time-unit datetime, or a format such as %d.%m.%Y",
-            )
         else:
-            values, todo = (
-                _dates(cells, unit),
-                "write it as 2026-11-23 07:09:38.25, or give its form, as for strptime",
-            )
+            if self.date is not None:
+                cells = [" ".join(pair) for pair in zip(columns[self.date], cells, strict=True)]
+            values = dates(cells, unit)
+            todo = "write it as 2026-11-23 07:09:38.25, or give its form, as for strptime"
             clock = f"{todo}, to --time-unit"
         for row in np.flatnonzero(~np.isfinite(values)).tolist():
-            is_clock = re.search(r"\d[-/.:]\d+[-/.:]", cells[row])
-            bad[lines[row]] = self._say(cells[row], place, lines[row], clock if is_clock else todo)
+            cure = clock if DATE.search(cells[row]) else todo
+            bad[lines[row]] = self._say(cells[row], place, lines[row], cure)
         return values
 
     def sheet(self) -> Sheet:
+        lines, values = np.concatenate(self.lines), np.concatenate(self.values)
+        time, start_s = None, 0.0
+        if self.time:
+            time, start_s = _since_first(np.concatenate(self.time), self.unit.unit)
+        texts = {
+            role: _stripped(np.concatenate(self.codes[role]), [*known], self.path)
+            for role, known in self.names.items()
+        }
+        used, notes = self.places.used(self.header), self._notes()
+        rate_hz = self.head.rate_hz
+        return Sheet(
+            *(self.path, lines, time, values, self.channels, texts, used, notes, start_s, rate_hz)
+        )
+
+    def _notes(self) -> list[str]:
+        """Return sentences on what was left out or changed.
+
+        Raises LockstepError for decimal commas beside decimal points: 1,234 may be a thousand.
+        """
         notes = []
         if self.bad:
-            notes.append(
-                f"{self.path}: {len(self.bad)} lines are left out, the first: {self.bad[0]}"
+            count = len(self.bad)
+            notes.append(f"{self.path}: {count} lines are left out, the first: {self.bad[0]}")
+        if self.comma and self.point:
+            what = f"numbers with a comma and with a point: {self.comma} and {self.point}"
+            raise LockstepError(
+                what, str(self.path), "write a decimal point in all, and no thousands"
             )
-        if self.commas:
+        if self.comma:
             notes.append(f"{self.path}: commas in numbers are read as decimal points")
-        texts = {
-            what: _stripped(np.concatenate(self.codes[what]), [*known], self.path)
-            for what, known in self.names.items()
-            if self.codes[what]
-        }
-        time = _since_first(np.concatenate(self.time), self.how.unit) if self.time else None
-        lines, values = np.concatenate(self.lines), np.concatenate(self.values)
-        return Sheet(
-            self.path,
-            lines,
-            time,
-            values,
-            self.channels,
-            texts,
-            _used(self.header, self.places),
-            notes,
-        )
+        if self.unit.note:
+            notes.append(f"{self.path}: {self.unit.note}")
+        encoding = self.how.layout.encoding or encoding_of(self.path)
+        if encoding == "cp1252":
+            notes.append(f"{self.path}: read as cp1252, because the text is no UTF-8")
+        return notes
+
+
+def _is_clock(cells: Sequence[str], numeric: bool) -> bool:
+    """Return whether an unnamed column has times: dates, or numbers that rise by fractions."""
+    if not numeric:
+        return find_unit("", cells).unit != "s"
+    values = np.array([float(cell.replace(",", ".")) for cell in cells if not is_missing(cell)])
+    fractions = (values != np.round(values)).any()
+    return bool(fractions and len(values) > 2 and (np.diff(values) > 0).all())
 
 
 def _stripped(codes: np.ndarray, names: list[str], path: Path) -> tuple[np.ndarray, list[str]]:
@@ -427,35 +430,16 @@ def _stripped(codes: np.ndarray, names: list[str], path: Path) -> tuple[np.ndarr
     return table[codes], [*unique]
 
 
-def _since_first(time: np.ndarray, unit: str) -> np.ndarray:
-    """Convert (N,) float64 in `unit` to seconds since the first time.
+def _since_first(time: np.ndarray, unit: str) -> tuple[np.ndarray, float]:
+    """Convert (N,) float64 in `unit` to seconds since the first time. Return also the first time.
 
     A float64 of seconds since 1970 has seven digits after the decimal point.
     """
-    return (time - time[:1]) * UNITS.get(unit, 1e-6)
-
-
-def _dates(cells: Sequence[str], unit: str) -> np.ndarray:
-    """Return (N,) float64, the microseconds since 1970; NaN for an invalid date.
-
-    A time without a time zone counts as UTC.
-    """
-    # NumPy does not parse time zones.
-    if unit == "datetime" and not re.search(r"[+-]\d\d:?\d\d\s*$", cells[0]):
-        with contextlib.suppress(ValueError):
-            found = np.array([cell.strip().rstrip("Z") for cell in cells], "datetime64[us]")
-            return np.where(np.isnat(found), np.nan, found.astype(np.int64))
-    return np.array([_date(cell.strip(), unit) for cell in cells])
-
-
-def _date(cell: str, unit: str) -> float:
-    try:
-        found = (
-            datetime.fromisoformat(cell) if unit == "datetime" else datetime.strptime(cell, unit)
-        )
-    except ValueError:
-        return float("nan")
-    return round((found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp() * 1e6)
+    factor = SECONDS.get(unit, 1e-6)
+    since = (time - time[:1]) * factor
+    if unit == "clock":
+        since = over_midnight(since)
+    return since, float(time[0] * factor) if len(time) else 0.0
 
 
 # ---- parquet
@@ -472,14 +456,19 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     try:
         file = pq.ParquetFile(path)
         kinds = {field.name: field.type for field in file.schema_arrow}
-        header = [*kinds]
         numeric = [
             pa.types.is_integer(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
             for t in kinds.values()
         ]
-        places = _choose(header, how, path, numeric)
-        channels = [header[c] for c in places["channels"]]
-        used = _used(header, places)
+        header = ["" if name.startswith("__index_level_") else name for name in kinds]
+        places = _choose(header, how, str(path), numeric)
+        if how.time == "" and "time" not in places.roles and "" in header:
+            index = header.index("")
+            if pa.types.is_timestamp([*kinds.values()][index]):
+                places.roles["time"] = index
+        header = [*kinds]
+        channels = [header[c] for c in places.channels]
+        used = places.used(header)
         table = file.read(columns=[*dict.fromkeys([*channels, *used.values()])])
     except (OSError, pa.ArrowException) as error:
         what = f"no whole parquet file: {str(error).splitlines()[0][:120]}"
@@ -493,18 +482,24 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
         return np.asarray(table[name].cast(pa.float64()).to_numpy(), np.float64)
 
     values = np.stack([numbers(name) for name in channels], 1)
-    time = None
+    time, clock = None, TimeUnit(how.unit)
     if name := used.get("time"):
         if pa.types.is_timestamp(kinds[name]):
-            how = replace(how, unit="datetime")
-            time = np.asarray(
-                table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy(),
-                np.float64,
-            )
-        elif how.unit in UNITS:
+            clock = TimeUnit("datetime")
+            whole = table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+            time = np.asarray(whole.to_numpy(), np.float64)
+        elif numeric[header.index(name)] and how.unit in ("", *SECONDS):
             time = numbers(name)
+            if not how.unit:
+                clock = unit_of_values(split_unit(name).unit, time[:SAMPLE])
         else:
-            time = _dates(pc.fill_null(table[name].cast(pa.string()), "").to_pylist(), how.unit)
+            cells = pc.fill_null(table[name].cast(pa.string()), "").to_pylist()
+            if not how.unit:
+                clock = find_unit("", cells[:SAMPLE])
+            if clock.cure or clock.unit in SECONDS:
+                cure = clock.cure or "give columns of numbers, or --time-unit datetime for a time"
+                raise LockstepError(f"column {name} is {kinds[name]}", str(path), cure)
+            time = dates(cells, clock.unit)
     texts = {}
     for what in ("label", "subject", "recording"):
         if name := used.get(what):
@@ -531,6 +526,10 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
             )
     if not len(values):
         raise LockstepError("no rows of data", str(path), EMPTY)
-    time = None if time is None else _since_first(time, how.unit)
+    start_s = 0.0
+    if time is not None:
+        time, start_s = _since_first(time, clock.unit)
     how.tell(len(values))
-    return Sheet(path, np.arange(1, len(values) + 1), time, values, channels, texts, used, [])
+    notes = [f"{path}: {clock.note}"] if clock.note else []
+    lines = np.arange(1, len(values) + 1)
+    return Sheet(path, lines, time, values, channels, texts, used, notes, start_s)

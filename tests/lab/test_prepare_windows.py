@@ -343,7 +343,7 @@ def test_times_that_do_not_rise_are_refused(tmp_path, prepare):
     [
         ("a.csv", b"", "no rows of data ("),
         ("a.csv", HEAD.encode(), "no rows of data ("),
-        ("a.csv", b"time,x\n\xff\xfe", "not a text file ("),
+        ("a.csv", b"time,x\n\xff\x81", "not a text file ("),
         ("b.csv.gz", gzip.compress("\n".join([HEAD, *GOOD]).encode())[:300], "no whole .gz file"),
     ],
 )

@@ -44,11 +44,12 @@ from typing import Any
 import numpy as np
 
 from engine.errors import LockstepError, amount
-from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
+from formats.arrays import look_alikes, stays_below, text_lines
 from formats.lab import behaviour
 from formats.lab.bouts import columns_of
 from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table
 from formats.lab.videos import SUFFIXES, BrokenVideo, Cutting, gray_square, import_av, opened
+from formats.tables import csv_rows
 from tools.arguments import printed, rate, whole_number
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's int64 ends at 9e18

@@ -39,12 +39,15 @@ import numpy as np
 
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
-from formats.arrays import csv_rows, look_alikes, text_lines
+from formats import tables
+from formats.arrays import look_alikes, text_lines
+from formats.cells import SECONDS, is_missing, is_number
 from formats.lab import cases, sensor_tables
 from formats.lab.public_sensors import LIKE
 from formats.lab.rates import changed, rate_of, resampled, steps_at, widest_gap
 from formats.lab.sensor_tables import Reading, Sheet
 from formats.lab.windows import VALID
+from formats.tables import Layout, csv_rows
 from tools.arguments import printed, whole_number
 from tools.names import some_names
 
@@ -564,7 +567,8 @@ TEXTS = {
     "--time": ("COLUMN", "default: time, timestamp, …; none: the samples are even, at --rate"),
     "--time-unit": (
         "UNIT",
-        "s (the default), ms, us, ns, datetime, or a form such as %%d.%%m.%%Y %%H:%%M:%%S",
+        "s, ms, us, ns, min, h, d, datetime, clock (h:mm:ss), or a form such as %%d.%%m.%%Y "
+        "%%H:%%M:%%S (default: found in the name and the values)",
     ),
     "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
     "--label": ("COLUMN", "default: label, activity, …"),
@@ -575,7 +579,9 @@ TEXTS = {
     "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN with old in the first column"),
     "--keep-classes": ("A,B,…", "keep only these classes"),
     "--exclude-label": ("A,B,…", "leave out samples with these labels, such as 0"),
-    "--separator": ("CHAR", "of the cells (default: the most frequent one of the first line)"),
+    "--separator": ("CHAR", "of the cells (default: found in the file)"),
+    "--comment": ("CHARS", "first characters of lines that are no rows (default: #, // or %%)"),
+    "--encoding": ("NAME", "of the text, such as cp1252 (default: found in the file)"),
     "--scale": ("F,…", "multiply all channels, or each, such as 9.81 for g to m/s2"),
 }
 """Options with a text value, empty by default: form and help."""
@@ -603,7 +609,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     help_text = f"table of file, subject and label (default: FOLDER/{TABLE} if present)"
     add("--table", type=Path, metavar="CSV", help=help_text)
     for flag, (form, help_text) in TEXTS.items():
-        add(flag, default="s" if flag == "--time-unit" else "", metavar=form, help=help_text)
+        add(flag, default="", metavar=form, help=help_text)
+    help_text = "line of the header, from 1 (default: found above the rows)"
+    add("--header", type=whole_number(1), default=0, metavar="LINE", help=help_text)
+    help_text = "lines to leave out at the top of each table"
+    add("--skip", type=whole_number(0), default=0, metavar="LINES", help=help_text)
     add("--no-label", action="store_true", help="the data have no labels: data to predict")
     add(
         "--mixed",
@@ -695,8 +705,8 @@ def _is_cases(options: argparse.Namespace) -> bool:
     path: Path = options.data
     if path.suffix != ".tsv" or options.columns:
         return path.suffix in cases.KINDS
-    cell = next(sensor_tables.blocks(path, 1), [""])[0].split("\t")[0]
-    return sensor_tables.is_number(cell) and not sensor_tables.is_missing(cell)
+    cell = next(tables.blocks(path, 1), [""])[0].split("\t")[0]
+    return is_number(cell) and not is_missing(cell)
 
 
 @dataclass
@@ -822,19 +832,33 @@ def _uncollected() -> Iterator[None]:
 
 def _reading(options: argparse.Namespace) -> Reading:
     """Return the options for reading a table. Raises LockstepError for an unknown unit of time."""
-    if options.time_unit not in (*sensor_tables.UNITS, "datetime") and "%" not in options.time_unit:
+    if (
+        options.time_unit not in ("", *SECONDS, "datetime", "clock")
+        and "%" not in options.time_unit
+    ):
         raise LockstepError(
             f"unit {options.time_unit!r}",
             "--time-unit",
-            "give s, ms, us, ns, datetime, or a form with %",
+            "give s, ms, us, ns, min, h, d, datetime, clock, or a form with %",
         )
-    how = Reading(_words(options.columns), _words(options.channels), unit=options.time_unit)
+    how = Reading(_layout(options), _words(options.channels), unit=options.time_unit)
     for what in sensor_tables.GUESSES:
         name = getattr(options, what)
         setattr(how, what, None if name == "none" else name)
-    how.separator, how.missing = options.separator.replace("\\t", "\t"), options.missing != "refuse"
+    how.missing = options.missing != "refuse"
     how.skip = options.bad_lines == "skip"
     return how
+
+
+def _layout(options: argparse.Namespace) -> Layout:
+    return Layout(
+        separator=options.separator.replace("\\t", "\t"),
+        columns=_words(options.columns),
+        header=options.header,
+        skip=options.skip,
+        comment=options.comment,
+        encoding=options.encoding,
+    )
 
 
 def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: About) -> str:

@@ -1,0 +1,99 @@
+"""Judge the texts of a table: numbers, missing values, names of columns, and units."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MISSING = {"", "nan", "na", "n/a", "n.a.", "#n/a", "null", "none", "nil", "?", "-", "--"}
+MISSING |= {"-nan", "nan(ind)", "-nan(ind)", "1.#qnan", "-1.#ind"}
+DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
+
+INDEX_NAME = re.compile(r"unnamed: \d+(_level_\d+)?|index|level_\d+|__index_level_\d+__|rownames")
+"""The names, in lower case, that pandas, R and pyarrow give row numbers."""
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0}
+"""The seconds of each unit of a time."""
+
+_SPELLINGS = {
+    "s": "s sec secs second seconds",
+    "ms": "ms msec msecs millis millisecond milliseconds",
+    "us": "us µs μs usec usecs micros microsecond microseconds",
+    "ns": "ns nsec nsecs nanos nanosecond nanoseconds",
+    "min": "min mins minute minutes",
+    "h": "h hr hrs hour hours",
+    "d": "d day days",
+}
+UNIT_OF = {word: unit for unit, words in _SPELLINGS.items() for word in words.split()}
+"""{spelling: a unit of SECONDS}."""
+
+_IN_BRACKETS = re.compile(r"^(.*?)[\s_.]*[(\[{<]\s*([^)\]}>]*?)\s*[)\]}>]\s*$")
+_AFTER_IN = re.compile(r"^(.*?)[\s_]+in[\s_]+(\w+)$", re.I)
+_LAST_WORD = re.compile(r"^(.*?)[\s_.\-]+(\w+)$")
+
+_UNITS = """date datetime iso8601 txt n raw cal uncal g mg m/s² m/s2 °/s dps rad deg degrees t mt
+µt μt ut nt tesla gauss v mv µv μv uv volt volts ohm kohm kohms µs μs hz khz bpm % °c °f c f celsius
+pa hpa kpa m cm mm km lux count counts unitless none - w mw db dbm local"""
+_UNIT_WORDS = {*_UNITS.split(), *UNIT_OF, "no units", "iso 8601"}
+_UNIT_FORM = re.compile(r"\S{1,8}[/^*]\S{1,8}|[yhdms]+[/:.\-].*", re.I)
+"""A ratio or a power such as m/(s^2), and the form of a date such as yyyy/mm/dd."""
+
+
+def is_missing(cell: str) -> bool:
+    return cell.strip().lower() in MISSING
+
+
+def is_number(cell: str) -> bool:
+    """Return whether a cell is a number, with a decimal point or comma, or a missing value."""
+    cell = cell.strip()
+    try:
+        float(cell.replace(",", ".") if DECIMAL_COMMA.fullmatch(cell) else cell)
+    except ValueError:
+        return is_missing(cell)
+    return True
+
+
+def is_index_name(name: str) -> bool:
+    """Return whether a column of this name holds row numbers; an unnamed column does."""
+    return not name.strip() or INDEX_NAME.fullmatch(name.strip().lower()) is not None
+
+
+def trim(cells: Sequence[str]) -> list[str]:
+    """Return the cells without blanks around the texts, and without empty cells at the end."""
+    texts = [cell.strip() for cell in cells]
+    while texts and not texts[-1]:  # empty columns of a spreadsheet
+        texts.pop()
+    return texts
+
+
+class Quantity(NamedTuple):
+    """A column's name without the unit, as `simple_name` returns it, and the unit or ""."""
+
+    name: str
+    unit: str
+
+
+def split_unit(name: str) -> Quantity:
+    """Divide the name of a column: `Time (s)` and `time_s` give time and s.
+
+    A unit in brackets may be any text. A last word must be a unit of time.
+    """
+    for pattern in (_IN_BRACKETS, _AFTER_IN, _LAST_WORD):
+        found = pattern.match(name.strip())
+        if found and (pattern is _IN_BRACKETS or found[2].lower() in UNIT_OF):
+            unit = found[2].strip()
+            return Quantity(simple_name(found[1]), UNIT_OF.get(unit.lower(), unit))
+    return Quantity(simple_name(name), "")
+
+
+def simple_name(name: str) -> str:
+    """Return a name in lower case, with one _ for blanks and punctuation."""
+    return re.sub(r"[\W_]+", "_", name.strip().lower()).strip("_")
+
+
+def are_units(cells: Sequence[str]) -> bool:
+    """Return whether each text of a line is a unit. Empty cells are permitted."""
+    texts = [cell.strip().strip("()[]").lower() for cell in cells if cell.strip()]
+    known = [text in _UNIT_WORDS or _UNIT_FORM.fullmatch(text) is not None for text in texts]
+    return bool(texts) and all(known)

@@ -1,0 +1,201 @@
+"""Judge the times of a table: the unit of numbers, dates, and times of the day.
+
+A unit is a key of `formats.cells.SECONDS`, `datetime` (ISO 8601), `clock` (h:mm:ss since midnight),
+or a format of strptime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+import numpy as np
+
+from formats.cells import DECIMAL_COMMA, SECONDS, is_missing
+
+EPOCHS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""Factors of numbers that count from 1970."""
+
+EARLIEST, LATEST = 3e8, 4e9
+"""Seconds since 1970 of the dates that a number may be: 1979 to 2096."""
+
+SERIAL_DAYS = (2e4, 8e4)
+"""Days since 1900 of the dates that a spreadsheet writes as a number: 1954 to 2119."""
+
+LEAST_HZ, MOST_HZ = 0.2, 20000
+"""Rates of samples that are no sign of another unit."""
+
+CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}([.,:]\d+)?)?\s*([AaPp][Mm])?\s*")
+DATE = re.compile(r"\d+[-/.]\d+[-/.]\d+|\d:\d+")
+ZONE = re.compile(r"[+-]\d\d:?\d\d\s*$")
+
+
+class TimeUnit(NamedTuple):
+    """The unit of a column, a note where name and numbers differ, or a cure where none is sure."""
+
+    unit: str
+    note: str = ""
+    cure: str = ""
+
+
+def find_unit(stated: str, cells: Sequence[str]) -> TimeUnit:
+    """Return the unit of a column of times.
+
+    stated  unit in the name of the column, or an empty text
+    cells   the first cells of the column
+    """
+    texts = [cell.strip() for cell in cells if not is_missing(cell)]
+    numbers = [_number(text) for text in texts]
+    wrong = [text for text, number in zip(texts, numbers, strict=True) if number is None]
+    if 2 * len(wrong) > len(texts):
+        return _unit_of_dates(wrong)
+    values = np.array([number for number in numbers if number is not None])
+    if not len(values):
+        return TimeUnit(stated if stated in SECONDS else "s")
+    return _unit_of_numbers(stated, values)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ".") if DECIMAL_COMMA.fullmatch(text) else text)
+    except ValueError:
+        return None
+
+
+def unit_of_values(stated: str, values: np.ndarray) -> TimeUnit:
+    """Return the unit of (N,) numbers, as `find_unit` does for texts."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return TimeUnit(stated if stated in SECONDS else "s")
+    return _unit_of_numbers(stated, known)
+
+
+def _unit_of_numbers(stated: str, values: np.ndarray) -> TimeUnit:
+    steps = np.diff(values)
+    steps = steps[steps > 0]
+    step = float(np.median(steps)) if len(steps) else 0.0
+
+    def fits(unit: str) -> bool:
+        return step == 0 or LEAST_HZ <= 1 / (step * SECONDS[unit]) <= MOST_HZ
+
+    by_size = _unit_by_size(float(values[0]), fits)
+    if stated not in SECONDS:
+        return TimeUnit(by_size or "s")
+    if by_size and by_size != stated and not fits(stated):
+        note = f"its numbers are {by_size}, not the {stated} of its name: {by_size} is used"
+        return TimeUnit(by_size, note)
+    return TimeUnit(stated)
+
+
+def _unit_by_size(first: float, fits) -> str:  # type: ignore[no-untyped-def]
+    """Return the unit of a number that is a date, or an empty text."""
+    for unit, factor in EPOCHS.items():
+        if EARLIEST * factor < first < LATEST * factor and fits(unit):
+            return unit
+    low, high = SERIAL_DAYS
+    return "d" if low < first < high and fits("d") else ""
+
+
+# ---- dates
+# --------------------------------------------------------------------------------------------------
+
+
+def _unit_of_dates(cells: Sequence[str]) -> TimeUnit:
+    """Return the unit of texts: ISO 8601, a time of the day, or a form of day, month and year."""
+    if all(CLOCK.fullmatch(cell) for cell in cells):
+        return TimeUnit("clock")
+    if np.isfinite(dates(cells[:2], "datetime")).all():
+        return TimeUnit("datetime")
+    forms = [form for form in date_forms(cells[0]) if np.isfinite(dates(cells, form)).all()]
+    if len(forms) == 1 or (forms and "." in forms[0][:6]):
+        return TimeUnit(forms[0])  # points stand between day and month, in this order
+    if forms:
+        quoted = " or ".join(f"'{form}'" for form in forms)
+        return TimeUnit("", cure=f"day or month first? --time-unit {quoted}")
+    return TimeUnit("s")
+
+
+_DATE = re.compile(r"(\d{1,4})([-/. ])(\d{1,2}|[A-Za-z]{3,9})\2(\d{1,4})")
+_DAY_TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2})(?:([.,:])(\d{1,6}))?)?(\s*[AaPp][Mm])?")
+
+
+def date_forms(cell: str) -> list[str]:
+    """Return the formats of strptime that may fit a date, the day before the month first."""
+    day = _DATE.search(cell)
+    if not day:
+        return []
+    mark = day[2]
+    month = "%m" if day[3].isdigit() else ("%b" if len(day[3]) == 3 else "%B")
+    year = "%Y" if len(day[4]) == 4 else "%y"
+    orders = (
+        [["%d", month, year], [month, "%d", year]] if day[3].isdigit() else [["%d", month, year]]
+    )
+    if len(day[1]) == 4:
+        orders = [["%Y", month, "%d"]]
+    time = _DAY_TIME.search(cell, day.end())
+    clock = _clock_form(time) if time else ""
+    between = cell[day.end() : time.start()] if time else ""
+    before, after = cell[: day.start()], cell[time.end() if time else day.end() :]
+    rest = [text.replace("%", "%%") for text in (before, between, after)]
+    return [f"{rest[0]}{mark.join(order)}{rest[1]}{clock}{rest[2]}" for order in orders]
+
+
+def _clock_form(time: re.Match[str]) -> str:
+    form = ("%I" if time[6] else "%H") + ":%M"
+    if time[3]:
+        form += ":%S"
+    if time[5]:
+        form += f"{time[4]}%f"
+    if time[6]:
+        form += time[6][: -len(time[6].lstrip())] + "%p"
+    return form
+
+
+def dates(cells: Sequence[str], unit: str) -> np.ndarray:
+    """Return (N,) float64, the microseconds since 1970, or since midnight for `clock`.
+
+    NaN marks an invalid date. A time without a time zone counts as UTC.
+    """
+    if unit == "clock":
+        return np.array([_clock(cell) for cell in cells])
+    # NumPy does not parse time zones.
+    if unit == "datetime" and len(cells) and not ZONE.search(cells[0]):
+        with contextlib.suppress(ValueError):
+            found = np.array([cell.strip().rstrip("Z") for cell in cells], "datetime64[us]")
+            return np.where(np.isnat(found), np.nan, found.astype(np.int64))
+    return np.array([_date(cell.strip(), unit) for cell in cells])
+
+
+def _date(cell: str, unit: str) -> float:
+    try:
+        if unit == "datetime":
+            found = datetime.fromisoformat(cell.replace(",", "."))
+        else:
+            found = datetime.strptime(cell, unit)
+    except ValueError:
+        return float("nan")
+    return round((found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp() * 1e6)
+
+
+def _clock(cell: str) -> float:
+    """Convert h:mm:ss.f, h:mm:ss:f (digits of a second) or h:mm AM to microseconds."""
+    found = _DAY_TIME.fullmatch(cell.strip())
+    if not found:
+        return float("nan")
+    hours = int(found[1])
+    if found[6]:
+        hours = hours % 12 + (12 if found[6].strip().lower() == "pm" else 0)
+    seconds = 3600 * hours + 60 * int(found[2]) + int(found[3] or 0)
+    return seconds * 1e6 + round(float(f"0.{found[5] or 0}") * 1e6)
+
+
+DAY_S = 86400.0
+
+
+def over_midnight(seconds: np.ndarray) -> np.ndarray:
+    """Return (N,) times of the day that go on where midnight passes."""
+    falls = np.diff(seconds, prepend=seconds[:1]) < -DAY_S / 2
+    return seconds + DAY_S * np.cumsum(falls)
