@@ -10,9 +10,10 @@ SimBA          targets_inserted/VIDEO.csv: a row per frame with the pose, featur
 from __future__ import annotations
 
 import configparser
+import fnmatch
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,6 +44,9 @@ class Labels:
     video       file name of the video, possibly without suffix
     path        the annotation file
     behaviours  B names
+    observation  BORIS' observation id; of other files the name of the file
+    left_out    other observations of this video, which were not chosen
+    unseen      behaviours that other files have and this file of frames lacks: nobody looked
     events      of a file of events; frames outside all events have no behaviour
     frames      (N, B) int8 of a file of frames: 1 is on, 0 is off, -1 is not annotated; None for
                 events
@@ -58,6 +62,9 @@ class Labels:
     lines: np.ndarray | None = None
     length_s: float = 0.0
     fps: float = 0.0
+    observation: str = ""
+    left_out: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     @property
     def stem(self) -> str:
@@ -95,6 +102,17 @@ class Labels:
             self, events=[e for e in self.events if not subjects or e.subject in subjects]
         )
 
+    def among(self, behaviours: Iterable[str]) -> Labels:
+        """Return the labels with the behaviours of all files, or of a model, as known.
+
+        A file of frames without a column for one of the behaviours does not annotate that
+        behaviour. In a file of events, a behaviour without an event is absent.
+        """
+        if self.frames is None:
+            return self
+        known = {BACKGROUND, *self.behaviours}
+        return replace(self, unseen=tuple(sorted({*behaviours, *self.unseen} - known)))
+
     def per_frame(self, count: int, fps: float) -> np.ndarray:
         """Return (count, B) int8: 1 is on, 0 is off, -1 is not annotated.
 
@@ -118,9 +136,9 @@ class Labels:
     ) -> np.ndarray:
         """Return (count,) str, one behaviour per frame.
 
-        `background` marks a frame without behaviour; an empty text is not annotated. Of several
-        behaviours, the first in `priority` wins. Raises LockstepError if `priority` has none of the
-        behaviours.
+        `background` marks a frame without behaviour; an empty text is not annotated. With `unseen`
+        behaviours, a frame without behaviour is not annotated. Of several behaviours, the first in
+        `priority` wins. Raises LockstepError if `priority` has none of the behaviours.
         """
         seen = self.per_frame(count, fps)
         order = [self.behaviours.index(name) for name in priority if name in self.behaviours]
@@ -135,7 +153,10 @@ class Labels:
             todo = f"a frame has one label here: --priority {','.join(both)} takes the first"
             raise LockstepError(what, f"{self.path}{line}", todo)
         names = np.array(["", background, *self.behaviours])
-        chosen = np.where((seen == -1).any(1), 0, 1)
+        unknown = (seen == -1).any(1)
+        if self.unseen:
+            unknown[:] = True
+        chosen = np.where(unknown, 0, 1)
         for b in [*(b for b in range(len(self.behaviours)) if b not in order), *reversed(order)]:
             chosen[seen[:, b] == 1] = 2 + b
         return names[chosen]
@@ -180,32 +201,127 @@ def stem_of(name: str) -> str:
     return stem if ending.lower() in SUFFIXES else last
 
 
-def read(path: Path, behaviours: Sequence[str] = (), offset: str = "") -> list[Labels]:
+def read(
+    path: Path,
+    behaviours: Sequence[str] = (),
+    offset: str = "",
+    observations: Sequence[str] = (),
+) -> list[Labels]:
     """Return the labels of each video in a file, or in all files of a folder and its subfolders.
 
-    behaviours  columns of SimBA's files with behaviours; by default the project's list
-    offset      treatment of BORIS' time offsets, if any: `subtract` or `ignore`
+    behaviours    columns of SimBA's files with behaviours; by default the project's list
+    offset        treatment of BORIS' time offsets, if any: `subtract` or `ignore`
+    observations  names or patterns, such as *_anna, that choose among several observations of a
+                  video
     Raises LockstepError with the file, and the line if known.
     """
+    labels = one_of_each_video(_read_all(path, behaviours, offset), path, observations)
+    every = {name for one in labels for name in one.behaviours}
+    return [one.among(every) for one in labels]
+
+
+def _read_all(path: Path, behaviours: Sequence[str], offset: str) -> list[Labels]:
     if not path.is_dir():
-        return _read_file(path, behaviours, offset)
+        of_file = _read_file(path, behaviours, offset)
+        return [replace(one, observation=one.observation or path.name) for one in of_file]
     files = sorted(
         each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file()
     )
     # The folder may also contain other tables.
     own = [each for each in files if each.name.endswith(SUFFIX) or each.parent.name == TARGETS]
-    found = [one for each in own or files for one in _read_file(each, behaviours, offset)]
-    if not found:
+    labels = []
+    for each in own or files:
+        name = str(each.relative_to(path))
+        of_file = _read_file(each, behaviours, offset)
+        labels += [replace(one, observation=one.observation or name) for one in of_file]
+    if not labels:
         raise LockstepError("no labels", str(path), f"give {READ}")
-    stems: dict[str, Labels] = {}
-    for one in found:
-        if (twin := stems.setdefault(one.stem, one)) is not one:
-            raise LockstepError(
-                f"{one.path.name} and {twin.path.name} are both of {one.stem}",
-                str(path),
-                "keep one",
+    return labels
+
+
+def one_of_each_video(
+    labels: Sequence[Labels], path: Path, observations: Sequence[str]
+) -> list[Labels]:
+    """Return the labels of each video. Of several observations, `observations` chooses one.
+
+    A video with one observation keeps the observation. Raises LockstepError for a video with
+    several that are chosen, or with none, and for a name of no observation.
+    """
+    for name in observations:
+        if not any(is_called(one.observation, name) for one in labels):
+            there = some_of([one.observation for one in labels])
+            raise LockstepError(f"no observation {name!r}", str(path), f"there are {there}")
+    by_video: dict[str, list[Labels]] = {}
+    for one in labels:
+        by_video.setdefault(one.stem, []).append(one)
+    chosen = [_one_of(several, observations) for several in by_video.values()]
+    unclear = [of for of, one in zip(by_video.values(), chosen, strict=True) if one is None]
+    if unclear:
+        raise _several_observations(unclear, path)
+    return [one for one in chosen if one is not None]
+
+
+def _one_of(several: list[Labels], observations: Sequence[str]) -> Labels | None:
+    """Return the only observation of a video, or the only chosen one; else None."""
+    if len(several) == 1:
+        return several[0]
+    chosen = [
+        one for one in several if any(is_called(one.observation, name) for name in observations)
+    ]
+    if len(chosen) != 1:
+        return None
+    others = [one.observation for one in several if one is not chosen[0]]
+    return replace(chosen[0], left_out=tuple(others))
+
+
+def _several_observations(unclear: list[list[Labels]], path: Path) -> LockstepError:
+    """Return the error for videos with several observations, named in full for the first."""
+    several = unclear[0]
+    first, second = several[:2]
+    if first.observation == second.observation:
+        what = f"{first.path.name} and {second.path.name} are both of {first.stem}"
+        return LockstepError(what, str(path), "keep one")
+    names = some_of([one.observation for one in several])
+    what = f"{first.video} has {len(several)} observations: {names}"
+    if len(unclear) > 1:
+        what += f" ({len(unclear)} such videos)"
+    line = min((event.line for event in second.events), default=0)
+    where = f"{second.path}:{line}" if line else str(path)
+    example = ",".join(of[0].observation for of in unclear[:3])
+    todo = f"choose one of each video: --observation {example}, or a pattern such as '*_anna'"
+    return LockstepError(what, where, todo)
+
+
+def is_called(name: str, pattern: str) -> bool:
+    """Return whether a name is the pattern, or fits the pattern with * and ?."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def some_of(names: Sequence[str], most: int = 6) -> str:
+    """Return the first names, and the number of the others."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
+
+
+def notes(labels: Sequence[Labels], observations: Sequence[str] = ()) -> list[str]:
+    """Return a line for each choice between observations, and for each column that a file lacks."""
+    lines = []
+    for one in labels:
+        chosen = any(is_called(one.observation, name) for name in observations)
+        if one.left_out:
+            lines.append(
+                f"{one.video}: observation {one.observation}; not used: {', '.join(one.left_out)}"
             )
-    return found
+        elif observations and not chosen:
+            lines.append(f"{one.video}: observation {one.observation}, the only one")
+        if one.unseen:
+            lines.append(
+                f"warning: {one.path.name} has no column {', '.join(one.unseen)}: its frames "
+                "without a behaviour have no label"
+            )
+    return lines
 
 
 def is_labels(path: Path) -> bool:
@@ -234,7 +350,8 @@ def _read_file(path: Path, behaviours: Sequence[str], offset: str) -> list[Label
     found = []
     for one in boris.read(path, offset):
         names = sorted({event.behaviour for event in one.events})
-        found.append(Labels(one.video, path, names, one.events, length_s=one.length_s, fps=one.fps))
+        of_file = Labels(one.video, path, names, one.events, observation=one.name)
+        found.append(replace(of_file, length_s=one.length_s, fps=one.fps))
     return found
 
 

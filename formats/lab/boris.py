@@ -11,6 +11,8 @@ A file has one or several observations.
     imported     time, subject, code, modifier, comment, of states: the form of a spreadsheet
                  VIDEO.xlsx that BORIS imports
 
+Several observations may be of one video, such as those of two observers.
+
 Columns are identified by name, in any order. More columns are ignored. The header is the first line
 with the required columns.
 """
@@ -19,8 +21,9 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,12 @@ LAYOUTS = {
 
 MOST_S = 1e7
 """Longest accepted observation in seconds: 115 days."""
+
+UNKNOWN = {"", "na", "nan", "none", "live", "not found"}
+"""What BORIS writes for a value or a video that an observation lacks."""
+
+SEVERAL_VIDEOS = "an observation of several videos"
+ONE_VIDEO = "export an observation of each video"
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,14 @@ class Event:
 
 @dataclass
 class Observation:
-    """The events of a video, sorted by start.
+    """The events of an observation of a video, sorted by start.
 
-    Length and frame rate are 0 if the file lacks the values.
+    name     BORIS' observation id; empty if the file has none
+    length_s, fps  0 if the file lacks the values
     """
 
     video: str
+    name: str = ""
     events: list[Event] = field(default_factory=list)
     length_s: float = 0.0
     fps: float = 0.0
@@ -90,13 +101,30 @@ def _header(rows: Rows) -> tuple[str, int] | None:
 
 
 def read(path: Path, offset: str = "") -> list[Observation]:
-    """Return the observations of a file in order, one for each video.
+    """Return the observations of a file in order; an observation is of one video.
 
     offset  treatment of times that include an offset: `subtract` the offset, or `ignore` the offset
             and keep the times
-    Raises LockstepError with the line for a START without a STOP, an invalid time, and other
-    errors.
+    Raises LockstepError with the line for a START without a STOP, an invalid time, rows of an
+    observation that contradict each other, and other errors.
     """
+    layout, table = _table(path)
+    observations = []
+    for (name, media), rows in _by_observation(path, table).items():
+        events = _events(path, layout, rows, offset)
+        length_s = _common(path, rows, "media duration", _length)
+        fps = _common(path, rows, "frame rate", _rate)
+        observations.append(Observation(_last_part(media), name, events, length_s, fps))
+    if not observations:
+        raise LockstepError("no events", str(path), "code the video first")
+    return observations
+
+
+Table = list[tuple[int, "_Row"]]
+
+
+def _table(path: Path) -> tuple[str, Table]:
+    """Return the layout, and (line, row) of each event. Raises LockstepError without a header."""
     rows = _xlsx(path) if path.suffix.lower() == ".xlsx" else _text(path)
     found = _header(rows)
     if not found:
@@ -104,44 +132,78 @@ def read(path: Path, offset: str = "") -> list[Observation]:
         raise LockstepError("no header of BORIS' events", str(path), f"it needs {columns}")
     layout, at = found
     header = [cell.strip() for cell in rows[at][1]]
-    above = {cells[0].strip(): cells[1].strip() for _, cells in rows[:at] if len(cells) > 1}
+    above = _above(path, rows[:at])
     table = [
         (line, _Row(above | dict(zip(header, cells, strict=False))))
         for line, cells in rows[at + 1 :]
     ]
     if layout == "imported":
         table = [*_states(table, path.stem)]
-    table = [(line, row) for line, row in table if row["Behavior"]]
-    observations: dict[str, Observation] = {}
-    parts: dict[str, list[tuple[int, _Row]]] = {}
+    return layout, [(line, row) for line, row in table if row["Behavior"].strip()]
+
+
+def _above(path: Path, rows: Rows) -> dict[str, str]:
+    """Return the lines of a key and a value above the table.
+
+    Raises LockstepError for a second video, whose times would continue those of the first.
+    """
+    above: dict[str, str] = {}
+    for line, cells in rows:
+        if len(cells) < 2:
+            continue
+        key = cells[0].strip()
+        if key.startswith("Player #") and any(other.startswith("Player #") for other in above):
+            raise LockstepError(SEVERAL_VIDEOS, f"{path}:{line}", ONE_VIDEO)
+        above[key] = cells[1].strip()
+    return above
+
+
+def _by_observation(path: Path, table: Table) -> dict[tuple[str, str], Table]:
+    """Return {(observation id, path of the video): rows}.
+
+    Raises LockstepError for an observation of several videos: its times run on from one video to
+    the next.
+    """
+    found: dict[tuple[str, str], Table] = {}
+    media: dict[str, str] = {}
     for line, row in table:
-        where, video = f"{path}:{line}", row.video
-        if ";" in row.fps or "|" in row.fps or row.fps.count("player") > 1:
-            what, todo = "an observation of several videos", "export an observation of each video"
-            raise LockstepError(what, where, todo)
-        fps, length = (_number(text.rpartition(":")[2]) for text in (row.fps, row.length))
-        if observations.setdefault(video, Observation(video, [], length, fps)).fps != fps:
+        name = row["Observation id"].strip()
+        elsewhere = name and not row.source and media.setdefault(name, row.media) != row.media
+        if row.has_several_videos or elsewhere:
+            raise LockstepError(SEVERAL_VIDEOS, f"{path}:{line}", ONE_VIDEO)
+        found.setdefault((name, row.media), []).append((line, row))
+    return found
+
+
+def _events(path: Path, layout: str, rows: Table, offset: str) -> list[Event]:
+    """Return the events of an observation. Raises LockstepError."""
+    shift = _shift(path, rows, offset)
+    pairs = _aggregated(path, rows) if layout == "aggregated" else _paired(path, rows)
+    events = []
+    for behaviour, start, stop, subject, line in pairs:
+        if start - shift < 0:
+            what = f"a time before the offset of {shift:g} s"
+            raise LockstepError(what, f"{path}:{line}", "fix the time")
+        events.append(Event(behaviour, start - shift, stop - shift, subject, line))
+    return sorted(events, key=lambda event: (event.start_s, event.line))
+
+
+def _common(path: Path, rows: Table, what: str, value_of: Callable[[_Row, str], float]) -> float:
+    """Return the value of all rows of an observation; 0 if no row has a value.
+
+    Raises LockstepError if two rows have different values.
+    """
+    first_line, common = 0, 0.0
+    for line, row in rows:
+        value = value_of(row, f"{path}:{line}")
+        if value and common and value != common:
+            text = f"a {what} of {value:g} here and of {common:g} in line {first_line}"
             raise LockstepError(
-                f"{video} has {fps:g} frames/s here", where, "export each video once"
+                text, f"{path}:{line}", "an observation has one: export it from BORIS again"
             )
-        parts.setdefault(video, []).append((line, row))
-    for video, one in observations.items():
-        shift = _shift(path, parts[video], offset)
-        events = (
-            _aggregated(path, parts[video])
-            if layout == "aggregated"
-            else _paired(path, parts[video])
-        )
-        for behaviour, start, stop, subject, line in events:
-            if start - shift < 0:
-                raise LockstepError(
-                    f"a time before the offset of {shift:g} s", f"{path}:{line}", "fix the time"
-                )
-            one.events.append(Event(behaviour, start - shift, stop - shift, subject, line))
-        one.events.sort(key=lambda event: (event.start_s, event.line))
-    if not observations:
-        raise LockstepError("no events", str(path), "code the video first")
-    return [*observations.values()]
+        if value and not common:
+            first_line, common = line, value
+    return common
 
 
 class _Row(dict[str, str]):
@@ -154,19 +216,29 @@ class _Row(dict[str, str]):
         return next((self[name].strip() for name in names if self[name].strip()), "")
 
     @property
-    def video(self) -> str:
-        named = self.first(
-            "Media file name", "Media file path", "Player #1", "Source", "Observation id"
-        )
-        return re.split(r"[\\/]", named.removeprefix("player #1:"))[-1]
+    def source(self) -> str:
+        """Return the videos of all players; empty if unknown."""
+        return _known(self["Source"])
 
     @property
-    def fps(self) -> str:
-        return self.first("FPS", "FPS (frame/s)")
+    def media(self) -> str:
+        """Return the path of the video; without a video, the observation id."""
+        for name in ("Media file name", "Media file path", "Media file", "Player #1"):
+            if text := _known(self[name]):
+                return text.removeprefix("player #1:").strip()
+        source = self.source.removeprefix("player #1:").strip()
+        return source or self["Observation id"].strip()
 
     @property
-    def length(self) -> str:
-        return self.first("Media duration (s)", "Total length")
+    def has_several_videos(self) -> bool:
+        """Return whether players show several videos, at once or one after the other."""
+        source = self.source
+        listed = source.startswith("player #") and ";" in source
+        rates = self.first("FPS", "FPS (frame/s)")
+        lengths = self.first("Media duration (s)")
+        each = rates + lengths
+        players = max(source.count("player #"), rates.count("player #"))
+        return listed or players > 1 or ";" in each or "|" in each
 
     @property
     def what(self) -> tuple[str, ...]:
@@ -182,7 +254,7 @@ class _Row(dict[str, str]):
         )
 
 
-def _states(table: list[tuple[int, _Row]], video: str) -> Iterator[tuple[int, _Row]]:
+def _states(table: Table, video: str) -> Iterator[tuple[int, _Row]]:
     """Yield the rows of an import spreadsheet with the column names of the other layouts.
 
     The spreadsheet does not mark starts and stops. The rows of each state alternate, in order.
@@ -203,7 +275,7 @@ def _states(table: list[tuple[int, _Row]], video: str) -> Iterator[tuple[int, _R
 Found = tuple[str, float, float, str, int]  # behaviour, start, stop, subject, line
 
 
-def _paired(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
+def _paired(path: Path, table: Table) -> Iterator[Found]:
     """Pair the STARTs and STOPs of a video, in any order of time."""
     rows = [(_seconds(row["Time"], "Time", f"{path}:{line}"), line, row) for line, row in table]
     started: dict[tuple[str, ...], tuple[float, int]] = {}
@@ -236,7 +308,7 @@ def _paired(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
         raise LockstepError(what, f"{path}:{line}", "add the STOP in BORIS, and export again")
 
 
-def _aggregated(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
+def _aggregated(path: Path, table: Table) -> Iterator[Found]:
     for line, row in table:
         where, (_, subject, behaviour, *_) = f"{path}:{line}", row.what
         start, stop = (
@@ -249,27 +321,64 @@ def _aggregated(path: Path, table: list[tuple[int, _Row]]) -> Iterator[Found]:
             yield behaviour, start, stop, subject, line
 
 
-def _shift(path: Path, table: list[tuple[int, _Row]], offset: str) -> float:
-    """Return the offset to subtract from the times of a video."""
-    line, row = table[0]
-    if not (seconds := _number(row["Time offset (s)"])) or offset == "ignore":
+def _shift(path: Path, rows: Table, offset: str) -> float:
+    """Return the offset to subtract from the times of an observation.
+
+    Raises LockstepError without a treatment of an offset, and for two offsets to subtract.
+    """
+    shifts = [(_offset(row, f"{path}:{line}"), line) for line, row in rows]
+    first, first_line = next((each for each in shifts if each[0]), shifts[0])
+    if not first or offset == "ignore":
         return 0.0
     if offset != "subtract":
-        what = f"an observation with a time offset of {seconds:g} s"
+        what = f"an observation with a time offset of {first:g} s"
         todo = (
             "--offset subtract if its times include it, --offset ignore if they count from "
             "the video's start"
         )
-        raise LockstepError(what, f"{path}:{line}", todo)
-    return seconds
+        raise LockstepError(what, f"{path}:{first_line}", todo)
+    for other, line in shifts:
+        if other != first:
+            what = f"a time offset of {other:g} s here and of {first:g} s in line {first_line}"
+            todo = "an observation has one: export it from BORIS again"
+            raise LockstepError(what, f"{path}:{line}", todo)
+    return first
 
 
-def _number(text: str) -> float:
-    """Return the number in an optional cell, 0 for an empty cell."""
+def _offset(row: _Row, where: str) -> float:
+    text = _known(row["Time offset (s)"])
+    size = _seconds(text.lstrip("+-") or "0", "Time offset (s)", where)
+    return -size if text.startswith("-") else size
+
+
+def _length(row: _Row, where: str) -> float:
+    text = _known(row.first("Media duration (s)", "Total length"))
+    return _seconds(text or "0", "the media duration", where)
+
+
+def _rate(row: _Row, where: str) -> float:
+    """Return frames per second: 25, or player #1:25 -> 25; 0 if unknown."""
+    text = _known(row.first("FPS", "FPS (frame/s)").rpartition(":")[2])
     try:
-        return float(text)
+        value = float(text or 0)
+        if 0 <= value < math.inf:
+            return value
     except ValueError:
-        return 0.0
+        pass
+    todo = "give frames per second with a decimal point, or leave the cell empty"
+    raise LockstepError(f"FPS is {text[:40]!r}", where, todo)
+
+
+def _known(text: str) -> str:
+    """Return the text of a cell; empty where BORIS writes that the value is unknown."""
+    text = text.strip()
+    if text.lower() in UNKNOWN:
+        return ""
+    return text
+
+
+def _last_part(path: str) -> str:
+    return re.split(r"[\\/]", path)[-1]
 
 
 def _seconds(text: str, name: str, where: str) -> float:
@@ -310,7 +419,10 @@ def _text(path: Path) -> Rows:
 
 
 def _xlsx(path: Path) -> Rows:
-    """Return the rows of the first sheet as text."""
+    """Return the rows of the first sheet as text.
+
+    Raises LockstepError for events on another sheet.
+    """
     try:
         import openpyxl
     except ImportError as error:
@@ -318,20 +430,25 @@ def _xlsx(path: Path) -> Rows:
         raise LockstepError(what, str(path), "pip install openpyxl, or export as CSV") from None
     try:
         book = openpyxl.load_workbook(path, read_only=True, data_only=True)
-        sheet: Any = book.worksheets[0]
-        rows = [
-            (n, [_cell(value) for value in cells])
-            for n, cells in enumerate(sheet.iter_rows(values_only=True), 1)
-        ]
+        sheets = [_sheet(sheet) for sheet in book.worksheets]
         book.close()
     except Exception as error:  # openpyxl raises many types for damaged bytes
         why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise LockstepError(
             f"no spreadsheet: {why}", str(path), "export it from BORIS again"
         ) from None
+    rows, *others = sheets
+    if any(map(_header, others)):
+        what = "events on another sheet than the first one"
+        raise LockstepError(what, str(path), "save the sheet of each observation as a file")
     for line, cells in rows:
         check_text(" ".join(cells).replace("\n", " "), path.with_name(f"{path.name}:{line}"))
     return rows
+
+
+def _sheet(sheet: Any) -> Rows:
+    rows = enumerate(sheet.iter_rows(values_only=True), 1)
+    return [(n, [_cell(value) for value in cells]) for n, cells in rows]
 
 
 def _cell(value: Any) -> str:

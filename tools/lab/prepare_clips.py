@@ -86,6 +86,7 @@ class Plan:
                 groups
     rates       frames per second of the videos that were cut
     behaviours  names of labels that may overlap
+    notes       lines to print on the choice of the labels
     """
 
     column: str
@@ -94,6 +95,7 @@ class Plan:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: set[float] = field(default_factory=set)  # frames per second of the videos that were cut
     behaviours: list[str] = field(default_factory=list)  # of labels that may overlap
+    notes: list[str] = field(default_factory=list)
 
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
         """Return (T,) the numbers of the trial's frames in the video."""
@@ -211,7 +213,8 @@ def plan_of_labels(
         raise LockstepError(
             "--multi is for clips one after the other", "--per-event", "drop one of the two"
         )
-    found_labels = behaviour.read(options.annotations, options.behaviours, options.offset)
+    found_labels = read_labels(options.annotations, options)
+    plan.notes = behaviour.notes(found_labels, options.observation)
     if options.multi:
         plan.behaviours = classes or [
             behaviour.BACKGROUND,
@@ -516,6 +519,16 @@ def add_labels(add: Any) -> None:
     )
     times = "handling of a time offset of BORIS (default: an error)"
     add("--offset", choices=("subtract", "ignore"), default="", help=times)
+    which = (
+        "which observation counts where a video has several, such as those of two observers: ids, "
+        "or patterns such as '*_anna' (default: an error)"
+    )
+    add("--observation", **words, help=which)
+
+
+def read_labels(path: Path, options: argparse.Namespace) -> list[behaviour.Labels]:
+    """Return the labels of each video, as the options of `add_labels` name them."""
+    return behaviour.read(path, options.behaviours, options.offset, options.observation)
 
 
 def prepare(options: argparse.Namespace) -> str:
@@ -536,7 +549,7 @@ def prepare(options: argparse.Namespace) -> str:
     lines.append(
         f"Wrote {sum(map(len, videos.values()))} trials of {size} to {options.output} ({shares})"
     )
-    return "\n".join([*lines, *_notes(plan, videos, rates, options.fps)])
+    return "\n".join([*lines, *plan.notes, *_notes(plan, videos, rates, options.fps)])
 
 
 def _planned(options: argparse.Namespace, table: Path, folder: Path) -> tuple[Plan, list[str]]:

@@ -35,7 +35,7 @@ from formats.lab.bouts import columns_of
 from formats.lab.tracks import Track
 from formats.lab.windows import VALID
 from tools.arguments import printed, rate, whole_number
-from tools.lab.prepare_clips import MULTI, add_labels, groups_of
+from tools.lab.prepare_clips import MULTI, add_labels, groups_of, read_labels
 from tools.names import some_names
 
 
@@ -104,9 +104,11 @@ def prepare(options: argparse.Namespace) -> str:
             "is there already, or no .npz", str(options.output), "give a new name that ends in .npz"
         )
     labels: dict[str, Labels] = {}
+    notes = list[str]()
     if options.labels:
-        for label_file in behaviour.read(options.labels, options.behaviours, options.offset):
-            labels[label_file.stem] = label_file
+        of_videos = read_labels(options.labels, options)
+        labels = {one.stem: one for one in of_videos}
+        notes = behaviour.notes(of_videos, options.observation)
     groups = groups_of(options.groups) if options.groups else {}
     paths = [options.tracks]
     if options.tracks.is_dir():
@@ -125,7 +127,7 @@ def prepare(options: argparse.Namespace) -> str:
         [BACKGROUND, *sorted({b for one in labels.values() for b in one.behaviours})],
     )
     recordings = list[str]()
-    subjects, channels, rates, notes = list[str](), list[str](), set[float](), list[str]()
+    subjects, channels, rates = list[str](), list[str](), set[float]()
     for path in tqdm(paths, unit="file", disable=None):
         found = tracks.read(path)
         label = _labels_of(labels, found[0], options.labels)

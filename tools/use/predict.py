@@ -69,7 +69,7 @@ from formats.lab.windows import Windows
 from plugins.resilience import status
 from tasks import har, video
 from tools.arguments import whole_number
-from tools.lab.prepare_clips import add_labels, read_annotations
+from tools.lab.prepare_clips import add_labels, read_annotations, read_labels
 from tools.running import alone, guarded, in_world
 from tools.use import bout_files, decisions
 from tools.use.decisions import Decision
@@ -689,7 +689,9 @@ def annotated(
             return None if found is None else one_hot(found, len(classes))
 
         return lambda names: [name for name in names if name in plan.trials], of_trials
-    found = behaviour.read(options.annotations, options.behaviours, options.offset)
+    found = read_labels(options.annotations, options)
+    for line in behaviour.notes(found, options.observation):
+        print(line, file=sys.stderr)
     labels = {one.stem: one.of(options.subjects) for one in found}
 
     def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
@@ -697,6 +699,7 @@ def annotated(
             return None
         if not exclusive:
             return one.overlapping(count, fps, classes)
+        one = one.among(classes)
         number = {name: c for c, name in enumerate(classes)}
         numbers = [
             number.get(name, -1) for name in one.names(count, fps, options.priority).tolist()
