@@ -27,6 +27,7 @@ from formats.lab.videos import SUFFIXES
 from formats.tables import csv_rows
 
 BACKGROUND = "background"
+SCORER = "DLC_|DeepCut_|_superanimal_"  # how DeepLabCut names a network in the name of a file
 SUFFIX = "_labels.csv"  # of DeepEthogram's files
 TARGETS = "targets_inserted"  # SimBA's folder
 KINDS = (".csv", ".tsv", ".xlsx")
@@ -195,9 +196,14 @@ def first_of(
 
 
 def stem_of(name: str) -> str:
-    """Return the stem of a path: C:\\mice\\a.b.mp4 -> a.b"""
+    """Return the name of a video without folder and ending: C:\\mice\\a.b.mp4 -> a.b
+
+    A file of tracks stands for its video: aDLC_resnet50_miceJan1shuffle1_100000.csv -> a
+    """
     last = re.split(r"[\\/]", name)[-1]
     stem, ending = os.path.splitext(last)
+    if ending.lower() in (".csv", ".h5"):
+        return re.split(SCORER, stem, maxsplit=1)[0] or last
     return stem if ending.lower() in SUFFIXES else last
 
 

@@ -337,9 +337,9 @@ def _shift(path: Path, rows: Table, offset: str) -> float:
             "the video's start"
         )
         raise LockstepError(what, f"{path}:{first_line}", todo)
-    for other, line in shifts:
-        if other != first:
-            what = f"a time offset of {other:g} s here and of {first:g} s in line {first_line}"
+    for shift, line in shifts:
+        if shift != first:
+            what = f"a time offset of {shift:g} s here and of {first:g} s in line {first_line}"
             todo = "an observation has one: export it from BORIS again"
             raise LockstepError(what, f"{path}:{line}", todo)
     return first

@@ -1,129 +1,73 @@
 """Read tracks of body parts from DeepLabCut and SLEAP, and convert tracks to network inputs.
 
-DeepLabCut   CSV with header rows scorer, (individuals,) bodyparts, coords; then a row per frame: x,
-             y, likelihood of each part
-SLEAP        analysis .h5 with tracks (animals, 2, nodes, frames) or, with frames first, (frames,
-             animals, nodes, 2); node_names, track_names, point_scores; needs h5py: pip install h5py
+The readers of the files are in `formats/lab/poses/`. A folder may have several files of one video:
+the CSV beside the .h5, the filtered tracks beside the raw ones, tracks of two snapshots.
 """
 
 from __future__ import annotations
 
-import csv
+import contextlib
+import fnmatch
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.arrays import text_lines
-from formats.lab.behaviour import stem_of
+from formats.arrays import csv_rows, text_lines
+from formats.lab import behaviour
+from formats.lab.poses import deeplabcut, sleap
+from formats.lab.poses.track import Track
 
-READ = "a DeepLabCut CSV, a SLEAP analysis .h5, or a folder of them"
+READ = "a CSV or .h5 of DeepLabCut, an analysis .h5 or CSV of SLEAP, or a folder of them"
+KINDS = (".csv", ".h5", ".slp")
+NO_TRACKS = ("_skeleton.csv", "_skeleton.h5")  # DeepLabCut's lengths of bones
+RAW, FILTERED = "raw", "filtered"
 CENTRE = "body_?cent|centre|center|centroid|thorax|torso|spine_?mid|mid_?spine|middle|spine|back"
 FRONT = "nose|snout|head"
 TAIL = "tail_?base|base_?tail|tail_?root|tail_?start|tail_?0|hip|tti"
-
-
-@dataclass(frozen=True)
-class Track:
-    """The body parts of one animal in one video.
-
-    video       name of the video, without suffix
-    animal      name in the file; empty if the file has only one animal
-    parts       P names
-    xy          (N, P, 2) float64 pixels, NaN for a missing part
-    likelihood  (N, P) from 0 to 1, 0 for a missing part
-    """
-
-    path: Path
-    video: str
-    animal: str
-    parts: list[str]
-    xy: np.ndarray
-    likelihood: np.ndarray
 
 
 def read(path: Path) -> list[Track]:
     """Return the track of each animal of a file. Raises LockstepError with file and line."""
     kind = path.suffix.lower()
     if kind == ".csv":
-        return _deeplabcut(path)
+        if sleap.is_csv(_header(path)):
+            return sleap.read_csv(path)
+        return deeplabcut.read_csv(path)
     if kind == ".h5":
-        return _sleap(path)
-    todo = {".slp": "in SLEAP: File, Export Analysis HDF5"}.get(kind, f"give {READ}")
+        with _opened_h5(path) as file:
+            frame = deeplabcut.frame_in(file)
+            return sleap.read_h5(path, file) if frame is None else deeplabcut.read_h5(path, frame)
+    todo = {
+        ".slp": "in SLEAP: File, Export Analysis HDF5",
+        ".pickle": "of DeepLabCut give the .h5 or the CSV beside it",
+    }.get(kind, f"give {READ}")
     raise LockstepError(f"cannot read tracks of kind {kind!r}", str(path), todo)
 
 
-# ---- files
-# --------------------------------------------------------------------------------------------------
+def video_of(path: Path) -> str:
+    """Return the name of the video that a file tracks; only the beginning of the file is read."""
+    if path.suffix.lower() == ".csv":
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            first = file.readline()
+        scorer = deeplabcut.scorer_of_csv(first)
+        return deeplabcut.video_of(path, scorer) if scorer else sleap.video_of(path)
+    if path.suffix.lower() == ".h5":
+        with _opened_h5(path) as file:
+            frame = deeplabcut.frame_in(file)
+            if frame is None:
+                return sleap.video_of_h5(path, file)
+            return deeplabcut.video_of(path, deeplabcut.columns_of_h5(path, frame).scorer)
+    return sleap.video_of(path)
 
 
-def _deeplabcut(path: Path) -> list[Track]:
-    lines = text_lines(path)
-    if lines[:1] and lines[0].startswith("version https://git-lfs"):
-        raise LockstepError(
-            "a git-lfs pointer, not the file itself", str(path), "git lfs pull in that repository"
-        )
-    rows = [*csv.reader(lines)]
-    heads: dict[str, list[str]] = {}
-    for row in rows[:4]:
-        if row and row[0] in ("scorer", "individuals", "bodyparts", "coords"):
-            heads[row[0]] = [cell.strip() for cell in row[1:]]
-    if not {"bodyparts", "coords"} <= heads.keys():
-        what = (
-            "the first lines begin with "
-            f"{', '.join(repr(row[0]) for row in rows[:3] if row) or 'nothing'}"
-        )
-        raise LockstepError(
-            what, f"{path}:1", "DeepLabCut's begin with scorer, bodyparts and coords"
-        )
-    parts, coords = heads["bodyparts"], heads["coords"]
-    animals = heads.get("individuals", [""] * len(parts))
-    places = {
-        (*key, coord): c
-        for c, (*key, coord) in enumerate(zip(animals, parts, coords, strict=False))
-    }
-    of = {
-        animal: [*dict.fromkeys(p for a, p in zip(animals, parts, strict=False) if a == animal)]
-        for animal in animals
-    }
-    for animal, names in of.items():
-        for part in names:
-            if missing := [c for c in ("x", "y") if (animal, part, c) not in places]:
-                raise LockstepError(
-                    f"{part} has no {missing[0]}", f"{path}:{len(heads)}", "export the file again"
-                )
-    values = np.full((len(rows) - len(heads), len(parts)), np.nan)
-    for n, row in enumerate(rows[len(heads) :]):
-        where = f"{path}:{n + len(heads) + 1}"
-        if len(row) != len(parts) + 1:
-            raise LockstepError(
-                f"{len(row)} cells, the header has {len(parts) + 1}", where, "export the file again"
-            )
-        try:
-            if int(float(row[0])) != n:
-                raise ValueError
-            values[n] = [float(cell) if cell.strip() else np.nan for cell in row[1:]]
-        except ValueError:
-            what = f"not frame {n} with a number or nothing in each cell"
-            raise LockstepError(
-                what, where, "give the track of a whole video, as DeepLabCut writes it"
-            ) from None
-    stem, tracks = re.split("DLC_", path.stem)[0] or path.stem, []
-    for animal, names in of.items():
-        xy = np.stack([values[:, [places[animal, part, c] for part in names]] for c in "xy"], 2)
-        sure = [places.get((animal, part, "likelihood")) for part in names]
-        columns = [np.ones(len(values)) if c is None else values[:, c] for c in sure]
-        tracks.append(
-            _track(path, stem, animal if len(of) > 1 else "", names, xy, np.stack(columns, 1))
-        )
-    return tracks
-
-
-def _sleap(path: Path) -> list[Track]:
+@contextlib.contextmanager
+def _opened_h5(path: Path) -> Iterator[Any]:
+    """Open an .h5 of DeepLabCut or SLEAP. Raises LockstepError for another file."""
     try:
         import h5py
     except ImportError as error:
@@ -131,61 +75,146 @@ def _sleap(path: Path) -> list[Track]:
             f"h5py is needed to read an .h5: {error}", str(path), "pip install h5py"
         ) from None
     try:
-        with h5py.File(path, "r") as file:
-            if "tracks" not in file or "node_names" not in file:
-                todo = "of DeepLabCut export the CSV (save_as_csv), of SLEAP the analysis .h5"
-                raise LockstepError(
-                    f"holds {', '.join(file) or 'nothing'}, not SLEAP's tracks", str(path), todo
-                )
-            found: dict[str, Any] = {name: file[name][()] for name in file}
+        file = h5py.File(path, "r")
     except OSError as error:
         raise LockstepError(
             f"no HDF5 file: {str(error)[:120]}", str(path), "export it again"
         ) from None
-    nodes, xy = _texts(found["node_names"]), np.asarray(found["tracks"], dtype=np.float64)
-    scores = np.asarray(found.get("point_scores", []), dtype=np.float64)
-    # SLEAP's own layout: (animals, 2, nodes, frames)
-    if xy.ndim == 4 and xy.shape[1:3] == (2, len(nodes)):
-        xy, scores = (
-            xy.transpose(0, 3, 2, 1),
-            scores.transpose(0, 2, 1) if scores.ndim == 3 else scores,
-        )
-    elif xy.ndim == 4 and xy.shape[2:] == (len(nodes), 2):
-        xy, scores = xy.swapaxes(0, 1), scores.swapaxes(0, 1) if scores.ndim == 3 else scores
-    else:
-        what = f"tracks have shape {xy.shape}, node_names {len(nodes)} names"
-        raise LockstepError(what, str(path), "SLEAP's are (animals, 2, nodes, frames)")
-    scores = scores if scores.shape == xy.shape[:3] else np.ones(xy.shape[:3])
-    animals = _texts(found.get("track_names", [])) or [f"track_{n}" for n in range(len(xy))]
-    videos = _texts(found.get("video_path", []))
-    stem = stem_of(
-        videos[0]
-        if videos and videos[0]
-        else path.name.removesuffix(".h5").removesuffix(".analysis")
-    )
-    several = len(xy) > 1
-    return [
-        _track(path, stem, name if several else "", nodes, one, score)
-        for name, one, score in zip(animals, xy, scores, strict=True)
+    with file:
+        is_sleap = isinstance(file.get("tracks"), h5py.Dataset) and "node_names" in file
+        if not is_sleap and deeplabcut.frame_in(file) is None:
+            todo = "of DeepLabCut export the CSV (save_as_csv), of SLEAP the analysis .h5"
+            raise LockstepError(
+                f"holds {', '.join(file) or 'nothing'}, not SLEAP's tracks", str(path), todo
+            )
+        yield file
+
+
+def _header(path: Path) -> list[str]:
+    """Return the columns of SLEAP's CSV; of DeepLabCut's the names of the scorer."""
+    lines = text_lines(path)[:1]
+    if not lines or lines[0].startswith("scorer"):
+        return []
+    return csv_rows(path, lines)[0]
+
+
+def with_parts(track: Track, names: Sequence[str]) -> Track:
+    """Select the parts that fit a name or a pattern; without names, all parts.
+
+    Raises LockstepError for a name of no part.
+    """
+    for name in names:
+        if not fnmatch.filter(track.parts, name):
+            there = ", ".join(track.parts)
+            raise LockstepError(f"no part {name}", str(track.path), f"the file has {there}")
+    kept = [
+        p
+        for p, part in enumerate(track.parts)
+        if not names or any(fnmatch.fnmatchcase(part, name) for name in names)
     ]
+    parts = [track.parts[p] for p in kept]
+    return replace(track, parts=parts, xy=track.xy[:, kept], likelihood=track.likelihood[:, kept])
 
 
-def _texts(values: Any) -> list[str]:
-    return [
-        each.decode() if isinstance(each, bytes) else str(each) for each in np.atleast_1d(values)
-    ]
+# ---- the files of a folder
+# --------------------------------------------------------------------------------------------------
 
 
-def _track(
-    path: Path, video: str, animal: str, parts: list[str], xy: np.ndarray, likelihood: np.ndarray
-) -> Track:
-    if not len(xy):
-        raise LockstepError("no frames", str(path), "give the track of a video")
-    lost = ~np.isfinite(xy).all(2)
-    xy = np.where(lost[:, :, None], np.nan, xy)
-    return Track(
-        path, video, animal, parts, xy, np.where(lost | np.isnan(likelihood), 0.0, likelihood)
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of tracks in a folder and its subfolders, without files of labels."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = path.name.startswith(".")
+        if path.suffix.lower() not in KINDS or is_hidden or path.name.endswith(NO_TRACKS):
+            continue
+        if not _is_labels(path):
+            files.append(path)
+    return files
+
+
+def _is_labels(path: Path) -> bool:
+    return (
+        path.suffix.lower() == ".csv"
+        and not path.read_bytes()[:6].startswith(b"scorer")
+        and behaviour.is_labels(path)
     )
+
+
+def one_of_each_video(
+    paths: Sequence[Path], folder: Path, prefer: Sequence[str]
+) -> tuple[list[Path], list[str]]:
+    """Return the file of each video, and lines on the choices.
+
+    prefer  texts in the name of the file to take, such as `filtered` or the number of a snapshot;
+            `raw` takes the file that is not filtered
+    Raises LockstepError for two files of a video that `prefer` does not tell apart.
+    """
+    by_video: dict[str, list[Path]] = {}
+    for path in _without_copies(paths):
+        by_video.setdefault(video_of(path), []).append(path)
+    chosen, lines = [], []
+    for video, files in by_video.items():
+        best = _preferred(files, prefer)
+        if len(best) > 1:
+            raise _several_files(video, best, folder)
+        chosen.append(best[0])
+        others = [path.name for path in files if path is not best[0]]
+        if others:
+            lines.append(f"{video}: {best[0].name}; not used: {', '.join(others)}")
+        elif missing := [text for text in prefer if not _has(best[0], text)]:
+            lines.append(f"warning: {video} has no file {missing[0]}: {best[0].name} is used")
+    return chosen, lines
+
+
+def _without_copies(paths: Sequence[Path]) -> list[Path]:
+    """Return the files without the second format of the same tracks.
+
+    DeepLabCut writes the same numbers to the .h5 and the CSV: the CSV needs no package. SLEAP's CSV
+    lacks the name of the video.
+    """
+    there = {*paths}
+    return [path for path in paths if _twin_of(path) not in there]
+
+
+def _twin_of(path: Path) -> Path | None:
+    """Return the name of the file with the same tracks that is read in place of `path`."""
+    is_sleap = ".analysis" in path.name
+    if path.suffix.lower() == ".csv" and is_sleap:
+        return path.with_suffix(".h5")
+    if path.suffix.lower() == ".h5" and not is_sleap:
+        return path.with_suffix(".csv")
+    return None
+
+
+def _preferred(files: list[Path], prefer: Sequence[str]) -> list[Path]:
+    for text in prefer:
+        files = [path for path in files if _has(path, text)] or files
+    return files
+
+
+def _has(path: Path, text: str) -> bool:
+    """Return whether a text is in the name of a file; a number is there as a whole number."""
+    if text == RAW:
+        return FILTERED not in path.stem
+    before = r"(?<!\d)" if text[:1].isdigit() else ""
+    after = r"(?!\d)" if text[-1:].isdigit() else ""
+    return re.search(before + re.escape(text) + after, path.stem) is not None
+
+
+def _several_files(video: str, files: list[Path], folder: Path) -> LockstepError:
+    first, second = files[:2]
+    what = f"{first.name} and {second.name} are both tracks of {video}"
+    if len(files) > 2:
+        what += f" ({len(files)} files)"
+    if first.name == second.name:
+        return LockstepError(what, str(folder), "keep one")
+    if (FILTERED in first.stem) != (FILTERED in second.stem):
+        todo = f"--prefer {FILTERED} takes the filtered one of each video, --prefer {RAW} the other"
+        return LockstepError(what, str(folder), todo)
+    known = {*first.stem.split("_"), FILTERED}
+    differs = [word for word in second.stem.split("_") if word not in known]
+    todo = f"--prefer {differs[0]} takes the second one" if differs else "keep one"
+    return LockstepError(what, str(folder), todo)
 
 
 # ---- from tracks to signals ----------------------------------------------------------------------

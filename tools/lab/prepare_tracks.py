@@ -1,4 +1,4 @@
-"""Convert tracked body parts to an .npz for the har task: DeepLabCut's CSV, SLEAP's analysis .h5.
+"""Convert tracked body parts to an .npz for the har task: CSV or .h5 of DeepLabCut or SLEAP.
 
     python tools/prepare_tracks.py tracks data/mice.npz --labels events.tsv --fps 30
     python train.py har dataset.root=data/mice.npz dataset.length=32 dataset.stride=8
@@ -32,7 +32,7 @@ from engine.files.atomic import write_atomically
 from formats.lab import behaviour, tracks
 from formats.lab.behaviour import BACKGROUND, Labels, first_of
 from formats.lab.bouts import columns_of
-from formats.lab.tracks import Track
+from formats.lab.poses.track import Track
 from formats.lab.windows import VALID
 from tools.arguments import printed, rate, whole_number
 from tools.lab.prepare_clips import MULTI, add_labels, groups_of, read_labels
@@ -79,6 +79,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--front", **names, help="the parts at the front of the body (default: nose, snout or head)"
     )
+    add(
+        "--parts",
+        **names,
+        help="the parts to take, by name or pattern such as 'tail*' (default: all)",
+    )
+    which = (
+        "a text in the name of the file to take where a video has several: filtered, raw, or the "
+        "number of a snapshot (default: an error)"
+    )
+    add("--prefer", **names, help=which)
     how = (
         "with several animals: each = a recording per animal, with the labels of the subject of "
         "the same name; together = one recording of all animals"
@@ -112,13 +122,9 @@ def prepare(options: argparse.Namespace) -> str:
     groups = groups_of(options.groups) if options.groups else {}
     paths = [options.tracks]
     if options.tracks.is_dir():
-        kinds = (".csv", ".h5", ".slp")
-        paths = sorted(path for path in options.tracks.rglob("*") if path.suffix.lower() in kinds)
-        paths = [
-            path
-            for path in paths
-            if path.name[: -len(path.suffix)] not in ("", ".") and not _is_labels(path)
-        ]
+        files = tracks.files_of(options.tracks)
+        paths, choices = tracks.one_of_each_video(files, options.tracks, options.prefer)
+        notes += choices
     if not paths:
         raise LockstepError("no tracks", str(options.tracks), f"give {tracks.READ}")
     made: list[tuple[np.ndarray, np.ndarray]] = []
@@ -129,7 +135,7 @@ def prepare(options: argparse.Namespace) -> str:
     recordings = list[str]()
     subjects, channels, rates = list[str](), list[str](), set[float]()
     for path in tqdm(paths, unit="file", disable=None):
-        found = tracks.read(path)
+        found = [tracks.with_parts(one, options.parts) for one in tracks.read(path)]
         label = _labels_of(labels, found[0], options.labels)
         if options.groups and found[0].video not in groups:
             raise LockstepError(
@@ -172,15 +178,6 @@ def prepare(options: argparse.Namespace) -> str:
             "convert each rate to a file of its own",
         )
     return _write(options, made, subjects, recordings, channels, max(rates), notes, (many, classes))
-
-
-def _is_labels(path: Path) -> bool:
-    """Return whether a file beside tracks is a file of labels."""
-    return (
-        path.suffix.lower() == ".csv"
-        and not path.read_bytes()[:6].startswith(b"scorer")
-        and behaviour.is_labels(path)
-    )
 
 
 def _labels_of(labels: dict[str, Labels], track: Track, where: Path | None) -> Labels | None:
@@ -293,6 +290,8 @@ def _signal(
     of_all = " and ".join(one.animal for one in animals)
     who = f"{animals[0].video} {of_all}" if animals[0].animal else f"{animals[0].video}{of_all}"
     note = f"{who}: {count} frames, {share[0]:.1f}% of the parts filled, {share[1]:.1f}% missing"
+    if animals[0].unique:
+        note += f", of no animal: {', '.join(animals[0].unique)}"
     if not valid.all():
         note += f", no animal in {amount(int((~valid).sum()), 'frame')}"
     return signal.astype(np.float32), [*names, VALID], note
