@@ -3,6 +3,7 @@
 BORIS          tabular and aggregated events, see `formats/lab/boris.py`
 DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour with 1, 0, or -1 for not
                labelled
+table of bouts video, start_s, stop_s, label: see `formats/lab/events/bout_table.py`
 SimBA          targets_inserted/VIDEO.csv: a row per frame with the pose, features, and at the end
                the behaviours, 0 or 1
 """
@@ -13,9 +14,10 @@ import configparser
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from engine.contract import LockstepError
 from formats.arrays import text_lines
 from formats.lab import boris
 from formats.lab.boris import Event
+from formats.lab.events import bout_table
 from formats.lab.videos import SUFFIXES
 from formats.tables import csv_rows
 
@@ -31,10 +34,11 @@ SCORER = "DLC_|DeepCut_|_superanimal_"  # how DeepLabCut names a network in the 
 SUFFIX = "_labels.csv"  # of DeepEthogram's files
 TARGETS = "targets_inserted"  # SimBA's folder
 KINDS = (".csv", ".tsv", ".xlsx")
+OTHERS = {".annot", ".eaf", ".anvil", ".mat", ".json", ".npy"}  # Bento, ELAN, Anvil, JAABA, CalMS21
 EXPORT = {".ods", ".xls", ".boris", ".gz", ".pkl"}  # unsupported export formats of BORIS
 READ = (
     f"events that BORIS exported, DeepEthogram's VIDEO{SUFFIX}, SimBA's "
-    "targets_inserted/VIDEO.csv, or a folder of them"
+    "targets_inserted/VIDEO.csv, a table video,start_s,stop_s,label, or a folder of them"
 )
 
 
@@ -47,6 +51,9 @@ class Labels:
     behaviours  B names
     observation  BORIS' observation id; of other files the name of the file
     left_out    other observations of this video, which were not chosen
+    remark      how the columns of the file were read, to print once; may be empty
+    group       the animal or the cage of the video; empty if the file does not name one
+    rest        label of the frames after the last one of `frames`: -1, or 0 for bouts in frames
     unseen      behaviours that other files have and this file of frames lacks: nobody looked
     events      of a file of events; frames outside all events have no behaviour
     frames      (N, B) int8 of a file of frames: 1 is on, 0 is off, -1 is not annotated; None for
@@ -66,6 +73,9 @@ class Labels:
     observation: str = ""
     left_out: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    remark: str = ""
+    group: str = ""
+    rest: int = -1
 
     @property
     def stem(self) -> str:
@@ -109,7 +119,7 @@ class Labels:
         A file of frames without a column for one of the behaviours does not annotate that
         behaviour. In a file of events, a behaviour without an event is absent.
         """
-        if self.frames is None:
+        if self.frames is None or self.rest == 0:
             return self
         known = {BACKGROUND, *self.behaviours}
         return replace(self, unseen=tuple(sorted({*behaviours, *self.unseen} - known)))
@@ -124,7 +134,9 @@ class Labels:
             if len(self.frames) > count:
                 what = f"labels of {len(self.frames)} frames, {self.video} has {count}"
                 raise LockstepError(what, str(self.path), "give the labels of that very video")
-            rest = np.full((count - len(self.frames), len(self.behaviours)), -1, dtype=np.int8)
+            rest = np.full(
+                (count - len(self.frames), len(self.behaviours)), self.rest, dtype=np.int8
+            )
             return np.concatenate([self.frames, rest])
         found = np.zeros((count, len(self.behaviours)), dtype=np.int8)
         for event in self.events:
@@ -212,6 +224,7 @@ def read(
     behaviours: Sequence[str] = (),
     offset: str = "",
     observations: Sequence[str] = (),
+    columns: Mapping[str, str] | None = None,
 ) -> list[Labels]:
     """Return the labels of each video in a file, or in all files of a folder and its subfolders.
 
@@ -219,16 +232,26 @@ def read(
     offset        treatment of BORIS' time offsets, if any: `subtract` or `ignore`
     observations  names or patterns, such as *_anna, that choose among several observations of a
                   video
+    columns       columns of a table of bouts: {name here: name in the file}
     Raises LockstepError with the file, and the line if known.
     """
-    labels = one_of_each_video(_read_all(path, behaviours, offset), path, observations)
+    how = _How(behaviours, offset, columns or {})
+    labels = one_of_each_video(_read_all(path, how), path, observations)
     every = {name for one in labels for name in one.behaviours}
     return [one.among(every) for one in labels]
 
 
-def _read_all(path: Path, behaviours: Sequence[str], offset: str) -> list[Labels]:
+class _How(NamedTuple):
+    """The options of `read` for one file."""
+
+    behaviours: Sequence[str]
+    offset: str
+    columns: Mapping[str, str]
+
+
+def _read_all(path: Path, how: _How) -> list[Labels]:
     if not path.is_dir():
-        of_file = _read_file(path, behaviours, offset)
+        of_file = _read_file(path, how)
         return [replace(one, observation=one.observation or path.name) for one in of_file]
     files = sorted(
         each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file()
@@ -238,7 +261,7 @@ def _read_all(path: Path, behaviours: Sequence[str], offset: str) -> list[Labels
     labels = []
     for each in own or files:
         name = str(each.relative_to(path))
-        of_file = _read_file(each, behaviours, offset)
+        of_file = _read_file(each, how)
         labels += [replace(one, observation=one.observation or name) for one in of_file]
     if not labels:
         raise LockstepError("no labels", str(path), f"give {READ}")
@@ -293,7 +316,7 @@ def _several_observations(unclear: list[list[Labels]], path: Path) -> LockstepEr
         what += f" ({len(unclear)} such videos)"
     line = min((event.line for event in second.events), default=0)
     where = f"{second.path}:{line}" if line else str(path)
-    example = ",".join(of[0].observation for of in unclear[:3])
+    example = ",".join(dict.fromkeys(of[0].observation for of in unclear[:3]))
     todo = f"choose one of each video: --observation {example}, or a pattern such as '*_anna'"
     return LockstepError(what, where, todo)
 
@@ -313,7 +336,7 @@ def some_of(names: Sequence[str], most: int = 6) -> str:
 
 def notes(labels: Sequence[Labels], observations: Sequence[str] = ()) -> list[str]:
     """Return a line for each choice between observations, and for each column that a file lacks."""
-    lines = []
+    lines = [*dict.fromkeys(one.remark for one in labels if one.remark)]
     for one in labels:
         chosen = any(is_called(one.observation, name) for name in observations)
         if one.left_out:
@@ -330,35 +353,85 @@ def notes(labels: Sequence[Labels], observations: Sequence[str] = ()) -> list[st
     return lines
 
 
-def is_labels(path: Path) -> bool:
-    """Return whether `read` accepts the path; otherwise the path is a table of trials."""
-    if path.is_dir() or path.suffix in {".xlsx", *EXPORT} or path.name.endswith(SUFFIX):
+def is_labels(path: Path, columns: Mapping[str, str] | None = None) -> bool:
+    """Return whether `read` reads the path; otherwise the path is a table of trials."""
+    kinds = {".xlsx", *EXPORT, *OTHERS}
+    if path.is_dir() or path.suffix in kinds or path.name.endswith(SUFFIX):
         return True
     lines = text_lines(path)
+    if _is_bout_table(path, lines, columns or {}):
+        return True
     return boris.layout_of(lines) is not None or _is_simba(csv_rows(path, lines[:1])[0])
 
 
-def _read_file(path: Path, behaviours: Sequence[str], offset: str) -> list[Labels]:
+def _is_bout_table(path: Path, lines: list[str], columns: Mapping[str, str]) -> bool:
+    """Return whether a text is a table of bouts whose columns name a unit of time."""
+    if boris.layout_of(lines) is not None:
+        return False
+    head = bout_table.head_of(path, lines, columns)
+    roles = bout_table.roles_of(head.names) if head else None
+    return roles is not None and bool(roles.unit)
+
+
+def _read_file(path: Path, how: _How) -> list[Labels]:
     if path.name.endswith(SUFFIX):
         return [_deepethogram(path)]
     if path.suffix in EXPORT:
         todo = "in BORIS export events, tabular or aggregated, as CSV, TSV or .xlsx"
         raise LockstepError(f"files of kind {path.suffix!r} are not read", str(path), todo)
+    if path.suffix in OTHERS:
+        todo = "write a table of its bouts: video,start_s,stop_s,label"
+        raise LockstepError(f"files of kind {path.suffix!r} are not read", str(path), todo)
     if path.suffix.lower() != ".xlsx":
         lines = text_lines(path)
         header = csv_rows(path, lines[:1])[0] if boris.layout_of(lines) is None else []
         if _is_simba(header):
-            return [_simba(path, lines, header, behaviours)]
+            return [_simba(path, lines, header, how.behaviours)]
         if header and BACKGROUND in header:
             return [_deepethogram(path)]
+        if header and bout_table.roles_of([*header, *how.columns]):
+            return _bouts(path, lines, how.columns)
         if boris.layout_of(lines) is None:
             raise LockstepError("no file of labels", str(path), f"give {READ}")
     found = []
-    for one in boris.read(path, offset):
+    for one in boris.read(path, how.offset):
         names = sorted({event.behaviour for event in one.events})
         of_file = Labels(one.video, path, names, one.events, observation=one.name)
         found.append(replace(of_file, length_s=one.length_s, fps=one.fps))
     return found
+
+
+# ---- a row per bout
+# --------------------------------------------------------------------------------------------------
+
+
+def _bouts(path: Path, lines: list[str], columns: Mapping[str, str]) -> list[Labels]:
+    roles, rated = bout_table.read(path, lines, columns)
+    labels = []
+    for one in rated:
+        events = [event for event in one.events if event.behaviour != BACKGROUND]
+        names = sorted({event.behaviour for event in events})
+        of_video = Labels(one.video, path, names, events, observation=one.rater, group=one.group)
+        remark = f"{path.name}: {roles}"
+        if roles.unit == bout_table.FRAMES:
+            frames, of_frames = _frames_of_bouts(events, names)
+            of_video = replace(of_video, events=[], frames=frames, lines=of_frames, rest=0)
+        if number := len(bout_table.overlaps(events)):
+            remark += f"; {number} of {one.video} overlap another of the same behaviour"
+        labels.append(replace(of_video, remark=remark))
+    return labels
+
+
+def _frames_of_bouts(events: Sequence[Event], names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (N, B) int8 and (N,) lines of bouts whose times are frames, up to the last stop."""
+    count = max((int(event.stop_s) for event in events), default=0)
+    frames = np.zeros((count, len(names)), dtype=np.int8)
+    lines = np.zeros(count, dtype=np.int64)
+    for event in events:
+        span = slice(int(event.start_s), int(event.stop_s))
+        frames[span, names.index(event.behaviour)] = 1
+        lines[span] = event.line
+    return frames, lines
 
 
 # ---- a row per frame -----------------------------------------------------------------------------

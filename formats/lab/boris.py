@@ -277,7 +277,7 @@ Found = tuple[str, float, float, str, int]  # behaviour, start, stop, subject, l
 
 def _paired(path: Path, table: Table) -> Iterator[Found]:
     """Pair the STARTs and STOPs of a video, in any order of time."""
-    rows = [(_seconds(row["Time"], "Time", f"{path}:{line}"), line, row) for line, row in table]
+    rows = [(seconds_of(row["Time"], "Time", f"{path}:{line}"), line, row) for line, row in table]
     started: dict[tuple[str, ...], tuple[float, int]] = {}
     for at, line, row in sorted(rows, key=lambda each: each[0]):
         where, (_, subject, behaviour, *_) = f"{path}:{line}", row.what
@@ -312,7 +312,7 @@ def _aggregated(path: Path, table: Table) -> Iterator[Found]:
     for line, row in table:
         where, (_, subject, behaviour, *_) = f"{path}:{line}", row.what
         start, stop = (
-            _seconds(row[name] or row["Start (s)"], name, where)
+            seconds_of(row[name] or row["Start (s)"], name, where)
             for name in ("Start (s)", "Stop (s)")
         )
         if stop < start:
@@ -347,13 +347,13 @@ def _shift(path: Path, rows: Table, offset: str) -> float:
 
 def _offset(row: _Row, where: str) -> float:
     text = _known(row["Time offset (s)"])
-    size = _seconds(text.lstrip("+-") or "0", "Time offset (s)", where)
+    size = seconds_of(text.lstrip("+-") or "0", "Time offset (s)", where)
     return -size if text.startswith("-") else size
 
 
 def _length(row: _Row, where: str) -> float:
     text = _known(row.first("Media duration (s)", "Total length"))
-    return _seconds(text or "0", "the media duration", where)
+    return seconds_of(text or "0", "the media duration", where)
 
 
 def _rate(row: _Row, where: str) -> float:
@@ -381,8 +381,11 @@ def _last_part(path: str) -> str:
     return re.split(r"[\\/]", path)[-1]
 
 
-def _seconds(text: str, name: str, where: str) -> float:
-    """Convert a time to seconds: 12.5, or 0:00:12.5 -> 12.5"""
+def seconds_of(text: str, name: str, where: str) -> float:
+    """Convert the time in a column `name` to seconds: 12.5, or 0:00:12.5 -> 12.5
+
+    Raises LockstepError.
+    """
     try:
         value = 0.0
         for part in text.strip().split(":"):

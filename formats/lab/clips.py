@@ -512,14 +512,30 @@ def check_group(row: Mapping[str, Any], first: Mapping[str, Any], path: Path) ->
         )
 
 
+def rename(path: Path, header: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
+    """Return the names of columns, with {new name: name in the file}. Raises LockstepError."""
+    for new, old in renamed.items():
+        if old not in header:
+            there = ", ".join(filter(None, header)) or "nothing"
+            what = f"no column {old} for {new}"
+            raise LockstepError(what, f"{path}:1", f"the header has {there}")
+        if new in header and new not in renamed.values():
+            what = f"a column {new}, and {old} is named {new}, too"
+            raise LockstepError(what, f"{path}:1", f"name the other one: --columns x={new}")
+    new_names = {old: new for new, old in renamed.items()}
+    return [new_names.get(name, name) for name in header]
+
+
 def read_table(
-    path: Path, text: str, columns: Sequence[str]
+    path: Path, text: str, columns: Sequence[str], renamed: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield (line, row) of a table as `csv_rows` reads the file; a missing cell is empty.
 
+    renamed  {name in a row: name in the file} of columns
     Raises LockstepError if the header lacks `columns`, and for a row without any cell.
     """
     header, rows = csv_rows(path, text.splitlines())
+    header = rename(path, header, renamed or {})
     if missing := [name for name in columns if name not in header]:
         raise LockstepError(
             f"no column {', '.join(missing)}", f"{path}:1", f"the header needs {','.join(columns)}"

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.arrays import csv_rows, text_lines
+from formats.arrays import text_lines
 from formats.lab import behaviour
 from formats.lab.poses import deeplabcut, sleap
 from formats.lab.poses.track import Track
+from formats.tables import csv_rows
 
 READ = "a CSV or .h5 of DeepLabCut, an analysis .h5 or CSV of SLEAP, or a folder of them"
 KINDS = (".csv", ".h5", ".slp")

@@ -19,8 +19,9 @@ A table has a header and one row per trial:
 Exactly one of the six time columns is needed. A trial that reaches beyond the end of a video is an
 error: no clip is padded.
 
-In place of a table, give a file or a folder of labels: events that BORIS exported (tabular or
-aggregated; CSV, TSV, .xlsx), DeepEthogram's VIDEO_labels.csv, SimBA's targets_inserted/VIDEO.csv.
+In place of a table of trials, give a file or a folder of labels: events that BORIS exported
+(tabular or aggregated; CSV, TSV, .xlsx), DeepEthogram's VIDEO_labels.csv, SimBA's
+targets_inserted/VIDEO.csv, or a table of bouts: video, start_s, stop_s, label.
 Clips start at the beginning of each video, one every --step frames. A clip has the label of the
 centre frame: `background` where no behaviour was seen, none where nobody looked. With --per-event
 there is a clip around the middle of each event instead, and no clip of the background.
@@ -36,7 +37,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ from engine.errors import LockstepError, amount
 from formats.arrays import look_alikes, stays_below, text_lines
 from formats.lab import behaviour
 from formats.lab.bouts import columns_of
-from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table
+from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table, rename
+from formats.lab.events import bout_table
 from formats.lab.videos import SUFFIXES, BrokenVideo, Cutting, gray_square, import_av, opened
 from formats.tables import csv_rows
 from tools.arguments import printed, rate, whole_number
@@ -56,6 +58,10 @@ MOST = 1e9  # frames or seconds: no video is longer, and numpy's int64 ends at 9
 OFTEN = 3  # a label that occurs once may be a typo of a label with so many trials
 MULTI = "labels may overlap: keep a column for each behaviour, for loss.kind=binary"
 MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
+COLUMNS = (
+    "names of the columns of a table: video=File,start_s=Onset,stop_s=Offset,label=Behaviour, also "
+    "subject=, rater=, group= (default: usual names)"
+)
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
 
@@ -121,24 +127,28 @@ class Plan:
         return found if video in self.trials else None
 
 
-def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[Plan, list[str]]:
+def read_annotations(
+    path: Path, cutting: Cutting, classes: list[str], renamed: Mapping[str, str] | None = None
+) -> tuple[Plan, list[str]]:
     """Return the plan, trials by video in the table's order, and the classes.
 
+    renamed  {name of a column here: name in the file}
     The classes are the given classes, or else the sorted labels. Raises LockstepError, with the
     line, for a missing column, a time that is no number, a label not in `classes`, or a video
     outside of the folder of videos.
     """
     lines = text_lines(path)
-    header, _ = csv_rows(path, lines)
+    header = rename(path, csv_rows(path, lines)[0], renamed or {})
     columns = [name for name in TIMES if name in header]
-    if not {"video", "label"} <= {*header} or len(columns) != 1:
+    hint = _hint_of_bouts(header)
+    if not {"video", "label"} <= {*header} or len(columns) != 1 or hint:
         raise LockstepError(
             f"the header has {', '.join(header) or 'nothing'}",
             f"{path}:1",
-            f"it needs video, label and exactly one of {', '.join(TIMES)}",
+            f"it needs video, label and exactly one of {', '.join(TIMES)}{hint}",
         )
     plan = Plan(columns[0], cutting)
-    for line, row in read_table(path, "\n".join(lines), columns):
+    for line, row in read_table(path, "\n".join(lines), columns, renamed):
         trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
         video = os.path.normpath(row["video"].strip())
         trials = plan.trials.setdefault(video, [])
@@ -163,6 +173,15 @@ def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[
     if not labels:
         raise LockstepError("no trials", str(path), "write a row for each")
     return plan, classes or sorted(labels)
+
+
+def _hint_of_bouts(header: Sequence[str]) -> str:
+    """Return how to name the times of bouts; empty for a header without start and stop."""
+    roles = bout_table.roles_of(header)
+    if not roles:
+        return ""
+    start, stop = roles.start.name, roles.stop.name
+    return f"; bouts name their unit: --columns start_s={start},stop_s={stop}, or start_frame=..."
 
 
 def _trial(row: dict[str, str], column: str, classes: list[str], where: str, line: int) -> Trial:
@@ -236,6 +255,8 @@ def plan_of_labels(
             else:
                 trials = _by_step(labels, fps, plan, options)
         trials = [trial for trial in trials if not classes or trial.label in classes]
+        if labels.group and not options.groups:
+            plan.groups[video] = {"video": video, GROUP: labels.group, "line": 0}
         if options.groups:
             if labels.stem not in groups:
                 raise LockstepError(
@@ -524,11 +545,22 @@ def add_labels(add: Any) -> None:
         "or patterns such as '*_anna' (default: an error)"
     )
     add("--observation", **words, help=which)
+    add("--columns", type=columns_of_text, default={}, metavar="HERE=THERE,…", help=COLUMNS)
 
 
 def read_labels(path: Path, options: argparse.Namespace) -> list[behaviour.Labels]:
     """Return the labels of each video, as the options of `add_labels` name them."""
-    return behaviour.read(path, options.behaviours, options.offset, options.observation)
+    return behaviour.read(
+        path, options.behaviours, options.offset, options.observation, options.columns
+    )
+
+
+def columns_of_text(text: str) -> dict[str, str]:
+    """Return {name here: name in the file} of a text such as video=File,start_s=Onset."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(here.strip() and there.strip() for here, _, there in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not such as video=File,start_s=Onset")
+    return {here.strip(): there.strip() for here, _, there in pairs}
 
 
 def prepare(options: argparse.Namespace) -> str:
@@ -562,12 +594,12 @@ def _planned(options: argparse.Namespace, table: Path, folder: Path) -> tuple[Pl
         options.size,
         options.fps,
     )
-    if not behaviour.is_labels(table):
+    if not behaviour.is_labels(table, options.columns):
         if options.multi:
             raise LockstepError(
                 "a table has one label for each trial", "--multi", "give labels, or drop it"
             )
-        return read_annotations(table, cutting, classes)
+        return read_annotations(table, cutting, classes, options.columns)
     plan = plan_of_labels(options, cutting, folder, classes)
     trials = [*itertools.chain(*plan.trials.values())]
     classes = classes or sorted({trial.label for trial in trials})

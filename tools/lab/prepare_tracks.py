@@ -10,10 +10,11 @@ of up to --gap frames are filled with a line. A part that is missing for longer 
 position, with likelihood 0. Where centre or front are missing, all channels are 0, and there is no
 label.
 
---labels is a file or a folder of BORIS, DeepEthogram or SimBA (see tools/prepare_clips.py). A file
-belongs to the track of the video of the same name. A frame has one label: `background` where no
-behaviour was seen, none where nobody looked. Without --labels the recordings are for
-tools/predict.py. The split is by video, or by the groups of --groups.
+--labels is a file or a folder of BORIS, DeepEthogram or SimBA, or a table of bouts: video, start_s,
+stop_s, label (see tools/prepare_clips.py). A file belongs to the track of the video of the same
+name. A frame has one label: `background` where no behaviour was seen, none where nobody looked.
+Without --labels the recordings are for tools/predict.py. The split is by video, or by the groups of
+--groups.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
+from formats.arrays import look_alikes
 from formats.lab import behaviour, tracks
 from formats.lab.behaviour import BACKGROUND, Labels, first_of
 from formats.lab.bouts import columns_of
@@ -119,7 +121,9 @@ def prepare(options: argparse.Namespace) -> str:
         of_videos = read_labels(options.labels, options)
         labels = {one.stem: one for one in of_videos}
         notes = behaviour.notes(of_videos, options.observation)
-    groups = groups_of(options.groups) if options.groups else {}
+    groups = {one.stem: {"group": one.group} for one in labels.values() if one.group}
+    if options.groups:
+        groups = groups_of(options.groups)
     paths = [options.tracks]
     if options.tracks.is_dir():
         files = tracks.files_of(options.tracks)
@@ -345,6 +349,7 @@ def _write(
             "step_label": np.array([number[n] for n in names.tolist()], np.int16),
         }
         shares = ", ".join(f"{name} {counts[name]}" for name in classes)
+        lines += [f"warning: {warning}" for warning in look_alikes(counts)]
         if unseen:
             shares += f"; {unseen} without a label"
         lines.append(f"Labelled frames: {shares}")

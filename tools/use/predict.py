@@ -681,8 +681,8 @@ def annotated(
     video."""
     if not options.annotations:
         return lambda names: [], lambda *_: None
-    if not behaviour.is_labels(options.annotations):
-        plan, _ = read_annotations(options.annotations, cutting, [])
+    if not behaviour.is_labels(options.annotations, options.columns):
+        plan, _ = read_annotations(options.annotations, cutting, [], options.columns)
 
         def of_trials(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
             found = plan.class_of_frames(video, fps, count, classes)

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.arrays import csv_rows, text_lines
+from formats.arrays import text_lines
 from formats.lab.behaviour import stem_of
 from formats.lab.poses.track import Track, make_track
+from formats.tables import csv_rows
 
 FRAME = "frame_idx"
 ORDERS = {
