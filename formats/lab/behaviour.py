@@ -347,7 +347,7 @@ def notes(labels: Sequence[Labels], observations: Sequence[str] = ()) -> list[st
             lines.append(f"{one.video}: observation {one.observation}, the only one")
         if one.unseen:
             lines.append(
-                f"warning: {one.path.name} has no column {', '.join(one.unseen)}: its frames "
+                f"{one.path.name} has no column {', '.join(one.unseen)}: its frames "
                 "without a behaviour have no label"
             )
     return lines

@@ -32,7 +32,7 @@ from engine.contract import LockstepError
 from formats.arrays import check_text, text_lines
 
 LAYOUTS = {
-    "aggregated": {"Behavior", "Start (s)", "Stop (s)"},
+    "aggregated": {"Observation id", "Behavior", "Start (s)", "Stop (s)"},
     "tabular": {"Behavior", "Behavior type", "Time"},
     "before 8": {"Behavior", "Status", "Time"},
     "imported": {"time", "subject", "code", "modifier", "comment"},
@@ -168,6 +168,9 @@ def _by_observation(path: Path, table: Table) -> dict[tuple[str, str], Table]:
     media: dict[str, str] = {}
     for line, row in table:
         name = row["Observation id"].strip()
+        if not row.media:
+            what = "an event without a video and without an observation id"
+            raise LockstepError(what, f"{path}:{line}", "name its video in Media file name")
         elsewhere = name and not row.source and media.setdefault(name, row.media) != row.media
         if row.has_several_videos or elsewhere:
             raise LockstepError(SEVERAL_VIDEOS, f"{path}:{line}", ONE_VIDEO)

@@ -163,7 +163,7 @@ def one_of_each_video(
         if others:
             lines.append(f"{video}: {best[0].name}; not used: {', '.join(others)}")
         elif missing := [text for text in prefer if not _has(best[0], text)]:
-            lines.append(f"warning: {video} has no file {missing[0]}: {best[0].name} is used")
+            lines.append(f"{video} has no file {missing[0]}: {best[0].name} is used")
     return chosen, lines
 
 

@@ -217,6 +217,11 @@ LATER_ROWS = {
     "another length": (1, {"Media duration (s)": "3.0"}, r"a media duration of 3 here and of 2 in line 2 \(.*csv:3\)"),
     "videos in a row": (3, {"Source": "player #1:/v/b.mp4;/v/c.mp4"}, r"of several videos \(.*csv:5\): export an obs"),
     "two cameras": (3, {"Source": "player #1:/v/b.mp4|player #2:/v/c.mp4"}, r"of several videos \(.*csv:5\)"),
+    "no video": (
+        2,
+        {"Source": "", "Media file name": "NA", "Observation id": ""},
+        r"an event without a video .*\(.*csv:4\): name its video",
+    ),
     "two lengths": (3, {"Media duration (s)": "2.000;2.000"}, r"of several videos \(.*csv:5\)"),
 }
 
@@ -310,7 +315,7 @@ def test_a_behaviour_without_a_column_is_unknown(columns, cut):
     done = cut(columns)
     whole = ["background"] * 5 + ["groom"] * 15 + ["background"] * 5 + ["rear"] * 15
     assert done.code == 0 and done.labels == {"a.mp4": whole, "b.mp4": whole, "c.mp4": ["groom"] * 15}
-    assert "warning: c_labels.csv has no column rear: its frames without a behaviour have no label" in done.out
+    assert "note: c_labels.csv has no column rear: its frames without a behaviour have no label" in done.out
 
 
 def test_a_behaviour_of_the_model_without_a_column_is_not_scored(columns):

@@ -581,7 +581,8 @@ def prepare(options: argparse.Namespace) -> str:
     lines.append(
         f"Wrote {sum(map(len, videos.values()))} trials of {size} to {options.output} ({shares})"
     )
-    return "\n".join([*lines, *plan.notes, *_notes(plan, videos, rates, options.fps)])
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join([*lines, *_notes(plan, videos, rates, options.fps)])
 
 
 def _planned(options: argparse.Namespace, table: Path, folder: Path) -> tuple[Plan, list[str]]:

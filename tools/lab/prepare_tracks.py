@@ -120,7 +120,7 @@ def prepare(options: argparse.Namespace) -> str:
     if options.labels:
         of_videos = read_labels(options.labels, options)
         labels = {one.stem: one for one in of_videos}
-        notes = behaviour.notes(of_videos, options.observation)
+        notes = [f"note: {note}" for note in behaviour.notes(of_videos, options.observation)]
     groups = {one.stem: {"group": one.group} for one in labels.values() if one.group}
     if options.groups:
         groups = groups_of(options.groups)
@@ -128,7 +128,7 @@ def prepare(options: argparse.Namespace) -> str:
     if options.tracks.is_dir():
         files = tracks.files_of(options.tracks)
         paths, choices = tracks.one_of_each_video(files, options.tracks, options.prefer)
-        notes += choices
+        notes += [f"note: {choice}" for choice in choices]
     if not paths:
         raise LockstepError("no tracks", str(options.tracks), f"give {tracks.READ}")
     made: list[tuple[np.ndarray, np.ndarray]] = []

@@ -690,8 +690,8 @@ def annotated(
 
         return lambda names: [name for name in names if name in plan.trials], of_trials
     found = read_labels(options.annotations, options)
-    for line in behaviour.notes(found, options.observation):
-        print(line, file=sys.stderr)
+    for note in behaviour.notes(found, options.observation):
+        print(f"note: {note}", file=sys.stderr)
     labels = {one.stem: one.of(options.subjects) for one in found}
 
     def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
