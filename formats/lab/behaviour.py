@@ -134,9 +134,8 @@ class Labels:
             if len(self.frames) > count:
                 what = f"labels of {len(self.frames)} frames, {self.video} has {count}"
                 raise LockstepError(what, str(self.path), "give the labels of that very video")
-            rest = np.full(
-                (count - len(self.frames), len(self.behaviours)), self.rest, dtype=np.int8
-            )
+            after = (count - len(self.frames), len(self.behaviours))
+            rest = np.full(after, self.rest, dtype=np.int8)
             return np.concatenate([self.frames, rest])
         found = np.zeros((count, len(self.behaviours)), dtype=np.int8)
         for event in self.events:
