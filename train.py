@@ -33,7 +33,7 @@ from data_loader import create_data_loaders
 from engine import checkpoint, command, config, kernels, launch, optim, precision, resume
 from engine.comm.session import session
 from engine.comm.world import World, sync_errors
-from engine.data.samples import fingerprint
+from engine.data.fingerprint import fingerprint
 from engine.data.splits import load_datasets
 from engine.errors import STOPPED, console, set_up
 from engine.evaluation import evaluate_split
@@ -86,7 +86,7 @@ def build(
         plan = make_plan(cfg, world, len(train_set))
         # a DistributedSampler that never pads; an evaluation takes whole batches in turn
         loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)
-        data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
+        data = fingerprint(train_set, val_set, cfg.random_samples, split)
         saved = resume.check_same_run(saved, args, task, plan, data, split)
     plan = kernels.limit_threads(cfg, world, plan)  # the same number on all ranks
     plan = performance.resolve(cfg, world, plan)  # compiled or not

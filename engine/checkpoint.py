@@ -83,6 +83,7 @@ def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
         raise LockstepError(what, str(path), todo, exit_code=3)
     newer = {
         "path",
+        "data_facts",
         "metadata",
         "digest",
         "test",
@@ -152,7 +153,8 @@ def capture(run: Run) -> dict[str, Any]:
         "num_samples": run.plan.num_samples,
         "horizon": run.plan.horizon,
         "precision": run.precision.name,
-        "data": run.record.fingerprint,
+        "data": run.record.fingerprint.text,
+        "data_facts": run.record.fingerprint.facts,
         "digest": "",
         "known": run.task.metadata(),  # CheckpointState.metadata
         **({"test": run.task.set_aside} if run.task.set_aside else {}),

@@ -136,6 +136,9 @@ class Task(ToolMethods):
         epoch_order(seed, epoch)  (N,) indices in place of a shuffle; or an object with `__len__`
                                   that returns a slice on demand, `order[a:b]`, as formats/shards
                                   does
+        held                      {name: array or tensor} in memory from which samples are made.
+                                  The arrays are compared whole between ranks, and when a run is
+                                  resumed or evaluated
         digest                    a text that identifies the samples: only the first sample is
                                   fetched to compare data
         prefetch(indices)         announces the next batch

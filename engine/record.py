@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from engine.data.fingerprint import Fingerprint
 from engine.files.archive import CheckpointState
 from engine.global_loss import Sums
 
@@ -50,7 +51,7 @@ class Record:
     resume_command  the command that resumes this run
     metrics         metrics of the last evaluation
     resumed         the checkpoint of the resume, without its tensors
-    fingerprint     digest of the data
+    fingerprint     what identifies the data
     left_out        digests of the weights that no checkpoint holds
     fresh           the state before a checkpoint is loaded, until it has been compared
     """
@@ -61,6 +62,6 @@ class Record:
     resume_command: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     resumed: CheckpointState = field(default_factory=CheckpointState)
-    fingerprint: str = ""
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
     left_out: dict[str, str] = field(default_factory=dict)
     fresh: Any = None

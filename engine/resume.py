@@ -6,6 +6,7 @@ from typing import Any
 
 from engine import config
 from engine.contract import Task
+from engine.data.fingerprint import Fingerprint, compare, rounding_text
 from engine.errors import LockstepError, console
 from engine.files.archive import CheckpointState
 from engine.plan import Plan
@@ -16,7 +17,7 @@ def check_same_run(
     args: config.Args,
     task: Task,
     plan: Plan,
-    fingerprint: str,
+    data: Fingerprint,
     split: str = "",
 ) -> CheckpointState:
     """Raise LockstepError, with the differences, under a config that would make a different run. If
@@ -25,15 +26,12 @@ def check_same_run(
     if saved.path is None:
         return saved
     if split == "test":
-        check_test(saved, fingerprint)
-    if split in ("val", "any") and fingerprint != saved.data:
-        console.warning(
-            f"the data, or their split, are not those of the checkpoint ({saved.data} -> "
-            f"{fingerprint}): the scored data may overlap the training data\n"
-        )
+        check_test(saved, data)
+    if split in ("val", "any", "train"):
+        _warn_of_other_data(saved, data, split)
     if split:
         return saved
-    differences = _differences(saved, args.cfg, task, plan, fingerprint)
+    differences = _differences(saved, args.cfg, task, plan, data)
     named = args.force if isinstance(args.force, tuple) else ()
     refused = {key: text for key, text in differences.items() if key not in named}
     if refused and args.force is True:
@@ -51,20 +49,42 @@ def check_same_run(
     return saved._replace(changes=differences)
 
 
-def check_test(saved: CheckpointState, fingerprint: str) -> None:
+def _warn_of_other_data(saved: CheckpointState, data: Fingerprint, split: str) -> None:
+    """Print a warning if the data of an evaluation are not the data of the checkpoint."""
+    side = "train" if split == "train" else ""
+    difference = compare(data_of(saved), data, side)
+    if difference.parts and side:
+        console.warning(f"the data are not those of the checkpoint ({difference})\n")
+    elif difference.parts:
+        console.warning(
+            f"the data, or their split, are not those of the checkpoint ({difference}): the "
+            "scored data may overlap the training data\n"
+        )
+    elif difference.rounding:
+        console.info(f"{rounding_text(difference)}\n")
+
+
+def data_of(saved: CheckpointState) -> Fingerprint:
+    """Return the fingerprint of the data in a checkpoint."""
+    return Fingerprint(saved.data, saved.data_facts)
+
+
+def check_test(saved: CheckpointState, data: Fingerprint) -> None:
     """Raise LockstepError unless the data are the data that the checkpoint's training has set
     aside."""
-    if saved.test.get("fingerprint") != fingerprint:
+    then = Fingerprint(saved.test.get("fingerprint", ""), saved.test.get("facts", {}))
+    difference = compare(then, data)
+    if difference.parts:
         what = "its training set none aside"
         todo = "train anew with a test set"
         if saved.test:
-            what = "these are not the data that its training set aside"
+            what = f"these are not the data that its training set aside ({difference})"
             todo = "give the data and the split of its config"
         raise LockstepError(f"no test of this checkpoint: {what}", str(saved.path), todo)
 
 
 def _differences(
-    saved: CheckpointState, cfg: Any, task: Task, plan: Plan, fingerprint: str
+    saved: CheckpointState, cfg: Any, task: Task, plan: Plan, data: Fingerprint
 ) -> dict[str, str]:
     """Return the differences between this run and the saved one: key -> text."""
     now = config.flatten(config.to_dict(cfg))
@@ -88,8 +108,12 @@ def _differences(
         ),
         ("global_batch", "global batch", saved.global_batch, plan.global_batch),
         ("data", "training samples", saved.num_samples, plan.num_samples),
-        ("data", "data", saved.data, fingerprint),
     ):
         if old != new:
             found.setdefault(key, []).append(f"{name}: {old} -> {new}")
+    difference = compare(data_of(saved), data)
+    if difference.parts:
+        found.setdefault("data", []).append(f"other data ({difference})")
+    elif difference.rounding:
+        console.info(f"{rounding_text(difference)}\n")
     return {key: "; ".join(texts) for key, texts in found.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from engine.comm import digests
 from engine.contract import Batch
 from engine.data import batches
 from engine.data.processes import shm_error
-from engine.errors import DATA, LockstepError, console, few
+from engine.errors import DATA, LockstepError, few
 from engine.hooks import check
-from engine.seeds import data_seeds, preserve_rng_state, seed_everything
+from engine.seeds import data_seeds
 
 PROCESS_FAILED = ("DataLoader worker", "DataLoader timed out")
 """First words of torch's errors about a loader process."""
@@ -151,73 +149,3 @@ def _takes(method: Any, name: str) -> bool:
         return name in inspect.signature(method).parameters
     except (TypeError, ValueError):  # None, or a function in C
         return False
-
-
-# ---- the contents of a dataset
-# ------------------------------------------------------------------------------------------
-
-
-def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
-    """Return a digest of datasets: 12 hex digits of the lengths and of some samples.
-
-    The samples are the first, the middle and the last of each dataset. A dataset with an attribute
-    `digest` contributes this digest and the first sample.
-
-    random_samples  `stop`: raise LockstepError if a leaf differs between two fetches; `warn`: print
-                    a warning. The leaf is not in the digest.
-    """
-    digest = hashlib.sha256()
-    changed: list[tuple[str, str]] = []
-    with preserve_rng_state():
-        seed_everything(0)
-        for fetcher in [Fetcher(dataset) for dataset in datasets if dataset is not None]:
-            digest.update(f"{len(fetcher)}{fetcher.digest}".encode())
-            samples = {0} if fetcher.digest else {0, len(fetcher) // 2, len(fetcher) - 1}
-            for index in sorted(samples):
-                content = contents(fetcher, index)
-                again = contents(fetcher, index)
-                for name in sorted(content):
-                    if content[name] == again.get(name):
-                        digest.update(f"{name} ".encode() + content[name])
-                    else:
-                        changed.append((f"{name or 'value'!r} of sample {index}", fetcher.name))
-    if changed:
-        leaf, where = changed[0]
-        error = LockstepError(
-            f"{leaf} changes between two fetches",
-            where,
-            "draw from the seed that __getitem__(i, seed) is given, in `prepare` from "
-            "batch['lockstep'].seed, or no two runs are alike, and no two cuts; "
-            "random_samples=warn trains all the same",
-        )
-        stop_or_warn(error, random_samples)
-    return digest.hexdigest()[:12]
-
-
-def contents(fetcher: Fetcher, index: int) -> dict[str, bytes]:
-    """Return the bytes to hash of each leaf of a sample, by path."""
-    batch = fetcher.fetch([index])
-    check("sample", batch, fetcher.name)
-    return {name: _content(leaf) for name, leaf in batches.tree_leaves(batch)}
-
-
-def stop_or_warn(error: LockstepError, random_samples: str) -> None:
-    """Raise the error of random samples, or print a warning if random_samples=warn."""
-    if random_samples == "stop":
-        raise error
-    console.warning(error)
-
-
-def _content(leaf: Any, depth: int = 3) -> bytes:
-    """Return the bytes to hash of a leaf.
-
-    For an object the bytes are of the class and the attributes, because the repr may differ
-    between processes.
-    """
-    if isinstance(leaf, (Tensor, list)) or type(leaf) in batches.PLAIN:
-        return digests.content(leaf)
-    content = type(leaf).__qualname__.encode()
-    if depth and hasattr(leaf, "__dict__"):
-        for name, part in batches.tree_leaves(vars(leaf)):
-            content += f" {name} ".encode() + _content(part, depth - 1)
-    return content

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from engine.contract import Task, per_sample
-from engine.data.samples import fingerprint
+from engine.data.fingerprint import fingerprint
 from engine.errors import LockstepError, console
 from engine.hooks import check
 
@@ -65,10 +65,12 @@ def test_set(task: Task, train_set: Any, val_set: Any, needed: bool = False) -> 
 
 def set_aside(train_set: Any, tested: Any, random_samples: str) -> dict[str, Any]:
     """Return the facts about the test set that a checkpoint holds: the number of samples in all and
-    of each source, and a digest of both sets. An evaluation compares them."""
+    of each source, and the fingerprint of both sets. An evaluation compares them."""
     sources = per_sample(tested, "sources")
+    data = fingerprint(train_set, tested, random_samples, "test")
     return {
         "samples": len(tested),
         "sources": {} if sources is None else dict(Counter(map(str, sources.tolist()))),
-        "fingerprint": fingerprint(train_set, tested, random_samples=random_samples),
+        "fingerprint": data.text,
+        "facts": data.facts,
     }

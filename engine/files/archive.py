@@ -25,7 +25,8 @@ EXACT_PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress")
 `virtual_workers`."""
 
 DESCRIPTION = (
-    "progress global_batch num_samples horizon precision data memory_format environment".split()
+    "progress global_batch num_samples horizon precision data data_facts memory_format "
+    "environment".split()
 )
 """The parts of a checkpoint without tensors that a published model keeps, besides facts of the
 task."""
@@ -58,7 +59,8 @@ class CheckpointState(NamedTuple):
     num_samples: int = 0
     horizon: int = 0  # steps of the schedule
     precision: str = ""
-    data: str = ""  # fingerprint of the data
+    data: str = ""  # the text of the data's Fingerprint, see data/fingerprint.py
+    data_facts: dict[str, str] = {}  # its facts; empty in a checkpoint of an earlier release
     digest: str = ""  # of the weights; empty without `digest_every`
     tally: dict[str, Any] = {}  # of the meter
     model: dict[str, Any] = {}

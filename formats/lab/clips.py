@@ -90,6 +90,11 @@ class Clips:
         return len(self.labels)
 
     @property
+    def held(self) -> dict[str, Any]:
+        """Return the arrays in memory, for the data's fingerprint. The pixels are on the disk."""
+        return {"first frames": self.first}
+
+    @property
     def overlapping(self) -> bool:
         """Return whether a clip may have several labels."""
         return self.multi is not None

@@ -146,6 +146,11 @@ class Windows:
         return len(self.starts)
 
     @property
+    def held(self) -> dict[str, Any]:
+        """Return the arrays that decide the windows, for the data's fingerprint."""
+        return {"signal": self.signal, "first steps": self.starts}
+
+    @property
     def overlapping(self) -> bool:
         """Return whether a window may have several labels."""
         return self.multi is not None

@@ -713,6 +713,7 @@ class Chunks:
             name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()
         }
         self.pictures = pictures
+        self.tasks = demos.tasks
         self.cameras = demos.cameras if pictures else []
         numbers = [
             name
@@ -737,6 +738,12 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Return the arrays in memory, for the data's fingerprint. The pictures are in files."""
+        places = {"rows": self.rows, "first rows": self.first, "last rows": self.last}
+        return self.columns | self.told | places | {"tasks": np.array(self.tasks)}
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch of B indices. For each feature of a policy the batch holds

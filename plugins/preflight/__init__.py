@@ -17,6 +17,7 @@ from engine.comm.buffers import check_buffers
 from engine.comm.differences import first_difference
 from engine.comm.world import World, sync_errors
 from engine.contract import LockstepError, Task
+from engine.data import fingerprint
 from engine.data.batches import batch_info
 from engine.data.order import LazyOrder
 from engine.environment import environment
@@ -60,11 +61,11 @@ def compare_ranks(run: Run) -> None:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "number of training samples": str(run.plan.num_samples),
-        "data": run.record.fingerprint,
         "order of the samples": digests.digest(_parts(run.loaders.train.sampler.order())),
         "order of convolutions": run.plan.memory_format,
     }
     _compare(world, facts, ALIKE)
+    _compare_data(run)
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
@@ -109,6 +110,16 @@ def _compare_weights(run: Run) -> None:
     if world.differs_across_ranks(run.reducer.digest()):
         digest_of = digests.each(run.model.named_parameters())
         _compare(world, {f"parameter {name}": digest for name, digest in digest_of.items()}, ALIKE)
+
+
+def _compare_data(run: Run) -> None:
+    """(all ranks) Raise LockstepError if the data of a rank differ from the data of rank 0."""
+    found = fingerprint.compare_ranks(run.world, run.record.fingerprint)
+    if found:
+        rank, parts = found
+        what = f"rank {rank} differs from rank 0 in the data: {parts}"
+        todo = "give all ranks the same files in the same order: sort what a folder lists"
+        raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.comm.digests import same_bits
 from engine.data.batches import tree_leaves
-from engine.data.samples import stop_or_warn
+from engine.data.fingerprint import stop_or_warn
 from engine.errors import LockstepError
 from engine.seeds import preserve_rng_state
 from engine.trial import rng_states

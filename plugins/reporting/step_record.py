@@ -173,7 +173,8 @@ class StepRecord:
             "config": config.to_dict(run.cfg),
             "environment": environment(run),
             "code": digests.code(run.task),
-            "data": run.record.fingerprint,
+            "data": run.record.fingerprint.text,
+            "data_facts": run.record.fingerprint.facts,
             "modules": {name: type(module).__name__ for name, module in run.model.named_modules()},
             "entries": self.entries,
         }

@@ -161,15 +161,17 @@ class Task(toy.Task):
     def datasets(self):
         train, val = super().datasets()
         train.x = torch.from_numpy(np.load({data!r}))
+        train.digest = {digest!r}
         return train, val
 """
 
 
 @pytest.mark.parametrize(("sample", "seen"), [(0, "fingerprint"), (7, "digest")])
 def test_a_changed_sample_is_found(launch, replay, tmp_path, sample, seen):
-    """One that the fingerprint covers, before a step is taken; another by the first step whose batch has it."""
+    """One that the fingerprint covers, before a step is taken; another by the first step whose batch has it:
+    of a dataset whose own digest hides the change."""
     task, data, folder = tmp_path / "own.py", tmp_path / "x.npy", tmp_path / "run"
-    task.write_text(OWN.format(tests=str(ROOT / "tests/tasks"), data=str(data)))
+    task.write_text(OWN.format(tests=str(ROOT / "tests/tasks"), data=str(data), digest="v1" * (seen == "digest")))
     x = np.random.default_rng(0).normal(size=(61, 8))
     np.save(data, x)
     succeed(launch.train(*words(folder, task, log_every=1, steps=8)))

@@ -12,7 +12,7 @@ from runs import same_bits, weights
 import data_loader
 from engine import contract
 from engine.contract import LockstepError
-from engine.data.samples import fingerprint
+from engine.data.fingerprint import fingerprint
 from plugins.resilience import failure_report
 
 HEAD = """

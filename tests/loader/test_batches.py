@@ -23,7 +23,8 @@ from engine import config, contract
 from engine.contract import BatchInfo, LockstepError
 from engine.data import batches
 from engine.data.ahead import to_device
-from engine.data.samples import Fetcher, Request, fingerprint
+from engine.data.fingerprint import fingerprint
+from engine.data.samples import Fetcher, Request
 from plugins.resilience.skipped_steps import not_finite
 from plugins.resilience.task_errors import suggest_fix
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts

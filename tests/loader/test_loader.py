@@ -32,9 +32,9 @@ from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.ahead import ahead, fetching
 from engine.data.batches import tensors
+from engine.data.fingerprint import fingerprint
 from engine.data.order import balanced_order
 from engine.data.processes import _begin_process
-from engine.data.samples import fingerprint
 from engine.data.splits import load_datasets
 from engine.launch import processes_sharing
 from engine.phases import phase

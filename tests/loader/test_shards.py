@@ -27,8 +27,8 @@ from runs import same_bits, weights
 from shard_server import served, write_shards
 
 from engine.contract import LockstepError
+from engine.data.fingerprint import fingerprint
 from engine.data.order import LazyOrder
-from engine.data.samples import fingerprint
 from formats import shards
 from formats.robots.lerobot_writer import Recorder
 from formats.shards import Options, Order, Shards

@@ -16,6 +16,7 @@ from saved import assert_same, assert_same_run, load, logged
 import tasks
 from engine import config, errors, plan, resume
 from engine.comm.world import World
+from engine.data.fingerprint import Fingerprint
 from engine.files.archive import CheckpointState
 
 
@@ -217,7 +218,9 @@ def test_other_data_of_the_same_size_are_refused(launch, tmp_path):
     before = contents(run)
     task.write_text(OWN_DATA.replace("SEED", "1000"))
     done = launch.train(str(task), "epochs=2", f"save_dir={run}")
-    assert done.code == 2 and re.search(r"not the run of the checkpoint: data: \w+ -> \w+ \(", done.errors[0]), done.err
+    assert done.code == 2 and re.search(r"not the run of the checkpoint: other data \(train: ", done.errors[0]), (
+        done.err
+    )
     assert contents(run) == before
 
 
@@ -447,7 +450,7 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
     saved = CheckpointState(Path("run/last.pt"), keys, horizon=before.horizon, data="same")
     saved = saved._replace(global_batch=before.global_batch, num_samples=before.num_samples)
     errors.set_up(main=True)
-    found = resume.check_same_run(saved, new, tasks.load(TOY)(new.cfg), after, "same")
+    found = resume.check_same_run(saved, new, tasks.load(TOY)(new.cfg), after, Fingerprint("same"))
     assert [*found.changes.values()] == ([difference] if difference else [])
     said = capsys.readouterr().out.splitlines()
     assert [text.partition("run/last.pt: ")[2] for text in said] == ([difference] if difference else [])

@@ -40,8 +40,10 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import api, config, errors
+from engine import api, config, errors, resume
 from engine.data.batches import tree_leaves
+from engine.data.fingerprint import Fingerprint
+from engine.data.fingerprint import compare as data_difference
 from engine.environment import environment_of
 from engine.errors import LockstepError, amount
 from engine.files import archive, run_folder, weights
@@ -141,7 +143,7 @@ class Side(NamedTuple):
     environment: dict[str, str] = {}
     code: str = ""
     commit: str = ""
-    data: str = ""
+    data: Fingerprint = Fingerprint()
     processes: int = 0
     sizes: Sizes = Sizes()
     log: dict[int, dict[str, Any]] = {}
@@ -201,7 +203,8 @@ def _of_record(name: str, path: Path) -> Side:
     about = record.about
     env = environment_of(about)
     side = _as_run(name, path, about["config"], env, about.get("code", ""), about["processes"])
-    return side._replace(data=about.get("data", ""), record=record)
+    data = Fingerprint(about.get("data", ""), about.get("data_facts", {}))
+    return side._replace(data=data, record=record)
 
 
 def _as_run(
@@ -223,7 +226,7 @@ def _of_checkpoint(
     commit = (known.get("git_commit") or "")[:12]
     if known.get("git_dirty"):
         commit += " with changes"
-    return side._replace(commit=commit, data=saved.data, sizes=saved.sizes)
+    return side._replace(commit=commit, data=resume.data_of(saved), sizes=saved.sizes)
 
 
 def _of_folder(name: str, folder: Path) -> Side:
@@ -418,7 +421,7 @@ def around(a: Side, b: Side) -> dict[str, Differences | None]:
         "config": _config(a, b, virtual),
         "code": _code(a, b),
         "environment": _environment(a, b),
-        "data": _fact("fingerprint", a.data, b.data),
+        "data": _data(a.data, b.data),
         "processes": _fact("processes", a.processes, b.processes, not virtual),
     }
 
@@ -426,6 +429,18 @@ def around(a: Side, b: Side) -> dict[str, Differences | None]:
 def _both_virtual(a: Side, b: Side) -> bool:
     """Return whether both runs have the same number of virtual workers."""
     return bool(0 < a.config.get("virtual_workers", 0) == b.config.get("virtual_workers", 0))
+
+
+def _data(a: Fingerprint, b: Fingerprint) -> Differences | None:
+    """Compare the data; None if the data of a run are not known."""
+    if not a.text or not b.text:
+        return None
+    parts = data_difference(a, b).parts
+    if not parts:
+        return {}
+    return {"fingerprint": (a.text, b.text, True)} | {
+        part: (a.facts[part], b.facts[part], True) for part in parts if part in a.facts
+    }
 
 
 def _fact(name: str, x: Any, y: Any, matters: bool = True) -> Differences | None:

@@ -110,7 +110,7 @@ REFUSED = {
     ): "a state that no checkpoint brings back",
     (
         r"differs from rank 0 in "
-        r"data"
+        r"the data"
     ): "the data are others in each process: a generator without a seed, the order of a "
     "set, or the rank",
     (

@@ -53,7 +53,8 @@ from data_loader import TrainSampler
 from engine import api, config, errors
 from engine.comm.world import World
 from engine.contract import per_sample
-from engine.data.samples import Fetcher, contents, fingerprint
+from engine.data.fingerprint import Fingerprint, compare, contents, fingerprint
+from engine.data.samples import Fetcher
 from engine.data.splits import load_datasets
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
@@ -190,8 +191,9 @@ def _read(args: config.Args, contents_too: bool) -> Seen:
     train_set, val_set = load_datasets(task, "", None)
     data = fingerprint(train_set, val_set, random_samples="stop" if contents_too else "warn")
     sizes = saved.sizes
-    if (len(train_set), data) != (sizes.num_samples, saved.data):
-        what = f"the data are not those of the checkpoint ({saved.data} -> {data})"
+    difference = compare(Fingerprint(saved.data, saved.data_facts), data)
+    if len(train_set) != sizes.num_samples or difference.parts:
+        what = f"the data are not those of the checkpoint ({difference})"
         raise LockstepError(what, str(path), "say where they lie, such as dataset.root=FOLDER")
     one = config.changed(cfg, ONE_PASS | {"batch_size": sizes.global_batch, "global_batch": 0})
     plan = make_plan(one, World(0, 0, 1, torch.device("cpu")), sizes.num_samples)

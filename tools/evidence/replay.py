@@ -51,10 +51,11 @@ import yaml
 from torch import Tensor
 
 import tasks
-from engine import api, config, private
+from engine import api, config, private, resume
 from engine.comm import digests
 from engine.comm.world import World
-from engine.data.samples import fingerprint
+from engine.data.fingerprint import Fingerprint, fingerprint
+from engine.data.fingerprint import compare as data_difference
 from engine.data.splits import load_datasets
 from engine.environment import SQUARE_ROOT
 from engine.errors import LockstepError, amount
@@ -406,16 +407,30 @@ def look(run: Recorded, task: Any, stretches: list[Stretch]) -> Anyway:
 def _look_at_data(run: Recorded, task: Any, saved: list[CheckpointState], found: Anyway) -> None:
     datasets = load_datasets(task, "", saved[-1].metadata if saved else None)
     here = found.facts["data"] = fingerprint(*datasets, random_samples=run.cfg.random_samples)
-    text = f"fingerprint {here}; the run has no checkpoint that says which it had"
+    text = f"fingerprint {here.text}; the run has no checkpoint that says which it had"
     if saved:
-        text = f"the same: fingerprint {here}, of their number and of the first, middle and last "
-        text += "sample"
-    other = next((each for each in saved if each.data != here), None)
-    if other:
-        found.first = found.first or {"what": "data", "run": other.data, "replay": here}
-        text = f"fingerprint {other.data} in {_name(other)}, {here} here: other data, or another "
-        text += "split"
+        text = f"the same: fingerprint {here.text}, {_covered(here)}"
+    for each in saved:
+        difference = data_difference(resume.data_of(each), here)
+        if difference.parts:
+            found.first = found.first or _other_data(each, here)
+            text = f"fingerprint {each.data} in {_name(each)}, {here.text} here: other data, or "
+            text += f"another split ({difference})"
+            break
     found.say("data", text)
+
+
+def _covered(data: Fingerprint) -> str:
+    """Return a text on the samples that a fingerprint covers."""
+    numbers = [name.partition(" of ")[2] for name in data.facts if name.startswith("train")]
+    return f"of the training data {numbers[-1]}"
+
+
+def _other_data(saved: CheckpointState, here: Fingerprint) -> dict[str, Any]:
+    """Return the first difference of a run with other data."""
+    difference = data_difference(resume.data_of(saved), here)
+    about = {"what": "data", "run": saved.data, "replay": here.text}
+    return about | {"parts": list(difference.parts)}
 
 
 def _name(saved: CheckpointState) -> str:
@@ -1059,8 +1074,8 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
         "checkpoint": stretch.end and _name(stretch.end),
     }
     about |= {"processes": taker.processes(stretch), "digest": "", "points": 0, "equal": 0}
-    if known.path and known.data != here:
-        first = {"step": stretch.to, "what": "data", "run": known.data, "replay": here}
+    if known.path and data_difference(resume.data_of(known), here).parts:
+        first = {"step": stretch.to} | _other_data(known, here)
         text = f"{stretch}: {DIFFERS}: not taken, because the data are others"
         return about | {"verdict": DIFFERS, "first_difference": first, "text": text}
     began = time.monotonic()

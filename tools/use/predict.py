@@ -53,7 +53,7 @@ from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, errors, kernels, precision, resume
 from engine.comm.world import World
 from engine.data.batches import batch_info
-from engine.data.samples import fingerprint
+from engine.data.fingerprint import fingerprint
 from engine.data.splits import test_set
 from engine.errors import LockstepError, amount
 from engine.files import run_folder
@@ -237,9 +237,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
         dataset = val_set if split == "val" else train_set
         if split == "test":
             dataset = test_set(task, train_set, val_set, needed=True)
-            resume.check_test(
-                saved, fingerprint(train_set, dataset, random_samples=cfg.random_samples)
-            )
+            resume.check_test(saved, fingerprint(train_set, dataset, cfg.random_samples, split))
     else:
         known = saved.metadata
         if known is None:  # an old checkpoint has no metadata
