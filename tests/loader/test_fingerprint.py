@@ -198,7 +198,7 @@ class Task(Base):
     def datasets(self):
         draw = torch.Generator().manual_seed(0)
         rows = [{"x": torch.randn(8, generator=draw), "y": torch.tensor(n % 2)} for n in range(96)]
-        if os.environ.get("EXCHANGED") in ("all", os.environ.get("RANK")):
+        if os.environ.get("EXCHANGED") in ("all", os.environ.get("RANK", "none")):
             rows[30], rows[41] = rows[41], rows[30]
         if os.environ.get("TURNED"):
             rows[90] = rows[90] | {"y": 1 - rows[90]["y"]}
