@@ -31,7 +31,9 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
+from engine.errors import console
 from formats.arrays import is_file_name, stays_below
+from formats.robots import stored_stats
 from formats.robots.depth import Depth, depth_of
 from formats.weights import hub
 
@@ -49,6 +51,9 @@ OLD_FILES = {  # before version 3
     "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
     "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
 }
+MEASURED = (
+    "the measured ones are used; write the file again, or delete it, and they are always measured"
+)
 UNFINISHED = "the recording did not finish, or files are missing: record or copy it again"
 
 T = TypeVar("T")
@@ -240,7 +245,9 @@ def read(
         tolerance_s=tolerance_s,
     )
     _check_rows(demos)
-    demos.stats.update(_stats(demos, _stored_stats(root, list(chosen))))
+    of_whole = (root / "meta" / "stats.json").is_file()
+    share = int(lengths.sum()) / sum(demos.lengths.values()) if of_whole else 1.0
+    demos.stats.update(_stats(demos, _stored_stats(root, list(chosen)), share))
     return demos
 
 
@@ -585,11 +592,15 @@ def measure(column: np.ndarray) -> dict[str, np.ndarray]:
     The result also has count (1,).
     """
     wide = column.astype(np.float64)
+    quantiles = np.quantile(wide, list(QUANTILES.values()), axis=0)
+    return _moments(wide) | dict(zip(QUANTILES, quantiles, strict=True))
+
+
+def _moments(column: np.ndarray) -> dict[str, np.ndarray]:
+    """Measure (N, ...) numbers without the quantiles, which take longest."""
+    wide = column.astype(np.float64)
     stats = {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}
-    stats["count"] = np.array([len(wide)])
-    return stats | dict(
-        zip(QUANTILES, np.quantile(wide, list(QUANTILES.values()), axis=0), strict=True)
-    )
+    return stats | {"count": np.array([len(wide)])}
 
 
 def _stored_stats(root: Path, chosen: Sequence[int]) -> Stats:
@@ -625,8 +636,13 @@ def _arrays(stats: Any) -> dict[str, np.ndarray]:
         return {}
 
 
-def _stats(demos: Demonstrations, stored: Stats) -> Stats:
-    """Return `stored` statistics with the feature's shape; measure the rest."""
+def _stats(demos: Demonstrations, stored: Stats, share: float = 1.0) -> Stats:
+    """Return `stored` statistics with the feature's shape; measure the rest.
+
+    Statistics that the frames contradict are measured, too, and a warning names them.
+
+    share  frames in `columns`, as a share of the frames that `stored` describes
+    """
     names = ("mean", "std", "min", "max", *QUANTILES)
     stats: Stats = {}
     for name, feature in demos.features.items():
@@ -637,12 +653,28 @@ def _stats(demos: Demonstrations, stored: Stats) -> Stats:
             for key, value in stored.get(name, {}).items()
             if key in names and value.size == math.prod(shape) and np.isfinite(value).all()
         }
-        if name in demos.columns and name not in BOOKKEEPING and len(fits) < len(names):
-            measured = measure(demos.columns[name])
-            fits = {key: measured[key].reshape(shape) for key in names} | fits
+        if feature.is_picture and not feature.depth:
+            fits, note = stored_stats.of_pixels(fits)
+            _warn_of_stats(demos, name, note)
+        if name in demos.columns and name not in BOOKKEEPING:
+            if fits:
+                counted = {"count": stored[name].get("count", np.zeros(1))}
+                moments = _moments(demos.columns[name])
+                note = stored_stats.find_difference(fits | counted, moments, feature.names, share)
+                _warn_of_stats(demos, name, note and f"are of other frames ({note}): {MEASURED}")
+                fits = {} if note else fits
+            if len(fits) < len(names):
+                measured = measure(demos.columns[name])
+                fits = {key: measured[key].reshape(shape) for key in names} | fits
         if fits:
             stats[name] = fits
     return stats
+
+
+def _warn_of_stats(demos: Demonstrations, name: str, note: str) -> None:
+    """Print a warning about the stored statistics of a feature; nothing if `note` is empty."""
+    if note:
+        console.warning(f"{demos.root}: the statistics of {name} in meta/ {note}\n")
 
 
 def measured_again(demos: Demonstrations, rows: np.ndarray) -> Demonstrations:
