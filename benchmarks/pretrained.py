@@ -63,7 +63,7 @@ def pack(source: Path, folder: Path, size: int, still: bool = False) -> list[str
     ends = []
     with ClipsWriter(folder, CLASSES) as writer:
         for path in sorted(source.glob("*.mp4")):
-            with videos.opened(path) as (decoded, _):
+            with videos.opened(path) as decoded:
                 frames = np.stack([videos.gray_square(frame, BOX, size, path) for frame in decoded])
             label = next(name for name in CLASSES if path.stem.startswith(name))
             cut = int(0.6 * len(frames))

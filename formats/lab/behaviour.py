@@ -21,15 +21,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from formats.arrays import text_lines
+from formats.clock import Clock
 from formats.lab import boris
 from formats.lab.boris import Event
 from formats.lab.events import bout_table
-from formats.lab.videos import SUFFIXES
+from formats.lab.videos import STAMP, SUFFIXES
 from formats.tables import csv_rows
 
 BACKGROUND = "background"
+SHORT = "--allow-short"
+"""The option of the tools for labels beyond the end of a video or a track."""
+ROUNDED_S = 1.0  # by which a state may stop late: lengths are rounded
 SCORER = "DLC_|DeepCut_|_superanimal_"  # how DeepLabCut names a network in the name of a file
 SUFFIX = "_labels.csv"  # of DeepEthogram's files
 TARGETS = "targets_inserted"  # SimBA's folder
@@ -124,35 +128,85 @@ class Labels:
         known = {BACKGROUND, *self.behaviours}
         return replace(self, unseen=tuple(sorted({*behaviours, *self.unseen} - known)))
 
-    def per_frame(self, count: int, fps: float) -> np.ndarray:
-        """Return (count, B) int8: 1 is on, 0 is off, -1 is not annotated.
+    def within(self, clock: Clock, what: str, allow_short: bool) -> tuple[Labels, str]:
+        """Return the labels within a video or a track, and a line on the labels that lie beyond.
 
-        A state lasts from frame round(start * fps) to the frame before round(stop * fps). Points
-        have no duration. Raises LockstepError for more labelled frames than `count`.
+        what         name of the video or the track, for messages
+        allow_short  leave out labels beyond the end
+        The line is empty if no label lies beyond. Raises LockstepError for such a label without
+        `allow_short`, and for events of frames without times. A state may stop up to a second late,
+        because lengths are rounded.
         """
+        if self.frames is None and not clock.fps:
+            raise LockstepError(
+                f"{what} has no frame rate: its frames have no times",
+                str(self.path),
+                f"write them: {STAMP}",
+            )
+        cure = (
+            f"give the labels of that very video and its rate, or {SHORT} leaves out what is beyond"
+        )
         if self.frames is not None:
-            if len(self.frames) > count:
-                what = f"labels of {len(self.frames)} frames, {self.video} has {count}"
-                raise LockstepError(what, str(self.path), "give the labels of that very video")
-            after = (count - len(self.frames), len(self.behaviours))
+            beyond = len(self.frames) - clock.count
+            if beyond <= 0:
+                return self, ""
+            if not allow_short:
+                line = f":{self.lines[clock.count]}" if self.lines is not None else ""
+                raise LockstepError(
+                    f"{len(self.frames)} labelled frames: the label needs frame {clock.count} of "
+                    f"{what}, which has {clock.count}",
+                    f"{self.path}{line}",
+                    cure,
+                )
+            lines = None if self.lines is None else self.lines[: clock.count]
+            kept = replace(self, frames=self.frames[: clock.count], lines=lines)
+            return kept, f"{self.path}: {amount(beyond, 'frame')} beyond the end of {what} left out"
+        late = [event for event in self.events if _is_beyond(event, clock)]
+        if late and not allow_short:
+            event = late[0]
+            when = f"at {event.start_s:g} s"
+            if not _starts_beyond(event, clock):
+                when += f" stops at {event.stop_s:g} s"
+            raise LockstepError(
+                f"{event.behaviour} {when}, {what} ends after {clock.end_s:.2f} s",
+                f"{self.path}:{event.line}",
+                cure,
+            )
+        if not late:
+            return self, ""
+        inside = [event for event in self.events if not _starts_beyond(event, clock)]
+        ended = [replace(event, stop_s=min(event.stop_s, clock.end_s)) for event in inside]
+        line = f"{self.path}: {amount(len(late), 'event')} beyond the end of {what} left out"
+        return replace(self, events=ended), line
+
+    def per_frame(self, clock: Clock) -> np.ndarray:
+        """Return (N, B) int8 of the N frames: 1 is on, 0 is off, -1 is not annotated.
+
+        A state lasts from the frame nearest to its start to the frame before the one nearest to its
+        stop. Points have no duration. Labels beyond the last frame are left out, see `within`.
+        """
+        count = clock.count
+        if self.frames is not None:
+            inside = self.frames[:count]
+            after = (count - len(inside), len(self.behaviours))
             rest = np.full(after, self.rest, dtype=np.int8)
-            return np.concatenate([self.frames, rest])
+            return np.concatenate([inside, rest])
         found = np.zeros((count, len(self.behaviours)), dtype=np.int8)
         for event in self.events:
-            first, stop = round(event.start_s * fps), round(event.stop_s * fps)
-            found[first:stop, self.behaviours.index(event.behaviour)] = 1
+            span = clock.span(event.start_s, event.stop_s)
+            found[span, self.behaviours.index(event.behaviour)] = 1
         return found
 
     def names(
-        self, count: int, fps: float, priority: Sequence[str] = (), background: str = BACKGROUND
+        self, clock: Clock, priority: Sequence[str] = (), background: str = BACKGROUND
     ) -> np.ndarray:
-        """Return (count,) str, one behaviour per frame.
+        """Return (N,) str, one behaviour for each frame of the clock.
 
         `background` marks a frame without behaviour; an empty text is not annotated. With `unseen`
         behaviours, a frame without behaviour is not annotated. Of several behaviours, the first in
         `priority` wins. Raises LockstepError if `priority` has none of the behaviours.
         """
-        seen = self.per_frame(count, fps)
+        seen = self.per_frame(clock)
         order = [self.behaviours.index(name) for name in priority if name in self.behaviours]
         at_once = (seen == 1).sum(1) > 1
         at_once &= ~(seen[:, order] == 1).any(1)
@@ -174,15 +228,17 @@ class Labels:
         return names[chosen]
 
     def overlapping(
-        self, count: int, fps: float, classes: Sequence[str], background: str = BACKGROUND
+        self, clock: Clock, classes: Sequence[str], background: str = BACKGROUND
     ) -> np.ndarray:
-        """Return (count, C) int8 for the behaviours `classes`, which may overlap.
+        """Return (N, C) int8 for the behaviours `classes`, which may overlap.
 
         1 is on, 0 is off, -1 is not annotated. `background` is on if no other behaviour is. A class
         that a file of events lacks is off.
         """
-        seen = self.per_frame(count, fps)
-        found = np.full((count, len(classes)), 0 if self.frames is None else -1, dtype=np.int8)
+        seen = self.per_frame(clock)
+        found = np.full(
+            (clock.count, len(classes)), 0 if self.frames is None else -1, dtype=np.int8
+        )
         for c, name in enumerate(classes):
             if name in self.behaviours:
                 found[:, c] = seen[:, self.behaviours.index(name)]
@@ -191,6 +247,17 @@ class Labels:
             on, looked = (found[:, others] == 1).any(1), (found[:, others] >= 0).all(1)
             found[:, list(classes).index(background)] = np.where(on, 0, np.where(looked, 1, -1))
         return found
+
+
+def _starts_beyond(event: Event, clock: Clock) -> bool:
+    """Return whether no frame is left of an event, because the video ends before it."""
+    if event.is_point:
+        return event.start_s > clock.end_s + ROUNDED_S
+    return clock.frame_at(event.start_s) >= clock.count
+
+
+def _is_beyond(event: Event, clock: Clock) -> bool:
+    return _starts_beyond(event, clock) or event.stop_s > clock.end_s + ROUNDED_S
 
 
 def first_of(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.contract import LockstepError
+from formats.clock import Clock
 
 AGGREGATED = (
     "Observation id,Observation date,Description,Observation type,Source,Time offset (s),Coding "
@@ -27,21 +28,21 @@ NOBODY = "No focal subject"  # BORIS' own text
 
 @dataclass(frozen=True)
 class Video:
-    """A video to write: its frames, and its bouts (behaviour, first frame, frame after the last).
+    """A video to write: the times of its frames, and its bouts (behaviour, first frame, frame after
+    the last).
 
     variables  independent variables, such as the name of the predicting model, and whether the
                model was trained on the video
     """
 
     name: str
-    frames: int
-    fps: float
+    clock: Clock
     bouts: list[tuple[str, int, int]]
     variables: dict[str, str] = field(default_factory=dict)
     subject: str = ""
 
     def seconds(self, frame: int) -> float:
-        return round(frame / self.fps, 6)
+        return round(float(self.clock.time_of(frame)), 6)
 
 
 def aggregated(videos: Sequence[Video], delimiter: str) -> str:
@@ -52,7 +53,7 @@ def aggregated(videos: Sequence[Video], delimiter: str) -> str:
     table = csv.DictWriter(text, columns, restval="", delimiter=delimiter, lineterminator="\n")
     table.writeheader()
     for video in videos:
-        length = video.seconds(video.frames)
+        length = video.seconds(video.clock.count)
         of_video: dict[str, Any] = {"Observation id": video.name, "Observation type": "Media file"}
         of_video |= {
             "Source": f"player #1:{video.name}",
@@ -68,7 +69,7 @@ def aggregated(videos: Sequence[Video], delimiter: str) -> str:
             length,
         )
         of_video |= {
-            "FPS (frame/s)": video.fps,
+            "FPS (frame/s)": video.clock.fps,
             "Subject": video.subject or NOBODY,
         } | video.variables
         for behaviour, first, stop in video.bouts:

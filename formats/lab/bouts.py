@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from formats.clock import Clock
+
 IOU, TOLERANCE_S = 0.5, 0.25
 
 
@@ -66,16 +68,19 @@ def by_overlap(
     return _one_to_one(pairs)
 
 
-def by_onset(true: np.ndarray, predicted: np.ndarray, within: int) -> list[tuple[int, int]]:
-    """Match bouts that begin at most `within` frames apart; return pairs of indices.
+def by_onset(true: np.ndarray, predicted: np.ndarray, within: float) -> list[tuple[int, int]]:
+    """Match bouts that begin at most `within` apart; return pairs of indices.
+
+    true, predicted  (K,) and (L,) onsets, rising, in frames or seconds as `within`
 
     Each bout has at most one partner. The nearest pair is matched first; of equally near pairs, the
     earliest.
     """
     pairs = []
-    for n, first in enumerate(true[:, 0].tolist()):
-        low, high = np.searchsorted(predicted[:, 0], [first - within, first + within + 1]).tolist()
-        pairs += [(abs(first - int(predicted[m, 0])), n, m) for m in range(low, high)]
+    for n, onset in enumerate(true.tolist()):
+        low = int(np.searchsorted(predicted, onset - within, side="left"))
+        high = int(np.searchsorted(predicted, onset + within, side="right"))
+        pairs += [(abs(onset - predicted[m].item()), n, m) for m in range(low, high)]
     return _one_to_one(pairs)
 
 
@@ -189,25 +194,26 @@ def kappa(confusion: np.ndarray) -> float | None:
 def score(
     true: np.ndarray,
     predicted: np.ndarray,
-    fps: float,
+    clock: Clock,
     exclusive: bool = True,
     tolerance_s: float = TOLERANCE_S,
     least: float = IOU,
 ) -> Scores:
     """Return the scores of a video from (N, C) annotated labels 1, 0, -1 and predicted labels.
 
+    clock      the times of the frames; without a rate, frames count as seconds
     exclusive  a frame has at most one label, so the scores include transitions and kappa
     """
+    clock = clock if clock.fps else Clock.even(clock.count, 1.0)
     looked = true >= 0
     sides = (true == 1), (predicted == 1) & looked
-    count, within = true.shape[1], int(tolerance_s * fps + 1e-9)
+    count = true.shape[1]
     bouts = [[runs(side[:, c]) for c in range(count)] for side in sides]
     numbers = [np.array([len(each) for each in side], dtype=np.int64) for side in bouts]
     pairs = [*zip(*bouts, strict=True)]
-    hits = [
-        np.array([len(how(*pair)) for pair in pairs], dtype=np.int64)
-        for how in (lambda a, b: by_overlap(a, b, least), lambda a, b: by_onset(a, b, within))
-    ]
+    overlaps = [len(by_overlap(a, b, least)) for a, b in pairs]
+    onsets = [len(_by_onset_on(clock, a, b, tolerance_s)) for a, b in pairs]
+    hits = [np.array(numbers_of, dtype=np.int64) for numbers_of in (overlaps, onsets)]
     frames = np.zeros((count, 2, 2), dtype=np.int64)
     for c in range(count):
         cells = 2 * sides[0][:, c] + sides[1][:, c]
@@ -221,16 +227,22 @@ def score(
         for side, each in enumerate(labels):
             change = np.flatnonzero((each[1:] != each[:-1]) & (each[1:] >= 0) & (each[:-1] >= 0))
             np.add.at(transitions[side], (each[change], each[change + 1]), 1)
-    rate = fps or 1.0
     durations = tuple(
-        [[(stop - first) / rate for first, stop in each.tolist()] for each in side]
-        for side in bouts
+        [clock.duration(each[:, 0], each[:, 1]).tolist() for each in side] for side in bouts
     )
-    latencies = tuple(
-        [[int(each[0, 0]) / rate] if len(each) else [] for each in side] for side in bouts
-    )
+    latencies = tuple([clock.duration(0, each[:1, 0]).tolist() for each in side] for side in bouts)
     counts = numbers[0], numbers[1], hits[0], hits[1], frames, confusion, transitions
     return Scores(*counts, (durations[0], durations[1]), (latencies[0], latencies[1]))
+
+
+def _by_onset_on(
+    clock: Clock, true: np.ndarray, predicted: np.ndarray, tolerance_s: float
+) -> list[tuple[int, int]]:
+    """Match bouts (K, 2) and (L, 2) in frames by onset; see `by_onset`."""
+    if clock.own_s is None:
+        within = int(tolerance_s * clock.fps + 1e-9)
+        return by_onset(true[:, 0], predicted[:, 0], within)
+    return by_onset(clock.time_of(true[:, 0]), clock.time_of(predicted[:, 0]), tolerance_s + 1e-9)
 
 
 # ---- smoothing

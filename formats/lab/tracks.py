@@ -18,6 +18,7 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import text_lines
+from formats.clock import Clock
 from formats.lab import behaviour
 from formats.lab.poses import deeplabcut, sleap
 from formats.lab.poses.track import Track
@@ -291,16 +292,17 @@ class Frame:
             [away[..., 0] * u + away[..., 1] * v, away[..., 1] * u - away[..., 0] * v], -1
         )
 
-    def speed(self, fps: float) -> np.ndarray:
+    def speed(self, clock: Clock) -> np.ndarray:
         """Return (N,) speeds of the centre in pixels per second, from the adjacent frames.
 
         A frame beside a missing frame is NaN.
         """
-        return (
-            np.hypot(*np.gradient(self.centre, axis=0).T) * fps
-            if len(self.centre) > 1
-            else np.zeros(1)
-        )
+        if len(self.centre) < 2:
+            return np.zeros(1)
+        if clock.own_s is None:
+            return np.hypot(*np.gradient(self.centre, axis=0).T) * clock.fps
+        with np.errstate(divide="ignore", invalid="ignore"):  # frames at one time
+            return np.hypot(*np.gradient(self.centre, clock.own_s, axis=0).T)
 
 
 def frame_of(xy: np.ndarray, centre: Sequence[int], front: Sequence[int]) -> Frame:

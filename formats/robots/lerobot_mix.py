@@ -26,7 +26,7 @@ import torch
 
 from engine.contract import LockstepError, amount
 from formats.robots import lerobot
-from formats.robots.frames import Frames
+from formats.robots.frames import Frames, check_files
 from formats.robots.lerobot import Demonstrations, Feature
 
 WHOLE = ("action", "observation.state")
@@ -350,10 +350,9 @@ class Pictures:
         self, demos: Joined, sizes: Mapping[str, tuple[int, int]], cache: str, where: str | Path
     ):
         self.end = demos.end[demos.first[1:] - 1]  # (K,) rows
-        self.frames = [
-            Frames(replace(part, features=_as_in(demos, part)), sizes, cache, where)
-            for part in demos.parts
-        ]
+        parts = [replace(part, features=_as_in(demos, part)) for part in demos.parts]
+        check_files(dict(zip(demos.names, parts, strict=True)))
+        self.frames = [Frames(part, sizes, cache, where) for part in parts]
 
     def _parts(self, rows: np.ndarray) -> Iterable[tuple[Frames, np.ndarray, np.ndarray]]:
         """Yield (frames of a set, (n,) bool mask of the set's rows, row numbers within the set)."""

@@ -16,6 +16,7 @@ from conftest import launching, succeed
 from lab_files import FILES
 
 from engine.contract import LockstepError
+from formats.clock import Clock
 from formats.lab import behaviour, boris, boris_writer, bouts
 from formats.lab.bouts import Smoothing
 from formats.lab.mixup import Mixed
@@ -76,14 +77,14 @@ def test_scores_are_those_of_a_slow_loop_and_of_scikit_learn():
         true = sequence(rng, count, classes)
         shifted = np.roll(true, int(rng.integers(0, 4)))
         predicted = np.where(rng.random(count) < 0.1, rng.integers(classes, size=count), shifted).clip(0)
-        found = bouts.score(bouts.one_hot(true, classes), bouts.one_hot(predicted, classes), FPS)
+        found = bouts.score(bouts.one_hot(true, classes), bouts.one_hot(predicted, classes), Clock.even(count, FPS))
         seen = np.where(true < 0, -1, predicted)
         for c in range(classes):
             a, b = slow_runs(true, c), slow_runs(seen, c)
             assert (found.true[c], found.predicted[c]) == (len(a), len(b))
             pairs = np.array(a).reshape(-1, 2), np.array(b).reshape(-1, 2)
             assert bouts.by_overlap(*pairs) == slow_matches(a, b, overlap)
-            assert bouts.by_onset(*pairs, 5) == slow_matches(a, b, onset)
+            assert bouts.by_onset(*(each[:, 0] for each in pairs), 5) == slow_matches(a, b, onset)
             assert found.overlap[c] == len(slow_matches(a, b, overlap))
             assert found.onset[c] == len(slow_matches(a, b, onset))
             assert sorted(found.durations[1][c]) == sorted((stop - start) / FPS for start, stop in b)
@@ -118,7 +119,7 @@ def test_any_cut_of_the_videos_gives_the_same_report():
     for _ in range(9):
         count = int(rng.integers(1, 90))
         sides = [bouts.one_hot(sequence(rng, count, 3, unknown=u), 3) for u in (0.2, 0.0)]
-        parts.append(bouts.score(*sides, float(rng.integers(10, 60)) / 3))
+        parts.append(bouts.score(*sides, Clock.even(len(sides[0]), float(rng.integers(10, 60)) / 3)))
     whole = sum(parts[1:], start=parts[0]).report([*"abc"], "a")
     assert whole["all"]["videos"] == 9
     for _ in range(5):
@@ -131,7 +132,7 @@ def test_any_cut_of_the_videos_gives_the_same_report():
 def test_labels_that_overlap_are_scored_class_by_class():
     true = np.array([[1, 0], [1, 1], [1, 1], [0, 1], [-1, 1], [-1, 0]])
     predicted = np.array([[1, 0], [1, 0], [1, 1], [0, 1], [1, 1], [1, 1]])
-    found = bouts.score(true, predicted, FPS, exclusive=False)
+    found = bouts.score(true, predicted, Clock.even(len(true), FPS), exclusive=False)
     assert found.true.tolist() == [1, 1] and found.predicted.tolist() == [1, 1]
     assert found.overlap.tolist() == [1, 1] and not found.confusion.any() and not found.transitions.any()
     assert found.frames.tolist() == [[[1, 0], [0, 3]], [[1, 1], [1, 3]]]
@@ -186,7 +187,10 @@ def test_the_smoothing_that_is_chosen_helps_and_none_is_chosen_where_none_helps(
     chosen, f1, plain = bouts.choose(videos, ["background", "b", "c"], "background")
     assert f1 > plain + 0.3 and chosen.fps == FPS and (chosen.median > 1 or any(chosen.least.values()))
     rule = Smoothing(chosen.median, {name: chosen.least.get(name, 0) for name in "bc"}, FPS)
-    parts = [bouts.score(true, bouts.decide(shares, [*"abc"], "a", rule), FPS) for shares, true, _ in videos]
+    parts = [
+        bouts.score(true, bouts.decide(shares, [*"abc"], "a", rule), Clock.even(len(true), FPS))
+        for shares, true, _ in videos
+    ]
     again = sum(parts[1:], start=parts[0])
     assert again.report([*"abc"], "a")["all"]["overlap_f1"] == pytest.approx(f1, abs=1e-12), "what it says it brings"
     sure = [(true * 0.9 + 0.05, true, FPS) for _, true, _ in videos]
@@ -213,7 +217,8 @@ def videos_of(rng, count):
             (name, *run) for c, name in enumerate(["groom", "rear, high", "walk"], 1) for run in slow_runs(labels, c)
         ]
         variables = {"predicted by": "run/best.pt", "this video was": "held out"}
-        yield boris_writer.Video(f"day {number}/v.mp4", 400, fps, sorted(found, key=lambda e: e[1]), variables), labels
+        ordered = sorted(found, key=lambda each: each[1])
+        yield boris_writer.Video(f"day {number}/v.mp4", Clock.even(400, fps), ordered, variables), labels
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "xlsx"])
@@ -227,15 +232,19 @@ def test_what_is_written_for_boris_is_read_back_frame_by_frame(tmp_path, kind):
         else:
             path.write_text(boris_writer.aggregated([video], "\t" if kind == "tsv" else ","))
         (back,) = behaviour.read(path)
-        assert (back.per_frame(400, video.fps).sum(1) <= 1).all()
-        assert (back.names(400, video.fps) == names[labels]).all()
-        assert kind == "xlsx" or (back.video, back.fps) == ("v.mp4", pytest.approx(video.fps))
+        assert (back.per_frame(video.clock).sum(1) <= 1).all()
+        assert (back.names(video.clock) == names[labels]).all()
+        assert kind == "xlsx" or (back.video, back.fps) == ("v.mp4", pytest.approx(video.clock.fps))
 
 
 def test_the_spreadsheet_has_the_five_columns_and_each_state_twice(tmp_path):
     openpyxl = pytest.importorskip("openpyxl")
     video = boris_writer.Video(
-        "a.mp4", 40, 20.0, [("groom", 2, 30), ("walk", 4, 10), ("rear", 10, 12)], {"this video was": "new"}, "m1"
+        "a.mp4",
+        Clock.even(40, 20.0),
+        [("groom", 2, 30), ("walk", 4, 10), ("rear", 10, 12)],
+        {"this video was": "new"},
+        "m1",
     )
     (tmp_path / "a.xlsx").write_bytes(boris_writer.imported(video))
     rows = [*openpyxl.load_workbook(tmp_path / "a.xlsx").worksheets[0].iter_rows(values_only=True)]
@@ -247,7 +256,7 @@ def test_the_spreadsheet_has_the_five_columns_and_each_state_twice(tmp_path):
 
 
 def test_the_table_has_the_columns_of_boris_in_their_order():
-    video = boris_writer.Video("a.mp4", 40, 20.0, [("groom", 2, 10)], {"this video was": "new"})
+    video = boris_writer.Video("a.mp4", Clock.even(40, 20.0), [("groom", 2, 10)], {"this video was": "new"})
     rows = [*csv.reader(boris_writer.aggregated([video], ",").splitlines())]
     exported = FILES / "annotations/boris_aggregated/input/events.tsv"
     columns = exported.read_text().splitlines()[0].split("\t")
@@ -362,7 +371,7 @@ class Predicted:
         labels = np.vectorize(number.get)(self.names)
         chosen = [n for n in range(6) if f"m{n}.mp4" in self.held_out]
         sides = [(bouts.one_hot(self.truth[n], 3), bouts.one_hot(labels[n], 3) == 1) for n in chosen]
-        parts = [bouts.score(*side, FPS) for side in sides]
+        parts = [bouts.score(*side, Clock.even(len(side[0]), FPS)) for side in sides]
         return sum(parts[1:], start=parts[0]).report(["background", "groom", "rear"], "background")
 
     def check_scores(self) -> dict[str, dict[str, Any]]:
@@ -415,11 +424,11 @@ def test_predicted_labels_come_back_from_boris(predicted):
     names = np.where(predicted.names[0] == "", "background", predicted.names[0])
     events = predicted.folder / "e.tsv"
     back = {one.video: one for one in behaviour.read(events)}
-    assert (back["m0.mp4"].names(400, FPS) == names).all()
+    assert (back["m0.mp4"].names(Clock.even(400, FPS)) == names).all()
     of_events = {row["Media file name"]: row["this video was"] for row in table(events, "\t")}
     assert of_events == predicted.sides
     (sheet,) = behaviour.read(predicted.folder / "xlsx" / "m3.mp4.xlsx")
-    assert (sheet.per_frame(400, FPS) == back["m3.mp4"].per_frame(400, FPS)).all()
+    assert (sheet.per_frame(Clock.even(400, FPS)) == back["m3.mp4"].per_frame(Clock.even(400, FPS))).all()
 
 
 @pytest.mark.slow
@@ -560,7 +569,7 @@ def test_a_decision_is_read_back_as_it_was(tmp_path):
 
 def test_a_video_without_a_frame_rate_is_not_for_boris(tmp_path):
     made = bout_files.Bouts(["background", "b"], True, "run")
-    made.add("v.mp4", "new", 0.0, np.array([[1, 0], [0, 1]]), None, True)
+    made.add("v.mp4", "new", Clock.even(2, 0.0), np.array([[1, 0], [0, 1]]), None, True)
     with pytest.raises(LockstepError, match=r"v\.mp4 has no frame rate"):
         made.write(None, Path(tmp_path / "e.csv"), None)
     assert not [*tmp_path.iterdir()]

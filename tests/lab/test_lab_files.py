@@ -20,6 +20,7 @@ from task_builder import build_task
 from wheels import unpacked
 
 from engine.contract import LockstepError
+from formats.clock import Clock
 from formats.lab import behaviour, tracks, windows
 from formats.lab.clips import Clips
 from formats.lab.videos import Cutting
@@ -27,6 +28,7 @@ from tools.lab import prepare_clips, prepare_tracks
 from tools.use import predict
 
 FPS = 20
+CLOCK = Clock.even(NUM_FRAMES, FPS)
 STATES = (("groom", 0.3, 0.8), ("rear", 1.0, 1.55), ("groom", 1.55, 1.7))  # seconds of a video of 40 frames
 LABELS = {case.folder.name: case for case in cases("annotations", LabelCase)}
 TRACKS = {case.folder.name: case for case in cases("tracks", RecordingCase)}
@@ -104,7 +106,7 @@ def cut(prepare, video, tmp_path):
 @pytest.mark.parametrize("case", LABELS.values(), ids=str)
 def test_labels_in_published_layouts_are_read_and_cut(tmp_path, cut, case):
     (labels,) = behaviour.read(case.path, (), case.offset)
-    assert labels.stem == case.video and labels.names(NUM_FRAMES, FPS).tolist() == case.names
+    assert labels.stem == case.video and labels.names(CLOCK).tolist() == case.names
     offset = f"--offset {case.offset}" if case.offset else ""
     done = cut(case.path, f"--frames 5 --step 1 {offset}")
     assert done.code == 0, done.err
@@ -138,7 +140,7 @@ def test_what_nobody_looked_at_is_no_background(tmp_path, cut):
     rest = [-1 if groom < 0 else 1 - groom for groom in seen]
     path = write_frames(tmp_path / "a_labels.csv", background=rest, groom=seen)
     wanted = [{-1: "", 0: "background", 1: "groom"}[groom] for groom in seen]
-    assert behaviour.read(path)[0].names(NUM_FRAMES + 2, FPS).tolist() == [*wanted, "", ""]
+    assert behaviour.read(path)[0].names(Clock.even(NUM_FRAMES + 2, FPS)).tolist() == [*wanted, "", ""]
     done = cut(path, "--frames 1")
     counts = f"(background {wanted.count('background')}, groom {wanted.count('groom')})"
     assert done.code == 0 and counts in done.out, done.err
@@ -151,7 +153,7 @@ def test_the_behaviours_of_simba_are_those_of_its_project(tmp_path):
     path = tmp_path / case.data
     header, *rows = path.read_text().splitlines()
     path.write_text("\n".join([header, *rows[10:]]))
-    assert behaviour.read(path)[0].names(NUM_FRAMES, FPS).tolist() == [""] * 10 + TRUTH[10:]
+    assert behaviour.read(path)[0].names(CLOCK).tolist() == [""] * 10 + TRUTH[10:]
     (tmp_path / "project_folder/project_config.ini").unlink()
     assert behaviour.read(path)[0].behaviours == ["is_fast", "groom", "rear"]
     assert behaviour.read(path, ["rear"])[0].behaviours == ["rear"]
@@ -159,17 +161,17 @@ def test_the_behaviours_of_simba_are_those_of_its_project(tmp_path):
 
 def test_two_behaviours_at_once_need_a_priority(tmp_path):
     (labels,) = behaviour.read(write_events(tmp_path / "e.csv", CODED + state("sniff", 0.5, 1.2)))
-    seen = labels.per_frame(NUM_FRAMES, FPS)
+    seen = labels.per_frame(CLOCK)
     assert seen[12].tolist() == [1, 0, 1] and seen.dtype == np.int8
     assert labels.behaviours == ["groom", "rear", "sniff"]
     says = r"groom and sniff at once in frame 10 of .*\(10 such frames\).*--priority gro"
     with pytest.raises(LockstepError, match=says):
-        labels.names(NUM_FRAMES, FPS)
+        labels.names(CLOCK)
     for order in itertools.permutations(labels.behaviours):
         columns = [labels.behaviours.index(name) for name in order]
         on = [[name for name, c in zip(order, columns, strict=True) if row[c]] for row in seen]
         wanted = [names[0] if names else "background" for names in on]
-        assert labels.names(NUM_FRAMES, FPS, order).tolist() == wanted
+        assert labels.names(CLOCK, order).tolist() == wanted
 
 
 def test_states_are_paired_for_each_subject_behaviour_and_modifier(tmp_path):
@@ -191,7 +193,7 @@ def test_states_are_paired_for_each_subject_behaviour_and_modifier(tmp_path):
     with pytest.raises(LockstepError, match=r"events of 2 subjects in a.mp4: m1, m2 .*--subjects m2"):
         labels.of([])
     for subjects, frames in ((["m2"], range(6, 10)), (["m1", "m2"], range(2, 18))):
-        on = labels.of(subjects).per_frame(40, 20.0)[:, 0]
+        on = labels.of(subjects).per_frame(CLOCK)[:, 0]
         assert np.flatnonzero(on).tolist() == [*frames]
 
 
@@ -336,7 +338,9 @@ BAD_TRACKS = {
     "a part": Fault("sleap", "--fps 20 --front beak", r"no part beak \(.*h5\): the file has nose, body_"),
     "labels of others": Fault("deeplabcut", "--labels b_labels.csv", r"no labels of a, which aDLC_.*labels of b"),
     "another rate": Fault("deeplabcut", "--fps 25 --labels e.csv", r"--fps 25, but 20 frames/s were .*\(.*e.csv"),
-    "longer labels": Fault("deeplabcut", "--fps 20 --labels a_labels.csv", r"60 frames, a has 40 \(.*a_labels"),
+    "longer labels": Fault(
+        "deeplabcut", "--fps 20 --labels a_labels.csv", r"60 labelled .* frame 40 .*a_labels.csv:42"
+    ),
     "later events": Fault("deeplabcut", "--labels late/e.csv", r"groom at 7 s, .* ends after 2.00 s \(.*e.csv:6"),
     "a model": Fault("x.slp", "--fps 20", r"cannot read tracks of kind '.slp' .*Export Analysis HDF5"),
     "DeepLabCut's h5": Fault("dlc.h5", "--fps 20", r"holds df_with_missing, .*of DeepLabCut export the CSV"),
@@ -410,9 +414,9 @@ def test_a_new_video_is_annotated_by_its_labels():
     asked = predict.parser(False).parse_args(["run", "data", "--annotations", path])
     names, truth_of = predict.annotated(asked, Cutting(3, 2, None, 8))
     assert names(["other.avi", "x/a.avi"]) == ["x/a.avi"]
-    truth = truth_of("x/a.avi", 20.0, NUM_FRAMES, ["rear", "background"])
+    truth = truth_of("x/a.avi", CLOCK, ["rear", "background"])
     assert truth.tolist() == [{"rear": [1, 0], "background": [0, 1]}.get(name, [-1, -1]) for name in TRUTH]
-    assert truth_of("other.avi", 20.0, NUM_FRAMES, ["rear"]) is None
+    assert truth_of("other.avi", CLOCK, ["rear"]) is None
 
 
 def test_the_axes_of_tracks_are_not_turned(tmp_path):
@@ -512,7 +516,7 @@ def test_real_events_of_boris(ethome):
             rows = [row for row in csv.reader(file) if row[-1] in ("START", "STOP")]
         count = round(labels.length_s * 30)
         assert labels.fps == 30 and labels.subjects == ["adult"] and labels.stem == re.sub("_multiple.*", "", path.stem)
-        seen = labels.per_frame(count, 30)
+        seen = labels.per_frame(Clock.even(count, 30))
         for b, name in enumerate(labels.behaviours):
             mine = [row for row in rows if row[5] == name]
             wanted = np.zeros(count)
@@ -521,7 +525,7 @@ def test_real_events_of_boris(ethome):
             assert (seen[:, b] == wanted).all()
         if len(labels.behaviours) > 1:
             with pytest.raises(LockstepError, match="interact and mount at once in frame 542 of"):
-                labels.names(count, 30)
+                labels.names(Clock.even(count, 30))
 
 
 def test_real_tracks_of_deeplabcut(ethome, tmp_path, prepare):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from films import NUM_FRAMES, encode
 
+from formats.clock import Clock
 from formats.lab import behaviour
 from formats.lab.videos import Cutting
 from tools.lab import prepare_clips, prepare_tracks
@@ -196,7 +197,7 @@ def test_tracks_and_predictions_take_the_chosen_observer(tmp_path, capsys):
     assert made["classes"][made["step_label"]].tolist() == expected
     asked = predict.parser(False).parse_args(["r", "d", "--annotations", str(events), "--observation", "a_ben"])
     _, truth_of = predict.annotated(asked, Cutting(1, 1, None, 16))
-    truth = truth_of("a.mp4", FPS, NUM_FRAMES, ["groom", "background"])
+    truth = truth_of("a.mp4", Clock.even(NUM_FRAMES, FPS), ["groom", "background"])
     assert truth[:, 0].tolist() == [int(name == "groom") for name in frames_of(TWO_OBSERVERS, "a_ben")]
 
 
@@ -321,9 +322,9 @@ def test_a_behaviour_without_a_column_is_unknown(columns, cut):
 def test_a_behaviour_of_the_model_without_a_column_is_not_scored(columns):
     asked = ["run", "data", "--annotations", str(columns / "c_labels.csv")]
     _, truth_of = predict.annotated(predict.parser(False).parse_args(asked), Cutting(1, 1, None, 16))
-    known = truth_of("c.mp4", FPS, NUM_FRAMES, ["background", "groom"])
+    known = truth_of("c.mp4", Clock.even(NUM_FRAMES, FPS), ["background", "groom"])
     assert (known[:, 1] == [int(frame in GROOM) for frame in range(NUM_FRAMES)]).all()
-    unknown = truth_of("c.mp4", FPS, NUM_FRAMES, ["background", "groom", "rear"])
+    unknown = truth_of("c.mp4", Clock.even(NUM_FRAMES, FPS), ["background", "groom", "rear"])
     assert [n for n in range(NUM_FRAMES) if unknown[n].max() == 1] == [*GROOM]
 
 

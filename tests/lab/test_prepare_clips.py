@@ -20,6 +20,7 @@ from wheels import unpacked
 
 from engine.config import changed
 from engine.contract import LockstepError
+from formats.clock import Clock
 from formats.lab.clips import Clips, split_by_video
 from formats.lab.videos import Cutting, slide
 from tools.lab import prepare_clips
@@ -68,7 +69,7 @@ def test_the_very_frames_that_were_asked_for(videos, capsys, case):
 def test_a_trial_lies_evenly_around_its_centre():
     for frames, stride in itertools.product(range(1, 8), range(1, 4)):
         plan = prepare_clips.Plan("center", Cutting(frames, stride, None, 16))
-        numbers = plan.numbers(prepare_clips.Trial("walk", 50, 2), 20.0)
+        numbers = plan.numbers(prepare_clips.Trial("walk", 50, 2), Clock.even(100, 20.0))
         assert 0 <= numbers[0] + numbers[-1] - 2 * 50 <= 1 and len(numbers) == frames
 
 
@@ -117,7 +118,7 @@ def test_frames_are_resampled_back_and_forth():
     def classify(x):
         return x[:, -1, 0, :1].numpy().astype(float)  # of a trial of one frame: its number
 
-    found = slide(iter(pictures), Cutting(1, 1, None, 2, fps=8.0), 1, classify, 4, 20.0)[:, 0]
+    found = slide(iter(pictures), Cutting(1, 1, None, 2, fps=8.0), 1, classify, 4, Clock.even(30, 20.0))[:, 0]
     taken = [round(n * 2.5) for n in range(12)]
     assert len(found) == 30 and {*found} == {*taken}
     assert all(abs(at - n) == min(abs(each - n) for each in taken) for n, at in enumerate(found))

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import weakref
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from films import pack
 from robot_tasks import TINY_ACT, record
 
 from engine.contract import LockstepError
+from formats.clock import Clock
 from formats.lab.clips import split_by_video
 from formats.lab.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
@@ -26,12 +28,15 @@ from tools.lab import prepare_clips
 from tools.use import predict
 
 FPS = 20
+TICK = Fraction(1, 1000)
 TOOL = "tools/predict.py"
 
 
-def film(path, moves, seed=0, rate=FPS, beside=0):
+def film(path, moves, seed=0, rate=FPS, beside=0, times_ms=None):
     """A lossless video: where moves[n], the square in its left part has moved since frame n - 1. The right part changes
-    all the time: whoever does not crop it sees motion in every frame. With another `beside` it shows something else."""
+    all the time: whoever does not crop it sees motion in every frame. With another `beside` it shows something else.
+
+    times_ms  of the frames; by default one every 1 / rate"""
     av = pytest.importorskip("av")
     rng = np.random.default_rng(seed)
     at = rng.integers(4, 28, 2)
@@ -40,14 +45,19 @@ def film(path, moves, seed=0, rate=FPS, beside=0):
         stream = container.add_stream("libx264", rate=rate)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         stream.options = {"crf": "0", "bf": "2"}
-        for moving in moves:
+        if times_ms is not None:
+            stream.time_base = stream.codec_context.time_base = TICK
+        for number, moving in enumerate(moves):
             forth = np.where((at + forth < 0) | (at + forth > 32), -forth, forth)
             at = at + forth * moving
             picture = np.full((48, 64), 60, np.uint8)
             picture[at[0] : at[0] + 14, at[1] : at[1] + 14] = 230
             picture[:, 48:] = rng.integers(0, 256, (48, 16)) ^ beside
             rgb = np.repeat(picture[..., None], 3, 2)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(rgb, format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(rgb, format="rgb24")
+            if times_ms is not None:
+                frame.pts, frame.time_base = int(times_ms[number]), TICK
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 
@@ -166,6 +176,37 @@ def test_a_box_of_ones_own_takes_the_place_of_the_trainings(launch, video_run, t
     assert a == b and len(a) == 60
     whole_a, whole_b = predicted("--crop", "0", "0", "64", "48")
     assert whole_a != a and whole_a != whole_b
+
+
+@pytest.mark.slow
+def test_a_video_that_drops_frames_is_predicted_in_its_own_seconds(launch, video_run, tmp_path):
+    """20 frames a second, then 10: rows, bouts and BORIS' events have the times of the frames, and read back alike."""
+    times = np.concatenate([np.arange(60) * 50, 3000 + np.arange(60) * 100])
+    moves = (np.arange(120) >= 40) & (np.arange(120) < 80)
+    film(tmp_path / "a.mp4", moves, seed=20, times_ms=times)
+    head = "Media file name,Media duration (s),FPS,Subject,Behavior,Behavior type,Start (s),Stop (s)"
+    (tmp_path / "seen.csv").write_text(f"{head}\na.mp4,9.0,20,m,moving,STATE,2.0,5.0\n")
+    out, bouts_, back = tmp_path / "t.csv", tmp_path / "b.csv", tmp_path / "e.csv"
+    words = [TOOL, video_run, tmp_path / "a.mp4", "--annotations", tmp_path / "seen.csv", "--out", out]
+    done = succeed(launch.python(*words, "--bouts", bouts_, "--events", back))
+    assert "note: a.mp4: its frames are 0.05 to 0.1 s apart" in done.err
+    rows = table(out)
+    assert [float(row["time_s"]) for row in rows] == (times / 1000).tolist()
+    ends = np.append(times / 1000, 8.95)
+    found = table(bouts_)
+    for row in found:
+        first, stop = int(row["first_frame"]), int(row["stop_frame"])
+        assert (float(row["start_s"]), float(row["stop_s"])) == (ends[first], ends[stop])
+    (seen,) = [row for row in found if row["by"] == "annotated" and row["behaviour"] == "moving"]
+    assert (seen["first_frame"], seen["stop_frame"]) == ("40", "80")
+    predicted = {(row["start_s"], row["stop_s"]) for row in found if row["by"] == "predicted"}
+    assert {(row["Start (s)"], row["Stop (s)"]) for row in table(back)} == predicted
+    text = (tmp_path / "seen.csv").read_text()
+    (tmp_path / "seen.csv").write_text(text + "a.mp4,9.0,20,m,still,STATE,42.0,44.0\n")
+    done = launch.python(*words[:-1], tmp_path / "no.csv")
+    assert (
+        done.code == 2 and "still at 42 s, a.mp4 ends after 8.95 s" in done.err and not (tmp_path / "no.csv").exists()
+    )
 
 
 @pytest.mark.slow
@@ -577,6 +618,6 @@ def test_trials_become_frames_of_a_video(tmp_path):
     rows = ["video,center,label", "a.mp4,4,walk", "a.mp4,12,rest", "a.mp4,20,sleep", "b.mp4,5,rest"]
     (tmp_path / "seen.csv").write_text("\n".join(rows))
     plan, _ = prepare_clips.read_annotations(tmp_path / "seen.csv", Cutting(3, 2, None, 8), [])
-    found = plan.class_of_frames("a.mp4", 30.0, 24, ["rest", "walk"])
+    found = plan.class_of_frames("a.mp4", Clock.even(24, 30.0), ["rest", "walk"])
     assert found.tolist() == [-1] * 2 + [1] * 5 + [-1] * 3 + [0] * 5 + [-1] * 9
-    assert plan.class_of_frames("c.mp4", 30.0, 24, ["rest", "walk"]) is None
+    assert plan.class_of_frames("c.mp4", Clock.even(24, 30.0), ["rest", "walk"]) is None

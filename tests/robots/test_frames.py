@@ -17,12 +17,14 @@ import lerobot_data
 import numpy as np
 import pytest
 import torch
+from films import turn
 from forks import kill_before, run_in_fork
 from lerobot_data import CAMERA, DELTAS, FRAMES, LENGTHS, MAKERS, V3, flat, grays, level, pa, pq, write_video
 from refusals import refused
 
 from engine.contract import LockstepError
 from formats.robots import frames as frames_module
+from formats.robots import lerobot_mix
 from formats.robots.frames import Frames
 from formats.robots.lerobot import Chunks, read
 
@@ -160,6 +162,44 @@ def test_a_damaged_video_is_refused_in_one_line(copied, tmp_path, cache, damage,
     demos, says = read(copied), ["episode 1 frame", "episode_000001.mp4", *says]
     refused(says, lambda: Frames(demos, {}, cache, tmp_path / "c").get(CAMERA, EVERY))
     assert Frames(read(copied, exclude=[1]), {}, cache, tmp_path / "c").get(CAMERA, np.arange(21)).shape[0] == 21
+
+
+def test_all_missing_videos_are_named_at_once(copied, tmp_path):
+    """With the settings to type: a run with each goes on."""
+    for e in (1, 3):
+        old_video(copied, e).unlink()
+    says = ["no pictures of observation.images.top in episodes 1, 3", "episode_000001.mp4", "episode_000003.mp4"]
+    says += ["dataset.exclude_episodes=1,3, or with dataset.cameras=none"]
+    refused(says, lambda: decoded(read(copied)))
+    assert len(decoded(read(copied, exclude=[1, 3])).places[CAMERA]) == len(read(copied).episodes) - 2
+    refused(["dataset.exclude_episodes=0,1,3"], lambda: decoded(read(copied, exclude=[0])))
+    other = tmp_path / "other"
+    shutil.copytree(copied, other)
+    both = lerobot_mix.joined(lerobot_mix.read({"a": copied, "b": other}))
+    says = ["in episodes a:1, a:3, b:1, b:3", "dataset.exclude_episodes=a:1,a:3,b:1,b:3, or"]
+    refused(says, lambda: lerobot_mix.Pictures(both, {}, "none", "unused"))
+    for e in read(copied).episodes:
+        old_video(copied, e).unlink(missing_ok=True)
+    refused(["go on with dataset.cameras=none"], lambda: decoded(read(copied)))
+
+
+@pytest.mark.parametrize("cache", ["none", "memmap"])
+def test_turned_videos_are_upright_as_players_show_them(copied, tmp_path, cache):
+    """180 degrees, and 90 degrees with the size of info.json as shown."""
+    pictures = np.full((4, 3, 16, 24), 20, np.uint8)
+    pictures[:, :, :8, :12] = 220
+    path = old_video(copied, 1)
+    write_video(path, pictures)
+    plain = path.with_name("plain.mp4")
+    path.rename(plain)
+    rows = np.flatnonzero(read(copied, exclude=[0, 2, 3]).columns["episode_index"] == 1)
+    lower, upper = (slice(8, 16), slice(12, 24)), (slice(8), slice(12))
+    for matrix, (high, wide) in (((-1, 0, 0, -1), lower), ((1, 0, 0, 1), upper)):
+        turn(plain, matrix, path)
+        found = Frames(read(copied, exclude=[0, 2, 3]), {}, cache, tmp_path / "c").get(CAMERA, rows)
+        assert (found[:, :, high, wide] > 190).all() and found.mean() < 90
+    turn(plain, (0, 1, -1, 0), path)
+    refused(["24x16 pixels, not 16x24"], lambda: decoded(read(copied)).get(CAMERA, np.arange(1, 21)))
 
 
 def test_flipped_bytes_in_a_video_are_refused_in_one_line(tmp_path):

@@ -11,8 +11,8 @@ A table has a header and one row per trial:
     label                 class of the trial
     start, center or end  the frame of the video, counted from 0, at which the trial starts, is
                           centred or ends;
-                          or start_s, center_s or end_s: the same in seconds, at the video's average
-                          frame rate
+                          or start_s, center_s or end_s: the same in seconds, by the time of each
+                          frame in the video
     group                 optional: the animal or the cage of the video; no group is used both for
                           training and for validation
 
@@ -46,15 +46,28 @@ import numpy as np
 
 from engine.errors import LockstepError, amount
 from formats.arrays import look_alikes, stays_below, text_lines
+from formats.clock import Clock, some_notes
 from formats.lab import behaviour
 from formats.lab.bouts import columns_of
 from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table, rename
 from formats.lab.events import bout_table
-from formats.lab.videos import SUFFIXES, BrokenVideo, Cutting, gray_square, import_av, opened
+from formats.lab.videos import (
+    STAMP,
+    SUFFIXES,
+    BrokenVideo,
+    Cutting,
+    gray_square,
+    import_av,
+    in_time,
+    opened,
+    read_clock,
+)
 from formats.tables import csv_rows
 from tools.arguments import printed, rate, whole_number
+from tools.names import some_names
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's int64 ends at 9e18
+LISTED = 20  # names in a message
 OFTEN = 3  # a label that occurs once may be a typo of a label with so many trials
 MULTI = "labels may overlap: keep a column for each behaviour, for loss.kind=binary"
 MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
@@ -71,15 +84,12 @@ class Trial:
 
     at      frames or seconds
     line    line of the row; 0 if unknown
-    cut     whether the clip is made from events: such a clip may lie beyond the end of the video,
-            because the length of the video was rounded
     labels  labels of all behaviours, if behaviours may overlap
     """
 
     label: str
     at: float
     line: int
-    cut: bool = False
     labels: np.ndarray | None = None
 
 
@@ -90,39 +100,64 @@ class Plan:
     column      the time column of the table, of TIMES
     groups      {video: {"video", "group", "line" of the first row}}; empty without a column of
                 groups
-    rates       frames per second of the videos that were cut
+    clocks      {video: times of its frames}
     behaviours  names of labels that may overlap
-    notes       lines to print on the choice of the labels
+    broken      {video: why it cannot be read}
+    notes       lines to print
     """
 
     column: str
     cutting: Cutting
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rates: set[float] = field(default_factory=set)  # frames per second of the videos that were cut
-    behaviours: list[str] = field(default_factory=list)  # of labels that may overlap
+    clocks: dict[str, Clock] = field(default_factory=dict)
+    behaviours: list[str] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def numbers(self, trial: Trial, fps: float) -> np.ndarray:
+    def numbers(self, trial: Trial, clock: Clock) -> np.ndarray:
         """Return (T,) the numbers of the trial's frames in the video."""
-        at = trial.at
-        if self.column.endswith("_s"):
-            at *= fps
-        offsets = self.cutting.offsets(fps)
+        if self.in_seconds and not clock.fps:
+            raise LockstepError(
+                f"seconds of a video whose frames have no times: {self.column}={trial.at:g}",
+                f"line {trial.line}",
+                f"write them: {STAMP}, or annotate in frames",
+            )
+        anchor = self.column.removesuffix("_s")
+        if self.by_time(clock):
+            at_s = trial.at if self.in_seconds else float(clock.time_of(int(trial.at)))
+            offsets_s = self.cutting.offsets_s()
+            before_s = {"start": 0.0, "center": offsets_s[-1] / 2, "end": offsets_s[-1]}
+            return clock.frames_at(at_s - before_s[anchor] + offsets_s)
+        at = clock.frame_at(trial.at) if self.in_seconds else int(trial.at)
+        offsets = self.cutting.offsets(clock.fps)
         before = {"start": 0, "center": offsets[-1] // 2, "end": offsets[-1]}
-        return round(at) - before[self.column.removesuffix("_s")] + offsets
+        return at - before[anchor] + offsets
 
-    def class_of_frames(
-        self, video: str, fps: float, count: int, classes: list[str]
-    ) -> np.ndarray | None:
+    @property
+    def in_seconds(self) -> bool:
+        return self.column.endswith("_s")
+
+    def by_time(self, clock: Clock) -> bool:
+        """Return whether the frames of a trial are chosen by time: --fps of an uneven video."""
+        return clock.own_s is not None and self.cutting.fps > 0
+
+    def centre(self, numbers: np.ndarray, clock: Clock) -> int:
+        """Return the frame in the middle of a trial's (T,) frames."""
+        first, last = int(numbers[0]), int(numbers[-1])
+        if self.by_time(clock):
+            return clock.frame_at(float(clock.time_of(first) + clock.time_of(last)) / 2)
+        return first + (last - first) // 2
+
+    def class_of_frames(self, video: str, clock: Clock, classes: list[str]) -> np.ndarray | None:
         """Return (N,) class numbers of a video's frames; None if the video has no trials.
 
         The number is -1 without a trial, and for a class that is not in `classes`.
         """
         number = {name: c for c, name in enumerate(classes)}
-        found = np.full(count, -1)
+        found = np.full(clock.count, -1)
         for trial in self.trials.get(video, []):
-            frames = self.numbers(trial, fps)
+            frames = self.numbers(trial, clock)
             found[max(0, frames[0]) : max(0, frames[-1] + 1)] = number.get(trial.label, -1)
         return found if video in self.trials else None
 
@@ -227,7 +262,6 @@ def plan_of_labels(
     """
     plan = Plan("center_s" if options.per_event else "start", cutting)
     groups = groups_of(options.groups) if options.groups else {}
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if options.multi and options.per_event:
         raise LockstepError(
             "--multi is for clips one after the other", "--per-event", "drop one of the two"
@@ -239,21 +273,17 @@ def plan_of_labels(
             behaviour.BACKGROUND,
             *sorted({b for one in found_labels for b in one.behaviours}),
         ]
+    found_labels = [labels.of(options.subjects) for labels in found_labels]
+    video_of = _videos_of(found_labels, folder)
     for labels in found_labels:
-        labels = labels.of(options.subjects)
-        found = [path for path in files if behaviour.stem_of(path.name) == labels.stem]
-        if len(found) != 1:
-            what = f"no video {labels.video} in {folder}"
-            if found:
-                what = f"{len(found)} videos called {labels.stem} in {folder}"
-            todo = "give --videos FOLDER, with each video once"
-            raise BrokenVideo(what, where=str(labels.path), todo=todo)
-        video = str(found[0].relative_to(folder))
-        with opened(found[0]) as (_, fps):
-            if options.per_event:
-                trials = _by_event(labels, fps)
-            else:
-                trials = _by_step(labels, fps, plan, options)
+        video = video_of[labels.stem]
+        clock = plan.clocks[video] = read_clock(folder / video)
+        labels, left_out = _fitted(labels, video, clock, options.allow_short)
+        plan.notes += left_out
+        if options.per_event:
+            trials = _by_event(labels)
+        else:
+            trials = _by_step(labels, clock, plan, options)
         trials = [trial for trial in trials if not classes or trial.label in classes]
         if labels.group and not options.groups:
             plan.groups[video] = {"video": video, GROUP: labels.group, "line": 0}
@@ -272,7 +302,56 @@ def plan_of_labels(
     return plan
 
 
-def _by_event(labels: behaviour.Labels, fps: float) -> list[Trial]:
+def _videos_of(found: list[behaviour.Labels], folder: Path) -> dict[str, str]:
+    """Return {stem of labels: video below the folder}.
+
+    Raises BrokenVideo with all videos that are missing or exist twice.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    named: dict[str, list[str]] = {}
+    for path in files:
+        named.setdefault(behaviour.stem_of(path.name), []).append(str(path.relative_to(folder)))
+    for labels in found:
+        twins = named.get(labels.stem, [])
+        if len(twins) > 1:
+            raise BrokenVideo(
+                f"{len(twins)} videos called {labels.stem} in {folder}",
+                where=str(labels.path),
+                todo="give --videos FOLDER, with each video once",
+            )
+    missing = [labels for labels in found if labels.stem not in named]
+    if missing:
+        names = [labels.video for labels in missing]
+        what = f"no video {some_names(names, LISTED)} in {folder}"
+        if len(missing) > 1:
+            what = f"{len(missing)} of {len(found)} videos are missing: {what}"
+        raise BrokenVideo(
+            what,
+            where=str(missing[0].path),
+            todo="give --videos FOLDER, with each video once",
+        )
+    return {labels.stem: named[labels.stem][0] for labels in found}
+
+
+def _fitted(
+    labels: behaviour.Labels, video: str, clock: Clock, allow_short: bool
+) -> tuple[behaviour.Labels, list[str]]:
+    """Return the labels within the video, and lines on what is left out.
+
+    Raises LockstepError as `Labels.within`.
+    """
+    labels, left_out = labels.within(clock, video, allow_short)
+    notes = [left_out] if left_out else []
+    length_s = labels.length_s
+    if length_s and clock.fps and abs(length_s - clock.end_s) > behaviour.ROUNDED_S:
+        notes.append(
+            f"{labels.path}: {video} lasts {length_s:g} s there, the file itself "
+            f"{clock.end_s:.2f} s; the times of its frames count"
+        )
+    return labels, notes
+
+
+def _by_event(labels: behaviour.Labels) -> list[Trial]:
     """Return a trial around the middle of each event."""
     if labels.frames is not None:
         raise LockstepError(
@@ -286,43 +365,48 @@ def _by_event(labels: behaviour.Labels, fps: float) -> list[Trial]:
 
 
 def _by_step(
-    labels: behaviour.Labels, fps: float, plan: Plan, options: argparse.Namespace
+    labels: behaviour.Labels, clock: Clock, plan: Plan, options: argparse.Namespace
 ) -> list[Trial]:
     """Return a trial every --step frames."""
-    offsets = plan.cutting.offsets(fps)
-    of_events = labels.frames is None
-    if of_events and not fps:
-        raise LockstepError(
-            f"{labels.video} has no frame rate",
-            str(labels.path),
-            "convert it: events are in seconds",
-        )
-    last_s = max([labels.length_s, *[event.stop_s for event in labels.events]])
-    count = round(last_s * fps) if labels.frames is None else len(labels.frames)
-    many = None
+    count = _labelled(labels, clock)
     if options.multi:
-        many = labels.overlapping(count, fps, plan.behaviours)
+        many = labels.overlapping(clock, plan.behaviours)
         names = behaviour.first_of(many, plan.behaviours)
     else:
-        names = labels.names(count, fps, options.priority)
+        many = None
+        names = labels.names(clock, options.priority)
     trials = []
-    for first in range(0, count - int(offsets[-1]), options.step or int(offsets[-1]) + 1):
-        centre = first + int(offsets[-1]) // 2
+    first = 0
+    while first < count:
+        numbers = plan.numbers(Trial("", first, 0), clock)
+        if numbers[-1] >= count:
+            break
+        centre = plan.centre(numbers, clock)
         name = str(names[centre])
         if name and not (options.no_background and name == behaviour.BACKGROUND):
-            trial = Trial(name, first, _line_of(labels, name, centre, fps), of_events)
+            trial = Trial(name, first, _line_of(labels, name, centre, clock))
             if many is not None:
                 trial.labels = many[centre]
             trials.append(trial)
+        first = first + options.step if options.step else int(numbers[-1]) + 1
     return trials
 
 
-def _line_of(labels: behaviour.Labels, name: str, frame: int, fps: float) -> int:
+def _labelled(labels: behaviour.Labels, clock: Clock) -> int:
+    """Return the number of frames that somebody looked at, from the first frame on."""
+    if labels.frames is not None:
+        return len(labels.frames)
+    last_s = max([labels.length_s, *[event.stop_s for event in labels.events]])
+    return min(clock.count, clock.frame_at(last_s))
+
+
+def _line_of(labels: behaviour.Labels, name: str, frame: int, clock: Clock) -> int:
     """Return the line of a frame's label; 0 if unknown."""
     if labels.lines is not None:
         return int(labels.lines[frame])
     for event in labels.events:
-        if event.behaviour == name and event.start_s * fps <= frame < event.stop_s * fps:
+        span = clock.span(event.start_s, event.stop_s)
+        if event.behaviour == name and span.start <= frame < span.stop:
             return event.line
     return 0
 
@@ -339,17 +423,17 @@ def groups_of(path: Path) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def check_rates(plan: Plan, rates: dict[str, float], table: Path) -> None:
-    """Raise LockstepError for several frame rates without --fps, and for a video without a rate.
-
-    rates  {video: frames per second}
-    """
-    for video, video_rate in rates.items():
-        if plan.cutting.fps and not video_rate:
+def check_rates(plan: Plan, table: Path) -> None:
+    """Raise LockstepError for several frame rates without --fps, and for a video without times
+    where seconds or --fps need times."""
+    for video, clock in plan.clocks.items():
+        if (plan.cutting.fps or plan.in_seconds) and not clock.fps:
             raise LockstepError(
-                f"{video} has no frame rate", place(table, plan.trials[video][0].line), "convert it"
+                f"{video} has no frame rate: its frames have no times",
+                place(table, plan.trials[video][0].line),
+                f"write them: {STAMP}, or annotate in frames, without --fps",
             )
-    known = {video: rate for video, rate in rates.items() if rate}
+    known = {video: clock.fps for video, clock in plan.clocks.items() if clock.fps}
     if not known or plan.cutting.fps:
         return
     slow = min(known, key=known.__getitem__)
@@ -363,6 +447,30 @@ def check_rates(plan: Plan, rates: dict[str, float], table: Path) -> None:
             place(table, max(plan.trials[v][0].line for v in (slow, fast))),
             f"--fps {known[slow]:g} takes each at that rate, so that all clips last equally long",
         )
+
+
+def check_inside(plan: Plan, folder: Path, table: Path) -> None:
+    """Raise LockstepError for a trial that reaches beyond the start or the end of its video."""
+    for video, clock in plan.clocks.items():
+        for trial in plan.trials.get(video, []):
+            numbers = plan.numbers(trial, clock)
+            if numbers[0] < 0:
+                raise LockstepError(
+                    f"the trial would start at frame {numbers[0]} of {folder / video}",
+                    place(table, trial.line),
+                    MOVE,
+                )
+            if numbers[-1] >= clock.count:
+                raise beyond(trial, int(numbers[-1]), folder / video, clock.count, table)
+
+
+def beyond(trial: Trial, frame: int, path: Path, count: int, table: Path) -> LockstepError:
+    """Return the error of a trial that needs a frame beyond the `count` of a video."""
+    return LockstepError(
+        f"the trial needs frame {frame} of {path}, which has {count}",
+        place(table, trial.line),
+        MOVE,
+    )
 
 
 def place(table: Path, line: int) -> str:
@@ -379,31 +487,22 @@ def place(table: Path, line: int) -> str:
 Cut = tuple[Trial, int, np.ndarray]
 
 
-def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cut]:
+def cut(video: str, plan: Plan, folder: Path, table: Path) -> Iterator[Cut]:
     """Yield the trials of one video, in the order of the last frames.
 
     The video is decoded once from the beginning, because the target of a seek depends on the
     encoder. A frame stays in memory only while a trial needs the frame. Raises LockstepError if the
     video is unreadable or too short.
     """
-    with opened(path) as (decoded, fps):
-        if not fps and plan.column.endswith("_s"):
-            raise LockstepError("the video has no frame rate", str(path), "annotate in frames")
-        plan.rates |= {round(fps, 2)} - {0}
-        yield from _collect(decoded, plan, trials, fps, path, table)
+    path, trials, clock = folder / video, plan.trials[video], plan.clocks[video]
+    with opened(path) as decoded:
+        yield from _collect(in_time(decoded, clock, path), plan, trials, clock, path, table)
 
 
 def _collect(
-    decoded: Iterator[Any], plan: Plan, trials: list[Trial], fps: float, path: Path, table: Path
+    decoded: Iterator[Any], plan: Plan, trials: list[Trial], clock: Clock, path: Path, table: Path
 ) -> Iterator[Cut]:
-    waiting = [(trial, plan.numbers(trial, fps)) for trial in trials]
-    for trial, numbers in waiting:
-        if numbers[0] < 0:
-            raise LockstepError(
-                f"the trial would start at frame {numbers[0]} of {path}",
-                place(table, trial.line),
-                MOVE,
-            )
+    waiting = [(trial, plan.numbers(trial, clock)) for trial in trials]
     needed = set(np.concatenate([numbers for _, numbers in waiting]).tolist())
     waiting.sort(key=lambda item: (item[1][-1], item[0].line))
     kept: dict[int, np.ndarray] = {}
@@ -419,13 +518,8 @@ def _collect(
             kept = {n: picture for n, picture in kept.items() if n >= oldest}
         if not waiting:
             return
-    for trial, numbers in waiting:
-        if not trial.cut:
-            raise LockstepError(
-                f"the trial needs frame {numbers[-1]} of {path}, which has {count}",
-                place(table, trial.line),
-                MOVE,
-            )
+    trial, numbers = waiting[0]
+    raise beyond(trial, int(numbers[-1]), path, count, table)
 
 
 # ---- command line
@@ -545,6 +639,8 @@ def add_labels(add: Any) -> None:
         "or patterns such as '*_anna' (default: an error)"
     )
     add("--observation", **words, help=which)
+    short = "leave out labels beyond the end of a video or a track (default: an error)"
+    add(behaviour.SHORT, action="store_true", help=short)
     add("--columns", type=columns_of_text, default={}, metavar="HERE=THERE,…", help=COLUMNS)
 
 
@@ -570,8 +666,9 @@ def prepare(options: argparse.Namespace) -> str:
     folder = folder if folder.is_dir() else folder.parent
     plan, classes = _planned(options, table, folder)
     _check_rare(plan, table, options.allow_rare)
-    rates = _check_videos(plan, table, folder, options.skip_broken)
-    check_rates(plan, rates, table)
+    _check_videos(plan, table, folder, options.skip_broken)
+    check_rates(plan, table)
+    check_inside(plan, folder, table)
     videos, broken = _write_clips(options, plan, classes, table, folder)
     lines = [f"skipped: {line}" for line in broken]
     if broken:
@@ -581,8 +678,7 @@ def prepare(options: argparse.Namespace) -> str:
     lines.append(
         f"Wrote {sum(map(len, videos.values()))} trials of {size} to {options.output} ({shares})"
     )
-    lines += [f"note: {note}" for note in plan.notes]
-    return "\n".join([*lines, *_notes(plan, videos, rates, options.fps)])
+    return "\n".join([*lines, *_notes(plan, videos, options)])
 
 
 def _planned(options: argparse.Namespace, table: Path, folder: Path) -> tuple[Plan, list[str]]:
@@ -632,38 +728,50 @@ def _check_rare(plan: Plan, table: Path, allowed: bool) -> None:
             )
 
 
-def _check_videos(plan: Plan, table: Path, folder: Path, skip_broken: bool) -> dict[str, float]:
-    """Return the frames per second of each video, before hours of decoding.
+def _check_videos(plan: Plan, table: Path, folder: Path, skip_broken: bool) -> None:
+    """Read the times of each video's frames into the plan, before hours of decoding.
 
-    Raises LockstepError for a video that is missing, cannot be opened, or has two names.
+    Raises LockstepError for videos that are missing, cannot be opened, or have two names.
     """
+    missing = [video for video in plan.trials if not os.path.exists(folder / video)]
+    if missing and not skip_broken:
+        raise _missing(missing, plan, table, folder)
     files: dict[tuple[int, int], str] = {}
-    rates: dict[str, float] = {}
     for video, trials in plan.trials.items():
-        where = place(table, trials[0].line)
-        try:
-            about_file = os.stat(folder / video)
-        except OSError:
-            if not skip_broken:
-                raise BrokenVideo(
-                    f"cannot read the video: there is no {folder / video}",
-                    where=where,
-                    todo="fix the name, or give --videos FOLDER",
-                ) from None
+        if video in missing:
+            plan.broken[video] = f"{folder / video}: cannot read the video: there is no such file"
             continue
+        where = place(table, trials[0].line)
+        about_file = os.stat(folder / video)
         if (twin := files.setdefault((about_file.st_dev, about_file.st_ino), video)) != video:
             raise LockstepError(
                 f"{video} is the file {twin} of line {plan.trials[twin][0].line}",
                 where,
                 "call it by one name: the split is by video",
             )
+        if video in plan.clocks:
+            continue
         try:
-            with opened(folder / video) as (_, rates[video]):
-                pass
+            plan.clocks[video] = read_clock(folder / video)
         except BrokenVideo as error:
             if not skip_broken:
                 raise _of_line(error, where) from None
-    return rates
+            plan.broken[video] = str(error)
+
+
+def _missing(missing: list[str], plan: Plan, table: Path, folder: Path) -> BrokenVideo:
+    """Return the error that names all missing videos."""
+    what = f"cannot read the video: there is no {folder / missing[0]}"
+    if len(missing) > 1:
+        what = (
+            f"{len(missing)} of {len(plan.trials)} videos are missing in {folder}: "
+            f"{some_names(missing, LISTED)}"
+        )
+    return BrokenVideo(
+        what,
+        where=place(table, plan.trials[missing[0]][0].line),
+        todo="fix the name, or give --videos FOLDER, or --skip-broken leaves them out",
+    )
 
 
 def _write_clips(
@@ -685,8 +793,11 @@ def _write_clips(
         tqdm(total=total, unit="trial", disable=None) as bar,
     ):
         for video, trials in plan.trials.items():
+            if video in plan.broken:
+                broken.append(plan.broken[video])
+                continue
             bar.set_description(Path(video).name)
-            clips: Iterable[Cut] = cut(folder / video, plan, trials, table)
+            clips: Iterable[Cut] = cut(video, plan, folder, table)
             try:
                 # With --skip-broken a video with an unreadable end is left out completely. The
                 # clips of the video stay in memory until the end is read.
@@ -711,7 +822,7 @@ def _write_clips(
                     raise _of_line(error, place(table, trials[0].line)) from None
                 broken.append(str(error))
         about = {"crop": plan.cutting.crop, "stride": options.stride, "size": options.size}
-        about["fps"] = sorted(plan.rates)
+        about["fps"] = sorted({round(clock.fps, 2) for clock in plan.clocks.values()} - {0})
         if options.fps:
             about |= {"fps": [options.fps], "resampled": True}
         if plan.behaviours:
@@ -722,9 +833,7 @@ def _write_clips(
     return videos, broken
 
 
-def _notes(
-    plan: Plan, videos: dict[str, list[str]], rates: dict[str, float], fps: float
-) -> list[str]:
+def _notes(plan: Plan, videos: dict[str, list[str]], options: argparse.Namespace) -> list[str]:
     """Return the groups and the warnings as lines to print.
 
     A doubt is a warning and no error: the folder is complete, and may serve another purpose.
@@ -743,11 +852,17 @@ def _notes(
         )
     if len(counts) < 2:
         warnings.append("all trials are of one class; there is nothing to tell apart")
-    slow = [video for video, video_rate in rates.items() if video_rate < 0.98 * fps]
+    slow = [video for video, clock in plan.clocks.items() if clock.fps < 0.98 * options.fps]
     if slow:
         warnings.append(
-            f"{slow[0]} has {rates[slow[0]]:g} frames/s, fewer than --fps {fps:g}: some are "
-            "taken twice"
+            f"{slow[0]} has {plan.clocks[slow[0]].fps:g} frames/s, fewer than --fps "
+            f"{options.fps:g}: some are taken twice"
+        )
+    uneven = [video for video, clock in plan.clocks.items() if clock.own_s is not None]
+    if uneven and not options.fps:
+        warnings.append(
+            f"frames of {some_names(uneven, LISTED)} are unevenly apart, so clips last unequally "
+            f"long: --fps {plan.clocks[uneven[0]].fps:g} takes frames at even times"
         )
     for label, names in videos.items():
         owners = {unit_of[name] for name in names}
@@ -766,6 +881,8 @@ def _notes(
         warnings += look_alikes(units, typos=False)
         sizes = [f"{name} ({amount(count, 'video')})" for name, count in sorted(units.items())]
         lines.append(f"Groups: {', '.join(sizes)}")
+    notes = [*plan.notes, *some_notes(plan.clocks)]
+    lines += [f"note: {note}" for note in notes]
     return lines + [f"warning: {warning}" for warning in warnings]
 
 

@@ -31,14 +31,19 @@ import numpy as np
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from formats.arrays import look_alikes
+from formats.clock import Clock
 from formats.lab import behaviour, tracks
 from formats.lab.behaviour import BACKGROUND, Labels, first_of
 from formats.lab.bouts import columns_of
 from formats.lab.poses.track import Track
+from formats.lab.videos import STAMP, SUFFIXES, read_clock
 from formats.lab.windows import VALID
 from tools.arguments import printed, rate, whole_number
 from tools.lab.prepare_clips import MULTI, add_labels, groups_of, read_labels
 from tools.names import some_names
+
+ROUNDED_HZ = 0.006
+"""Difference of two rates that is rounding: BORIS exports 29.97 for 30000/1001."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,8 +61,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=rate,
         default=0.0,
         metavar="HZ",
-        help="frames per second (default: the rate in the files of BORIS)",
+        help="frames per second (default: the rate in the files of BORIS, or of --videos)",
     )
+    times = (
+        "where the tracked videos are: each frame then has its own time, also where a camera has "
+        "left out frames"
+    )
+    add("--videos", type=Path, metavar="FOLDER", help=times)
     add(
         "--least",
         type=float,
@@ -145,9 +155,10 @@ def prepare(options: argparse.Namespace) -> str:
             raise LockstepError(
                 f"no row of {found[0].video}", str(options.groups), "name the group of each video"
             )
-        fps = _fps(options.fps, label, path)
+        clock, clock_notes = _clock(found[0], label, options)
+        notes += clock_notes
         for animals, of in _recordings(found, label, options):
-            signal, names, note = _signal(animals, fps, options)
+            signal, names, note = _signal(animals, clock, options)
             if channels and names != channels:
                 raise LockstepError(
                     (
@@ -158,15 +169,19 @@ def prepare(options: argparse.Namespace) -> str:
                     "give tracks of the same parts, in the same order",
                 )
             channels = names
+            if of is not None:
+                of, left_out = of.within(clock, f"the track of {of.video}", options.allow_short)
+                notes += [left_out] if left_out else []
+            rows = _even_rows(clock)
+            signal = signal[rows]
             if of is not None and options.multi:
-                check_events(of, len(signal), fps)
-                many.append(of.overlapping(len(signal), fps, classes))
+                many.append(of.overlapping(clock, classes)[rows])
                 many[-1][signal[:, -1] == 0] = -1
                 seen = first_of(many[-1], classes)
             else:
                 seen = np.full(len(signal), "")
                 if of is not None:
-                    seen = _names(of, len(signal), fps, options)
+                    seen = of.names(clock, options.priority)[rows]
             made.append((signal, np.where(signal[:, -1] > 0, seen, "")))
             subjects.append(groups[found[0].video]["group"] if groups else found[0].video)
             recording = found[0].video
@@ -174,12 +189,19 @@ def prepare(options: argparse.Namespace) -> str:
                 recording += f" {animals[0].animal}"
             recordings.append(recording)
             notes.append(note)
-        rates.add(fps)
+        rates.add(clock.fps)
     if max(rates) > 1.02 * min(rates):
         raise LockstepError(
             f"tracks at {min(rates):g} and {max(rates):g} frames/s",
             str(options.tracks),
             "convert each rate to a file of its own",
+        )
+    if max(rates) - min(rates) > ROUNDED_HZ:
+        shift_s = 3600 * (1 - min(rates) / max(rates))
+        notes.append(
+            f"warning: tracks at {min(rates):g} and {max(rates):g} frames/s: the file has "
+            f"{max(rates):g}, and seconds of predictions shift by up to {shift_s:.1f} s in an "
+            "hour: make a file of each rate"
         )
     return _write(options, made, subjects, recordings, channels, max(rates), notes, (many, classes))
 
@@ -200,21 +222,114 @@ def _labels_of(labels: dict[str, Labels], track: Track, where: Path | None) -> L
     return labels[track.video]
 
 
-def _fps(given: float, label: Labels | None, path: Path) -> float:
-    """Return the frame rate.
+def _clock(
+    track: Track, label: Labels | None, options: argparse.Namespace
+) -> tuple[Clock, list[str]]:
+    """Return the times of a track's frames, and lines to print.
 
-    Raises LockstepError for an unknown rate, and for two different rates.
+    The times come from the video of --videos; else the rate is even. Raises LockstepError for an
+    unknown rate, and for a length that the labels contradict.
+    """
+    count = len(track.xy)
+    if options.videos is None:
+        fps, notes = _fps(options.fps, label, track.path)
+        clock = Clock.even(count, fps)
+        return clock, notes + _check_length(clock, label, options.allow_short)
+    path = _video_of(track, options.videos)
+    clock = read_clock(path)
+    fps = options.fps
+    if fps and abs(fps - clock.fps) > 0.02 * clock.fps:
+        raise LockstepError(
+            f"--fps {fps:g}, but {path.name} has {clock.fps:g} frames/s", str(path), "drop --fps"
+        )
+    if not clock.fps:
+        raise LockstepError("its frames have no times", str(path), f"write them: {STAMP}")
+    if count > clock.count:
+        raise LockstepError(
+            f"a track of {count} frames, {path.name} has {clock.count}",
+            str(track.path),
+            "give the track of that very video",
+        )
+    notes = [clock.note(path.name)]
+    if clock.own_s is not None:
+        notes[0] += f"; rows are at even times, {clock.fps:g} a second"
+    if count < clock.count:
+        notes.append(
+            f"{track.path.name}: {count} frames of the {clock.count} of {path.name}: the rest is "
+            "not tracked"
+        )
+    return clock.shortened(count), [note for note in notes if note]
+
+
+def _even_rows(clock: Clock) -> np.ndarray:
+    """Return the frames of a track's rows: all frames, or those nearest to even times."""
+    if clock.own_s is None:
+        return np.arange(clock.count)
+    return clock.samples(clock.fps)
+
+
+def _video_of(track: Track, folder: Path) -> Path:
+    """Return the video of a track. Raises LockstepError unless there is one."""
+    found = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in SUFFIXES and behaviour.stem_of(path.name) == track.video
+    ]
+    if len(found) != 1:
+        raise LockstepError(
+            f"{len(found)} videos called {track.video} in {folder}",
+            str(track.path),
+            "give --videos FOLDER, with each tracked video once",
+        )
+    return found[0]
+
+
+def _check_length(clock: Clock, label: Labels | None, allow_short: bool) -> list[str]:
+    """Return a line where the frames of a track and the length of the labelled video differ.
+
+    Raises LockstepError for a difference of more than a second without `allow_short`: the camera
+    may have left out frames, and then the times of all later frames are wrong.
+    """
+    if label is None or not label.length_s:
+        return []
+    expected = round(label.length_s * clock.fps)
+    if abs(expected - clock.count) <= 1:
+        return []
+    what = (
+        f"{clock.count} tracked frames, but {label.length_s:g} s at {clock.fps:g} frames/s are "
+        f"{expected}"
+    )
+    if abs(expected - clock.count) <= clock.fps:
+        return [f"{label.path}: {label.video}: {what}; the rate counts"]
+    if clock.count < expected and allow_short:
+        return [f"{label.path}: {label.video}: {what}; the track ends early"]
+    cure = "--videos FOLDER takes the times of the frames from the video"
+    if clock.count < expected:
+        cure += f", or {behaviour.SHORT} if the track ends early"
+    raise LockstepError(f"{label.video}: {what}: were frames left out?", str(label.path), cure)
+
+
+def _fps(given: float, label: Labels | None, path: Path) -> tuple[float, list[str]]:
+    """Return the frame rate, and a line where --fps and the file of labels differ slightly.
+
+    The file's rate counts: 30 in place of 29.97 is three seconds in an hour. Raises LockstepError
+    for an unknown rate, and for two different rates.
     """
     labelled = label.fps if label else 0.0
-    if given and labelled and abs(given - labelled) > 0.02 * labelled:
-        raise LockstepError(
-            f"--fps {given:g}, but {labelled:g} frames/s were labelled",
-            str(label and label.path),
-            "give the video's own rate",
-        )
     if not given and not labelled:
         raise LockstepError("the frame rate is not known", str(path), "give it: --fps 30")
-    return given or labelled
+    if not given or not labelled:
+        return given or labelled, []
+    where = str(label and label.path)
+    if abs(given - labelled) > 0.02 * labelled:
+        raise LockstepError(
+            f"--fps {given:g}, but {labelled:g} frames/s were labelled",
+            where,
+            "give the video's own rate",
+        )
+    if abs(given - labelled) < ROUNDED_HZ:
+        return given, []
+    return labelled, [f"{where}: {labelled:g} frames/s were labelled, which count, not --fps"]
 
 
 def _recordings(
@@ -238,31 +353,8 @@ def _recordings(
     return [([one], label.of([one.animal])) for one in found]
 
 
-def _names(label: Labels, count: int, fps: float, options: argparse.Namespace) -> np.ndarray:
-    """Return (count,) str, the label of each frame.
-
-    Raises LockstepError for an event beyond the end of the track.
-    """
-    check_events(label, count, fps)
-    return label.names(count, fps, options.priority)
-
-
-def check_events(label: Labels, count: int, fps: float) -> None:
-    """Raise LockstepError for an event beyond the end of a track of `count` frames."""
-    for event in label.events:
-        if event.start_s * fps >= count + fps:  # tolerates one second: lengths are rounded
-            raise LockstepError(
-                (
-                    f"{event.behaviour} at {event.start_s:g} s, the track ends after "
-                    f"{count / fps:.2f} s"
-                ),
-                f"{label.path}:{event.line}",
-                "give the labels and the rate of that very video",
-            )
-
-
 def _signal(
-    animals: Sequence[Track], fps: float, options: argparse.Namespace
+    animals: Sequence[Track], clock: Clock, options: argparse.Namespace
 ) -> tuple[np.ndarray, list[str], str]:
     """Return (N, C) float32, the names of the channels, and a sentence on missing parts."""
     columns: list[np.ndarray] = []
@@ -283,7 +375,7 @@ def _signal(
             if centre != [p]:  # a part that is the centre is always at 0
                 columns += [_at_mean(place[:, p, 0]), _at_mean(place[:, p, 1])]
                 names += [f"{prefix}{part}_x", f"{prefix}{part}_y"]
-        columns += [*sure.T, np.nan_to_num(frame.speed(fps))]
+        columns += [*sure.T, np.nan_to_num(frame.speed(clock))]
         names += [*(f"{prefix}{part}_likelihood" for part in one.parts), f"{prefix}speed"]
         for other, _, _, theirs in ready:
             if other is not one:

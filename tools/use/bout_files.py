@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
+from formats.clock import Clock
 from formats.lab import boris_writer, bouts
 from formats.lab.behaviour import BACKGROUND
 from formats.partial import Partial
@@ -43,7 +44,7 @@ class Bouts:
         self,
         name: str,
         side: str,
-        fps: float,
+        clock: Clock,
         on: np.ndarray,
         truth: np.ndarray | None,
         counts: bool,
@@ -57,7 +58,7 @@ class Bouts:
         found = [(self.classes[c], *bout) for c in shown for bout in predicted[c].tolist()]
         about = {"predicted by": self.model, "this video was": side or "perhaps trained on"}
         self.videos.append(
-            boris_writer.Video(name, len(on), fps, sorted(found, key=lambda each: each[1]), about)
+            boris_writer.Video(name, clock, sorted(found, key=lambda each: each[1]), about)
         )
         seen = None
         if truth is not None:
@@ -67,10 +68,7 @@ class Bouts:
             sides = [("annotated", seen[c], {n for n, _ in pairs})] if seen else []
             for by, of, hits in [*sides, ("predicted", predicted[c], {m for _, m in pairs})]:
                 for n, (first, stop) in enumerate(of.tolist()):
-                    times = [
-                        round(frame / fps, 6) if fps else ""
-                        for frame in (first, stop, stop - first)
-                    ]
+                    times = _seconds(clock, first, stop)
                     row = [
                         name,
                         side,
@@ -86,7 +84,7 @@ class Bouts:
             if not counts:
                 (self.trained if side else self.unknown).append(name)
                 return
-            one = bouts.score(truth, on, fps, self.exclusive)
+            one = bouts.score(truth, on, clock, self.exclusive)
             self.scores[side] = self.scores[side] + one if side in self.scores else one
 
     def report(self) -> dict[str, Any]:
@@ -145,7 +143,7 @@ class Bouts:
         be written."""
         lines = []
         if (events or boris) and (
-            odd := next((video.name for video in self.videos if not video.fps), "")
+            odd := next((video.name for video in self.videos if not video.clock.fps), "")
         ):
             raise LockstepError(
                 f"{odd} has no frame rate", "--events", "BORIS counts in seconds: convert the video"
@@ -178,6 +176,14 @@ class Bouts:
             what = f"cannot write: {error.strerror or error}"
             raise LockstepError(what, str(error.filename or table), "give another place") from None
         return lines
+
+
+def _seconds(clock: Clock, first: int, stop: int) -> list[Any]:
+    """Return start, stop and duration of a bout in seconds; empty texts without a rate."""
+    if not clock.fps:
+        return ["", "", ""]
+    times = clock.time_of(first), clock.time_of(stop), clock.duration(first, stop)
+    return [round(float(each), 6) for each in times]
 
 
 def check_paths(table: Path | None, events: Path | None, boris: Path | None, out: Path) -> None:

@@ -62,6 +62,7 @@ from engine.gathered import packed
 from engine.hooks import check
 from engine.seeds import seed_everything
 from formats.arrays import load_npz, stays_below
+from formats.clock import Clock
 from formats.lab import behaviour, videos
 from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
 from formats.lab.clips import FRAMES, Clips
@@ -69,7 +70,7 @@ from formats.lab.windows import Windows
 from plugins.resilience import status
 from tasks import har, video
 from tools.arguments import whole_number
-from tools.lab.prepare_clips import add_labels, read_annotations, read_labels
+from tools.lab.prepare_clips import add_labels, beyond, read_annotations, read_labels
 from tools.running import alone, guarded, in_world
 from tools.use import bout_files, decisions
 from tools.use.decisions import Decision
@@ -331,8 +332,7 @@ class Prediction:
                    if known
     probabilities  (N, C), the basis of the labels
     calibrated     (N, C), printed in place of the probabilities, if given
-    fps            rows per second, 0 if unknown; None for rows that are no frames and have no
-                   picture
+    clock          times of the rows; None for rows that are no frames and have no picture
     truth          (N, C) of 1, 0, and -1 for no annotation; for annotated videos only
     absent         (N,) bool, frames without an animal; such a frame gets no label
     on             (N, C) of 1 for the labels of each frame; by default the most probable label
@@ -341,11 +341,16 @@ class Prediction:
     name: str
     cells: dict[str, list[Any]]
     probabilities: np.ndarray
-    fps: float | None = None
+    clock: Clock | None = None
     truth: np.ndarray | None = None
     absent: np.ndarray | None = None
     on: np.ndarray | None = None
     calibrated: np.ndarray | None = None
+
+    @property
+    def fps(self) -> float | None:
+        """Return the rows per second, 0 if unknown; None for rows that are no frames."""
+        return None if self.clock is None else self.clock.fps
 
     @property
     def shown(self) -> np.ndarray:
@@ -481,9 +486,9 @@ def _decided(
     for each in found:
         if isinstance(each, Prediction):
             each = each.decided(classes, decision, exclusive)
-            if each.fps is not None:
+            if each.clock is not None:
                 counts = each.side in NOT_TRAINED_ON
-                made.add(each.name, each.side, each.fps, each.known, each.truth, counts)
+                made.add(each.name, each.side, each.clock, each.known, each.truth, counts)
         yield each
 
 
@@ -524,12 +529,12 @@ def of_steps(loaded: LoadedModel, options: argparse.Namespace, only: str = "") -
                 [np.interp(at, centres[mine], each) for each in probabilities[mine].T], 1
             )
             name = _recording_name(found, r) or f"{path.stem}_{r}"
-            fps = found.rate_hz or 0.0
+            clock = Clock.even(count, found.rate_hz or 0.0)
             cells = {
                 "file": [path.name] * count,
                 "recording": [name] * count,
                 "step": at.tolist(),
-                "time_s": _times(count, fps),
+                "time_s": _times(clock),
             }
             if found.subjects:
                 cells["subject"] = [found.subjects[found.groups[r]]] * count
@@ -537,7 +542,7 @@ def of_steps(loaded: LoadedModel, options: argparse.Namespace, only: str = "") -
                 cells["side"] = [sides[r]] * count
             truth = _labels_of(found, first, stop, classes) if labelled else None
             absent = found.signal[first:stop, -1] == 0 if found.masked else None
-            yield Prediction(name, cells, values, fps, truth, absent)
+            yield Prediction(name, cells, values, clock, truth, absent)
 
 
 def _sides_of(found: Any, subjects: dict[str, list[str]]) -> list[str]:
@@ -559,11 +564,11 @@ def _recording_name(found: Any, number: int) -> str:
     return name if found.names.count(name) == 1 and stays_below(name) else ""
 
 
-def _times(count: int, fps: float) -> list[Any]:
+def _times(clock: Clock) -> list[Any]:
     """Return the seconds of frames or steps; empty texts without a rate."""
-    if not fps:
-        return [""] * count
-    return np.round(np.arange(count) / fps, 6).tolist()
+    if not clock.fps:
+        return [""] * clock.count
+    return np.round(clock.time_of(np.arange(clock.count)), 6).tolist()
 
 
 def _labels_of(found: Any, first: int, stop: int, classes: list[str]) -> np.ndarray | None:
@@ -633,18 +638,26 @@ def of_videos(loaded: LoadedModel, options: argparse.Namespace, only: str = "") 
     if options.annotations and not seen_in(names):
         todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
         raise LockstepError("none of these videos is annotated", str(options.annotations), todo)
-    for path, name in zip(paths, names, strict=True):
-        side = videos.side_of(os.path.abspath(path), about["videos"])  # whatever folder DATA is
-        if only not in ("", side):
+    # whatever folder DATA is
+    sides = [videos.side_of(os.path.abspath(path), about["videos"]) for path in paths]
+    chosen = [name for name, side in zip(names, sides, strict=True) if only in ("", side)]
+    clocks = _check_annotations(folder, seen_in(chosen), truth_of, classes)
+    for path, name, side in zip(paths, names, sides, strict=True):
+        if name not in chosen:
             continue
         try:
-            with videos.opened(path) as (decoded, fps):
+            clock = clocks.get(name) or videos.read_clock(path)
+            if cutting.fps and not clock.fps:
+                what = f"its frames have no times, and clips have {cutting.fps:g} frames/s"
+                raise videos.BrokenVideo(what, str(path), f"write them: {videos.STAMP}")
+            with videos.opened(path) as decoded:
                 pictures = (
-                    videos.gray_square(frame, cutting.crop, cutting.size, path) for frame in decoded
+                    videos.gray_square(frame, cutting.crop, cutting.size, path)
+                    for frame in videos.in_time(decoded, clock, path)
                 )
                 shown = tqdm(pictures, name, unit="frame", disable=None)
                 probabilities = videos.slide(
-                    shown, cutting, stride, loaded.classify, loaded.batch_size, fps
+                    shown, cutting, stride, loaded.classify, loaded.batch_size, clock
                 )
             if not len(probabilities):
                 what = f"it has fewer frames than a trial, which has {cutting.span}"
@@ -653,22 +666,48 @@ def of_videos(loaded: LoadedModel, options: argparse.Namespace, only: str = "") 
             yield error
             continue
         count = len(probabilities)
-        rates = about["cutting"].get("fps", [])
-        usual = any(abs(fps - rate) < 0.02 * rate for rate in rates)
-        if fps and rates and not cutting.fps and not usual:
-            known = " and ".join(f"{rate:g}" for rate in rates)
-            print(
-                f"warning: {name} has {fps:g} frames/s, the run learned from videos of {known}",
-                file=sys.stderr,
-            )
-        cells = {"video": [name] * count, "frame": [*range(count)], "time_s": _times(count, fps)}
+        clock = clock.shortened(count)
+        _print_notes(name, clock, about["cutting"], cutting)
+        cells = {"video": [name] * count, "frame": [*range(count)], "time_s": _times(clock)}
         if side:
             cells["side"] = [side] * count
-        yield Prediction(name, cells, probabilities, fps, truth_of(name, fps, count, classes))
+        yield Prediction(name, cells, probabilities, clock, truth_of(name, clock, classes))
 
 
-Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
-"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 for no annotation; None for a
+def _check_annotations(
+    folder: Path, names: list[str], truth_of: Truth, classes: list[str]
+) -> dict[str, Clock]:
+    """Return the times of the annotated videos' frames.
+
+    Raises LockstepError for annotations that do not fit a video, before hours of decoding.
+    """
+    clocks: dict[str, Clock] = {}
+    for name in names:
+        try:
+            clocks[name] = videos.read_clock(folder / name)
+        except videos.BrokenVideo:
+            continue  # reported where the video is read
+        with contextlib.redirect_stderr(io.StringIO()):
+            truth_of(name, clocks[name], classes)
+    return clocks
+
+
+def _print_notes(name: str, clock: Clock, trained: dict[str, Any], cutting: videos.Cutting) -> None:
+    """Print what a video's times and rate have that the training's videos had not."""
+    if note := clock.note(name):
+        print(f"note: {note}", file=sys.stderr)
+    rates = trained.get("fps", [])
+    usual = any(abs(clock.fps - rate) < 0.02 * rate for rate in rates)
+    if clock.fps and rates and not cutting.fps and not usual:
+        known = " and ".join(f"{rate:g}" for rate in rates)
+        print(
+            f"warning: {name} has {clock.fps:g} frames/s, the run learned from videos of {known}",
+            file=sys.stderr,
+        )
+
+
+Truth = Callable[[str, Clock, list[str]], np.ndarray | None]
+"""(video, times of its N frames, classes) -> (N, C) of 1, 0, and -1 for no annotation; None for a
 video without annotations."""
 
 
@@ -682,8 +721,12 @@ def annotated(
     if not behaviour.is_labels(options.annotations, options.columns):
         plan, _ = read_annotations(options.annotations, cutting, [], options.columns)
 
-        def of_trials(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
-            found = plan.class_of_frames(video, fps, count, classes)
+        def of_trials(video: str, clock: Clock, classes: list[str]) -> np.ndarray | None:
+            for trial in plan.trials.get(video, []):
+                first = int(plan.numbers(trial, clock)[0])
+                if first >= clock.count:
+                    raise beyond(trial, first, Path(video), clock.count, options.annotations)
+            found = plan.class_of_frames(video, clock, classes)
             return None if found is None else one_hot(found, len(classes))
 
         return lambda names: [name for name in names if name in plan.trials], of_trials
@@ -692,16 +735,17 @@ def annotated(
         print(f"note: {note}", file=sys.stderr)
     labels = {one.stem: one.of(options.subjects) for one in found}
 
-    def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+    def truth_of(video: str, clock: Clock, classes: list[str]) -> np.ndarray | None:
         if (one := labels.get(behaviour.stem_of(video))) is None:
             return None
+        one, left_out = one.within(clock, video, options.allow_short)
+        if left_out:
+            print(f"note: {left_out}", file=sys.stderr)
         if not exclusive:
-            return one.overlapping(count, fps, classes)
+            return one.overlapping(clock, classes)
         one = one.among(classes)
         number = {name: c for c, name in enumerate(classes)}
-        numbers = [
-            number.get(name, -1) for name in one.names(count, fps, options.priority).tolist()
-        ]
+        numbers = [number.get(name, -1) for name in one.names(clock, options.priority).tolist()]
         return one_hot(np.array(numbers), len(classes))
 
     return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
@@ -778,8 +822,14 @@ def _draw(found: Prediction, classes: list[str], folder: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     truth = _first_labels(found.truth)
     labels = _first_labels(found.on)
+    shown = found.shown
+    if found.clock and found.clock.own_s is not None:  # the axis is time
+        rows = found.clock.samples(found.clock.fps)
+        shown = shown[rows]
+        truth = None if truth is None else truth[rows]
+        labels = None if labels is None else labels[rows]
     picture = video.draw_ethogram(
-        found.shown, classes, found.fps or 0.0, found.name, truth, labels=labels
+        shown, classes, found.fps or 0.0, found.name, truth, labels=labels
     )
     write_atomically(path, lambda file: Image.fromarray(picture).save(file, "PNG"))
     return path
