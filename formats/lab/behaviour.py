@@ -413,8 +413,8 @@ def notes(labels: Sequence[Labels], observations: Sequence[str] = ()) -> list[st
             lines.append(f"{one.video}: observation {one.observation}, the only one")
         if one.unseen:
             lines.append(
-                f"{one.path.name} has no column {', '.join(one.unseen)}: its frames "
-                "without a behaviour have no label"
+                f"{one.path.name} has no column {', '.join(one.unseen)}: nobody looked for that "
+                "there, so its frames without a behaviour have no label"
             )
     return lines
 
@@ -427,7 +427,7 @@ def is_labels(path: Path, columns: Mapping[str, str] | None = None) -> bool:
     lines = text_lines(path)
     if _is_bout_table(path, lines, columns or {}):
         return True
-    return boris.layout_of(lines) is not None or _is_simba(csv_rows(path, lines[:1])[0])
+    return boris.layout_of(lines) is not None or _is_simba(csv_rows(path, lines)[0])
 
 
 def _is_bout_table(path: Path, lines: list[str], columns: Mapping[str, str]) -> bool:
@@ -450,7 +450,7 @@ def _read_file(path: Path, how: _How) -> list[Labels]:
         raise LockstepError(f"files of kind {path.suffix!r} are not read", str(path), todo)
     if path.suffix.lower() != ".xlsx":
         lines = text_lines(path)
-        header = csv_rows(path, lines[:1])[0] if boris.layout_of(lines) is None else []
+        header = csv_rows(path, lines)[0] if boris.layout_of(lines) is None else []
         if _is_simba(header):
             return [_simba(path, lines, header, how.behaviours)]
         if header and BACKGROUND in header:

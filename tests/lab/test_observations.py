@@ -316,7 +316,7 @@ def test_a_behaviour_without_a_column_is_unknown(columns, cut):
     done = cut(columns)
     whole = ["background"] * 5 + ["groom"] * 15 + ["background"] * 5 + ["rear"] * 15
     assert done.code == 0 and done.labels == {"a.mp4": whole, "b.mp4": whole, "c.mp4": ["groom"] * 15}
-    assert "note: c_labels.csv has no column rear: its frames without a behaviour have no label" in done.out
+    assert "note: c_labels.csv has no column rear: nobody looked for that there, so its frames without" in done.out
 
 
 def test_a_behaviour_of_the_model_without_a_column_is_not_scored(columns):

@@ -71,6 +71,7 @@ LISTED = 20  # names in a message
 OFTEN = 3  # a label that occurs once may be a typo of a label with so many trials
 MULTI = "labels may overlap: keep a column for each behaviour, for loss.kind=binary"
 MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
+BOUTS = ", or both start_s and stop_s"
 COLUMNS = (
     "names of the columns of a table: video=File,start_s=Onset,stop_s=Offset,label=Behaviour, also "
     "subject=, rater=, group= (default: usual names)"
@@ -180,7 +181,7 @@ def read_annotations(
         raise LockstepError(
             f"the header has {', '.join(header) or 'nothing'}",
             f"{path}:1",
-            f"it needs video, label and exactly one of {', '.join(TIMES)}{hint}",
+            f"it needs video, label and exactly one of {', '.join(TIMES)}{hint or BOUTS}",
         )
     plan = Plan(columns[0], cutting)
     for line, row in read_table(path, "\n".join(lines), columns, renamed):
