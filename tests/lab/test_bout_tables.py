@@ -22,12 +22,7 @@ BOUTS = (("a.mp4", 0.3, 0.8, "groom"), ("b.mp4", 1.0, 1.5, "rear"), ("a.mp4", 1.
 
 
 def frames_of(video: str, bouts=BOUTS) -> list[str]:
-    """Return the label of each frame up to the last bout, by a plain loop."""
-    return whole(video, bouts)[: max(round(stop_s * FPS) for name, _, stop_s, _ in bouts if name == video)]
-
-
-def whole(video: str, bouts=BOUTS) -> list[str]:
-    """Return the label of each frame of the video."""
+    """Return the label of each frame of the whole video, by a plain loop."""
     names = ["background"] * NUM_FRAMES
     for name, start_s, stop_s, label in bouts:
         for frame in range(round(start_s * FPS), round(stop_s * FPS)):
@@ -159,7 +154,8 @@ def test_two_raters_of_a_video_are_not_merged(cut):
     again = f"{rows}a.mp4,0.7,0.9,groom,anna\n"
     done = cut(f"video,start_s,end_s,label,rater\n{again}", "--observation", "anna")
     assert "; 1 of a.mp4 overlap another of the same behaviour" in done.out
-    assert done.labels["a.mp4"][:18] == frames_of("a.mp4", [("a.mp4", 0.3, 0.9, "groom")])
+    longer = [("a.mp4", 0.3, 0.9, "groom"), ("a.mp4", 1.2, 1.4, "rear")]
+    assert done.labels["a.mp4"] == frames_of("a.mp4", longer)
 
 
 def test_bouts_that_overlap():
@@ -238,7 +234,7 @@ def test_tracks_and_predictions_take_bouts(tmp_path, capsys):
     words[3] = tmp_path / "bouts.txt"
     assert prepare_tracks.main([*map(str, words)]) == 0, capsys.readouterr().err
     made = np.load(tmp_path / "o.npz")
-    assert made["classes"][made["step_label"]].tolist() == whole("a.mp4") + whole("b.mp4")
+    assert made["classes"][made["step_label"]].tolist() == frames_of("a.mp4") + frames_of("b.mp4")
     text = words[3].read_text() + "2;b.mp4;0.1;0.2;Rear\n"
     words[3].write_text(text)
     words[1] = tmp_path / "p.npz"

@@ -394,9 +394,14 @@ def _by_step(
 
 
 def _labelled(labels: behaviour.Labels, clock: Clock) -> int:
-    """Return the number of frames that somebody looked at, from the first frame on."""
-    if labels.frames is not None:
+    """Return the number of frames that somebody looked at, from the first frame on.
+
+    Bouts and events without a length of the video are of the whole video.
+    """
+    if labels.frames is not None and labels.rest < 0:
         return len(labels.frames)
+    if not labels.length_s:
+        return clock.count
     last_s = max([labels.length_s, *[event.stop_s for event in labels.events]])
     return min(clock.count, clock.frame_at(last_s))
 
@@ -404,7 +409,7 @@ def _labelled(labels: behaviour.Labels, clock: Clock) -> int:
 def _line_of(labels: behaviour.Labels, name: str, frame: int, clock: Clock) -> int:
     """Return the line of a frame's label; 0 if unknown."""
     if labels.lines is not None:
-        return int(labels.lines[frame])
+        return int(labels.lines[frame]) if frame < len(labels.lines) else 0
     for event in labels.events:
         span = clock.span(event.start_s, event.stop_s)
         if event.behaviour == name and span.start <= frame < span.stop:
