@@ -40,6 +40,17 @@ say() { printf '%s\n' "$@" 2>/dev/null || true; }
 warn() { say "warning: $1" >&2 || true; }
 fail() { say "error: $1" >&2 || true; exit 2; }
 
+check_configs() { # ARGUMENTS: refuse a missing file before anything is announced
+    local word file before=''
+    for word in "$@"; do
+        file=''
+        if [[ $word =~ ^--config([-_]path)?=(.+)$ ]]; then file=${BASH_REMATCH[2]}; fi
+        if [[ $before =~ ^--config([-_]path)?$ ]]; then file=$word; fi
+        [[ -z $file || -e $file ]] || fail "no file $file (--config): give the path of a YAML file"
+        before=$word
+    done
+}
+
 whole() { # NAME VALUE LOW HIGH
     if [[ ! $2 =~ ^[0-9]{1,6}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then fail "$1=$2: give a number from $3 to $4"; fi
 }
@@ -219,6 +230,7 @@ fi
 export LOCKSTEP_COMMAND=${LOCKSTEP_COMMAND% }
 trap '' PIPE # from here on the reader of a pipe may leave, too
 script=$here/train.py
+check_configs "$@"
 for argument in "$@"; do
     [[ ! $argument =~ ^(--config([-_]path)?(=.*)?|[A-Za-z_][A-Za-z0-9_.-]*=.*)$ ]] || script=$here/train_ddp.py
 done

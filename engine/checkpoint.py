@@ -85,6 +85,7 @@ def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
         "path",
         "data_facts",
         "metadata",
+        "code",
         "digest",
         "test",
         "memory_format",
@@ -155,6 +156,7 @@ def capture(run: Run) -> dict[str, Any]:
         "precision": run.precision.name,
         "data": run.record.fingerprint.text,
         "data_facts": run.record.fingerprint.facts,
+        "code": run.record.code,
         "digest": "",
         "known": run.task.metadata(),  # CheckpointState.metadata
         **({"test": run.task.set_aside} if run.task.set_aside else {}),

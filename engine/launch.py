@@ -132,9 +132,35 @@ def is_local_rank0() -> bool:
     return os.environ.get("LOCAL_RANK", "0") in ("0", "")
 
 
+STARTERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "mpirun"),
+)
+"""(variable of the number of copies, variable of the number of this copy, command). srun sets the
+first one in its tasks alone, and sbatch and salloc do not: their shells are harmless."""
+
+
+def _check_started_once() -> None:
+    """Raise LockstepError in each of several copies that srun or mpirun has started without RANK:
+    they would be so many trainings, and write one folder. The first copy prints the line."""
+    for count, number, starter in STARTERS:
+        if _number(count, 1) > 1:
+            if _number(number) > 0:
+                os.environ["LOCAL_RANK"] = str(_number(number))
+            raise LockstepError(
+                f"{starter} has started {os.environ[count]} copies of this command, each a "
+                "training of its own",
+                f"{count}={os.environ[count]}",
+                "start one task per node with `srun --ntasks-per-node=1 ./train_multigpu.sh`; for "
+                f"trainings side by side `unset {count}` and give each a save_dir",
+                everywhere=True,
+            )
+
+
 def forgotten_launch() -> str:
     """Return a warning if accelerate, Slurm or MPI has started several processes without RANK; else
-    an empty text."""
+    an empty text. Raises LockstepError within a task of srun or mpirun."""
     env = os.environ
     if "RANK" in env:
         return ""
@@ -144,6 +170,7 @@ def forgotten_launch() -> str:
             "only): training in ONE process; use `accelerate launch --multi_gpu "
             "--num_processes=N` or torchrun"
         )
+    _check_started_once()
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         count = env.get(name, "")
         if count.isdigit() and int(count) > 1:

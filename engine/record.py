@@ -52,6 +52,7 @@ class Record:
     metrics         metrics of the last evaluation
     resumed         the checkpoint of the resume, without its tensors
     fingerprint     what identifies the data
+    code            digests of the source files, see `code_digest.code_of`
     left_out        digests of the weights that no checkpoint holds
     fresh           the state before a checkpoint is loaded, until it has been compared
     """
@@ -63,5 +64,6 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)
     resumed: CheckpointState = field(default_factory=CheckpointState)
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    code: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     fresh: Any = None

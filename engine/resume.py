@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine import config
+from engine import code_digest, config
 from engine.contract import Task
 from engine.data.fingerprint import Fingerprint, compare, rounding_text
-from engine.errors import LockstepError, console
+from engine.errors import LockstepError, console, few
 from engine.files.archive import CheckpointState
 from engine.plan import Plan
 
@@ -25,6 +25,9 @@ def check_same_run(
     allows."""
     if saved.path is None:
         return saved
+    changed_code = code_changes(saved, args.cfg.task)
+    if changed_code:
+        console.warning(f"{changed_code}\n")
     if split == "test":
         check_test(saved, data)
     if split in ("val", "any", "train"):
@@ -46,6 +49,8 @@ def check_same_run(
         todo = f"change these back{hint}, start a new run with another save_dir, or insist with "
         todo += f"--force {','.join([*named, *refused])}"
         raise LockstepError(what, str(saved.path), todo)
+    if changed_code:
+        differences["code"] = changed_code
     return saved._replace(changes=differences)
 
 
@@ -67,6 +72,14 @@ def _warn_of_other_data(saved: CheckpointState, data: Fingerprint, split: str) -
 def data_of(saved: CheckpointState) -> Fingerprint:
     """Return the fingerprint of the data in a checkpoint."""
     return Fingerprint(saved.data, saved.data_facts)
+
+
+def code_changes(saved: CheckpointState, task_name: str) -> str:
+    """Return a line about code that has changed since the checkpoint, or an empty text."""
+    changes = code_digest.changes(saved.code, str(saved.config.get("task", "")), task_name)
+    if not changes:
+        return ""
+    return f"the code has changed since the checkpoint of step {saved.step}: {few(changes)}"
 
 
 def check_test(saved: CheckpointState, data: Fingerprint) -> None:

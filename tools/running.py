@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ import tasks
 import train
 from engine import command, config, launch
 from engine.comm.world import World
-from engine.errors import LockstepError, set_up
+from engine.errors import LockstepError, set_up, warn_on_stderr
 from plugins import resilience
 from plugins.reporting import plan_text
 from plugins.resilience import agent, terminal
@@ -151,6 +151,14 @@ def read_object(path: Path) -> dict[str, Any]:
 def folder_of(run: Path) -> Path:
     """Return the folder of RUN: the path of a folder, or of a checkpoint in the folder."""
     return run if run.is_dir() else run.parent
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Print a warning on stderr, once in a process: a tool may load a checkpoint twice. An empty
+    text prints nothing."""
+    if text:
+        warn_on_stderr(text)
 
 
 def stdout_aside(as_json: bool) -> contextlib.AbstractContextManager[Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from engine.comm.shards import to_full
 from engine.seeds import GAMMA, mix
-
-ROOT = Path(__file__).resolve().parents[2]
 
 BLOCK = 1024
 """Words of a block."""
@@ -106,7 +102,8 @@ def _as_int32(number: int) -> int:
 def _words(tensor: Tensor) -> Tensor:
     """Return a tensor's bits as 32-bit words, in the order of the numbers in every layout."""
     size = tensor.element_size()
-    flat = tensor.reshape(-1)
+    # one dimension with gaps, such as x[::2], stays as it is by `reshape`
+    flat = tensor.reshape(-1).contiguous()
     if size == 4:
         return flat
     if size % 4 == 0:
@@ -162,24 +159,3 @@ def _bits(tensor: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal bit by bit; NaN equals NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def code(task: Any) -> str:
-    """Return a digest of the project's source files and of the task's source files.
-
-    Uncommitted files count. A task's files may be outside the project.
-    """
-    paths = [*ROOT.glob("*.py")]
-    for folder in ROOT.glob("[a-z]*/"):
-        # not searched: these folders may hold thousands of folders
-        if folder.name not in ("tests", "data", "checkpoints"):
-            paths.extend(folder.rglob("*.py"))
-    paths.sort()
-    for cls in type(task).__mro__:
-        file = getattr(sys.modules[cls.__module__], "__file__", None)
-        if file:
-            paths.append(Path(file))
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -25,8 +25,8 @@ EXACT_PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress")
 `virtual_workers`."""
 
 DESCRIPTION = (
-    "progress global_batch num_samples horizon precision data data_facts memory_format "
-    "environment".split()
+    *"progress global_batch num_samples horizon precision data data_facts code".split(),
+    *"memory_format environment".split(),
 )
 """The parts of a checkpoint without tensors that a published model keeps, besides facts of the
 task."""
@@ -61,6 +61,7 @@ class CheckpointState(NamedTuple):
     precision: str = ""
     data: str = ""  # the text of the data's Fingerprint, see data/fingerprint.py
     data_facts: dict[str, str] = {}  # its facts; empty in a checkpoint of an earlier release
+    code: dict[str, str] = {}  # see `code_digest.code_of`; empty of an older version
     digest: str = ""  # of the weights; empty without `digest_every`
     tally: dict[str, Any] = {}  # of the meter
     model: dict[str, Any] = {}

@@ -9,19 +9,22 @@ import fcntl
 import itertools
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import config
+from engine import code_digest, config
+from engine.code_digest import Code
 from engine.comm.world import World
-from engine.errors import LockstepError
+from engine.errors import LockstepError, warn_on_stderr
 from engine.files.atomic import write_atomically, write_json
 from engine.files.store import LOCK, Checkpoints, check_files, find_checkpoint
 
@@ -105,7 +108,7 @@ def _check_links(folder: Path) -> None:
 
 
 def make_folder(
-    cfg: Any, world: World, resumed: Path | None, code: str
+    cfg: Any, world: World, resumed: Path | None, code: Code
 ) -> tuple[Path, Checkpoints]:
     """(rank 0) Make the run's folder, lock it for the life of this process, and write two files.
 
@@ -126,7 +129,7 @@ def make_folder(
         write_atomically(
             folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode())
         )
-        write_json(folder / "environment.json", environment(world) | {"code": code})
+        write_json(folder / "environment.json", environment(world) | code_digest.described(code))
     except OSError as error:
         raise LockstepError(
             f"the run's folder cannot be written: {error.strerror}",
@@ -169,7 +172,8 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     The lock is a POSIX record lock. The kernel drops the lock with the process; forked loader
     processes do not inherit the lock; the lock holds over NFS. The kernel also drops the lock as
     soon as this process closes another handle of the file, so this function never opens a file
-    that this process has locked.
+    that this process has locked. On a disk without locks the name of the owner in the file counts:
+    see `_check_named_owner`.
     """
     path = folder / LOCK
     name = os.path.realpath(path)
@@ -180,8 +184,9 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     if only_look and not os.path.lexists(path):
         return None
     file = _open_lock(path)
-    if not _acquire(file, folder):
-        return None
+    has_locks = _acquire(file, folder)
+    if not has_locks:
+        _check_named_owner(file, folder, quiet=only_look)
     if only_look:
         file.close()
         return None
@@ -190,8 +195,62 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
     file.flush()
     _locks[name] = os.getpid(), file  # open until this process ends
-    atexit.register(file.close)
+    atexit.register(file.close if has_locks else partial(_forget_owner, file, os.getpid()))
     return file
+
+
+_OWNER = re.compile(r"process (\d+) on (\S+), started (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
+
+
+def _check_named_owner(file: Any, folder: Path, quiet: bool) -> None:
+    """Raise LockstepError if the owner that the file names is a running process of this machine.
+
+    For a disk without locks, such as Lustre mounted without `flock`. A process of another machine
+    cannot be seen: a warning names it, unless `quiet`.
+    """
+    file.seek(0)
+    text = " ".join(file.read().split())
+    file.seek(0)
+    owner = _OWNER.match(text)
+    if owner and owner[2] == socket.gethostname():
+        if _still_runs(int(owner[1]), owner[3]):
+            file.close()
+            raise _owned(text, folder)
+        owner = None
+    if quiet:
+        return
+    others = "one run at a time may use the folder"
+    if owner:
+        others = f"run.lock names {text}: make sure that it has ended"
+    what = f"the disk of {folder} has no locks, so runs on other machines are not seen"
+    warn_on_stderr(f"{what}: {others}")
+
+
+def _still_runs(pid: int, started: str) -> bool:
+    """Return whether a process that wrote `started` still runs. Another may have the pid."""
+    if pid == os.getpid():
+        return False
+    try:
+        began = os.stat(f"/proc/{pid}").st_mtime
+    except OSError:
+        return False
+    return began <= time.mktime(time.strptime(started, "%Y-%m-%d %H:%M:%S")) + 1
+
+
+def _forget_owner(file: Any, pid: int) -> None:
+    """Empty a file that no kernel unlocks, at the end of the process that owns it."""
+    if os.getpid() == pid and not file.closed:
+        with contextlib.suppress(OSError):
+            file.truncate(0)
+    file.close()
+
+
+def _owned(owner: str, folder: Path) -> LockstepError:
+    return LockstepError(
+        f"another run owns this folder: {owner}",
+        str(folder),
+        "wait for it or stop it, or give another save_dir",
+    )
 
 
 def _open_lock(path: Path) -> Any:
@@ -213,15 +272,11 @@ def _acquire(file: Any, folder: Path) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = " ".join(file.read().split()) or "unknown"
-        file.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return False
-        raise LockstepError(
-            f"another run owns this folder: {owner}",
-            str(folder),
-            "wait for it or stop it, or give another save_dir",
-        ) from None
+        owner = " ".join(file.read().split()) or "unknown"
+        file.close()
+        raise _owned(owner, folder) from None
     return True
 
 

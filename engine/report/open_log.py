@@ -49,7 +49,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
     world, record = run.world, run.record
     made = on_rank0(
         world,
-        lambda: run_folder.make_folder(run.cfg, world, record.resumed.path, digests.code(run.task)),
+        lambda: run_folder.make_folder(run.cfg, world, record.resumed.path, record.code),
     )
     path = world.broadcast(made[0] if made else Path())
     _announce(run, path)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import config, hooks
+from engine.code_digest import name_of
 from engine.comm import digests
 from engine.comm.buffers import check_buffers
 from engine.comm.differences import first_difference
@@ -57,7 +58,7 @@ def compare_ranks(run: Run) -> None:
     keys = config.flatten(config.to_dict(run.cfg))
     facts = {f"config key {key}": str(value) for key, value in keys.items()}
     facts |= {
-        "code": digests.code(run.task),
+        **{f"code of {name_of(key)}": text for key, text in run.record.code.items()},
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "number of training samples": str(run.plan.num_samples),

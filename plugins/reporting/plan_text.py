@@ -13,7 +13,7 @@ from engine import hooks, launch
 from engine.comm.session import session
 from engine.comm.shards import to_local
 from engine.comm.world import World, on_rank0
-from engine.contract import per_sample
+from engine.contract import Task, per_sample
 from engine.environment import environment
 from engine.errors import amount, console, few
 from engine.plan import Plan, data_parallel_devices
@@ -164,11 +164,30 @@ def _rows_of_the_plan(run: Run) -> dict[str, str]:
         by_source = {} if sources is None else Counter(sources[sampler.excluded].tolist())
         samples = f"{sampler.excluded.sum()} of {_samples(len(sampler.excluded), by_source)}"
         rows["excluded"] = f"{samples}; the others keep their steps and random numbers"
+    if lacking := _tools_without_a_method(type(run.task)):
+        rows["tools"] = lacking
     test = run.task.set_aside
     if test:
         samples = _samples(test["samples"], test["sources"])
         rows["test set"] = f"{samples}; only tools/evaluate.py --split test looks at it"
     return rows
+
+
+def _tools_without_a_method(task: type[Task]) -> str:
+    """Return which tools will refuse a model of the task, and the methods that they need; empty if
+    all tools will take the model."""
+    needs = {
+        "predict": ("predict", task.predict is Task.predict),
+        "export": ("export_module", task.export_module is Task.export_module),
+        "publish": (
+            "metadata",
+            task.metadata is Task.metadata and task.full_dataset is Task.full_dataset,
+        ),
+    }
+    lacking = [f"{tool} needs `{method}`" for tool, (method, absent) in needs.items() if absent]
+    if not lacking:
+        return ""
+    return f"{', '.join(lacking)}: methods of the task, see engine/contract.py"
 
 
 def _samples(count: int, by_source: Mapping[str, int]) -> str:
@@ -258,5 +277,6 @@ def resumed(run: Run) -> None:
         console.info(
             f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}"
         )
-    for change in saved.changes.values():
-        console.info(f"  {change} from step {progress.step} on")
+    for key, change in saved.changes.items():
+        if key != "code":  # `check_same_run` has warned
+            console.info(f"  {change} from step {progress.step} on")

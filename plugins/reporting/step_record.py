@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import config, hooks
+from engine import code_digest, config, hooks
 from engine.comm import digests
 from engine.comm.shards import to_full
 from engine.contract import INFO_KEY
@@ -172,7 +172,7 @@ class StepRecord:
             "lr": run.plan.lr(self.number - 1),
             "config": config.to_dict(run.cfg),
             "environment": environment(run),
-            "code": digests.code(run.task),
+            **code_digest.described(run.record.code),
             "data": run.record.fingerprint.text,
             "data_facts": run.record.fingerprint.facts,
             "modules": {name: type(module).__name__ for name, module in run.model.named_modules()},

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from engine import hooks, launch
-from engine.comm.digests import ROOT
+from engine.code_digest import ROOT
 from engine.comm.session import session
 from engine.comm.world import World
 from engine.errors import DISTRIBUTED, LockstepError, headline

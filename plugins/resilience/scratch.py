@@ -24,6 +24,12 @@ EXIT_CODE = "exit_code"
 
 PREFIX = "lockstep_"
 
+LONGEST_SOCKET = 107
+"""Bytes of the longest path of a Unix socket on Linux."""
+
+BELOW = len("/lockstep_12345678/listener-12345678")
+"""Characters of a socket's path below the parent of the folder of a process."""
+
 
 def temporary_folder() -> str:
     """Return the folder for temporary files in the process and the child processes. Shared memory
@@ -47,7 +53,7 @@ def own_scratch() -> str:
     """
     if not _own_folder():
         try:
-            parent = os.environ.get(SCRATCH) or temporary_folder()
+            parent = _short_enough(os.environ.get(SCRATCH) or temporary_folder())
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         except OSError as error:
             what = f"no folder for the temporary files of loader processes: {error.strerror}"
@@ -57,6 +63,20 @@ def own_scratch() -> str:
         # multiprocessing's own folder would raise errors if absent at the end.
         _multiprocessing_config()["tempdir"] = folder
     return _own_folder()
+
+
+def _short_enough(parent: str) -> str:
+    """Return the folder, or /tmp or shared memory if sockets in the folder have too long a path.
+
+    Raises LockstepError if neither can be written.
+    """
+    if len(os.fsencode(os.path.abspath(parent))) + BELOW <= LONGEST_SOCKET:
+        return parent
+    for place in ("/tmp", "/dev/shm"):
+        if os.access(place, os.W_OK | os.X_OK):
+            return place
+    what = f"the path is too long for the sockets of loader processes: {parent}"
+    raise LockstepError(what, "TMPDIR", "give a short one (TMPDIR=/var/tmp), or num_workers=0")
 
 
 def remove_scratch(orphaned: bool) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import tasks
 from engine import config
+from engine.code_digest import code_of
 from engine.comm import digests
 from engine.contract import sample_seeds, uniform
 from plugins.reporting.step_record import SIGNS, sketched
@@ -71,7 +72,7 @@ def test_it_is_what_a_plain_loop_computes(launch, tmp_path):
     (loss,) = [e for e in entries if e["name"].startswith("of the step")]
     parts = torch.stack([total.detach(), weight.double()])
     torch.testing.assert_close(loss["rows"]["norms"][0], parts.norm().item(), rtol=1e-9, atol=0)
-    assert about["step"] == 2 and about["code"] == digests.code(task) and about["config"]["seed"] == 3
+    assert about["step"] == 2 and about["code_files"] == code_of(TOY, task, net) and about["config"]["seed"] == 3
 
 
 @pytest.mark.slow

@@ -720,6 +720,16 @@ def test_no_folder_for_temporary_files_is_named_with_the_cure(monkeypatch):
         scratch.own_scratch()
 
 
+@pytest.mark.parametrize("length", [2, 60])
+def test_loader_processes_of_a_long_tmpdir_deliver(launch, tmp_path, length):
+    """A socket's path has at most 107 bytes: with a longer one no batch would arrive."""
+    place = tmp_path / ("x" * length)
+    place.mkdir()
+    words = [TOY, "steps=2", "num_workers=1", f"save_dir={tmp_path / 'run'}"]
+    done = succeed(launch.python("train.py", *words, TMPDIR=str(place)))
+    assert "Done: 2 steps" in done.out and not [*place.iterdir()]
+
+
 # ---- who can read it ----
 
 

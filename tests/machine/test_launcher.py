@@ -415,6 +415,9 @@ def test_what_is_started(home: Home, case: Start) -> None:
         *((f"run {n} har", f"{n} is no number of processes: give 1 or more (without a GPU: of CPU processes), or none")
           for n in ("0", "-1", "3x", "3.5", "+2", "00", "1e3", "99999999999999999999")),
         ("run --print 0", "0 is no number of processes"),
+        ("run 2 --config nope.yaml", "no file nope.yaml (--config): give the path of a YAML file"),
+        ("run --config=configs/nope.yaml har", "no file configs/nope.yaml (--config)"),
+        ("run --config_path nope.yaml", "no file nope.yaml (--config)"),
         # Half set nodes.
         (f"{NODES} RDZV=etcd run", "RDZV=etcd: give static or c10d"),
         ("RDZV=c10d NNODES=2 run", "MASTER_ADDR is not set"),

@@ -414,12 +414,12 @@ def test_it_is_written_whole_or_not_at_all(places, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             with pytest.raises(LockstepError, match="No space left on device"):
-                publish._write(tmp_path / "out", weights, texts, None)
+                publish._write(tmp_path / "out", weights, texts, {})
         assert not os.listdir(tmp_path)
     with pytest.raises(LockstepError, match="SHA-256"):  # what was read back is not what was meant
-        publish._write(tmp_path / "out", {**weights, "a": torch.zeros(3)}, texts, None)
+        publish._write(tmp_path / "out", {**weights, "a": torch.zeros(3)}, texts, {})
     assert not os.listdir(tmp_path)
-    publish._write(tmp_path / "out", weights, texts, None)
+    publish._write(tmp_path / "out", weights, texts, {})
     assert torch.equal(published.read(tmp_path / "out")["model"]["b"], weights["b"])
 
 

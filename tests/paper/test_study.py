@@ -24,7 +24,7 @@ from runs import same_bits, status, weights
 from tampering import contents
 
 import tasks
-from engine import config
+from engine import code_digest, config
 from formats.lab.folds import folds, part_to_validate
 from tools import running
 from tools.paper import report
@@ -465,6 +465,81 @@ def test_a_result_that_is_gone_at_the_end_is_not_in_the_numbers(study, made_up, 
     monkeypatch.setattr(tool, "results", results)
     code, out, err, _ = study("--folds=3")
     assert code == 7 and "2 of 3 tested" in out and "1 test of 3 cannot be read: they are not in these numbers" in err
+
+
+@pytest.fixture
+def own_people(tmp_path):
+    """A task of one's own that imports one file beside it, of a name that no other test has imported."""
+    near = tmp_path / f"near_{tmp_path.name}.py"
+    near.write_text("WIDTH = 1\n")
+    text = f"import {near.stem}\nfrom tests.tasks.people import Task as People\n\n\n"
+    text += f"class Task(People):\n    width = {near.stem}.WIDTH\n"
+    (tmp_path / "own.py").write_text(text)
+    return SimpleNamespace(task=str(tmp_path / "own.py"), near=near)
+
+
+def trained_with(folder, task):
+    (folder / "environment.json").write_text(json.dumps(code_digest.described(code_digest.code_of(task))))
+
+
+def test_a_study_does_not_mix_codes(study, made_up, own_people):
+    """It is killed after its first fold, the neighbour of the task is edited, and the same command is typed again."""
+    made_up.tests = {"fold_1_seed_0": ""}
+    assert study("--folds=3", task=own_people.task)[0] == 1
+    trained_with(study.folder / "fold_0_seed_0", own_people.task)
+    plan = json.loads((study.folder / "plan.json").read_text())
+    assert {"./own.py", f"./{own_people.near.name}", "Lockstep"} <= {*plan["code"]}
+    own_people.near.write_text("WIDTH = 1  # a comment\n")
+    made_up.tests = {"fold_2_seed_0": ""}
+    code, _, err, _ = study("--folds=3", task=own_people.task)
+    assert code == 1 and "fold_2_seed_0: the test: " in err, "a comment is no other code"
+    own_people.near.write_text("WIDTH = 2\n")
+    made_up.tests = {}
+    code, out, err, _ = study("--folds=3", task=own_people.task)
+    assert code == 2 and err.startswith(
+        f"error: the code has changed since fold_0_seed_0 had it: {own_people.near.name} ("
+    ), err
+    assert "--force" in err and not (study.folder / "fold_2_seed_0/test.json").exists()
+    assert json.loads((study.folder / "plan.json").read_text()) == plan
+    code, out, err, _ = study("--folds=3", "--force", task=own_people.task)
+    assert code == 0 and "warning: --force: the code has changed since fold_0_seed_0 had it: near_" in out, err
+    assert "--force" not in json.loads((study.folder / "plan.json").read_text())["words"]
+    own_people.near.write_text("WIDTH = 3\n")
+    code, out, err, _ = study("--folds=3", task=own_people.task)
+    assert code == 0 and "3 of 3 are done" in out, "the table of a finished study is printed all the same"
+
+
+def test_code_that_changes_between_a_training_and_its_test_ends_the_study(study, made_up, own_people, monkeypatch):
+    """Or the test would be of a network that was not trained."""
+    plain = tool.train_in
+
+    def train_in(folder, *words, **how):
+        if folder.name == "fold_1_seed_0":
+            own_people.near.write_text("WIDTH = 2\n")
+        return plain(folder, *words, **how)
+
+    monkeypatch.setattr(tool, "train_in", train_in)
+    code, _, err, _ = study("--folds=3", task=own_people.task)
+    what = "fold_1_seed_0: trained, not tested: the code has changed while the study ran: near_"
+    assert code == 1 and what in err, err
+    assert (study.folder / "fold_0_seed_0/test.json").exists()
+    assert not (study.folder / "fold_1_seed_0/test.json").exists()
+
+
+def test_the_table_names_trainings_and_tests_with_other_code(study, made_up):
+    """As they are after --force, or where somebody has run tools/evaluate.py by hand."""
+    cut = {"fold_0_seed_0": ("1", []), "fold_1_seed_0": ("2", []), "fold_2_seed_0": ("1", ["near.py"])}
+    assert study("--folds=3")[0] == 0
+    for name, (digest, changed) in cut.items():
+        path = study.folder / name / "test.json"
+        tested = json.loads(path.read_text())
+        code = {"files": {"models/x.py": digest, "tasks/y.py": "0"}, "changed": changed}
+        path.write_text(json.dumps(tested | {"code": code}))
+    code, out, _, _ = study("--folds=3")
+    assert code == 0
+    assert "warning: other code than the first training: models/x.py of fold_1_seed_0\n" in out
+    assert "warning: other code than the first training: near.py of fold_2_seed_0 (its test)\n" in out
+    assert "tasks/y.py" not in out
 
 
 def refused(study, says, *words, **how):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FAULTY, ROOT, TOY, by_hand, succeed
+from conftest import ROOT, TOY, by_hand, succeed
 from runs import records, same_bits, weights
 
 import tasks
 from engine import config
-from engine.comm.digests import code
 from engine.comm.session import session
 from engine.contract import LockstepError
 from engine.errors import headline
@@ -200,6 +200,33 @@ def test_a_half_set_environment_stops_the_doors(launch, tmp_path, door):
         "start with torchrun, or `unset RANK` to train in one process\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+STARTED = [
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "mpirun"),
+]
+
+
+@pytest.mark.parametrize(("count", "number", "starter"), STARTED)
+def test_copies_that_srun_or_mpirun_starts_are_no_trainings(launch, tmp_path, count, number, starter):
+    """One line of the first, none of the others, and no folder."""
+    for n in (0, 1):
+        env = {count: "4", number: str(n), "SLURM_NTASKS": "4"}
+        done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}", **env)
+        assert done.code == 2 and not (tmp_path / "run").exists()
+        assert len(done.errors) == (n == 0) and "Traceback" not in done.err, done.err
+        if n == 0:
+            assert done.errors[0].startswith(f"error: {starter} has started 4 copies of this command"), done.err
+            assert "`srun --ntasks-per-node=1 ./train_multigpu.sh`" in done.errors[0]
+
+
+def test_a_shell_within_a_job_of_slurm_trains_with_a_warning(launch, tmp_path):
+    """As of salloc or sbatch: the number of tasks is set, and nothing was started by srun."""
+    env = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    done = succeed(launch.python("train.py", TOY, "steps=1", f"save_dir={tmp_path / 'run'}", **env))
+    assert "warning: SLURM_NTASKS=4 but RANK is not set" in done.err
 
 
 def test_nccl_without_cuda_is_refused(launch, tmp_path):
@@ -448,18 +475,20 @@ def test_ranks_that_disagree_are_named_before_the_first_step(launch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_code_that_ranks_compare_has_the_tasks_own_file(tmp_path):
-    """Wherever it lies, and those of the tasks that it builds on."""
-    own = "from tests.tasks.faulty import Task as Faulty\nclass Task(Faulty):\n    size = {}\n"
-    digests = []
-    for name, size in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        path = tmp_path / name / "own.py"
-        path.write_text(own.format(size))
-        digests.append(code(tasks.load(str(path))(None)))
-    assert digests[0] == digests[1] != digests[2]
-    of_the_base, of_all = code(tasks.load(TOY)(None)), code(tasks.load(FAULTY)(None))
-    assert len({of_the_base, of_all, *digests}) == 4
+def test_ranks_with_other_code_are_named_with_the_file_before_the_first_step(launch, tmp_path):
+    """The neighbour of rank 1's task is another, as on a machine whose checkout lags behind."""
+    for rank, size in ((0, 8), (1, 9)):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "near.py").write_text(f"UNUSED = {size}\n")
+        own = "import near\nfrom tests.tasks.toy import Task as Toy\nclass Task(Toy):\n    size = near.UNUSED\n"
+        (tmp_path / str(rank) / "own.py").write_text(own)
+    wrapper = tmp_path / "wrapper.py"
+    text = "import os, sys, train_ddp\nos.chdir(sys.argv[1] + os.environ['RANK'])\n"
+    wrapper.write_text(text + "sys.exit(train_ddp.main(sys.argv[2:]))\n")
+    done = launch.torchrun(2, str(wrapper), f"{tmp_path}/", "own.py", f"save_dir={tmp_path / 'run'}")
+    assert done.code != 0
+    assert len(done.errors) == 1 and "rank 1 differs from rank 0 in code of near.py: " in done.errors[0], done.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_data_is_one_message_from_all_ranks(launch, tmp_path):
@@ -492,3 +521,16 @@ def test_what_is_not_used_is_not_loaded(launch, tmp_path):
     assert done.out.splitlines()[-1] == "loaded"
     done = succeed(launch.python("-c", script, *words, "steps=6", "deterministic=true"))  # from a checkpoint
     assert "Resuming" in done.out and done.out.splitlines()[-1] == "loaded"
+
+
+def test_the_tools_that_will_refuse_a_task_are_named_before_it_trains(launch, tmp_path):
+    bare = "from tests.tasks.toy import Task as Toy\nclass Task(Toy):\n    pass\n"
+    (tmp_path / "bare.py").write_text(bare)
+    done = succeed(launch.python("train.py", str(tmp_path / "bare.py"), "steps=1", f"save_dir={tmp_path / 'run'}"))
+    (row,) = [line for line in done.out.splitlines() if line.strip().startswith("tools ")]
+    named = dict(re.findall(r"(\w+) needs `(\w+)`", row))
+    assert named == {"export": "export_module", "publish": "metadata", "predict": "predict"}, row
+    for tool, method in named.items():
+        words = {"predict": ["--split", "val"], "publish": ["--to", tmp_path / "out", "--license", "mit"]}.get(tool, [])
+        tried = launch.python(f"tools/{tool}.py", tmp_path / "run", *words, "device=cpu")
+        assert tried.code == 2 and f"`{method}`" in tried.errors[0], tried.err

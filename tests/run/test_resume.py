@@ -485,6 +485,39 @@ def test_two_runs_cannot_own_one_folder(launch, tmp_path):
     assert first.wait().code == 75, "the first one continued undisturbed"
 
 
+WITHOUT_LOCKS = """
+import errno, fcntl, os, sys
+def no_locks(*how):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+fcntl.lockf = no_locks
+import train
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_two_runs_cannot_own_one_folder_of_a_disk_without_locks(launch, tmp_path):
+    """As Lustre mounted without flock. What a killed run leaves behind stops nobody on its own machine."""
+    lock = tmp_path / "run/run.lock"
+    words = [TOY, "device=cpu", f"save_dir={tmp_path / 'run'}"]
+    first = launch.start(sys.executable, "-c", WITHOUT_LOCKS, *words, "epochs=100000")
+    first.wait_for("✓ Saved best model")
+    second = launch.python("-c", WITHOUT_LOCKS, *words, "epochs=100000")
+    assert second.code == 2 and f"another run owns this folder: process {first.process.pid} on " in second.errors[0]
+    first.signal(signal.SIGKILL)
+    first.wait()
+    assert f"process {first.process.pid} on " in lock.read_text()
+    other = ["-c", WITHOUT_LOCKS, TOY, "device=cpu", f"save_dir={tmp_path / 'other'}"]
+    third = succeed(launch.python(*other, "epochs=1"))
+    assert "other has no locks, so runs on other machines are not seen: one run at a time may use" in third.err
+    assert (tmp_path / "other/run.lock").read_text() == "", "a run that has ended names nobody"
+    (tmp_path / "other/run.lock").write_text("process 1 on elsewhere, started 2020-01-01 00:00:00\n")
+    fourth = succeed(
+        launch.python("-c", WITHOUT_LOCKS, TOY, "device=cpu", "epochs=2", f"save_dir={tmp_path / 'other'}")
+    )
+    assert "run.lock names process 1 on elsewhere, started 2020-01-01 00:00:00: make sure" in fourth.err
+    succeed(launch.python("-c", WITHOUT_LOCKS, *words, "epochs=1", "--force"))
+
+
 def test_a_full_disk_keeps_the_older_checkpoint(launch, finished):
     """A file size limit stands in for the disk: the write fails in the middle, with torch's error about positions."""
     before = Path(os.path.realpath(finished / "last.pt")).read_bytes()

@@ -40,12 +40,13 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import api, config, errors, resume
+from engine import api, code_digest, config, errors, resume
+from engine.code_digest import Code
 from engine.data.batches import tree_leaves
 from engine.data.fingerprint import Fingerprint
 from engine.data.fingerprint import compare as data_difference
 from engine.environment import environment_of
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, few
 from engine.files import archive, run_folder, weights
 from engine.files.archive import CheckpointState, Sizes
 from engine.files.atomic import write_atomically
@@ -127,6 +128,7 @@ class Side(NamedTuple):
     config       dotted key -> value
     environment  what decides the last bits, beside config, code and data
     code         digest of the source files
+    code_files   digest of each of them, see `code_digest.code_of`; empty of an older run
     commit       of git
     log          step -> line of the training
     scores       step -> line of an evaluation
@@ -142,6 +144,7 @@ class Side(NamedTuple):
     config: dict[str, Any] = {}
     environment: dict[str, str] = {}
     code: str = ""
+    code_files: Code = {}
     commit: str = ""
     data: Fingerprint = Fingerprint()
     processes: int = 0
@@ -204,6 +207,7 @@ def _of_record(name: str, path: Path) -> Side:
     env = environment_of(about)
     side = _as_run(name, path, about["config"], env, about.get("code", ""), about["processes"])
     data = Fingerprint(about.get("data", ""), about.get("data_facts", {}))
+    side = side._replace(code_files=about.get("code_files", {}))
     return side._replace(data=data, record=record)
 
 
@@ -226,7 +230,8 @@ def _of_checkpoint(
     commit = (known.get("git_commit") or "")[:12]
     if known.get("git_dirty"):
         commit += " with changes"
-    return side._replace(commit=commit, data=resume.data_of(saved), sizes=saved.sizes)
+    side = side._replace(commit=commit, data=resume.data_of(saved), sizes=saved.sizes)
+    return side._replace(code_files=saved.code or known.get("code_files", {}))
 
 
 def _of_folder(name: str, folder: Path) -> Side:
@@ -478,12 +483,27 @@ def _free_keys(a: Side, b: Side, virtual: bool) -> list[str]:
 def _code(a: Side, b: Side) -> Differences | None:
     if not ((a.code and b.code) or (a.commit and b.commit)):
         return None
-    found: Differences = {}
-    if a.code != b.code:
-        found["source files"] = a.code, b.code, True
+    found = _source_files(a, b)
     if a.commit and b.commit and a.commit != b.commit:
-        found["commit"] = a.commit, b.commit, not a.code or a.code != b.code
+        found["commit"] = a.commit, b.commit, not a.code or bool(found)
     return found
+
+
+def _source_files(a: Side, b: Side) -> Differences:
+    """Return the source files and packages that differ; of older runs, the digest of all."""
+    if not (a.code_files and b.code_files):
+        return {} if a.code == b.code else {"source files": (a.code, b.code, True)}
+    found: Differences = {}
+    names = code_digest.differences(_with_one_name(a, a), _with_one_name(b, a))
+    for name, (x, y) in names.items():
+        found[f"source file {name}"] = x, y, True
+    return found
+
+
+def _with_one_name(side: Side, first: Side) -> Code:
+    """Return the code of a side. The task's own file has the name of `first`'s task file."""
+    key, of_first = (code_digest.key_of_task(str(each.config["task"])) for each in (side, first))
+    return {of_first if each == key else each: digest for each, digest in side.code_files.items()}
 
 
 def _environment(a: Side, b: Side) -> Differences | None:
@@ -996,7 +1016,11 @@ def _elsewhere(side: Side, again: Side) -> str:
     """Return the differences between a run and the repetition of the run."""
     differences = _environment(side, again) or {}
     texts = [f"{key}: {x} then, {y} now" for key, (x, y, _) in differences.items()]
-    if side.code != again.code:
+    changed = _source_files(side, again)
+    if side.code_files and changed:
+        names = [name.removeprefix("source file ") for name in changed]
+        texts.append(f"source files: {few(names)}")
+    elif changed:
         texts.append(f"source files: {side.code} then, {again.code} now")
     return ", ".join(texts) or "nothing that is noted differs; its data may have changed"
 

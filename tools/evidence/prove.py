@@ -645,7 +645,7 @@ class Proof:
             "notes": str(each.folder.with_suffix(".json")),
             "double": each.kind == "double",
             "dropout": each.kind == "virtual",
-            "nudged": each.kind == "nudged",
+            "nudged": self._nudge() if each.kind == "nudged" else 0.0,
             "evaluate": self.evaluate and not record,
             "seconds": each.limit_s,
             "kill_at": kill_at,
@@ -835,6 +835,15 @@ class Proof:
         gaps = self._gaps("double")
         return bool(gaps) and max(max(gap) for _, *gap in gaps) <= FLOAT64
 
+    def _last_unit(self, kind: str) -> float:
+        """Return one unit in the last place of the coarsest type that a run of this kind has seen:
+        a change that is smaller vanishes in an autocast within the model."""
+        return max((each.notes.get("coarsest", 0.0) for each in self._of(kind)), default=0.0)
+
+    def _nudge(self) -> float:
+        """Return the relative change of each weight that stands for rounding."""
+        return max(trial.LAST_BIT, self._last_unit("plain"))
+
     def _needs_yardstick(self) -> bool:
         plain = self._gaps("plain")
         return bool(plain) and (
@@ -877,7 +886,12 @@ class Proof:
             moved = _gap(one, nudged, CONTINUOUS)
             limits = [GROWTH * max(trial.LAST_BIT, each) for each in moved]
             gaps = [(each, *_gap(one, each, CONTINUOUS)) for each, *_ in plain]
-            if limits[0] > CLEAR:  # rounding is amplified so much that float32 shows nothing
+            limit = max(FLOAT64, GROWTH * self._last_unit("double"))
+            is_coarse = self._nudge() > trial.LAST_BIT
+            if limits[0] > CLEAR and is_coarse and limit < CLEAR and self._gaps("double"):
+                # an autocast leaves float64 as it is, so that run shows more
+                limits, gaps = [limit, limit], self._gaps("double")
+            elif limits[0] > CLEAR:  # rounding is amplified so much that float32 shows nothing
                 gaps = []
                 if not self._in_float64():
                     what = f"weights changed in the last place move the numbers by {moved[0]:.0e}"
@@ -1156,13 +1170,20 @@ def _cause_of(error: str) -> str:
 def _seen(pair: Sequence[Trial]) -> list[str]:
     """Return different values that the task kept, and observed calls of the task's code in either
     run."""
-    sentences, kept = dict[str, None](), list[dict[str, Any]]()
+    sentences = dict[str, None]()
+    kept = list[dict[str, Any]]()
+    draws = list[dict[str, list[Any]]]()
     for each in pair:
         for path in sorted(each.folder.parent.glob(f"{each.folder.name}.json.seen.*")):
             found = json.loads(path.read_text())
             sentences |= dict.fromkeys(found["calls"])
+            draws.append(found["draws"])
             if path.suffix == ".0":
                 kept.append(found["kept"])
+    # the same draws in each process and each run, as of a seeded generator in `datasets`
+    for sentence in dict.fromkeys(itertools.chain(*draws)):
+        if any(each.get(sentence) != draws[0].get(sentence) for each in draws):
+            sentences[sentence] = None
     one, other = [*kept, {}, {}][:2]
     apart = [
         f"{name} is {one[name]!s:.60} in one and {other[name]!s:.60} in the other"

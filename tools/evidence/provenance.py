@@ -50,7 +50,7 @@ import torch
 
 import tasks
 from data_loader import TrainSampler
-from engine import api, config, errors
+from engine import api, config, errors, resume
 from engine.comm.world import World
 from engine.contract import per_sample
 from engine.data.fingerprint import Fingerprint, compare, contents, fingerprint
@@ -62,7 +62,7 @@ from engine.plan import make_plan
 from engine.seeds import preserve_rng_state, seed_everything
 from formats.lab.mixup import Mixed
 from plugins.resilience import status
-from tools.running import alone, guarded, stdout_aside
+from tools.running import alone, guarded, stdout_aside, warn_once
 from tools.use.evaluate import TRUST, aligned, of_run
 
 ONE_PASS = {
@@ -183,6 +183,7 @@ def _read(args: config.Args, contents_too: bool) -> Seen:
     than one order."""
     path = Path(args.cfg.resume)
     saved = api.read(path)
+    warn_once(resume.code_changes(saved, args.cfg.task))
     then = api.settings_of(saved, args.cfg)
     cfg = config.changed(args.cfg, {key: then[key] for key in OF_THE_ORDER})
     skipped = _skipped_steps(path, saved.progress)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -51,14 +52,14 @@ import yaml
 from torch import Tensor
 
 import tasks
-from engine import api, config, private, resume
+from engine import api, code_digest, config, private, resume
 from engine.comm import digests
 from engine.comm.world import World
 from engine.data.fingerprint import Fingerprint, fingerprint
 from engine.data.fingerprint import compare as data_difference
 from engine.data.splits import load_datasets
 from engine.environment import SQUARE_ROOT
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, few
 from engine.files import archive, run_folder
 from engine.files.archive import CheckpointState
 from engine.files.atomic import write_json
@@ -86,6 +87,9 @@ before."""
 
 SMOOTH = ("loss", "grad_norm", "lr")
 """Numbers, beside the weights, that decide between rounding and other differences."""
+
+EVENTS, STATE = ("train", "eval"), "state"
+"""The events of a log that are compared, and the event of a checkpoint."""
 
 FARTHER = 10
 """The largest ratio to the yardstick that rounding explains."""
@@ -339,7 +343,9 @@ def _check_not_running(folder: Path) -> None:
     ):
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # a disk without locks
+                return
             owner = " ".join(file.read().split()) or "unknown"
             todo = "wait for its end, or copy the folder"
             raise LockstepError(f"the run is still running: {owner}", str(folder), todo) from None
@@ -458,9 +464,13 @@ def _look_at_config(run: Recorded, saved: list[CheckpointState], found: Anyway) 
 def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
     now = run_folder.environment(World(0, 0, 1, torch.device("cpu")))
     then = run.environment
-    code = digests.code(task)
+    files = then.get("code_files") or {}
+    changed = code_digest.changes(files, run.cfg.task, run.cfg.task)
+    code = then.get("code") if files else ""
+    if changed or not files:
+        code = code_digest.short(code_digest.code_of(run.cfg.task, task))
     found.facts |= {"code": code, "git_commit": now["git_commit"], "git_dirty": now["git_dirty"]}
-    if code == then.get("code"):
+    if files and not changed:
         found.say("code", f"the same: {code}, {_commit(now)}")
     else:
         commit = str(then.get("git_commit") or "")
@@ -470,7 +480,8 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
         elif commit and commit != now["git_commit"]:
             todo = f": git checkout {commit[:12]}"
         before = f"{then.get('code', 'unknown')}, {_commit(then)}"
-        found.say("code", f"{before} -> {code}, {_commit(now)}{todo}")
+        names = f": {few(changed)}" if changed else ""
+        found.say("code", f"{before} -> {code}, {_commit(now)}{names}{todo}")
         found.explains.append("code")
     moved = []
     for name in ("python", "numpy"):
@@ -678,6 +689,8 @@ class Compared:
     first    the first different point
     largest  largest relative difference of a logged number, and of all weights at the end; `where`
              names the number
+    at       largest relative difference of each point, by (step, event), with the event STATE
+             for a checkpoint
     missing  expected lines that the run's log lacks
     proven   the last step with compared bits of the weights: a digest or a checkpoint
     """
@@ -687,6 +700,7 @@ class Compared:
     digests: int = 0
     first: dict[str, Any] | None = None
     largest: float = 0.0
+    at: dict[tuple[int, str], float] = field(default_factory=dict)
     where: str = ""
     missing: list[int] = field(default_factory=list)
     # whether all state at the end is the same; None: there is no checkpoint
@@ -702,14 +716,26 @@ class Compared:
             self.first = {
                 "step": step,
                 "what": what,
+                "event": what if what in EVENTS else STATE,
                 "differences": differences[:8],
                 "number": len(differences),
             }
+        point = step, what if what in EVENTS else STATE
+        self.at[point] = 0.0
         # other numbers may jump (an accuracy) or be almost zero (a moment)
         for each in differences:
             counts = each["name"] in SMOOTH or each["name"].startswith("model/")
-            if counts and each["relative"] is not None and each["relative"] > self.largest:
+            if not counts or each["relative"] is None:
+                continue
+            self.at[point] = max(self.at[point], each["relative"])
+            if each["relative"] > self.largest:
                 self.largest, self.where = each["relative"], f"{each['name']} at step {step}"
+
+    @property
+    def first_point(self) -> tuple[int, str]:
+        """The key in `at` of the first different point."""
+        assert self.first
+        return self.first["step"], self.first["event"]
 
 
 def compare(
@@ -1092,7 +1118,7 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
         explains += filter(None, [_moved(stretch, folder)])
         if explains and comparison.points:
             yardstick = _yardstick(taker, stretch, folder)
-            if comparison.largest <= FARTHER * yardstick.largest:
+            if _is_rounding(comparison, yardstick, _nudge(known)):
                 verdict = ROUNDING
     noted = _digest_at(folder, stretch.note) if stretch.note else ""
     about |= {"digests": comparison.digests}
@@ -1136,11 +1162,26 @@ def _moved(stretch: Stretch, folder: Path) -> str:
 def _yardstick(taker: Taker, stretch: Stretch, folder: Path) -> Compared:
     """Compare the replay with a second replay. The learning rate of the second replay is larger by
     a rounding error."""
-    known = stretch.known
-    coarse = known.environment.get("TF32") == "True" or known.precision not in ("off", "")
-    other = taker.take(stretch, 2.0 ** (-8 if coarse else -20))
+    other = taker.take(stretch, _nudge(stretch.known))
     ends = _at_end(stretch, folder), _at_end(stretch, other)
     return compare(stretch, log_of(folder)[0], log_of(other)[0], ends, but=("lr",))
+
+
+def _nudge(known: CheckpointState) -> float:
+    """Return the relative change of the learning rate that stands for rounding."""
+    coarse = known.environment.get("TF32") == "True" or known.precision not in ("off", "")
+    return 2.0 ** (-8 if coarse else -20)
+
+
+def _is_rounding(comparison: Compared, yardstick: Compared, nudge: float) -> bool:
+    """Return whether rounding explains the differences, at their first point and at the largest.
+
+    A changed sample shows at the first point that differs: later the yardstick has grown. The
+    learning rate moves the first loss not at all, so the change of the rate is the least limit.
+    """
+    point = comparison.first_point
+    limit = FARTHER * max(nudge, yardstick.at.get(point, 0.0))
+    return comparison.at[point] <= limit and comparison.largest <= FARTHER * yardstick.largest
 
 
 def _digest_at(folder: Path, step: int) -> str:
@@ -1181,6 +1222,11 @@ def _line(
                 "checkpoint now gone?"
             )
     if yardstick:
+        point = comparison.first_point
+        parts.append(
+            f"the difference of that point is {comparison.at[point]:.1e}, the yardstick's there "
+            f"{yardstick.at.get(point, 0.0):.1e}"
+        )
         explained = "explains" if verdict == ROUNDING else "does not explain"
         parts.append(
             f"the largest relative difference is {comparison.largest:.1e} "

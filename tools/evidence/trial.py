@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from engine import contract, global_loss, private
@@ -43,7 +44,7 @@ class Order(NamedTuple):
     notes     a file for facts about the run, see `_take_notes`
     double    compute in float64: weights, batches, and the tensors of the task
     dropout   keep dropout; false: no layer drops numbers
-    nudged    change each weight by one unit in the last place, up or down, before the first step
+    nudged    change each weight by this part of it, up or down, before the first step; 0: none
     evaluate  whether the run scores the validation data
     seconds   stop so many seconds after the first step; 0: never
     last      stop after this step, as at the end of a run; 0: at the normal end
@@ -55,7 +56,7 @@ class Order(NamedTuple):
     notes: str
     double: bool = False
     dropout: bool = True
-    nudged: bool = False
+    nudged: float = 0.0
     evaluate: bool = True
     seconds: float = 0.0
     last: int = 0
@@ -124,7 +125,7 @@ def prepare(model: nn.Module, task: Any, order: Order) -> None:
         with torch.no_grad():
             for p in model.parameters():
                 signs = torch.randint(2, p.shape, generator=draw) * 2 - 1
-                p.mul_(1 + LAST_BIT * signs.to(p))
+                p.mul_(1 + order.nudged * signs.to(p))
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -138,6 +139,22 @@ def _of_doubles(method: Any) -> Any:
         return method(model, attach_info(map_tensors(batch, _double), batch_info(batch)))
 
     return of_doubles
+
+
+class Coarsest(TorchDispatchMode):
+    """Finds the coarsest type of floating point in a forward pass, also within an autocast.
+
+    unit  one unit in the last place of 1 in that type
+    """
+
+    unit = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for value in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.unit = max(self.unit, torch.finfo(value.dtype).eps)
+        return output
 
 
 def _kill_at(run: Run, step: int) -> None:
@@ -157,7 +174,7 @@ def _kill_at(run: Run, step: int) -> None:
 
 def _take_notes(run: Run, path: Path) -> None:
     """(rank 0) Write facts about the run. After the first loss, add the generators that the loss
-    has used."""
+    has used, and the coarsest type."""
     notes: dict[str, Any] = {
         "device": str(run.world.device),
         "precision": run.precision.name,
@@ -168,6 +185,7 @@ def _take_notes(run: Run, path: Path) -> None:
         "depends_on_cut": partition_dependent(run.model, 2),
         "scored": run.loaders.val is not None,
         "draws": [],
+        "coarsest": 0.0,
     }
     write_json(path, notes)
     method = "loss" if type(run.task).losses is contract.Task.losses else "losses"
@@ -176,7 +194,11 @@ def _take_notes(run: Run, path: Path) -> None:
     def first(net: nn.Module, batch: Any) -> Any:
         if not isinstance(global_loss.current_pass, tuple):  # the preflight's
             return plain(net, batch)
-        before, loss = rng_states(run.world.device), plain(net, batch)
+        before = rng_states(run.world.device)
+        types = Coarsest()
+        with types if run.plan.compile == "off" else contextlib.nullcontext():
+            loss = plain(net, batch)
+        notes["coarsest"] = types.unit
         notes["draws"] = [
             name for name, state in rng_states(run.world.device).items() if state != before[name]
         ]

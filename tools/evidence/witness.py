@@ -75,12 +75,15 @@ class Witness(TorchFunctionMode):
     """Writes the JSON file `<notes>.seen.<rank>`.
 
     calls  observed calls of the task's code: sentence -> count
+    draws  draws from generators of the task's own: sentence -> [count, state before the first]
     kept   values that the task keeps after the last step, see `kept`
     """
 
     def __init__(self, notes: str):
         super().__init__()
-        self.path, self.calls = Path(f"{notes}.seen.{launch.environment().rank}"), dict[str, int]()
+        self.path = Path(f"{notes}.seen.{launch.environment().rank}")
+        self.calls: dict[str, int] = {}
+        self.draws: dict[str, list[Any]] = {}
 
     def __enter__(self) -> Any:
         sys.setprofile(self._call)
@@ -97,7 +100,7 @@ class Witness(TorchFunctionMode):
         def end_step(*given: Any) -> Any:
             due = plain(*given)
             sys.setprofile(None)
-            write_json(self.path, {"calls": self.calls, "kept": kept(run)})
+            write_json(self.path, {"calls": self.calls, "draws": self.draws, "kept": kept(run)})
             sys.setprofile(self._call)
             return due
 
@@ -108,10 +111,7 @@ class Witness(TorchFunctionMode):
             each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Generator)
         ]
         if draws and (place := _place(sys._getframe(1))):
-            self._note(
-                f"{place} draws from a generator of its own "
-                f"(torch.{getattr(func, '__name__', func)})"
-            )
+            self._note_draw(place, f"torch.{getattr(func, '__name__', func)}", draws[0])
         return func(*args, **(kwargs or {}))
 
     def _call(self, frame: FrameType, event: str, what: Any) -> None:
@@ -119,7 +119,8 @@ class Witness(TorchFunctionMode):
             owner = getattr(what, "__self__", None)
             sentence = ""
             if isinstance(owner, random.Random) and owner is not random._inst:
-                sentence = "draws from a generator of its own"
+                if place := _place(frame, inner=True):
+                    self._note_draw(place, what.__qualname__, owner)
             elif owner is datetime.datetime or owner is datetime.date:
                 sentence = f"reads {CLOCK}" if what.__name__ in ("now", "utcnow", "today") else ""
             elif getattr(what, "__hash__", None) and what in CALLS:
@@ -135,6 +136,14 @@ class Witness(TorchFunctionMode):
 
     def _note(self, sentence: str) -> None:
         self.calls[sentence] = self.calls.get(sentence, 0) + 1
+
+    def _note_draw(self, place: str, function: str, generator: Any) -> None:
+        """Count the draws at a place. A generator with the same first state and the same number of
+        draws in two runs is not the cause of a difference."""
+        sentence = f"{place} draws from a generator of its own ({function})"
+        if sentence not in self.draws:
+            self.draws[sentence] = [0, _state(generator)]
+        self.draws[sentence][0] += 1
 
 
 def _place(frame: FrameType | None, inner: bool = False) -> str:

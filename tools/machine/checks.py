@@ -107,10 +107,10 @@ def launch_of(cfg: Any) -> tuple[launching.Environment, list[Line]]:
     of the machine."""
     try:
         launch = launching.environment()
+        forgotten = launching.forgotten_launch()
     except LockstepError as error:
         return launching.Environment(), [failure(str(error))]
     if not launch.launched:
-        forgotten = launching.forgotten_launch()
         usual = ok("one process, as plain python starts it (--launch N: as torchrun does)")
         return launch, [warning(forgotten, "or start with --launch N") if forgotten else usual]
     lines = []

@@ -45,10 +45,10 @@ import yaml
 from torch import Tensor
 
 import tasks
-from engine import api, config, errors
+from engine import api, code_digest, config, errors
 from engine.comm import digests
 from engine.contract import LOGGED, Task
-from engine.errors import LockstepError, headline
+from engine.errors import LockstepError, few, headline
 from engine.files.archive import CheckpointState
 from engine.files.store import find_checkpoint
 from formats.partial import Partial
@@ -211,8 +211,10 @@ def _publish(args: config.Args, options: argparse.Namespace) -> int:
         results["study"] = study
     texts = _texts(args, options, saved, weights, seen, results)
     sha256 = digests.of_tensors(weights.items())
-    _write(out, weights, texts, _task_file(args.cfg.task, options.with_task))
-    files = sorted(path.name for path in out.iterdir())
+    task_files = _task_files(args.cfg.task, options.with_task)
+    _write(out, weights, texts, task_files)
+    written = [path for path in out.rglob("*") if path.is_file()]
+    files = sorted(path.relative_to(out).as_posix() for path in written)
     step = saved.step
     if options.json:
         summary = {"folder": str(out), "files": files, "sha256": sha256, "step": step}
@@ -224,6 +226,11 @@ def _publish(args: config.Args, options: argparse.Namespace) -> int:
     print(f"  weights              sha256 {sha256[:16]}")
     if args.cfg.task.endswith(".py") and not options.with_task:
         print(f"note: whoever uses it needs {Path(args.cfg.task).name}, too (--with-task)")
+    if len(task_files) > 1:
+        own, *others = task_files
+        print(f"note: with {own} come the files that it imports: {few(others)}")
+    for name in _not_handed_on(saved):
+        print(f"note: whoever uses it needs {name}, too")
     if not options.no_sources and seen.get("sources"):
         print(f"note: it names {len(seen['sources'])} sources of the training data (--no-sources)")
     print(f"Wrote {out}; after a look at its README.md: hf upload USER/{out.name} {out}")
@@ -363,6 +370,9 @@ def _results(
     except LockstepError as error:  # a task without `score`, or without validation data
         validation["notes"] = [f"not scored: {without_paths(headline(error))}"]
     logged = _logged(folder / "metrics.jsonl", step)
+    if differ := _other_numbers(validation, logged):
+        validation["notes"].append(differ)
+        print(f"warning: {differ}", flush=True)
     for name in validation.get("metrics", ()):
         logged.pop(name, None)
     validation["logged"] = logged
@@ -376,6 +386,32 @@ def _results(
             names += ["by", "sources"]
         results["test"] = _chosen(tested, names)
     return results
+
+
+SAME_NUMBER = 1e-3
+"""Relative difference up to which a metric scored now is that of the log: another machine or
+another precision rounds in another way."""
+
+
+def _other_numbers(validation: dict[str, Any], logged: dict[str, float]) -> str:
+    """Return a line about a metric that is not as in the log, or an empty text.
+
+    Two samples may fall on the other side of a threshold by rounding, which moves a loss little.
+    """
+    scored = validation.get("metrics", {})
+    two_samples = 2 / max(1, validation.get("count", 1))
+    differ = []
+    for name in scored.keys() & logged.keys():
+        now, then = scored[name], logged[name]
+        allowed = SAME_NUMBER * max(abs(now), abs(then))
+        if "loss" not in name:
+            allowed = max(allowed, two_samples)
+        if not abs(now - then) <= allowed:
+            differ.append(f"{name} {now:.4g}, in the log {then:.4g}")
+    if not differ:
+        return ""
+    cause = "code, data or precision have changed since the training"
+    return f"the validation scored now is not that of the log: {few(sorted(differ), 3)}: {cause}"
 
 
 def _chosen(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -605,16 +641,31 @@ def _dumped(value: Any, strict: bool = True) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def _task_file(task: str, wanted: bool) -> Path | None:
-    """Return the path of the task's file, or None. Raises LockstepError for a task of Lockstep."""
+def _task_files(task: str, wanted: bool) -> dict[str, Path]:
+    """Return {name in the folder: path} of the task's own file, and of the files that the file
+    imports from beside it. Raises LockstepError for a task of Lockstep."""
     if not wanted:
-        return None
+        return {}
     if not task.endswith(".py"):
         raise LockstepError(f"the task {task} comes with Lockstep", "--with-task", "drop it")
-    return Path(task)
+    return {Path(task).name: Path(task)} | code_digest.files_beside(task)
 
 
-def _write(out: Path, weights: dict[str, Tensor], texts: dict[str, str], task: Path | None) -> None:
+def _not_handed_on(saved: CheckpointState) -> list[str]:
+    """Return the installed packages, and the modules outside the task's folder, that the model
+    needs."""
+    names = []
+    for key, version in saved.code.items():
+        if key.startswith(code_digest.PACKAGE):
+            names.append(f"the {key} {version}")
+        elif key.startswith(code_digest.ELSEWHERE):
+            names.append(key.removeprefix(code_digest.ELSEWHERE))
+    return names
+
+
+def _write(
+    out: Path, weights: dict[str, Tensor], texts: dict[str, str], task_files: dict[str, Path]
+) -> None:
     """Write the folder under a temporary name, read the weights back, and rename the folder.
 
     An error leaves no folder behind. Raises LockstepError if the disk cannot be written.
@@ -635,14 +686,15 @@ def _write(out: Path, weights: dict[str, Tensor], texts: dict[str, str], task: P
         partial_folder.begin()
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
-        if task:
-            (new / task.name).write_bytes(task.read_bytes())
+        for name, path in task_files.items():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).write_bytes(path.read_bytes())
         published.safetensors().save_file(own, new / published.WEIGHTS, metadata=known)
-        if task or not str(yaml.safe_load(texts[published.CONFIG])["task"]).endswith(".py"):
+        if task_files or not str(yaml.safe_load(texts[published.CONFIG])["task"]).endswith(".py"):
             back = published.read(new)["model"]
             assert [*back] == [*weights]
             assert all(digests.same_bits(back[name], weights[name]) for name in weights)
-        for path in (*new.iterdir(), new):
+        for path in (*new.rglob("*"), new):
             _sync(path)  # a rename may reach the disk before the contents do
         if out.exists():
             raise LockstepError(

@@ -21,7 +21,9 @@ GPUs.
 
 The command writes study.json, study.csv, runs.csv and study.tex into --out, and study.pdf and
 study.png with matplotlib. `python tools/report.py FOLDER` makes a page of the study. docs/study.md
-defines each number. A task other than har and video needs `test_dataset` and `split_keys`, see
+defines each number. A study goes on with the code of its first training: other code is refused
+with the names of the trainings that had the former code, and --force goes on all the same. A task
+other than har and video needs `test_dataset` and `split_keys`, see
 engine/contract.py. Exit code 0: each training is tested; 1: a training has failed; 7: the result of
 a test is missing, and the numbers do not include the test.
 """
@@ -52,7 +54,7 @@ import yaml
 from tqdm import tqdm
 
 import tasks
-from engine import config, errors
+from engine import code_digest, config, errors
 from engine.contract import Task, per_sample
 from engine.data.splits import test_set
 from engine.errors import LockstepError, amount, few
@@ -66,7 +68,16 @@ from tools.machine import cards
 from tools.paper.run_files import as_dict
 from tools.paper.study_numbers import of_study
 from tools.paper.study_tables import STUDY, as_number, lines, write
-from tools.running import Trained, alone, guarded, last_step, run_script, script_of, train_in
+from tools.running import (
+    Trained,
+    alone,
+    guarded,
+    last_step,
+    read_object,
+    run_script,
+    script_of,
+    train_in,
+)
 from tools.use.evaluate import TEST, aligned, names_of
 
 PLAN = "plan.json"
@@ -211,11 +222,16 @@ class Study:
     """
 
     def __init__(self, args: config.Args, options: argparse.Namespace, words: list[str]):
-        self.options, self.words, cfg = options, words, args.cfg
+        cfg = args.cfg
+        self.options = options
+        self.force = args.force is True
+        # --force is about the study: a training must not resume other data
+        self.words = [word for word in words if word != "--force"] if self.force else words
         self.folder = options.out or Path("checkpoints") / f"study_{Path(cfg.task).stem}"
         self.configs = [shlex.split(each) for each in options.compare] or [[]]
         self.of_each = [
-            config.parse([*words, *more], tasks.load).cfg if more else cfg for more in self.configs
+            config.parse([*self.words, *more], tasks.load).cfg if more else cfg
+            for more in self.configs
         ]
         self.task = tasks.load(cfg.task)
         self._check()
@@ -384,6 +400,7 @@ class Study:
             "val_share": options.val_share,
             "fold_seed": options.fold_seed,
             "data": data,
+            "code": code_digest.code_of(self.of_each[0].task, self.task(self.of_each[0])),
         }
 
     def plan_lines(self) -> list[str]:
@@ -447,8 +464,8 @@ class Study:
             raise LockstepError(
                 "the folder holds something else", str(self.folder), "give a new --out"
             )
-        if before is not None and before != self.plan:
-            former = as_dict(before)
+        former = as_dict(before)
+        if before is not None and self._without_code(before) != self._without_code(self.plan):
             differ = [key for key, value in self.plan.items() if former.get(key) != value]
             first = [*differ, "plan"][0]
             was = former.get(first) if isinstance(before, dict) else before
@@ -460,9 +477,52 @@ class Study:
                 str(self.folder),
                 "change it back, or give another --out",
             )
-        if before is None:
+        if before is not None:
+            self._check_code()
+        if before != self.plan:
             _write_text(path, json.dumps(self.plan) + "\n")
         yield
+
+    @staticmethod
+    def _without_code(plan: Any) -> Any:
+        if not isinstance(plan, dict):
+            return plan
+        return {key: value for key, value in plan.items() if key != "code"}
+
+    def _check_code(self) -> None:
+        """Raise LockstepError if trainings of this study had other code, unless --force is given.
+
+        The code of a training is in the training's environment.json, or else in plan.json. A
+        training without a checkpoint of its own counts: a resume continues its steps.
+        """
+        former = read_object(self.folder / PLAN).get("code") or {}
+        names = []
+        files = dict[str, None]()
+        for each in self.trainings:
+            changed = self._changed_code(each, former)
+            if changed:
+                names.append(each.name)
+                files |= dict.fromkeys(changed)
+        left = [each for each in self.trainings if result(self.plan, self.folder, each) is None]
+        if not names or not left:  # a finished study is only printed
+            return
+        what = f"the code has changed since {few(names, 6)} had it: {few([*files])}"
+        if not self.force:
+            todo = "change it back, give a new --out, or mix codes in one table with --force"
+            raise LockstepError(what, str(self.folder), todo)
+        print(f"warning: --force: {what}", flush=True)
+
+    def _changed_code(self, each: Training, otherwise: dict[str, str]) -> list[str]:
+        """Return what has changed since a training began; empty for one that has not begun.
+
+        otherwise  the code of a training whose record has none
+        """
+        record = self.folder / each.name / "environment.json"
+        if not record.exists():
+            return []
+        code = read_object(record).get("code_files") or otherwise
+        name = self.of_each[each.config].task
+        return code_digest.changes(code, name, name)
 
     # ---- the trainings ----
 
@@ -536,6 +596,8 @@ class Study:
         ]
         folder, began = self.folder / each.name, time.monotonic()
         words = self._settings(each, self.folder)
+        if changed := self._changed_meanwhile():
+            return self._failed(each, changed)
         if _state(folder) != "done":
             ended = self._watched(
                 each,
@@ -545,6 +607,8 @@ class Study:
             )
             if ended.code:
                 return self._failed(each, ended.problem)
+            if changed := self._changed_meanwhile():
+                return self._failed(each, f"trained, not tested: {changed}")
         test = [script_of("evaluate"), str(folder), "--split", "test", "--json"]
         if self.names:
             test += ["--by", self.kind]
@@ -564,6 +628,14 @@ class Study:
         return (
             f"{each.name}: {name} {as_number(value)}{whom} ({found['checkpoint']}, {seconds:.0f} s)"
         )
+
+    def _changed_meanwhile(self) -> str:
+        """Return a problem if the code is no longer that of the plan, or an empty text."""
+        name = self.of_each[0].task
+        changed = code_digest.changes(self.plan["code"], name, name)
+        if not changed:
+            return ""
+        return f"the code has changed while the study ran: {few(changed)}"
 
     def _failed(self, each: Training, problem: str) -> str:
         self.failed.append((each.name, problem))
@@ -707,7 +779,23 @@ def results(plan: dict[str, Any], folder: Path, task: type[Task]) -> dict[str, A
         "words": plan["words"],
         "val_share": plan["val_share"],
         "data": plan["data"],
+        "mixed_code": _mixed_code(runs),
         "trainings": len(taken),
         "tested": len(runs),
         **of_study(names, runs, len(plan["folds"])),
     }
+
+
+def _mixed_code(runs: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return {source file: trainings} where the trainings, or a training and its test, had
+    different code. The named trainings, or their tests, had not the code of the first training."""
+    digests: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        code = run.get("code") or {}
+        for key, digest in code.get("files", {}).items():
+            if digests.setdefault(key, digest) != digest:
+                found.setdefault(code_digest.name_of(key), []).append(run["folder"])
+        for name in code.get("changed", ()):
+            found.setdefault(name, []).append(f"{run['folder']} (its test)")
+    return found

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, few
 from engine.files.atomic import write_atomically
 from tools.use.evaluate import aligned
 
@@ -171,6 +171,8 @@ def lines(study: dict[str, Any], most: int = 12) -> list[str]:
     once = f"{looks} of them more than once, by hand" if looks else "each once"
     tested = f"{study['tested']} of {study['trainings']} tested, {once}"
     output = [f"{Path(study['task']).name}: {study['what']}; {tested}"]
+    for name, trainings in study.get("mixed_code", {}).items():
+        output.append(f"warning: other code than the first training: {name} of {few(trainings, 4)}")
     title, rows = person_table(study)
     if len(rows) > most + 1:
         title += f", {most} of {len(rows) - 1}, the worst"

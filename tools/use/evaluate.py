@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 import train
 from data_loader import EvalLoader, EvalSampler
-from engine import api, config, errors
+from engine import api, code_digest, config, errors
 from engine.comm.world import World
 from engine.contract import Sums, Task, per_sample
 from engine.errors import LockstepError
@@ -149,6 +149,7 @@ def _report(scored: Scores, options: argparse.Namespace) -> None:
     about = {
         "checkpoint": str(scored.checkpoint),
         "step": scored.step,
+        "code": {"files": scored.code, "changed": scored.changed_code},
         "split": options.split,
         "sha256": hashes,
         "metrics": finite(scored.metrics),
@@ -211,7 +212,9 @@ def _keep(folder: Path, about: dict[str, Any]) -> None:
 class Scores(NamedTuple):
     """The scores of a split.
 
-    parts  source -> (metrics, sums)
+    parts         source -> (metrics, sums)
+    code          of the checkpoint, see `code_digest.code_of`
+    changed_code  what has changed since then
     """
 
     metrics: dict[str, float]
@@ -220,6 +223,8 @@ class Scores(NamedTuple):
     step: int
     task: Task
     parts: dict[str, tuple[dict[str, float], Sums]]
+    code: dict[str, str]
+    changed_code: list[str]
 
 
 def _score(
@@ -240,8 +245,10 @@ def _score(
     parts = _part_by_part(found, names) if scored and names is not None else {}
     if not scored or parts is None or not world.main:
         return None
-    path = Path(str(found.record.resumed.path))
-    return Scores(*scored, path, found.progress.step, found.task, parts)
+    saved = found.record.resumed
+    path = Path(str(saved.path))
+    changed = code_digest.changes(saved.code, str(saved.config.get("task")), args.cfg.task)
+    return Scores(*scored, path, found.progress.step, found.task, parts, saved.code, changed)
 
 
 def names_of(dataset: Any, kind: str) -> np.ndarray | None:

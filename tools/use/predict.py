@@ -71,7 +71,7 @@ from plugins.resilience import status
 from tasks import har, video
 from tools.arguments import whole_number
 from tools.lab.prepare_clips import add_labels, beyond, read_annotations, read_labels
-from tools.running import alone, guarded, in_world
+from tools.running import alone, guarded, in_world, warn_once
 from tools.use import bout_files, decisions
 from tools.use.decisions import Decision
 from tools.use.evaluate import TRUST, aligned, of_run
@@ -230,6 +230,8 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     kernels.set_backends(args.cfg)
     cfg, saved = checkpoint.locate(args.cfg, world)
     assert saved.path
+    if world.main:
+        warn_once(resume.code_changes(saved, cfg.task))
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
     dataset = None
