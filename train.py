@@ -30,17 +30,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import tasks
 from data_loader import create_data_loaders
-from engine import (
-    checkpoint,
-    code_digest,
-    command,
-    config,
-    kernels,
-    launch,
-    optim,
-    precision,
-    resume,
-)
+from engine import checkpoint, command, config, kernels, launch, optim, precision, resume
 from engine.comm.session import session
 from engine.comm.world import World, sync_errors
 from engine.data.fingerprint import fingerprint
@@ -119,7 +109,7 @@ def build(
             # bf16 needs no loss scale
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),
             loaders=loaders, stop=stop or resilience.StopRequest(),
-            record=Record(fingerprint=data, code=code_digest.code_of(cfg.task, task, model, train_set)),
+            record=Record(fingerprint=data, code=resume.code_of(cfg.task, task, model, train_set)),
         )  # fmt: skip
         checkpoint.restore(run, saved)  # or the weights of init_from
     prepare(run, strict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine import code_digest, config
+from engine.code_digest import code_of as code_of
 from engine.contract import Task
 from engine.data.fingerprint import Fingerprint, compare, rounding_text
 from engine.errors import LockstepError, console, few
