@@ -212,6 +212,11 @@ class Task(ToolMethods):
         `monitor` names. With `collect`, only rank 0 calls `report`."""
         raise NotImplementedError
 
+    def baselines(self) -> dict[str, str]:
+        """Return {metric of `report`: name} of values of `monitor` that an answer without a model
+        reaches, such as the commonest class. A run prints the values beside the model's score."""
+        return {}
+
     def optimizer(self, model: nn.Module) -> Optimizer | None:
         """Return an optimizer (several in a `ChainedOptimizer`), or None for the optimizer of
         `optim.name`. Called after `optim.freeze` is applied; the groups hold all trained weights.

@@ -429,6 +429,14 @@ class Task(contract.Task):
             sums["numbers_of_each"] = (valid.sum((1, 2))[:, None] * of_set).sum(0) * self.action_dim
         return sums
 
+    def baselines(self) -> dict[str, str]:
+        if self.monitor != "action_l1":
+            return {}
+        return {
+            "baseline/hold_state_l1": "holding the state",
+            "baseline/mean_action_l1": "mean action",
+        }
+
     def report(self, sums: Sums) -> dict[str, float]:
         """Report `action_l1` beside two baselines.
 

@@ -10,10 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from tqdm import tqdm
 
 import tasks
 import train
@@ -27,6 +30,9 @@ from plugins.resilience.scratch import end_with_parent
 from plugins.resilience.signals import StopRequest
 
 T = TypeVar("T")
+
+PROGRESS_S = 10
+"""Seconds between two lines of progress, where stderr is no terminal."""
 
 
 def guarded(
@@ -224,6 +230,19 @@ def run_script(
                     child.wait(0.2)
                 look(child)
         return Trained(child.returncode, log.read_text(errors="replace"))
+
+
+def show_progress(items: Sequence[T], name: str, unit: str) -> Iterator[T]:
+    """Yield the items: with a bar on a terminal, elsewhere with a line on stderr now and then."""
+    if sys.stderr.isatty():
+        yield from tqdm(items, name, unit=unit)
+        return
+    printed = time.monotonic()
+    for number, item in enumerate(items):
+        if time.monotonic() - printed >= PROGRESS_S:
+            printed = time.monotonic()
+            print(f"{name}: {number} of {len(items)} ({unit})", file=sys.stderr, flush=True)
+        yield item
 
 
 def last_step(folder: Path) -> int:

@@ -33,6 +33,7 @@ from engine.errors import (
 from engine.meter import means
 from engine.phases import Phase, phase
 from engine.record import NullLog, Skipped
+from engine.report.baselines import as_text, baselines
 from engine.report.lines import Lines
 from engine.report.tensorboard import Board
 from engine.run import Run
@@ -180,6 +181,8 @@ class Log(NullLog):
             shown[monitor] = f"{metrics[monitor]:.4f}"
         trained = _joined(_shown(means(p.epoch_totals)), ": ", ", ")
         scored = _joined(shown, ": ", ", ")
+        if found := baselines(run.task, metrics):
+            scored += f" ({as_text(found)})"
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {trained} | Val {scored}")
         self._watch(run)
         for name, picture in _pictures(run, next(iter(run.loaders.val)), sums).items():

@@ -19,6 +19,7 @@ from engine.files import run_folder
 from engine.files.store import LAST
 from engine.files.writer import CheckpointWriter
 from engine.report import log
+from engine.report.baselines import as_text, baselines, not_beaten
 from engine.run import Run
 
 
@@ -76,6 +77,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
             _report_end(run, state)
             record.log.end_bars(run)
             console.info(ended(run, path, sha256))
+            _compare_with_baselines(run)
     finally:
         record.log.close(state)
 
@@ -119,9 +121,18 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
 
 
 def _report_end(run: Run, state: str) -> None:
-    code = STOPPED if run.stopped else DONE
-    step = run.progress.step
-    hooks.event("status", state=state, exit_code=code, reason=run.stopped, step=step)
+    facts: dict[str, Any] = {"exit_code": STOPPED if run.stopped else DONE, "reason": run.stopped}
+    if found := baselines(run.task, run.record.metrics):
+        facts |= {"baselines": found, "higher_is_better": run.task.higher_is_better}
+    hooks.event("status", state=state, step=run.progress.step, **facts)
+
+
+def _compare_with_baselines(run: Run) -> None:
+    """Print a warning if a run that is done is not better than a baseline."""
+    found = baselines(run.task, run.record.metrics)
+    text = not_beaten(run.task, run.progress.best, found)
+    if text and not run.stopped:
+        console.warning(text)
 
 
 def _weights_digest(run: Run) -> str:
@@ -150,6 +161,8 @@ def ended(run: Run, path: Path, sha256: str) -> str:
         result += f", {p.samples} samples"
         if p.best is not None:
             result += f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
+        if found := baselines(run.task, run.record.metrics):
+            result += f"; {as_text(found)}"
         board = f"tensorboard --logdir {path / 'logs'}"
         rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}
     rows["weights"] = f"sha256 {sha256}"

@@ -436,6 +436,7 @@ class Classification(contract.Task):
             rows["f1"].append(2 * hits / max(1, hits + wrong + all_on))
             rows["ap"].append(average_precision(off, on))
         known = [c for c in range(len(levels)) if levels[c, 1].sum()]
+        metrics |= self._binary_baselines(levels[known], known)
         metrics["macro_f1"] = sum(rows["f1"][c] for c in known) / max(1, len(known))
         metrics["mean_ap"] = sum(rows["ap"][c] for c in known) / max(1, len(known))
         return metrics | {
@@ -444,26 +445,51 @@ class Classification(contract.Task):
             for kind, row in rows.items()
         }
 
+    def _binary_baselines(self, levels: np.ndarray, known: list[int]) -> dict[str, float]:
+        """Return the macro F1 and the mean AP if each class has its commonest training answer.
+
+        levels  (K, 2, LEVELS) counts of negative and positive samples of the K `known` classes
+        """
+        negative, positive = levels.sum(2).T.astype(np.float64)
+        shares = positive / np.maximum(1, negative + positive)
+        is_on = np.zeros(len(known), dtype=bool)
+        if len(getattr(self, "looked_counts", [])):
+            is_on = (2 * self.train_counts > self.looked_counts)[known]
+        # all on: precision is the share of positives, recall is 1
+        f1 = np.where(is_on, 2 * shares / (1 + shares), 0.0)
+        count = max(1, len(known))
+        return {
+            "baseline/commonest_macro_f1": float(f1.sum() / count),
+            "baseline/commonest_mean_ap": float(shares.sum() / count),
+        }
+
     def guessed(self, batch: Batch, guesses: Tensor) -> None:
         """Receive (B,) predicted class numbers of an evaluation, on the batch's device.
 
         A task overrides the hook to keep the numbers for `pictures`.
         """
 
+    def baselines(self) -> dict[str, str]:
+        name = "commonest class" if self.exclusive else "commonest answers"
+        return {f"baseline/commonest_{self.monitor}": name}
+
     def report(self, sums: Sums) -> dict[str, float]:
         if "levels" in sums:
             return self._binary_report(sums)
         matrix = sums["confusion"].cpu().numpy().astype(np.float64)
         precision, recall, f1 = precision_recall_f1(matrix)
-        # A class that neither occurs nor is predicted has no F1 and is excluded from the mean.
-        known = (matrix.sum(0) + matrix.sum(1)) > 0
         metrics: dict[str, Any] = {
             "loss": float(sums["loss_total"] / sums["loss_weight"])
             if sums["loss_weight"] > 0
             else float("nan"),
             "accuracy": float(np.trace(matrix) / max(1.0, matrix.sum())),
-            "macro_f1": float(f1[known].mean()) if known.any() else 0.0,
+            "macro_f1": macro_f1(matrix),
         }
+        if hasattr(self, "train_counts"):  # a task of one's own may count otherwise
+            commonest = always(matrix, int(self.train_counts.argmax()))
+            shares = np.trace(commonest) / max(1.0, matrix.sum())
+            metrics["baseline/commonest_accuracy"] = float(shares)
+            metrics["baseline/commonest_macro_f1"] = macro_f1(commonest)
         if "bins" in sums:  # a task's own `score` may omit the bins
             metrics["ece"] = ece(sums["bins"].cpu().numpy(), sums["bin_shares"].cpu().numpy())
         for c, name in enumerate(self.classes):
@@ -550,6 +576,23 @@ def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
         return np.divide(a, b, out=np.zeros_like(hits), where=b > 0)
 
     return ratio(hits, predicted), ratio(hits, actual), ratio(2 * hits, predicted + actual)
+
+
+def macro_f1(matrix: np.ndarray) -> float:
+    """Return the mean F1 of (C, C) counts [true, predicted].
+
+    A class that neither occurs nor is predicted has no F1 and is excluded from the mean.
+    """
+    known = (matrix.sum(0) + matrix.sum(1)) > 0
+    f1 = precision_recall_f1(matrix)[2]
+    return float(f1[known].mean()) if known.any() else 0.0
+
+
+def always(matrix: np.ndarray, predicted: int) -> np.ndarray:
+    """Return the (C, C) counts [true, predicted] if each sample is predicted as one class."""
+    counts = np.zeros_like(matrix)
+    counts[:, predicted] = matrix.sum(1)
+    return counts
 
 
 def draw_confusion(matrix: np.ndarray, classes: list[str]) -> np.ndarray:

@@ -113,7 +113,7 @@ def test_columns_sorts_and_forms(listed, tmp_path):
     assert rows[-1]["test"] == "0.625" and rows[0]["test"] == "" and [*rows[0]] == [*tool.COLUMNS]
     _, out = listed(tmp_path)
     cells = [each.split() for each in out.splitlines()]
-    assert ["f_10", "har", "complete", "2/7", "12", "macro_f1", "0.7500", "0.6250", "6", "s"] in cells
+    assert ["f_10", "har", "complete", "2/7", "12", "macro_f1", "0.7500", "–", "0.6250", "6", "s"] in cells
     assert "deep/f_2, failed: a cause" in out and "again" not in out, "it is complete"
 
 

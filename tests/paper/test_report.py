@@ -447,3 +447,22 @@ def test_a_sample_is_drawn_by_its_shape(shape, kind, drawn):
     elif found:
         draw = figures.picture if found[0] == "picture" else figures.film
         assert draw(np.where(np.eye(*found[1].shape[:2])[(...,) + (None,) * (found[1].ndim - 2)] > 0, np.nan, found[1]))
+
+
+def test_the_result_stands_above_the_curves_and_progress_is_printed_without_a_terminal(
+    launch, tmp_path, monkeypatch, capsys
+):
+    run = tmp_path / "run"
+    words = ("har", "device=cpu", "dataset.stride=1024", "steps=2", "epochs=1")
+    succeed(launch.train(*words, f"save_dir={run}"))
+    page = tmp_path / "page.html"
+    succeed(launch.python("tools/report.py", str(run), "--out", str(page), "--no-samples"))
+    text = page.read_text()
+    result = text.index(">Results<")
+    assert result < text.index("macro_f1", result) < text.index('id="curves"')
+    assert "commonest class 0.0" in text and text.index("without a model") < text.index('id="curves"')
+    monkeypatch.setattr("tools.running.PROGRESS_S", 0)
+    from tools.running import show_progress
+
+    assert [*show_progress(range(3), "Scoring", "batch")] == [0, 1, 2]
+    assert capsys.readouterr().err.splitlines()[-1] == "Scoring: 2 of 3 (batch)"

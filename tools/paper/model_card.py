@@ -206,6 +206,9 @@ def _results(card: Card) -> list[str]:
         metrics = _shown(results.get(split, {}))
         if metrics:
             rows = [[escaped(name), _number(value)] for name, value in metrics.items()]
+            if split == "validation":
+                for name, value in results.get("baselines", {}).items():
+                    rows.append([f"{results['monitor']} of {escaped(name)}", _number(value)])
             count = results[split].get("count") or results[split].get("metrics", {}).get("count")
             title = split
             if count:

@@ -378,6 +378,7 @@ def _results(
     validation["logged"] = logged
     monitor = str(tasks.load(args.cfg.task).monitor)
     results = {"step": step, "monitor": monitor, "validation": validation}
+    results["baselines"] = read_json(folder / "status.json").get("baselines", {})
     tested = read_json(folder / TEST)
     weights = api.hash_weights(saved)[:16]
     if tested and tested.get("sha256", {}).get("weights") == weights:

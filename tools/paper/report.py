@@ -454,6 +454,11 @@ def _facts(run: Run) -> dict[str, str]:
     losses = run.of("train")
     if best:
         facts["best"] = f"{run.monitor} {shown(number(best[run.monitor]))} at step {best['step']}"
+        found = as_dict(run.status.get("baselines"))
+        if found:
+            facts["without a model"] = ", ".join(
+                f"{name} {shown(number(value))}" for name, value in found.items()
+            )
     elif losses:
         facts["best"] = f"not evaluated; last training loss {shown(number(losses[-1].get('loss')))}"
     commit = str(run.environment.get("git_commit") or "unknown")[:12]

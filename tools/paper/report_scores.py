@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from engine import api, config, threads
 from engine.comm.world import World
@@ -35,7 +34,7 @@ from engine.seeds import sample_seeds, seed_generators
 from engine.task_trials import TRIALS_AT_ONCE
 from plugins.preflight.returned import check_scored
 from tasks.shared.classification import precision_recall_f1
-from tools.running import in_world
+from tools.running import in_world, show_progress
 from tools.use.predict import LoadedModel, load_model
 
 EPISODE = "episode_index"
@@ -226,7 +225,7 @@ class _Totals:
 def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
     task, count, size = loaded.task, len(dataset), loaded.batch_size
     whole = _Totals(loaded)
-    starts = tqdm(range(0, count, size), "Scoring", unit="batch", disable=None)
+    starts = show_progress(range(0, count, size), "Scoring", "batch")
     for number, first in enumerate(starts):
         whole.add(
             loaded, _batch(loaded, dataset, [*range(first, min(first + size, count))]), number
@@ -242,7 +241,7 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
     losses, true, guess = np.full(count, np.nan), np.full(count, -1), np.full(count, -1)
     totals: dict[str, _Totals] = {}
     known, episodes = False, list[str]()
-    for n in tqdm(range(count), "One by one", unit="sample", disable=None):
+    for n in show_progress(range(count), "One by one", "sample"):
         batch, one = _batch(loaded, dataset, [n]), _Totals(loaded)
         parts = _parts(batch, only=EPISODE) if sources is None else {}
         name = sources[n] if sources else ""
@@ -283,7 +282,7 @@ def _tried(loaded: LoadedModel, whole: _Totals) -> dict[str, np.ndarray]:
     """
     task, tried = loaded.task, Gathered("trials")
     starts = range(0, task.num_trials, TRIALS_AT_ONCE)
-    for first in tqdm(starts, "Trials", unit=f"{TRIALS_AT_ONCE} trials", disable=None):
+    for first in show_progress(starts, "Trials", f"{TRIALS_AT_ONCE} trials"):
         which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
         seed_generators(loaded.device, "trials", task.cfg.seed, first)
         with loaded.precision.autocast():
@@ -364,7 +363,7 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
     # weight.
     weightless = -math.inf if math.isfinite(found.metrics.get("loss", math.nan)) else math.inf
     ranked = sorted(range(found.count), key=lambda n: -_badness(losses[n], weightless))
-    for n in ranked[:most]:
+    for n in show_progress(ranked[:most], "Worst samples", "sample"):
         batch = _batch(loaded, dataset, [n])
         predicted = _predicted(loaded, batch, 1)
         source = found.sources[n] if found.sources else ""
@@ -380,7 +379,8 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
             for source in found.by_source
         }
         mean = {source: each.get("loss", math.nan) for source, each in found.by_source.items()}
-        for source in sorted(members, key=lambda source: -_badness(mean[source]))[: min(most, 6)]:
+        worst = sorted(members, key=lambda source: -_badness(mean[source]))[: min(most, 6)]
+        for source in show_progress(worst, "Worst episodes", "episode"):
             with contextlib.suppress(LockstepError):
                 found.episodes.append(
                     _episode(loaded, dataset, members[source], source, mean[source], name)

@@ -39,7 +39,8 @@ from tools.running import alone, guarded
 from tools.use.evaluate import TEST, aligned
 
 COLUMNS = (
-    "folder task state reason epoch epochs step monitor best test looks time_s ended resume_command"
+    "folder task state reason epoch epochs step monitor best baseline test looks time_s ended "
+    "resume_command"
 ).split()
 SORTS = ("folder", "task", "state", "step", "best", "test", "time")
 COLUMN_OF_SORT = {"time": "time_s"}
@@ -129,6 +130,7 @@ def read(folder: Path) -> dict[str, Any]:
     run["time_s"] = _number(log.get("time_s"))
     run["monitor"] = _text(now.get("monitor")) or None
     run["best"] = _number(now.get("best"))
+    run["baseline"] = _best_baseline(as_dict(now.get("baselines")), now.get("higher_is_better"))
     # A run of an older version has no monitor. A user's task file is not executed.
     if run["monitor"] is None and task in tasks.names():
         run["monitor"], run["best"] = _best(folder / "metrics.jsonl", tasks.load(task))
@@ -279,11 +281,12 @@ def lines(runs: list[dict[str, Any]], top: Path) -> list[str]:
                 shown(run["step"]),
                 run["monitor"] or "–",
                 shown(run["best"]),
+                shown(run["baseline"]),
                 shown(run["test"]),
                 _time(run["time_s"]),
             ]
         )
-    head = ["", "task", "state", "epoch", "step", "monitor", "best", "test", "time"]
+    head = ["", "task", "state", "epoch", "step", "monitor", "best", "baseline", "test", "time"]
     output = aligned([head, *rows])
     for run in runs:
         if run["state"] != "complete":
@@ -294,6 +297,14 @@ def lines(runs: list[dict[str, Any]], top: Path) -> list[str]:
             if run["resume_command"] and run["state"] != "running":
                 output.append(f"  {run['resume_command']}")
     return output
+
+
+def _best_baseline(found: dict[str, Any], higher_is_better: Any) -> float | None:
+    """Return the best value without a model, see `Task.baselines`; None if there is none."""
+    values = [value for value in map(_number, found.values()) if value is not None]
+    if higher_is_better:
+        return max(values, default=None)
+    return min(values, default=None)
 
 
 def _below(folder: str, top: Path) -> str:
