@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from engine import hooks
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
-from engine.errors import LockstepError
+from engine.errors import LockstepError, console, few
 from engine.plan import workers_of_rank
 from plugins.parallel.grad_norm import exact_grad_norm
 from plugins.parallel.tree import Node, Span, push_node, subtree_roots, tree_sum
@@ -118,6 +118,7 @@ class VirtualWorkers(LocalReducer):
     changes        nodes of the tree of changes of running statistics, float64
     counters       buffers of integers, after the last worker
     worker         number of the current worker; -1 before the first worker of a step
+    averaged       names of changed buffers outside of norms, which a line has named
     idle           the current worker has no samples: the step has fewer samples than workers
     samples        number of samples of the step
     """
@@ -138,6 +139,7 @@ class VirtualWorkers(LocalReducer):
                 self.block = block
         self.changes: list[Node] = []
         self.counters: dict[str, Tensor] = {}
+        self.averaged: set[str] | None = None
         self.worker, self.idle, self.samples = -1, False, 0
 
     # ---- one worker after the other ----
@@ -168,6 +170,8 @@ class VirtualWorkers(LocalReducer):
         self.worker, self.counters = -1, {}
         if not self.changes:
             return
+        if self.averaged is None:
+            self._name_averaged()
         exchange = TreeAllReduce(self.spans_by_rank, [node.sums[0] for node in self.changes])
         exchange.add()
         self.changes = []
@@ -178,6 +182,20 @@ class VirtualWorkers(LocalReducer):
                 stop = start + buffer.numel()
                 buffer.copy_(before.double() + change[start:stop].view(buffer.shape))
                 start = stop
+
+    def _name_averaged(self) -> None:
+        """Print once which buffers outside of norms the mean of the workers changes: a queue of
+        features would become a mean of queues."""
+        own = self.buffers(of_norms=False)
+        self.averaged = {
+            name for name in self.buffers.changed() if name in own and own[name].is_floating_point()
+        }
+        if self.averaged:
+            console.info(
+                f"note: the buffer {few(sorted(self.averaged))} takes the mean of the virtual "
+                "workers' changes in each step: right for a running mean, wrong for a queue "
+                "(docs/same-bits.md)\n"
+            )
 
     def _keep_buffers(self) -> None:
         """Push the current worker's change of the running statistics into the tree: zeros if the

@@ -339,6 +339,35 @@ def test_in_float64_the_task_computes_as_it_would(tmp_path):
     assert found.dtype == torch.float64 and torch.equal(found, truth)
 
 
+@pytest.mark.parametrize(
+    ("draws", "named"),
+    [
+        ([{"in datasets": [200, "a"]}, {"in datasets": [200, "a"]}], False),  # seeded, the same everywhere
+        ([{"in datasets": [200, "a"]}, {"in datasets": [200, "b"]}], True),  # another seed
+        ([{"in loss": [24, "a"]}, {"in loss": [12, "a"]}], True),  # fewer draws on two processes
+        ([{"in loss": [24, "a"]}, {}], True),
+    ],
+)
+def test_a_generator_is_named_where_its_draws_differ(tmp_path, draws, named):
+    pair = []
+    for n, each in enumerate(draws):
+        pair.append(SimpleNamespace(folder=tmp_path / f"run{n}"))
+        notes = {"calls": {}, "draws": each, "kept": {}}
+        (tmp_path / f"run{n}.json.seen.0").write_text(json.dumps(notes))
+    assert bool(prove._seen(pair)) is named
+
+
+@pytest.mark.parametrize(
+    ("within", "unit"), [(None, 2**-23), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)], ids=str
+)
+def test_the_coarsest_type_of_a_forward_pass_is_found(within, unit):
+    """Also within an autocast of the model's own, though its output is float32."""
+    model, types = nn.Linear(4, 4), trial.Coarsest()
+    with types, torch.autocast("cpu", within, enabled=within is not None):
+        model(torch.randn(2, 4)).float()
+    assert types.unit == unit
+
+
 def test_nudged_weights_differ_in_the_last_place():
     model = nn.Linear(50, 40)
     before = model.weight.detach().numpy().copy()

@@ -446,3 +446,22 @@ def test_ctrl_c_ends_all_stretches(original, launch):
     running.signal(signal.SIGINT)
     done = running.wait()
     assert done.code == 130 and done.errors == ["error: interrupted"], done.err
+
+
+@pytest.mark.parametrize(
+    ("at_first", "largest", "rounding"),
+    [
+        (1e-6, 1e-4, True),
+        (5.5e-3, 5.5e-3, False),  # a changed sample, though rounding grows as large later
+        (1e-6, 1.0, False),
+    ],
+)
+def test_a_jump_at_the_first_point_is_no_rounding(at_first, largest, rounding):
+    """Bits are equal up to step 3. Rounding is 1e-6 at step 4, and grows to 1e-3."""
+    found, yardstick = tool.Compared(), tool.Compared()
+    for comparison, sizes in ((found, [0, at_first, largest]), (yardstick, [1e-7, 1e-6, 1e-3])):
+        for step, size in zip((3, 4, 9), sizes, strict=True):
+            differences = [{"name": "loss", "run": 1.0, "replay": 1.0 + size, "relative": size}] if size else []
+            comparison.add(step, "train", differences)
+    assert found.first_point == (4, "train")
+    assert tool._is_rounding(found, yardstick, 2.0**-20) is rounding

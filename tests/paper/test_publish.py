@@ -1,6 +1,7 @@
 """tools/publish.py: a folder that the Hub takes, by its own reader, and that gives the predictions of the run."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -510,3 +511,19 @@ def test_a_path_is_cut_and_no_other_text():
         assert publish.without_paths(text) == left
     secrets = {"wandb": {"entity": "anna"}, "save_dir": "x", "dataset": {"api_key": "k", "token": "t", "tokens": "3"}}
     assert publish.public(secrets) == {"dataset": {"api_key": "", "token": "", "tokens": "3"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "logged", "differs"),
+    [
+        ("loss", 0.5004, False),
+        ("loss", 0.52, True),
+        ("accuracy", 0.515, False),
+        ("accuracy", 0.58, True),
+        ("loss", math.nan, True),
+    ],
+)
+def test_the_validation_scored_now_is_compared_with_the_log(name, logged, differs):
+    """Of 100 samples two may fall on the other side by rounding; a loss has no such steps."""
+    text = publish._other_numbers({"count": 100, "metrics": {name: 0.5}}, {name: logged, "time": 3.0})
+    assert bool(text) is differs and (not differs or f"{name} 0.5, in the log " in text)

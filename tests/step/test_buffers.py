@@ -204,3 +204,40 @@ def test_the_parts_that_depend_on_the_cut_are_named():
     )
     assert partition.partition_dependent(nn.BatchNorm2d(3), 1) == "BatchNorm (BatchNorm2d)"
     assert partition.partition_dependent(nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3)), 2) == ""
+
+
+QUEUE = """
+import torch
+from torch import nn
+from tests.tasks.toy import Task as Toy
+
+
+class Queue(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("{name}", torch.zeros(4, 4))
+
+    def forward(self, x):
+        out = self.inner(x)
+        if self.training:
+            self.{name}.copy_(torch.cat([out.detach()[:1], self.{name}[:-1]]))
+        return out
+
+
+class Task(Toy):
+    def model(self):
+        inner = super().model()
+        return {model}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "named"), [("Queue(inner)", True), ("nn.Sequential(inner, nn.BatchNorm1d(4))", False)]
+)
+def test_a_queue_that_virtual_workers_would_average_is_named(launch, tmp_path, model, named):
+    """Once. A norm's statistics are meant to be averaged."""
+    (tmp_path / "own.py").write_text(QUEUE.format(name="queue", model=model))
+    words = [str(tmp_path / "own.py"), "virtual_workers=2", "steps=3", f"save_dir={tmp_path / 'run'}"]
+    done = succeed(launch.train(*words))
+    assert done.out.count("note: the buffer queue takes the mean of the virtual workers' changes") == named, done.out

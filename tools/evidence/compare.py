@@ -808,6 +808,9 @@ def _verdict(
 
     settings  a text about different settings, see `_settings`
     """
+    if a.about["lr"] != b.about["lr"]:
+        rates = f"the learning rate is {a.about['lr']:.6g} in A, {b.about['lr']:.6g} in B"
+        settings = ", ".join(filter(None, [settings, rates]))
     found = records.compare(a, b)
     number = a.about["step"]
     first = next(iter(found.differences), None)

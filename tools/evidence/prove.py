@@ -1181,16 +1181,17 @@ def _seen(pair: Sequence[Trial]) -> list[str]:
             if path.suffix == ".0":
                 kept.append(found["kept"])
     # the same draws in each process and each run, as of a seeded generator in `datasets`
+    drawn = []
     for sentence in dict.fromkeys(itertools.chain(*draws)):
         if any(each.get(sentence) != draws[0].get(sentence) for each in draws):
-            sentences[sentence] = None
+            drawn.append(sentence)
     one, other = [*kept, {}, {}][:2]
     apart = [
         f"{name} is {one[name]!s:.60} in one and {other[name]!s:.60} in the other"
         for name in one
         if name in other and one[name] != other[name]
     ]
-    return [*apart, *sentences][:5]
+    return [*apart, *drawn, *sentences][:5]
 
 
 def _nth(number: int) -> str:
