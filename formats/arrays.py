@@ -24,6 +24,7 @@ from typing import IO
 import numpy as np
 
 from engine.contract import LockstepError
+from formats.ids import id_key
 
 # Control characters, except tabs and line ends. No name of a class, person or file needs these.
 CONTROL = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
@@ -140,13 +141,14 @@ def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: st
 def look_alikes(counts: Mapping[str, int], typos: bool = True) -> list[str]:
     """Return a sentence for each pair of names, {name: count}, that may be the same.
 
-    Such names differ only in case, spaces and punctuation. With `typos`, a rare name may also
-    differ from a frequent name in one or two letters.
+    Such names differ only in case, spaces and punctuation, or are equal as numbers. With `typos`,
+    a rare name may also differ from a frequent name in one or two letters.
     """
     found = []
     ordered = sorted(counts, key=lambda name: (counts[name], name))
     for rare, often in itertools.combinations(ordered, 2):
         same = len({re.sub(r"[\W_]", "", name.casefold()) for name in (rare, often)}) == 1
+        same = same or id_key(rare) == id_key(often)
         near = difflib.SequenceMatcher(None, rare, often).ratio() >= 0.75
         if same or (
             typos

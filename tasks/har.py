@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option, section
 from engine.contract import Batch
+from formats.counters import warnings_of
 from formats.lab import windows
 from models.backbone import Backbone
 from models.conv1d import Conv1d
@@ -227,6 +228,20 @@ class Task(FromWeights):
             check_harnet(found)
         return found
 
+    def unit_doubts(self, model: nn.Module, found: windows.Recordings) -> list[str]:
+        """Return a sentence if channels of `found` differ from the training by more than OTHER.
+
+        The mean and the deviation of each channel are compared. A model without these numbers gives
+        no sentence.
+        """
+        for part in model.modules():
+            if isinstance(part, Standardise):
+                measured = found.signal.shape[1] - found.masked
+                mean = part.mean[:measured, 0].double().cpu().numpy()
+                std = part.std[:measured, 0].double().cpu().numpy()
+                return other_units(found, mean, std)
+        return []
+
     def export_module(
         self, model: nn.Module
     ) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
@@ -313,8 +328,18 @@ class Task(FromWeights):
             x = x + size * draws[:, -noise:].view_as(x)
         return torch.cat([x, valid], 1) if self.masked else x
 
+    def _doubts(self) -> list[str]:
+        """Return a warning for each channel that is a counter, a clock or a copy of the label."""
+        found = self.recordings
+        names = found.channels or [f"channel {c + 1}" for c in range(found.signal.shape[1])]
+        measured = len(names) - found.masked
+        signal = found.signal[:, :measured]
+        findings = warnings_of(signal, found.lengths, names[:measured], found.step_labels)
+        todo = f"leave it out, unless it was measured ({os.path.relpath(found.where)})"
+        return [f"warning: channel {each.name} {each.reason}: {todo}" for each in findings]
+
     def summary(self) -> str:
-        """Return the counts, the held-out subjects and the table of classes."""
+        """Return the counts, the held-out subjects, doubts about channels, the table of classes."""
         found, val = self.recordings, self.val
         people = f" of {len(found.subjects)} subjects" if found.subjects else ""
         tested = 0 if self.test is None else len(self.test)
@@ -341,9 +366,40 @@ class Task(FromWeights):
                     *self.counts, out
                 )
                 + test,
+                *self._doubts(),
                 self.class_summary(),
             ]
         )
+
+
+OTHER = 3.0
+"""Factor between deviations, and deviations between means, beyond which units may differ."""
+
+
+def other_units(found: windows.Recordings, mean: np.ndarray, std: np.ndarray) -> list[str]:
+    """Return a sentence on the channels whose mean or deviation is far from (C,) mean and std."""
+    signal = found.signal[:, : len(mean)]
+    if found.masked:
+        signal = signal[found.signal[:, -1] > 0]
+    means = np.array([column.mean(dtype=np.float64) for column in signal.T])
+    stds = np.array([column.std(dtype=np.float64) for column in signal.T])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = stds / std
+    spread = (factors > OTHER) | (factors < 1 / OTHER)
+    far = np.abs(means - mean) > OTHER * std
+    chosen = np.flatnonzero(spread | far)
+    if not len(chosen):
+        return []
+    c = int(chosen[0])
+    names = found.channels or [f"channel {n + 1}" for n in range(len(mean))]
+    some = names[c] if len(chosen) == 1 else f"{names[c]} and {len(chosen) - 1} more channels"
+    text = f"{some}: mean {means[c]:.4g} and deviation {stds[c]:.4g}, in training {mean[c]:.4g} "
+    text += f"and {std[c]:.4g}: other units or sensors? ({os.path.relpath(found.where)})"
+    factor = float(np.median(factors[chosen]))
+    alike = np.abs(factors[chosen] / factor - 1) < 0.5
+    if spread[chosen].all() and alike.all():
+        text += f" tools/prepare_windows.py --scale {1 / factor:.3g} would make them alike"
+    return [text]
 
 
 def check_harnet(found: windows.Recordings) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from engine.contract import Batch, LockstepError
 from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
+from formats.ids import equal_ids
 from formats.lab.bouts import columns_of, one_hot
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
@@ -254,6 +255,11 @@ def check_alike(
     Only fields of Recordings that are known on both sides are compared.
     """
     found = new.signal.shape[1]
+    todo = "give the same sensors in the same order, resampled to that rate"
+    if names and {*names} <= {*new.channels}:
+        todo = (
+            f"prepare the data with --channels {','.join(name for name in names if name != VALID)}"
+        )
     if found != channels or (names and new.channels and names != new.channels):
         here, there = (
             f"{found} channels {' '.join(new.channels)}",
@@ -266,9 +272,7 @@ def check_alike(
         what = f"recorded at {new.rate_hz:g} Hz, the model was trained at {rate_hz:g} Hz"
     else:
         return
-    raise LockstepError(
-        what, new.where, "give the same sensors in the same order, resampled to that rate"
-    )
+    raise LockstepError(what, new.where, todo)
 
 
 def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordings:
@@ -734,7 +738,12 @@ def _groups(subject: np.ndarray | None, count: int, where: str) -> tuple[np.ndar
             f"subjects are {subject.dtype}, expected integers or strings", where, todo
         )
     values, groups = np.unique(subject, return_inverse=True)
-    return groups.astype(np.int64), [str(value) for value in values]
+    names = [str(value) for value in values]
+    if equal := equal_ids(names):
+        what = f"subjects {equal[0][0]!r} and {equal[0][1]!r} are equal as numbers"
+        todo = "write one text for one person; if they are two, rename one"
+        raise LockstepError(what, where, todo)
+    return groups.astype(np.int64), names
 
 
 def _given_split(arrays: dict[str, np.ndarray], where: str) -> np.ndarray | None:

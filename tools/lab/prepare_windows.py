@@ -42,6 +42,8 @@ from engine.files.atomic import write_atomically
 from formats import tables
 from formats.arrays import look_alikes, text_lines
 from formats.cells import SECONDS, is_missing, is_number
+from formats.counters import Courses
+from formats.ids import Ids, find_equal
 from formats.lab import cases, sensor_tables
 from formats.lab.public_sensors import LIKE
 from formats.lab.rates import changed, rate_of, resampled, steps_at, widest_gap
@@ -54,6 +56,7 @@ from tools.names import some_names
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
 SOME = 5  # printed warnings of each kind
+ROWS_AT_ONCE = 1 << 14  # of the signal, when it is copied
 
 # ---- what is written
 # ------------------------------------------------------------------------------------------------
@@ -111,10 +114,11 @@ class Output:
         if steps is not None:
             self.steps.append(steps.astype(np.int32))
 
-    def save(self, out: Path, arrays: dict[str, np.ndarray], channels: int) -> None:
+    def save(self, out: Path, arrays: dict[str, np.ndarray], width: int, kept: list[int]) -> None:
         """Write the .npz, the same bytes each time.
 
-        The signal is copied in blocks from the temporary file.
+        The signal is copied in blocks from the temporary file, which has `width` channels; the
+        channels `kept` are written.
         """
 
         def fill(file: Any) -> None:
@@ -123,12 +127,13 @@ class Output:
                     entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
                     with archive.open(entry, "w", force_zip64=True) as member:
                         if name == "signal":
-                            shape = (sum(self.lengths), channels)
+                            shape = (sum(self.lengths), len(kept))
                             about = {"descr": "<f4", "fortran_order": False, "shape": shape}
                             np.lib.format.write_array_header_1_0(member, about)
                             self.spool.seek(0)
-                            while block := self.spool.read(1 << 20):
-                                member.write(block)
+                            while block := self.spool.read(4 * width * ROWS_AT_ONCE):
+                                rows = np.frombuffer(block, np.float32).reshape(-1, width)
+                                member.write(rows[:, kept].tobytes())
                         else:
                             np.lib.format.write_array(member, arrays[name], allow_pickle=False)
 
@@ -260,6 +265,7 @@ class Labels:
         self.keep, self.exclude = _words(options.keep_classes), {*_words(options.exclude_label)}
         self.all_mapped, self.mapping, self.where = False, dict[str, str](), "--label-map"
         self.seen: set[str] = set()
+        self.ids = Ids("label", options.join_numbers)
         if "=" in options.label_map:
             pairs = [pair.split("=", 1) for pair in _words(options.label_map)]
             if any(len(pair) != 2 for pair in pairs):
@@ -296,15 +302,18 @@ class Labels:
         """
         if text.lower() == "nan":
             text = ""
-        if self.all_mapped and text and text not in self.mapping:
+        key = find_equal(text, self.mapping)
+        if self.all_mapped and text and key not in self.mapping:
             raise LockstepError(
                 f"label {text[:60]!r} is not in {self.where}", where, "add it there"
             )
-        name = self.mapping.get(text, text)
-        self.seen |= {text, name}
-        excluded = {text, name} & self.exclude
-        if not name or excluded or (self.keep and not {text, name} & {*self.keep}):
+        name = self.mapping.get(key, text)
+        names = {text, name}
+        names |= {find_equal(each, [*self.keep, *self.exclude]) for each in names}
+        self.seen |= names
+        if not name or names & self.exclude or (self.keep and not names & {*self.keep}):
             return -1
+        name = self.ids.name(name, where)
         return self.names.setdefault(name, len(self.names))
 
     def check(self) -> None:
@@ -346,10 +355,13 @@ class Recordings:
         self.options, self.labels, self.warnings = options, labels, warnings
         self.rate, self.first = options.rate, ""
         self.scale = np.ones(1)
+        self.courses: Courses | None = None
+        self.people = Ids("person", options.join_numbers)
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
         """Yield the pieces of a file: of each person, and of each recording of a person."""
         self.scale = _factors(self.options, len(sheet.channels))
+        self.courses = self.courses or Courses(len(sheet.channels))
         labels = self._labels(sheet, source)
         subject = (
             self._pattern(self.options.file_subject, "--file-subject", sheet.path) or source.subject
@@ -360,8 +372,10 @@ class Recordings:
         _, first = np.unique(whole, return_index=True)
         for row in np.sort(first).tolist():
             rows = np.flatnonzero(whole == whole[row])
+            self.courses.add(sheet.values[rows], None if self.options.no_label else labels[rows])
+            person = self.people.name(names[codes[row]], sheet.at(row))
             for piece in self._cut(sheet, rows, labels[rows]):
-                piece.subject = names[codes[row]]
+                piece.subject = person
                 yield piece
 
     def _pattern(self, pattern: str, flag: str, path: Path) -> str:
@@ -610,6 +624,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--table", type=Path, metavar="CSV", help=help_text)
     for flag, (form, help_text) in TEXTS.items():
         add(flag, default="", metavar=form, help=help_text)
+    help_text = "persons or labels that are equal as numbers, such as 1, 01 and 1.0, are one"
+    add("--join-numbers", action="store_true", help=help_text)
     help_text = "line of the header, from 1 (default: found above the rows)"
     add("--header", type=whole_number(1), default=0, metavar="LINE", help=help_text)
     help_text = "lines to leave out at the top of each table"
@@ -714,6 +730,7 @@ class About:
     """The input: a line to print, the channels, and further arrays of the .npz.
 
     unit  step of a recording, or case
+    kept  the channels that are written, by number; empty: all
     """
 
     classes: list[str]
@@ -721,6 +738,11 @@ class About:
     channels: list[str]
     more: dict[str, np.ndarray]
     unit: str
+    kept: list[int] = field(default_factory=list)
+
+    @property
+    def written(self) -> list[int]:
+        return self.kept or [*range(len(self.channels))]
 
 
 def _of_cases(options: argparse.Namespace, path: Path, out: Output) -> About:
@@ -807,14 +829,41 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
         raise LockstepError(
             f"a channel of the name {VALID!r}", str(sources[0].path), "rename it: it means padding"
         )
+    kept = _measuring(options, how.channels, recordings.courses, warnings)
     taken = "".join(f"{what} {name}, " for what, name in used.items())
-    line = (
-        f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels "
-        f"{', '.join(how.channels)}"
-    )
-    return About(
-        [*labels.names], line, how.channels, {"rate_hz": np.array(float(recordings.rate))}, "step"
-    )
+    names = ", ".join(how.channels[c] for c in kept)
+    line = f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels {names}"
+    rate_hz = np.array(float(recordings.rate))
+    return About([*labels.names], line, how.channels, {"rate_hz": rate_hz}, "step", kept)
+
+
+def _measuring(
+    options: argparse.Namespace, channels: list[str], courses: Courses | None, warnings: Warnings
+) -> list[int]:
+    """Return the channels to write, by number: --channels, or all that measure something.
+
+    Raises LockstepError if none is left.
+    """
+    if options.channels or courses is None:
+        return [*range(len(channels))]
+    findings = courses.findings(channels)
+    left_out = [each for each in findings if each.sure]
+    gone = {each.name for each in left_out}
+    kept = [c for c, name in enumerate(channels) if name not in gone]
+    if not kept:
+        reasons = "; ".join(f"{each.name} {each.reason}" for each in left_out)
+        todo = f"--channels {','.join(channels)} takes them all the same"
+        raise LockstepError(f"no channel measures anything: {reasons}", str(options.data), todo)
+    with_all = ",".join(channels)
+    for each in left_out:
+        text = f"{each.name} {each.reason}: it is left out; --channels {with_all} takes all"
+        warnings.add("channels that are left out", text)
+    for each in findings:
+        if not each.sure:
+            others = ",".join(channels[c] for c in kept if channels[c] != each.name)
+            text = f"{each.name} {each.reason}: a counter? --channels {others} leaves it out"
+            warnings.add("channels like counters", text)
+    return kept
 
 
 @contextlib.contextmanager
@@ -884,10 +933,13 @@ def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: 
         arrays["subject"] = np.array(out.subjects)
     if any(out.test):
         arrays["val"] = np.array(out.test)
-    channels = about.channels
+    channels = [about.channels[c] for c in about.written]
+    width, kept = len(about.channels), about.written
     if options.pad:
         channels = [*channels, VALID]
-    out.save(options.output, arrays | {"channels": np.array(channels)}, len(channels))
+        kept = [*kept, width]
+        width += 1
+    out.save(options.output, arrays | {"channels": np.array(channels)}, width, kept)
     people = {*out.subjects} - {""}
     whom = f" of {amount(len(people), 'person').replace('persons', 'people')}" if people else ""
     rate = f" at {about.more['rate_hz']:g} Hz" if about.more else ""

@@ -45,6 +45,7 @@ from engine.run import Run
 from plugins.reporting import plan_text
 from plugins.resilience import status
 from plugins.resilience.signals import StopRequest
+from tasks import har
 from tools.running import folder_of, guarded, in_world, read_object, stdout_aside
 from tools.use.published import as_run, shown
 from tools.use.tables import finite
@@ -233,6 +234,9 @@ def _score(
     """(all ranks) Score the split. Return None on all ranks but rank 0, and after a stop."""
     found = train.build(args, world, stop, split=split)
     plan_text.print_plan(found, steps=False)
+    if world.main and isinstance(found.task, har.Task):
+        for doubt in found.task.unit_doubts(found.model, found.task.recordings):
+            print(f"warning: {doubt}", file=sys.stderr)
     names = names_of(found.loaders.val.dataset, by) if by else None
     why = ""
     if by and found.task.num_trials:

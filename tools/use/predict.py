@@ -66,7 +66,7 @@ from formats.clock import Clock
 from formats.lab import behaviour, videos
 from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
 from formats.lab.clips import FRAMES, Clips
-from formats.lab.windows import Windows
+from formats.lab.windows import Recordings, Windows
 from plugins.resilience import status
 from tasks import har, video
 from tools.arguments import whole_number
@@ -513,6 +513,7 @@ def of_steps(loaded: LoadedModel, options: argparse.Namespace, only: str = "") -
     for path in _archives(options.data):
         labelled = path.suffix == ".npz" and {"step_label", "signal"} <= load_npz(path).keys()
         found = task.new(path, stride, labelled=labelled)
+        _print_doubts(loaded, found)
         sides = _sides_of(found, task.about["subjects"])
         chosen = np.array([only in ("", side) for side in sides])
         if not chosen.any():
@@ -584,11 +585,17 @@ def _labels_of(found: Any, first: int, stop: int, classes: list[str]) -> np.ndar
     return one_hot(numbers[found.step_labels[first:stop]], len(classes))
 
 
+def _print_doubts(loaded: LoadedModel, found: Recordings) -> None:
+    for doubt in loaded.task.unit_doubts(loaded.model, found):
+        print(f"warning: {doubt}", file=sys.stderr)
+
+
 def of_windows(loaded: LoadedModel, options: argparse.Namespace) -> Found:
     """Predict each window of a data set, or of each .npz of a folder."""
     task = loaded.task
     for path in _archives(options.data):
         found = task.new(path, options.stride or task.cfg.dataset.stride, labelled=False)
+        _print_doubts(loaded, found)
         windows = Windows(found, np.ones(len(found), dtype=bool))
         cells = {"file": [path.name] * len(windows), "recording": windows.recording.tolist()}
         cells["start"] = windows.step.tolist()
