@@ -46,12 +46,25 @@ def is_missing(cell: str) -> bool:
 
 def is_number(cell: str) -> bool:
     """Return whether a cell is a number, with a decimal point or comma, or a missing value."""
-    cell = cell.strip()
+    cell = without_thousands(cell.strip())
     try:
         float(cell.replace(",", ".") if DECIMAL_COMMA.fullmatch(cell) else cell)
     except ValueError:
         return is_missing(cell)
     return True
+
+
+_COMMA_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+\.\d*")
+_POINT_THOUSANDS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+,\d*")
+
+
+def without_thousands(cell: str) -> str:
+    """Return 1234.5 for 1,234.5 and for 1.234,5; without both signs the cell is unchanged."""
+    if _COMMA_THOUSANDS.fullmatch(cell):
+        return cell.replace(",", "")
+    if _POINT_THOUSANDS.fullmatch(cell):
+        return cell.replace(".", "").replace(",", ".")
+    return cell
 
 
 def is_index_name(name: str) -> bool:

@@ -302,10 +302,10 @@ class _Shape:
         self.header = self._header()
 
     @property
-    def rank(self) -> tuple[bool, bool, float, int]:
-        """Return a rank among the shapes of one file: a header, several columns, numbers."""
+    def rank(self) -> tuple[bool, bool, bool, float, int]:
+        """Return a rank among the shapes of one file: numbers, a header, several columns."""
         share = sum(self.numeric) / max(1, self.width)
-        return bool(self.header), self.width > 1, share, self.width
+        return any(self.numeric), bool(self.header), self.width > 1, share, self.width
 
     def _is_numeric(self, place: int) -> bool:
         column = [cells[place] for cells in self.typical]
@@ -342,7 +342,7 @@ class _Shape:
         if not any(self.numeric):
             return self._header_of_texts()
         lines = self._names_above(self.numeric)
-        if not lines and self.start and self._counts_rows():
+        if not lines and self._counts_rows():
             lines = self._names_above(self.numeric[1:])
             self.unnamed = bool(lines)
         if len(lines) < 2 or self._make_one(lines):
@@ -374,6 +374,8 @@ class _Shape:
 
     def _counts_rows(self) -> bool:
         """Return whether the first column has row numbers, and the line above one name too few."""
+        if not self.start:
+            return False
         names = trim(self.cells[self.start - 1])
         first = [cells[0].strip() for cells in self.typical]
         if len(names) != self.width - 1 or not all(text.isdigit() for text in first):
@@ -434,10 +436,30 @@ class _Search:
         """Return the head of a file that names its columns. Raises LockstepError."""
         if self.layout.header:
             return self._in_line(self.layout.header)
+        if head := self._of_wristband():
+            return head
         shape = self._best_shape(self.full)
         if shape.header:
             return self._of_shape(shape)
         return self._in_comment(shape) or self._in_first_line(shape)
+
+    def _of_wristband(self) -> Head | None:
+        """Return the head of a file of an Empatica E4: a line of starts and a line of rates."""
+        texts = [[*map(str.strip, line.text.split(","))] for line in self.full[:2]]
+        if len(self.full) < 3 or not all(is_number(cell) for cells in texts for cell in cells):
+            return None
+        starts, rates = [{*map(float, map(_point, cells))} for cells in texts]
+        width = len(texts[0])
+        if len(starts) > 1 or len(rates) > 1 or len(texts[1]) != width or width not in (1, 3):
+            return None
+        if not (1e9 < min(starts) < 4e9 and 0 < min(rates) <= 1000):
+            return None
+        stem = self.path.name.partition(".")[0].lower()
+        names = [f"{stem}_{axis}" for axis in "xyz"] if width == 3 else [stem]
+        head = self._head(names, 0, self.full[2].number, ",")
+        head.above = [f"Sample rate: {min(rates):g} Hz"]
+        head.given = True
+        return head
 
     def _best_shape(self, lines: Sequence[_Line]) -> _Shape:
         """Return the shape by the separator of the first line, if this line is a header, or else
@@ -517,6 +539,10 @@ class _Search:
         return head
 
 
+def _point(cell: str) -> str:
+    return "nan" if is_missing(cell) else cell.replace(",", ".")
+
+
 def _units(names: Sequence[str], stated: Sequence[str]) -> list[str]:
     """Return the unit of each column: from the line of units, or from the name."""
     found = []
@@ -537,12 +563,15 @@ def join_levels(levels: Sequence[Sequence[str]]) -> list[str]:
     padded = [[cell.strip() for cell in level] + [""] * (width - len(level)) for level in levels]
     names = [""] * width
     for depth, level in enumerate(padded):
-        lower = [any(each[place] for each in padded[depth + 1 :]) for place in range(width)]
-        upper = ""
+        below = padded[depth + 1 :]
+        parents, last = [*names], ""
         for place, cell in enumerate(level):
             text = "" if is_index_name(cell) else cell
-            upper = text or (upper if lower[place] and names[place] == names[place - 1] else "")
-            names[place] = "_".join(filter(None, [names[place], upper]))
+            spans = any(each[place] for each in below) and place > 0
+            if not text and spans and parents[place] == parents[place - 1]:
+                text = last
+            last = text
+            names[place] = "_".join(filter(None, [names[place], text]))
     return names
 
 

@@ -30,7 +30,8 @@ LEAST_HZ, MOST_HZ = 0.2, 20000
 
 CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}([.,:]\d+)?)?\s*([AaPp][Mm])?\s*")
 DATE = re.compile(r"\d+[-/.]\d+[-/.]\d+|\d:\d+")
-ZONE = re.compile(r"[+-]\d\d:?\d\d\s*$")
+ISO = re.compile(r"\s*\d{4}-\d\d-\d\d([T ]\d\d(:\d\d(:\d\d([.]\d+)?)?)?)?Z?\s*$")
+"""ISO 8601 without a time zone, which NumPy parses."""
 
 
 class TimeUnit(NamedTuple):
@@ -162,7 +163,7 @@ def dates(cells: Sequence[str], unit: str) -> np.ndarray:
     if unit == "clock":
         return np.array([_clock(cell) for cell in cells])
     # NumPy does not parse time zones.
-    if unit == "datetime" and len(cells) and not ZONE.search(cells[0]):
+    if unit == "datetime" and len(cells) and ISO.match(cells[0]):
         with contextlib.suppress(ValueError):
             found = np.array([cell.strip().rstrip("Z") for cell in cells], "datetime64[us]")
             return np.where(np.isnat(found), np.nan, found.astype(np.int64))

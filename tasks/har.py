@@ -376,6 +376,13 @@ OTHER = 3.0
 """Factor between deviations, and deviations between means, beyond which units may differ."""
 
 
+UNIT_FACTORS = {
+    9.80665: "m/s2 and g",
+    57.29578: "degrees and radians",
+    1000.0: "a unit and its thousandth",
+}
+
+
 def other_units(found: windows.Recordings, mean: np.ndarray, std: np.ndarray) -> list[str]:
     """Return a sentence on the channels whose mean or deviation is far from (C,) mean and std."""
     signal = found.signal[:, : len(mean)]
@@ -395,10 +402,11 @@ def other_units(found: windows.Recordings, mean: np.ndarray, std: np.ndarray) ->
     some = names[c] if len(chosen) == 1 else f"{names[c]} and {len(chosen) - 1} more channels"
     text = f"{some}: mean {means[c]:.4g} and deviation {stds[c]:.4g}, in training {mean[c]:.4g} "
     text += f"and {std[c]:.4g}: other units or sensors? ({os.path.relpath(found.where)})"
-    factor = float(np.median(factors[chosen]))
-    alike = np.abs(factors[chosen] / factor - 1) < 0.5
-    if spread[chosen].all() and alike.all():
-        text += f" tools/prepare_windows.py --scale {1 / factor:.3g} would make them alike"
+    factor = float(np.median(factors))
+    for usual, units in UNIT_FACTORS.items():
+        for known in (usual, 1 / usual):
+            if 0.8 < factor / known < 1.25 and len(chosen) == len(mean):
+                text += f" As {units}: tools/prepare_windows.py --scale {1 / known:.6g}"
     return [text]
 
 

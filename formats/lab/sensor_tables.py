@@ -23,6 +23,7 @@ from formats.cells import (
     is_missing,
     is_number,
     split_unit,
+    without_thousands,
 )
 from formats.tables import Layout, Row, blocks, find_head
 from formats.times import DATE, TimeUnit, dates, find_unit, over_midnight, unit_of_values
@@ -165,7 +166,8 @@ def _place(header: Sequence[str], role: str, asked: str | None, where: str) -> i
     for name in GUESSES[role]:
         if name in simple:
             return simple.index(name)
-    return None
+    stamps = [c for c, name in enumerate(simple) if "timestamp" in name]
+    return stamps[0] if role == "time" and stamps else None
 
 
 def _matching(
@@ -218,6 +220,9 @@ class _Parser:
         self.places = _choose(self.header, how, where, numeric)
         self._choose_clock(columns, numeric)
         self.channels = [self.header[c] for c in self.places.channels]
+        used = {*self.places.channels, *self.places.roles.values(), self.date}
+        others = [c for c, name in enumerate(self.header) if name and c not in used]
+        self.texts = "" if how.channels else ", ".join(self.header[c] for c in others)
         how.channels = self.channels
         self.lines: list[np.ndarray] = []
         self.time: list[np.ndarray] = []
@@ -323,6 +328,8 @@ class _Parser:
         """Return (N,) float64, NaN for a missing cell; invalid numbers go to `bad`."""
         try:
             values = np.fromiter(map(float, cells), np.float64, len(cells))
+            if self.head.separator != "," and not self.point:
+                self.point = next((cell for cell in cells if "." in cell), "")
         except ValueError:
             values = np.array([self._number(cell) for cell in cells])
         for row in np.flatnonzero(np.abs(values) > MOST).tolist():
@@ -332,6 +339,7 @@ class _Parser:
 
     def _number(self, cell: str) -> float:
         """Return a cell's number, NaN for a missing cell, infinity for an invalid number."""
+        cell = without_thousands(cell.strip())
         if self.head.separator != "," and DECIMAL_COMMA.fullmatch(cell):
             self.comma, cell = self.comma or cell.strip(), cell.replace(",", ".")
         elif "." in cell:
@@ -385,6 +393,9 @@ class _Parser:
         Raises LockstepError for decimal commas beside decimal points: 1,234 may be a thousand.
         """
         notes = []
+        if self.texts:
+            todo = "--channels names the channels, --label, --subject and --recording the others"
+            notes.append(f"{self.path}: {self.texts} left out, no numbers: {todo}")
         if self.bad:
             count = len(self.bad)
             notes.append(f"{self.path}: {count} lines are left out, the first: {self.bad[0]}")

@@ -421,12 +421,8 @@ class Recordings:
 
     def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
         """Yield the pieces of one recording: without a gap, and of one label unless --mixed."""
-        if sheet.time is None and not self.rate:
-            raise LockstepError(
-                "no column of times", str(sheet.path), "name it in --time, or give --rate"
-            )
         values = sheet.values[rows]
-        time = np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows]
+        time = self._times(sheet, rows)
         breaks = np.zeros(len(rows), dtype=bool)  # True where a piece begins
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
@@ -475,6 +471,24 @@ class Recordings:
             yield from self._stretches(
                 sheet, rows[part], time[part], values[part], labels[part], gap
             )
+
+    def _times(self, sheet: Sheet, rows: np.ndarray) -> np.ndarray:
+        """Return (N,) seconds: from the column of times, the header's rate, or --rate."""
+        stated = sheet.rate_hz
+        if sheet.time is not None:
+            time = sheet.time[rows]
+            own = rate_of(time) if len(time) > 1 and (np.diff(time) > 0).all() else stated
+            if stated and own and abs(own - stated) > 0.05 * stated:
+                text = f"{own:.4g} samples a second by the times, {stated:g} by the lines above the"
+                self.warnings.add("the rate", f"{sheet.path}: {text} header: the times are used")
+            return time
+        if not stated and not self.rate:
+            todo = "name it in --time, or give --rate"
+            raise LockstepError("no column of times", str(sheet.path), todo)
+        if stated:
+            text = f"no column of times: {stated:g} samples a second, as stated above the header"
+            self.warnings.once("no times", f"{sheet.path}: {text}")
+        return np.arange(len(rows)) / (stated or self.rate)
 
     def _check_rate(self, own: float, path: Path) -> None:
         """Set the rate to the rate of the first file.
