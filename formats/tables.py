@@ -176,7 +176,7 @@ class Head:
         if self.trailing:
             lines = [line.rstrip().rstrip(";") for line in lines]
         if not self.separator:
-            return [line.split() for line in lines]
+            return [_blank_separated(line) for line in lines]
         try:
             found = [*csv.reader(lines, delimiter=self.separator)]
         except csv.Error as error:
@@ -262,11 +262,18 @@ class _Line(NamedTuple):
     text: str
 
 
+def _blank_separated(text: str) -> list[str]:
+    """Return the cells of a line with blanks between cells; a quoted cell may have a blank."""
+    if '"' not in text:
+        return text.split()
+    return next(csv.reader([" ".join(text.split())], delimiter=" "), [])
+
+
 def _cells_of(text: str, separator: str) -> list[str]:
     """Return the cells of one line; a stray quote spoils no other line."""
     text = text.strip("\r\n")
     if not separator:
-        return text.rstrip(";").split()
+        return _blank_separated(text.rstrip(";"))
     try:
         return next(csv.reader([text], delimiter=separator), [])
     except csv.Error:

@@ -20,6 +20,7 @@ from formats.arrays import CONTROL, encoding_of
 from formats.cells import (
     DECIMAL_COMMA,
     SECONDS,
+    is_index_name,
     is_missing,
     is_number,
     split_unit,
@@ -221,7 +222,9 @@ class _Parser:
         self._choose_clock(columns, numeric)
         self.channels = [self.header[c] for c in self.places.channels]
         used = {*self.places.channels, *self.places.roles.values(), self.date}
-        others = [c for c, name in enumerate(self.header) if name and c not in used]
+        others = [
+            c for c, name in enumerate(self.header) if c not in used and not is_index_name(name)
+        ]
         self.texts = "" if how.channels else ", ".join(self.header[c] for c in others)
         how.channels = self.channels
         self.lines: list[np.ndarray] = []
@@ -253,9 +256,10 @@ class _Parser:
         self.unit = TimeUnit(self.how.unit or "s")
         if "time" not in roles:
             return
-        place = roles["time"]
-        cells = columns[place]
         simple = [split_unit(name).name for name in self.header]
+        place = roles["time"] if self.how.time else self._readable(roles["time"], simple, columns)
+        roles["time"] = place
+        cells = columns[place]
         self.unit = TimeUnit(self.how.unit)
         if not self.how.unit:
             self.unit = find_unit(self.head.units[place], cells)
@@ -267,6 +271,15 @@ class _Parser:
             what = f"{self.places.used(self.header)['time']} is {cells[0].strip()[:40]!r}"
             where = self.head.where(self.head.first, place)
             raise LockstepError(what, where, self.unit.cure)
+
+    def _readable(self, place: int, simple: list[str], columns: list[list[str]]) -> int:
+        """Return the first column with the name of a time whose texts are times."""
+        others = [simple.index(name) for name in GUESSES["time"] if name in simple]
+        for c in [place, *others]:
+            texts = [cell for cell in columns[c] if not is_number(cell)]
+            if len(texts) < len(columns[c]) / 2 or find_unit("", texts).unit != "s":
+                return c
+        return place
 
     def add(self, block: list[str], first: int) -> None:
         head = self.head

@@ -43,6 +43,7 @@ from formats import tables
 from formats.arrays import look_alikes, text_lines
 from formats.cells import SECONDS, is_missing, is_number
 from formats.counters import Courses
+from formats.events import Event, Span, find_columns, label_rows, read_events, shift_of
 from formats.ids import Ids, find_equal
 from formats.lab import cases, sensor_tables
 from formats.lab.public_sensors import LIKE
@@ -148,13 +149,15 @@ class Output:
 class Source:
     """A file, with the person and the label from a table of files.
 
-    where  the line in the table of files
+    where   the line in the table of files
+    events  the labels of parts of the file, if a table has starts and stops
     """
 
     path: Path
     subject: str = ""
     label: str = ""
     where: str = ""
+    events: list[Event] = field(default_factory=list)
 
 
 class Warnings(list[str]):
@@ -189,9 +192,14 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
     """Return the files to read, from the table of files or the pattern. Raises LockstepError."""
     data: Path = options.data
     if data.is_file():
-        return [Source(data)]
+        if not options.table:
+            return [Source(data)]
+        return _with_events(data, tables.read(options.table), options.rater)
     table = options.table or (data / TABLE if (data / TABLE).is_file() else None)
     if table:
+        rows = tables.read(table)
+        if "start" in find_columns(rows):
+            return _with_events(data, rows, options.rater)
         return _listed(data, table, warnings)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
     found = sorted(
@@ -213,6 +221,47 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
             f"give a folder with {', '.join(TABLES)}, or name one in --files",
         )
     return [Source(path) for path in found]
+
+
+def _with_events(data: Path, table: tables.Table, rater: str) -> list[Source]:
+    """Return the files of a table of events, each with its events. Raises LockstepError.
+
+    The table of a single file needs no column of files.
+    """
+    sources: dict[Path, Source] = {}
+    for event in read_events(table, rater):
+        if path := _file_of(event, data):
+            source = sources.setdefault(path, Source(path, where=event.where))
+            source.events.append(event)
+    if not sources:
+        todo = f"the column file may name {data.name}"
+        raise LockstepError(f"no event of {data.name}", str(table.head.path), todo)
+    people = table.find("subject", "user", "person", "participant")
+    files = find_columns(table).get("file", "")
+    for row in table.rows if people and files else ():
+        for path, source in sources.items():
+            if table.text(row, files) in (path.name, path.stem):
+                source.subject = table.text(row, people)
+    return [*sources.values()]
+
+
+def _file_of(event: Event, data: Path) -> Path | None:
+    """Return the file of an event, named with or without its ending; None for another file.
+
+    Raises LockstepError if the folder has no such file.
+    """
+    if data.is_file():
+        return data if event.file in ("", data.name, data.stem) else None
+    if not event.file:
+        raise LockstepError("no file", event.where, "name the file of the event in a column file")
+    if (data / event.file).is_file():
+        return data / event.file
+    for path in sorted(data.rglob(f"{event.file}.*")):
+        if path.is_file():
+            return path
+    raise LockstepError(
+        f"no file {event.file}", event.where, f"put it into {data}, or fix the name"
+    )
 
 
 def _listed(folder: Path, table: Path, warnings: Warnings) -> list[Source]:
@@ -356,6 +405,7 @@ class Recordings:
         self.rate, self.first = options.rate, ""
         self.scale = np.ones(1)
         self.courses: Courses | None = None
+        self.rows, self.stretches = 0, 0  # a stretch has one label
         self.people = Ids("person", options.join_numbers)
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
@@ -372,6 +422,8 @@ class Recordings:
         _, first = np.unique(whole, return_index=True)
         for row in np.sort(first).tolist():
             rows = np.flatnonzero(whole == whole[row])
+            self.rows += len(rows)
+            self.stretches += 1 + np.count_nonzero(np.diff(labels[rows]))
             self.courses.add(sheet.values[rows], None if self.options.no_label else labels[rows])
             person = self.people.name(names[codes[row]], sheet.at(row))
             for piece in self._cut(sheet, rows, labels[rows]):
@@ -401,6 +453,8 @@ class Recordings:
         """Return (N,) the class of each row, -1 without a class."""
         if self.options.no_label:
             return np.zeros(len(sheet.values), np.int64)
+        if source.events:
+            return self._labels_of_events(sheet, source)
         if "label" in sheet.texts:
             codes, names = sheet.texts["label"]
             found, first = np.unique(codes, return_index=True)
@@ -418,6 +472,23 @@ class Recordings:
                 "no label", str(sheet.path), f"{todo}; --no-label is for data to predict"
             )
         return np.full(len(sheet.values), self.labels.number(text, source.where or str(sheet.path)))
+
+    def _labels_of_events(self, sheet: Sheet, source: Source) -> np.ndarray:
+        """Return (N,) the class of each row by the events of the file, -1 without an event."""
+        time = sheet.time
+        if time is None:
+            rate_hz = sheet.rate_hz or self.rate
+            if not rate_hz:
+                todo = "name the column in --time, or give --rate"
+                raise LockstepError("events need times", str(sheet.path), todo)
+            time = np.arange(len(sheet.lines)) / rate_hz
+        usual_s = float(np.median(np.abs(np.diff(time)))) if len(time) > 1 else 0.0
+        span = Span(sheet.start_s, float(np.ptp(time)), usual_s)
+        shift_s = shift_of(source.events, span, self.options.event_clock, sheet.path.name)
+        where = {event.label: event.where for event in reversed(source.events)}
+        numbers = {label: self.labels.number(label, where[label]) for label in reversed(where)}
+        found = label_rows(time, source.events, shift_s)
+        return np.array([numbers.get(label, -1) for label in found])
 
     def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
         """Yield the pieces of one recording: without a gap, and of one label unless --mixed."""
@@ -608,6 +679,7 @@ TEXTS = {
     "--keep-classes": ("A,B,…", "keep only these classes"),
     "--exclude-label": ("A,B,…", "leave out samples with these labels, such as 0"),
     "--separator": ("CHAR", "of the cells (default: found in the file)"),
+    "--rater": ("NAME", "whose events to read, of a table of events by several raters"),
     "--comment": ("CHARS", "first characters of lines that are no rows (default: #, // or %%)"),
     "--encoding": ("NAME", "of the text, such as cp1252 (default: found in the file)"),
     "--scale": ("F,…", "multiply all channels, or each, such as 9.81 for g to m/s2"),
@@ -634,10 +706,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=sorted(LIKE),
         help="a public data set in the published form: the columns, labels and people are known",
     )
-    help_text = f"table of file, subject and label (default: FOLDER/{TABLE} if present)"
+    help_text = (
+        f"table of file, subject and label, or of events: file, start_s, stop_s, label (default: "
+        f"FOLDER/{TABLE} if present)"
+    )
     add("--table", type=Path, metavar="CSV", help=help_text)
     for flag, (form, help_text) in TEXTS.items():
         add(flag, default="", metavar=form, help=help_text)
+    help_text = (
+        "times of events: of the file's clock, or from its first sample (default: what fits)"
+    )
+    add("--event-clock", choices=("file", "start"), default="", help=help_text)
     help_text = "persons or labels that are equal as numbers, such as 1, 01 and 1.0, are one"
     add("--join-numbers", action="store_true", help=help_text)
     help_text = "line of the header, from 1 (default: found above the rows)"
@@ -745,6 +824,7 @@ class About:
 
     unit  step of a recording, or case
     kept  the channels that are written, by number; empty: all
+    hint  why all pieces may be short
     """
 
     classes: list[str]
@@ -753,6 +833,7 @@ class About:
     more: dict[str, np.ndarray]
     unit: str
     kept: list[int] = field(default_factory=list)
+    hint: str = ""
 
     @property
     def written(self) -> list[int]:
@@ -813,6 +894,8 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
 
     out.length = options.length = options.length or 128
     sources, labels, how = sources_of(options, warnings), Labels(options), _reading(options)
+    if sources[0].events:
+        how.label = None
     if not options.label and (sources[0].label or options.file_label or options.no_label):
         how.label = None
     if not options.subject and (sources[0].subject or options.file_subject):
@@ -848,7 +931,11 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     names = ", ".join(how.channels[c] for c in kept)
     line = f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels {names}"
     rate_hz = np.array(float(recordings.rate))
-    return About([*labels.names], line, how.channels, {"rate_hz": rate_hz}, "step", kept)
+    hint = ""
+    usual = recordings.rows / max(1, recordings.stretches)
+    if "label" in used and usual < out.length:
+        hint = f", and the label {used['label']} changes every {usual:.3g} samples"
+    return About([*labels.names], line, how.channels, {"rate_hz": rate_hz}, "step", kept, hint)
 
 
 def _measuring(
@@ -929,9 +1016,9 @@ def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: 
     left = sum(out.short.values())
     if not out.lengths:
         raise LockstepError(
-            f"all {left} steps are in pieces shorter than the {out.length} of a window",
+            f"all {left} steps are in pieces shorter than the {out.length} of a window{about.hint}",
             str(options.data),
-            "give a smaller --length, a longer --max-gap, --mixed or --pad",
+            "give a smaller --length, a longer --max-gap, --mixed, --pad or another --label",
         )
     arrays = {"lengths": np.array(out.lengths)} | about.more
     order = sorted(range(len(about.classes)), key=lambda n: cases.natural(about.classes[n]))
