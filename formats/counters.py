@@ -28,7 +28,10 @@ STEEP = 0.999
 """Correlation with the row of a clock whose times are rounded or shaken."""
 
 LEAST = 8
-"""Fewest samples of a recording that show a course."""
+"""Fewest samples of a recording that show a constant, or a counter of equal steps."""
+
+LEAST_OF_SIGNAL = 64
+"""Fewest samples that show another course: a slow motion may rise for a second."""
 
 SAMPLED, STEPS = 100, 2048
 """Most recordings, and most steps of each, that `warnings_of` reads."""
@@ -45,7 +48,7 @@ class Finding(NamedTuple):
 def course_of(values: np.ndarray) -> str:
     """Return the course of (N,) numbers: rises, falls, constant, free, or "" for too few numbers.
 
-    NaN is left out. A counter that begins again rises.
+    NaN is left out. A counter that begins again rises. In a short recording only equal steps count.
     """
     known = values[~np.isnan(values)]
     if len(known) < LEAST:
@@ -54,6 +57,9 @@ def course_of(values: np.ndarray) -> str:
     ups, downs = np.count_nonzero(steps > 0), np.count_nonzero(steps < 0)
     if ups + downs == 0:
         return "constant"
+    if len(known) < LEAST_OF_SIGNAL:
+        equal = np.ptp(steps) <= 1e-6 * np.abs(steps).max()
+        return {1: "rises", -1: "falls"}[int(np.sign(steps[0]))] if equal else ""
     if downs <= FEW * ups or _is_steep(known) or _begins_again(known):
         return "rises"
     if ups <= FEW * downs or _is_steep(-known) or _begins_again(-known):
@@ -93,9 +99,10 @@ class Courses:
     def add(self, values: np.ndarray, labels: np.ndarray | None = None) -> None:
         """Count a recording: (N, C) numbers, and (N,) labels where the label changes in it."""
         same = np.ones(max(0, len(values) - 1), bool)
-        if labels is not None and (np.diff(labels) != 0).any():
+        changes = np.zeros(0, bool) if labels is None else np.diff(labels) != 0
+        if 0 < changes.sum() < len(changes) / 2:
             self.labelled = True
-            same = np.diff(labels) == 0
+            same = ~changes
         for c, column in enumerate(values.T):
             kind = course_of(column)
             self.kinds[c][kind] += 1

@@ -266,7 +266,10 @@ def _blank_separated(text: str) -> list[str]:
     """Return the cells of a line with blanks between cells; a quoted cell may have a blank."""
     if '"' not in text:
         return text.split()
-    return next(csv.reader([" ".join(text.split())], delimiter=" "), [])
+    try:
+        return next(csv.reader([" ".join(text.split())], delimiter=" "), [])
+    except csv.Error:
+        return text.split()
 
 
 def _cells_of(text: str, separator: str) -> list[str]:

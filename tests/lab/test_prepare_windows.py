@@ -251,7 +251,7 @@ def test_the_command_line_filters_too_and_takes_the_label_of_the_nearest_sample(
     steps = [*zip(time, tone, labels, strict=True)]
     rows = [f"{t:.2f},{x:.5f},{t:.2f},{label},{who}" for who in "pq" for t, x, label in steps]
     table(tmp_path / "a.csv", rows, "time,tone,ramp,label,subject")
-    code, out, err = prepare("a.csv", "--rate 25 --length 50 --scale 3,1")
+    code, out, err = prepare("a.csv", "--rate 25 --length 50 --scale 3,1 --channels tone,ramp")
     assert code == 0, err
     assert "at 25 Hz" in out
     found = recordings_of(tmp_path / "out.npz")

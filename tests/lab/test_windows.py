@@ -572,6 +572,28 @@ def test_task_from_data_to_report():
     assert weights * task.train_counts == pytest.approx(np.full(7, 2832 / 7), rel=1e-6)
 
 
+def test_task_names_channels_that_measure_nothing(tmp_path):
+    """A counter, and a channel with a number for each recording, in recordings and in windows."""
+    draw = np.random.default_rng(0)
+    signal = draw.normal(size=(20, 100, 3)).astype(np.float32)
+    signal[:, :, 1] = np.arange(100)
+    signal[:, :, 2] = np.arange(20)[:, None]
+    labels = np.arange(20) % 2
+    recordings = {"signal": signal.reshape(-1, 3), "lengths": np.full(20, 100), "label": labels}
+    channels = np.array(["acc", "counter", "age"])
+    np.savez(tmp_path / "recordings.npz", **recordings, channels=channels)
+    np.savez(tmp_path / "windows.npz", X=signal, y=labels, channels=channels)
+    for name in ("recordings", "windows"):
+        root = str(tmp_path / f"{name}.npz")
+        task = make(**{"dataset.root": root, "dataset.length": 100, "dataset.stride": 100})
+        task.datasets()
+        warnings = [line for line in task.summary().splitlines() if line.startswith("warning: channel")]
+        assert [line.split(":")[1] for line in warnings] == [
+            " channel counter only rises, as a counter or a clock does",
+            " channel age is constant in each recording",
+        ]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_task_builds_each_model_at_a_sensible_size_and_with_its_dropout(mode):
     task = make(model__mode=mode)

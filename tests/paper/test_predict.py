@@ -25,7 +25,7 @@ from formats.lab.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
 from tools.lab import prepare_clips
-from tools.use import predict
+from tools.use import evaluate, predict
 
 FPS = 20
 TICK = Fraction(1, 1000)
@@ -378,6 +378,38 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
         np.savez(tmp_path / "new.npz", **(new | change))
         done = launch.python(*words[:2], tmp_path / "new.npz", "--out", tmp_path / "new.csv")
         assert done.code == 2 and says in done.err and len(done.errors) == 1
+
+
+UNITS = {
+    "the same": (slice(None), 1.0, 0.0, None),
+    "m/s2": (
+        slice(None),
+        9.80665,
+        0.0,
+        r"ax and 5 more channels: .* As m/s2 and g: tools/prepare_windows.py --scale 0.10",
+    ),
+    "radians": (slice(None), 1 / 57.29578, 0.0, r"As degrees and radians: .* --scale 57.2958"),
+    "one channel": (slice(1, 2), 4.0, 0.0, r"ay: mean \S+ and deviation \S+, in training \S+ and \S+: other units"),
+    "shifted": (slice(2, 3), 1.0, 60.0, "az: mean"),
+}
+"""Channels, factor, summand, and the warning."""
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_data_in_other_units_are_named(har_run, tmp_path, capsys, name):
+    channels, factor, summand, warning = UNITS[name]
+    arrays = dict(np.load(SHIPPED))
+    signal = arrays["signal"].astype(np.float32)
+    signal[:, channels] = signal[:, channels] * factor + summand
+    np.savez(tmp_path / "new.npz", **(arrays | {"signal": signal}))
+    words = ["--stride", "2000", "--out", str(tmp_path / "p.csv"), "device=cpu"]
+    assert predict.main([str(har_run), str(tmp_path / "new.npz"), *words]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "other units" in line]
+    assert len(warnings) == (warning is not None)
+    assert not warning or re.search(warning, warnings[0]), warnings
+    other = ["--split", "all", f"dataset.root={tmp_path / 'new.npz'}", "device=cpu"]
+    assert evaluate.main([str(har_run), *other]) == 0
+    assert ("other units" in capsys.readouterr().err) == (warning is not None)
 
 
 def test_predictions_are_made_by_one_process(launch, har_run):

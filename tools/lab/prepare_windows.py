@@ -933,7 +933,7 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     rate_hz = np.array(float(recordings.rate))
     hint = ""
     usual = recordings.rows / max(1, recordings.stretches)
-    if "label" in used and usual < out.length:
+    if "label" in used and usual < out.length / 4:
         hint = f", and the label {used['label']} changes every {usual:.3g} samples"
     return About([*labels.names], line, how.channels, {"rate_hz": rate_hz}, "step", kept, hint)
 
@@ -943,7 +943,7 @@ def _measuring(
 ) -> list[int]:
     """Return the channels to write, by number: --channels, or all that measure something.
 
-    Raises LockstepError if none is left.
+    If none measures anything, all are written, with a warning.
     """
     if options.channels or courses is None:
         return [*range(len(channels))]
@@ -952,9 +952,10 @@ def _measuring(
     gone = {each.name for each in left_out}
     kept = [c for c, name in enumerate(channels) if name not in gone]
     if not kept:
-        reasons = "; ".join(f"{each.name} {each.reason}" for each in left_out)
-        todo = f"--channels {','.join(channels)} takes them all the same"
-        raise LockstepError(f"no channel measures anything: {reasons}", str(options.data), todo)
+        for each in left_out:
+            text = f"{each.name} {each.reason}: it is kept, because no other channel is there"
+            warnings.add("channels like counters", text)
+        return [*range(len(channels))]
     with_all = ",".join(channels)
     for each in left_out:
         text = f"{each.name} {each.reason}: it is left out; --channels {with_all} takes all"
