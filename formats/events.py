@@ -9,7 +9,7 @@ is a number, a date or a time of the day.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,30 +41,39 @@ class Event(NamedTuple):
     is_date: bool
 
 
-def find_columns(table: Table) -> dict[str, str]:
+def find_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
     """Return {role: column} of the roles of COLUMNS that the table has.
 
+    named  {role: column}, as the user has chosen
     Raises LockstepError for a start without a stop, and the other way round.
     """
-    found = {role: table.find(*names) for role, names in COLUMNS.items()}
+    header = table.head.where(max(1, table.head.line))
+    for role, name in named.items():
+        if role not in COLUMNS or name not in table.names:
+            what = f"no column {name!r} for {role}"
+            todo = f"--event-columns takes {'=…,'.join(COLUMNS)}=… and {', '.join(table.names)}"
+            raise LockstepError(what, header, todo)
+    found = {role: table.find(*names) for role, names in COLUMNS.items()} | dict(named)
     columns = {role: name for role, name in found.items() if name}
     if ("start" in columns) != ("stop" in columns):
         present, missing = ("start", "stop") if "start" in columns else ("stop", "start")
         what = f"a column {columns[present]!r} and no column of the {missing}"
-        todo = f"name it {missing}_s; an event needs both"
-        raise LockstepError(what, table.head.where(max(1, table.head.line)), todo)
+        todo = f"an event needs both: --event-columns {missing}=COLUMN; else rename this column"
+        raise LockstepError(what, header, todo)
     return columns
 
 
-def read_events(table: Table, rater: str = "") -> list[Event]:
+def read_events(table: Table, columns: Mapping[str, str], rater: str = "") -> list[Event]:
     """Return the events of a table. Raises LockstepError.
 
-    rater  the rater whose events are read; a table of several raters needs one
+    columns  {role: column}, from `find_columns`
+    rater    the rater whose events are read; a table of several raters needs one
     """
-    columns = find_columns(table)
-    if "label" not in columns:
-        what = f"no column of labels among {', '.join(table.names)}"
-        raise LockstepError(what, table.head.where(max(1, table.head.line)), "name it label")
+    missing = [role for role in ("start", "stop", "label") if role not in columns]
+    if missing:
+        what = f"no column of the {missing[0]} among {', '.join(table.names)}"
+        todo = f"name it: --event-columns {missing[0]}=COLUMN"
+        raise LockstepError(what, table.head.where(max(1, table.head.line)), todo)
     rows = _of_rater(table, columns.get("rater", ""), rater)
     starts, is_date = _times(table, rows, columns["start"])
     stops, _ = _times(table, rows, columns["stop"])

@@ -305,6 +305,7 @@ EVENTS = "Start (s),Stop (s),Behaviour\n1,3,walk\n4,5.5,sit\n"
         ("label,onset_ms,offset_ms\nwalk,1000,3000\nsit,4000,5500\n", 0.0, []),
         ("file,start_s,stop_s,label\na,1,3,walk\na.csv,4,5.5,sit\nb.csv,1,2,run\n", 0.0, []),
         (EVENTS, 1.7e9, []),
+        ("A,B,C\n1,3,walk\n4,5.5,sit\n", 0.0, ["--event-columns", "start=A,stop=B,label=C"]),
         (
             f"start,stop,label\n{DAY}:21,{DAY}:23,walk\n{DAY}:24,{DAY}:25.5,sit\n",
             1.7e9,
@@ -314,7 +315,7 @@ EVENTS = "Start (s),Stop (s),Behaviour\n1,3,walk\n4,5.5,sit\n"
         (EVENTS.replace("1,3", "1.5,3.5").replace("4,5.5", "4.5,6"), 0.5, ["--event-clock", "file"]),
         ("start,stop,label,rater\n1,3,walk,ann\n4,5.5,sit,ann\n1,2,run,bob\n", 0.0, ["--rater", "ann"]),
     ],
-    ids="seconds semicolons ms files relative dates start file rater".split(),
+    ids="seconds semicolons ms files relative named dates start file rater".split(),
 )
 def test_a_table_of_starts_and_stops_labels_the_samples_between(tmp_path, with_events, events, start, words):
     code, _, err = with_events(events, start, *words)
@@ -330,6 +331,7 @@ def test_a_table_of_starts_and_stops_labels_the_samples_between(tmp_path, with_e
     ("events", "start", "says"),
     [
         ("start_s,label\n1,walk\n", 0, "a column 'start_s' and no column of the stop"),
+        ("a,b,c\n1,3,walk\n", 0, "no column of the start among a, b, c ({0}/events.csv:1): name it: --event-columns"),
         ("start,stop,label\n1,30,walk\n", 0, "events of 1 to 30 s, a.csv has 7.98 s"),
         ("start,stop,label\n3,1,walk\n", 0, "walk stops at 1 s and starts at 3 s ({0}/events.csv:2)"),
         ("start,stop,label\n1,3,walk\n2,4,sit\n", 0, "sit and walk at once"),

@@ -194,12 +194,12 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
     if data.is_file():
         if not options.table:
             return [Source(data)]
-        return _with_events(data, tables.read(options.table), options.rater)
+        return _with_events(options, tables.read(options.table))
     table = options.table or (data / TABLE if (data / TABLE).is_file() else None)
     if table:
         rows = tables.read(table)
-        if "start" in find_columns(rows):
-            return _with_events(data, rows, options.rater)
+        if "start" in find_columns(rows, _pairs(options.event_columns)):
+            return _with_events(options, rows)
         return _listed(data, table, warnings)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
     found = sorted(
@@ -223,13 +223,24 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
     return [Source(path) for path in found]
 
 
-def _with_events(data: Path, table: tables.Table, rater: str) -> list[Source]:
+def _pairs(text: str) -> dict[str, str]:
+    """Convert `start=Onset,stop=Offset` to a dict. Raises LockstepError."""
+    pairs = [[*map(str.strip, word.split("=", 1))] for word in _words(text)]
+    if any(len(pair) != 2 for pair in pairs):
+        todo = "write start=COLUMN,stop=COLUMN,label=COLUMN"
+        raise LockstepError(f"{text!r}", "--event-columns", todo)
+    return dict(pairs)
+
+
+def _with_events(options: argparse.Namespace, table: tables.Table) -> list[Source]:
     """Return the files of a table of events, each with its events. Raises LockstepError.
 
     The table of a single file needs no column of files.
     """
+    data: Path = options.data
+    columns = find_columns(table, _pairs(options.event_columns))
     sources: dict[Path, Source] = {}
-    for event in read_events(table, rater):
+    for event in read_events(table, columns, options.rater):
         if path := _file_of(event, data):
             source = sources.setdefault(path, Source(path, where=event.where))
             source.events.append(event)
@@ -237,7 +248,7 @@ def _with_events(data: Path, table: tables.Table, rater: str) -> list[Source]:
         todo = f"the column file may name {data.name}"
         raise LockstepError(f"no event of {data.name}", str(table.head.path), todo)
     people = table.find("subject", "user", "person", "participant")
-    files = find_columns(table).get("file", "")
+    files = columns.get("file", "")
     for row in table.rows if people and files else ():
         for path, source in sources.items():
             if table.text(row, files) in (path.name, path.stem):
@@ -679,6 +690,10 @@ TEXTS = {
     "--keep-classes": ("A,B,…", "keep only these classes"),
     "--exclude-label": ("A,B,…", "leave out samples with these labels, such as 0"),
     "--separator": ("CHAR", "of the cells (default: found in the file)"),
+    "--event-columns": (
+        "ROLE=COLUMN,…",
+        "of a table of events: start=Onset,stop=Offset,label=Code",
+    ),
     "--rater": ("NAME", "whose events to read, of a table of events by several raters"),
     "--comment": ("CHARS", "first characters of lines that are no rows (default: #, // or %%)"),
     "--encoding": ("NAME", "of the text, such as cp1252 (default: found in the file)"),
