@@ -182,6 +182,7 @@ COURSES = {
     "counter": (STEPS, "rises"),
     "modulo 256": (STEPS % 256, "rises"),
     "modulo 65536": ((STEPS + 65000) % 65536, "rises"),
+    "modulo 16": (STEPS % 16, "rises"),
     "lost packets": (np.delete(STEPS, [5, 70, 900]) % 256, "rises"),
     "begins again": (np.concatenate([STEPS[:1000], STEPS[:700], STEPS[:900]]), "rises"),
     "shaken clock": (STEPS / 50 + np.random.default_rng(1).normal(0, 0.01, 3000), "rises"),
@@ -218,7 +219,10 @@ def write_counters(path: Path) -> None:
 def test_counters_constants_and_copies_of_the_label_are_named_and_left_out(tmp_path, capsys):
     write_counters(tmp_path / "a.csv")
     code, out, _ = prepare(capsys, tmp_path / "a.csv", "--time", "none", "--rate", "50")
-    assert code == 0 and windows.read(tmp_path / "out.npz", 2, 1).channels == ["x", "y"]
+    found = windows.read(tmp_path / "out.npz", 2, 1)
+    assert code == 0 and found.channels == ["x", "y"]
+    truth = np.loadtxt(tmp_path / "a.csv", delimiter=",", skiprows=1, usecols=(1, 2))
+    assert np.allclose(found.signal, truth, atol=1e-6)
     for reason in (
         "PacketCounter only rises, as a counter",
         "battery only falls, as a counter",

@@ -234,9 +234,8 @@ def _score(
     """(all ranks) Score the split. Return None on all ranks but rank 0, and after a stop."""
     found = train.build(args, world, stop, split=split)
     plan_text.print_plan(found, steps=False)
-    if world.main and isinstance(found.task, har.Task):
-        for doubt in found.task.unit_doubts(found.model, found.task.recordings):
-            print(f"warning: {doubt}", file=sys.stderr)
+    if world.main:
+        _print_doubts(found)
     names = names_of(found.loaders.val.dataset, by) if by else None
     why = ""
     if by and found.task.num_trials:
@@ -253,6 +252,13 @@ def _score(
     path = Path(str(saved.path))
     changed = code_digest.changes(saved.code, str(saved.config.get("task")), args.cfg.task)
     return Scores(*scored, path, found.progress.step, found.task, parts, saved.code, changed)
+
+
+def _print_doubts(run: Run) -> None:
+    """(rank 0) Print a warning for sensor data in other units than those of the training."""
+    if isinstance(run.task, har.Task):
+        for doubt in run.task.unit_doubts(run.model, run.task.recordings):
+            print(f"warning: {doubt}", file=sys.stderr)
 
 
 def names_of(dataset: Any, kind: str) -> np.ndarray | None:
