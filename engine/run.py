@@ -19,6 +19,7 @@ from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
 from engine.optim.ema import EMA
+from engine.optim.trained import TrainedWeights
 from engine.phases import Phase, phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
@@ -121,6 +122,7 @@ class Run:
             self.world, self.model, self.cfg.ddp.buffers
         )
         self.meter = Meter(self.world, len(self.reducer.block))
+        self.trained = TrainedWeights(self.model)
         self.record.fresh = hooks.initial_state.first(self)
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
@@ -175,9 +177,11 @@ class Run:
         graph.
 
         Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also
-        compares the names of the sums.
+        compares the names of the sums. Raises LockstepError if `loss` has frozen a weight, or set
+        one free.
         """
         reducer, meter, device = self.reducer, self.meter, self.world.device
+        self.trained.check()
         if reducer.follows_passes:
             reducer.end_forward()
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None

@@ -77,6 +77,30 @@ def _copied(value: Any) -> Any:
     return new
 
 
+def project_gradients(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return {name: (5,) float64}: the sum of the gradient of a total, three sums over a part of
+    its numbers, and the sum of its sizes.
+
+    The first four are linear in the gradient, and hold no memory. No `.grad` is written, and no
+    hook of DDP runs. Returns {} for a total without a graph, and for a graph that allows
+    `.backward()` alone.
+    """
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not total.requires_grad or not trained:
+        return {}
+    try:
+        gradients = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
+    except RuntimeError:  # a reentrant checkpoint, or a graph that `loss` has used up
+        return {}
+    found = {}
+    for name, gradient in zip(trained, gradients, strict=True):
+        if gradient is not None:
+            flat = gradient.detach().to_dense().flatten()
+            parts = [flat[::stride].sum(dtype=torch.float64) for stride in (1, 2, 3, 7)]
+            found[name] = torch.stack([*parts, flat.abs().sum(dtype=torch.float64)])
+    return found
+
+
 def rng_states(device: torch.device) -> dict[str, bytes]:
     """Return the states of this process's generators, by library. A draw changes a state."""
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []

@@ -494,7 +494,10 @@ class Config:
     )
     check_resume: bool = option(
         True,
-        "after the first step, compare what a resumed run would restore with what runs",
+        (
+            "try whether the loss depends on a value that no checkpoint holds; after the first "
+            "step, compare what a resumed run would restore with what runs"
+        ),
         free=True,
         changes=NOTHING,
     )

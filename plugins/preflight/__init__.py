@@ -28,13 +28,14 @@ from engine.gathered import Gathered, check_count
 from engine.hooks import check
 from engine.phases import Phase, phase
 from engine.run import Run
-from plugins.preflight import adds_up, optimizers, resume_check
+from plugins.preflight import adds_up, first_pass, optimizers, resume_check
 from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.prepare_check import check_prepare
 from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import find_conflicts
+from plugins.preflight.snapshot import snapshot_of
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
 
@@ -51,6 +52,7 @@ def compare_ranks(run: Run) -> None:
     Sets `plan.moments`. Raises LockstepError (exit code 6) with the first rank that differs.
     """
     world = run.world
+    optimizers.check_schedulers(run.task, run.optimizer)
     state_bytes = optimizers.state_bytes(run.optimizer)
     if world.size == 1:
         run.plan = replace(run.plan, moments=state_bytes)
@@ -148,12 +150,15 @@ def sanity_check(run: Run) -> None:
                 'and `monitor` is "loss"; name the metric, such as monitor = "accuracy"\n'
             )
         with sync_errors(run.world):
-            gflop = _rehearse(run) if run.world.main or run.plan.sharded else 0.0
+            gflop = 0.0
+            if run.world.main or run.plan.sharded:
+                gflop = _rehearse_unchanged(run)
         run.plan = replace(run.plan, gflop=run.world.broadcast(gflop))
 
 
 def check_sums(run: Run) -> None:
-    """(all ranks) Check that the training loss adds up, and print the result.
+    """(all ranks) Check that the training loss adds up, and print the result. Then look at a
+    training pass: see `first_pass`.
 
     All ranks compute the same samples, because a task may have collectives of its own. The check is
     the last before the first step. On a GPU the cached memory of the checks is returned at the end:
@@ -163,10 +168,31 @@ def check_sums(run: Run) -> None:
         with sync_errors(run.world):
             line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
         console.info(f"{line}\n")
+    if run.cfg.check_sums or run.cfg.check_resume:
+        with sync_errors(run.world):
+            notes = first_pass.look(run)
+        for note in notes:
+            console.warning(f"{note}\n")
     if run.world.device.type == "cuda":
         # Some ms, once. The allocator returns free blocks by itself when memory runs out, but no
         # block of which the first step holds a piece, such as a gradient.
         release_device_cache()
+
+
+def _rehearse_unchanged(run: Run) -> float:
+    """(rank 0, or all ranks) Rehearse an evaluation, and put back what the evaluation changes.
+
+    Raises LockstepError for a weight that the evaluation changes. Other ranks would not change the
+    weight, and a plain loop would begin with another.
+    """
+    before = snapshot_of(run)
+    try:
+        gflop = _rehearse(run)
+        after = snapshot_of(run, copies=False)
+        first_pass.raise_changed_weights(run, [*before.changes(after)])
+    finally:
+        before.put_back()
+    return gflop
 
 
 def _rehearse(run: Run) -> float:

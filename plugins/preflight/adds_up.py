@@ -27,8 +27,9 @@ from engine.hooks import check as check_returned
 from engine.phases import phase
 from engine.run import Run
 from engine.seeds import preserve_rng_state, seed_generators
-from engine.trial import Kept, copied_task, rng_states
+from engine.trial import Kept, copied_task, project_gradients, rng_states
 from plugins.preflight.partition import partition_dependent
+from plugins.preflight.snapshot import snapshot_of
 
 SAMPLES_ON_CPU, SAMPLES_ON_GPU = 5, 32
 """Samples of the check. A GPU with loader processes checks as few samples as a CPU, because this
@@ -95,7 +96,7 @@ def check(run: Run, loader: Any, sums: Sums) -> str:
             stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
             backend.allow_tf32 = False
         trial = SumCheck(run, loader, sums)
-        stack.callback(trial.put_back, trial.begin)
+        stack.callback(trial.state.put_back)
         stack.callback(setattr, global_loss, "current_pass", None)
         return _verdict(trial)
 
@@ -132,12 +133,14 @@ class SumCheck:
 
     method    the task's method with the sums
     kept      the modules of the model and of the task, with the values of buffers and attributes
+    state     the values of model and task at the start
     begin     the weights of these modules
     weights   the weights of the computation
     training  whether the model computes as in training
     low       the arithmetic may have fewer digits than float32
     ranges    the samples of the three computations: first and last + 1
     gathered  the rows of all samples that `gather_batch` received
+    projections  of the gradients of the last computation, see `project_gradients`
     """
 
     def __init__(self, run: Run, loader: Any, sums: Sums):
@@ -151,10 +154,11 @@ class SumCheck:
         left_out = {f"0.{name}" for name in run.record.left_out}
         named = self.kept.modules.named_parameters()
         self.parameters = [p for name, p in named if name not in left_out]
-        self.rows = [to_local(p.detach()) for p in self.parameters]
+        self.state = snapshot_of(run)
         self.begin = self.weights = list(map(torch.clone, self.rows))
         self.training = self.low = False
         self.gathered: list[Tensor] = []
+        self.projections: dict[str, Tensor] = {}
         few = self.device.type == "cpu" or loader.loader is not None
         self.samples = 1
         with contextlib.suppress(Exception):  # two samples are no batch if a pass is one sample
@@ -166,9 +170,16 @@ class SumCheck:
     @torch.no_grad()
     def put_back(self, weights: list[Tensor]) -> None:
         """Restore buffers and attributes, and set the weights."""
+        self.kept.put_back()
+        # The generators go on: a loss that draws from its own generator is then found.
+        self.state.put_back(generators=False)
         if weights:
             torch._foreach_copy_(self.rows, weights)
-        self.kept.put_back()
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """The rows of the weights that this process holds. A pass may replace the storage."""
+        return [to_local(p.detach()) for p in self.parameters]
 
     @torch.no_grad()
     def perturb(self, weights: list[Tensor], seed: int, share: float, zeros: float = 0.0) -> None:
@@ -180,8 +191,13 @@ class SumCheck:
                 rows.add_(torch.randn_like(rows) * (share * rows.square().mean().sqrt() or zeros))
         self.weights = list(map(torch.clone, self.rows))
 
-    def compute(self, begin: int, end: int, seed: int = 0) -> dict[str, Tensor]:
-        """Return the sums of samples `begin` to `end`, on the host. The task is a copy."""
+    def compute(
+        self, begin: int, end: int, seed: int = 0, projected: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the sums of samples `begin` to `end`, on the host. The task is a copy.
+
+        projected  parameters whose gradients are projected, into `projections`
+        """
         self.put_back(self.weights)
         self.run.model.train(self.training)
         seed_generators(self.device, "adds up", seed)
@@ -204,7 +220,16 @@ class SumCheck:
             self.gathered = []
         global_loss.current_pass = gather
         sums = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
+        if projected is not None:
+            totals = [value for name, value in sums.items() if name.startswith("the loss")]
+            self.projections = project_gradients(sum(totals[1:], start=totals[0]), projected)
         return {name: torch.as_tensor(value).detach().cpu() for name, value in sums.items()}
+
+    def gradients(self, begin: int, end: int) -> dict[str, Tensor]:
+        """Return projections of the gradients of samples `begin` to `end`."""
+        named: dict[str, Tensor] = dict(self.run.model.named_parameters())
+        self.compute(begin, end, projected=named)
+        return self.projections
 
     def compare(self) -> list[SumMismatch]:
         """Return the mismatch of each sum; none if a part of the model depends on the partition."""
@@ -235,6 +260,59 @@ class SumCheck:
         return SumError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
 
 
+@torch.enable_grad()
+def _check_gradients(trial: SumCheck) -> None:
+    """Raise LockstepError if the gradient of all samples is not the sum over the parts.
+
+    The loss adds up, so only a hook, or the backward pass of an autograd Function, is no sum. A
+    loss that draws, or coarse arithmetic, leaves the question open.
+    """
+    if trial.method == "score" or trial.low or trial.run.plan.sharded or trial.has_drawn():
+        return
+    if trial.gathered:  # a part receives the rows of the other without a graph
+        return
+    whole, one, two = (trial.gradients(*samples) for samples in trial.ranges)
+    wrong = _broken_gradients(whole, one, two)
+    weights = trial.weights
+    for seed in range(1, 4):
+        if not wrong:
+            return
+        trial.perturb(weights, seed, 1e-2)
+        again = [trial.gradients(*samples) for samples in trial.ranges]
+        wrong = {name: size for name, size in wrong.items() if name in _broken_gradients(*again)}
+    if wrong:
+        name = max(wrong, key=wrong.__getitem__)
+        place = int((whole[name] - one[name] - two[name])[:-1].abs().argmax())
+        sums = [float(gradients[name][place]) for gradients in (whole, one, two)]
+        raise trial.error(
+            f"the gradient of {name} of {trial.samples} samples sums to {sums[0]:.4g}, of "
+            f"{trial.first} and {trial.samples - trial.first} of them to {sums[1]:.4g} and "
+            f"{sums[2]:.4g}, although the loss adds up",
+            "a hook, or a backward pass of your own, divides or clips what a pass gives: make it "
+            "linear in the gradient (optim.grad_clip clips the sum)",
+        )
+
+
+def _broken_gradients(
+    whole: dict[str, Tensor], one: dict[str, Tensor], two: dict[str, Tensor]
+) -> dict[str, float]:
+    """Return {name: relative difference} of the gradients that do not add up.
+
+    A gradient is compared with the sizes of the weight's gradients. A gradient that is nearly zero
+    beside the largest is rounding.
+    """
+    if not whole.keys() == one.keys() == two.keys():
+        return {}
+    largest = max((float(sums[-1]) for sums in whole.values()), default=0.0)
+    broken = {}
+    for name, sums in whole.items():
+        scale = max(float(one[name][-1] + two[name][-1]), float(sums[-1]))
+        difference = float((sums - one[name] - two[name])[:-1].abs().max())
+        if scale > 1e-4 * largest and difference > 1e-3 * scale:
+            broken[name] = difference / scale
+    return broken
+
+
 ATTEMPTS = ((True, False), (False, False), (False, True))
 """Ways to compute the sums, in order until the sums are finite: (with perturbed weights, as in
 training). The last way has the mode and the precision of the training, and no answer if a part of
@@ -259,7 +337,10 @@ def _verdict(trial: SumCheck) -> str:
                 mismatches = trial.compare()
                 broken = [each for each in mismatches if not math.isfinite(each.size)]
                 if mismatches and not broken:
-                    return _judge(trial, mismatches)
+                    line = _judge(trial, mismatches)
+                    if not as_training and "adds up: " in line:
+                        _check_gradients(trial)
+                    return line
                 if broken:
                     why = why or trial.describe(broken[0])
         except (SumError, getattr(torch, "AcceleratorError", MemoryError)):

@@ -19,6 +19,8 @@ from engine.errors import LockstepError, few
 from engine.optim.make import chain, parameters_of
 from engine.run import Run
 
+SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
 WHERE = "the task's `optimizer`"
 
 # ---- a task's own optimizer
@@ -32,7 +34,9 @@ def check_optimizer(own: Any, model: nn.Module, trained: dict[str, Tensor], cfg:
             f"it returns a {type(own).__name__}", WHERE, "return a torch.optim.Optimizer, or None"
         )
     closure = inspect.signature(type(own).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    # SAM and its kin: two gradients a step, at two places
+    if needs_closure or hasattr(own, "second_step"):
         raise LockstepError(
             f"{type(own).__name__} computes the loss several times a step, and a step here is "
             "one global batch",
@@ -60,6 +64,31 @@ def _check_parameters(
             "a group holds tensors that are no weights of the model",
             WHERE,
             "take them from `model.parameters()`",
+        )
+
+
+def check_schedulers(task: Task, optimizer: torch.optim.Optimizer) -> None:
+    """Raise LockstepError if a learning-rate scheduler was made for an optimizer of the task.
+
+    The schedule of the run sets the rate of each group before each step: the rates of another
+    scheduler would have no effect.
+    """
+    names = []
+    for part in [optimizer, *parts(optimizer)]:
+        # `initial_lr` is what the schedulers of torch and timm write into a group
+        has_initial_rate = any("initial_lr" in group for group in part.param_groups)
+        if has_initial_rate or getattr(part.step, "_wrapped_by_lr_sched", False):
+            names.append("a learning-rate scheduler")
+    kept = [*vars(task).values(), *vars(type(task)).values(), *vars(optimizer).values()]
+    names[:0] = [type(value).__name__ for value in kept if isinstance(value, SCHEDULERS)]
+    if names:
+        raise LockstepError(
+            f"{names[0]} is made for the optimizer, and the schedule of the run would overwrite "
+            "its rates",
+            WHERE,
+            "drop it, and set schedule.kind=cosine, linear, constant or wsd, with "
+            "schedule.warmup_steps and schedule.final_share; a group with an `lr` of its own keeps "
+            "its share of the rate",
         )
 
 
@@ -134,9 +163,19 @@ def tensor_specs(task: Task, model: nn.Module) -> dict[str, str]:
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in a chain or below a wrapper."""
-    attributes = (*vars(optimizer).values(), *getattr(optimizer, "optimizers", ()))
-    return [each for each in attributes if isinstance(each, torch.optim.Optimizer)]
+    """Return the optimizers in a chain or below wrappers, each once."""
+    found: dict[int, torch.optim.Optimizer] = {}
+    attributes = [*vars(optimizer).values()]
+    for value in vars(optimizer).values():
+        if isinstance(value, (list, tuple)):
+            attributes += value
+        elif isinstance(value, dict):
+            attributes += value.values()
+    for each in attributes:
+        if isinstance(each, torch.optim.Optimizer) and each is not optimizer:
+            for part in [each, *parts(each)]:
+                found.setdefault(id(part), part)
+    return [*found.values()]
 
 
 def clone_optimizer(

@@ -107,7 +107,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
     twin  a copy of the optimizer from before the first step
     """
     kind = type(optimizer).__name__
-    state = optimizer.state_dict()
+    try:
+        state = optimizer.state_dict()
+    except Exception as error:
+        _pass_on(error)
+        raise _error(
+            f"{kind} cannot save its state: {type(error).__name__}: {headline(error)}",
+            "call super().__init__(parameters, defaults), or mend its state_dict",
+        ) from error
     _check_plain(state, f"what {kind} keeps")
     shared = _shared(state)
     restored = _restored(optimizer, twin, state, shared)
@@ -125,12 +132,45 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
             "keep one for each",
         )
     for part, other in zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True):
+        _check_part(optimizer, part, twin, other)
         for name in sorted(vars(part).keys() - RENEWED):
             for place in _changed(name, vars(part)[name], vars(other).get(name)):
                 raise _error(
                     f"{type(part).__name__} has changed its {place}, which no checkpoint holds",
                     "keep it in self.state[p], or in a param_group: these are restored",
                 )
+
+
+def _check_part(
+    whole: torch.optim.Optimizer,
+    part: torch.optim.Optimizer,
+    twin: torch.optim.Optimizer,
+    other: torch.optim.Optimizer,
+) -> None:
+    """Raise LockstepError if an optimizer below a wrapper would lose its state, or does not get the
+    rates of the schedule.
+
+    twin, other  the copies of the whole and of the part that have loaded a checkpoint
+    """
+    kind = type(part).__name__
+    for p, kept in part.state.items():
+        values = dict(batches.tree_leaves(other.state.get(p, {})))
+        for name, value in batches.tree_leaves(kept):
+            if isinstance(value, Tensor) and not _same(value, values.get(name)):
+                raise _error(
+                    f"a checkpoint does not hold {name!r} of {kind}, an optimizer inside of "
+                    f"{type(whole).__name__}",
+                    "save it in `state_dict`, and restore it in `load_state_dict`, or share one "
+                    "state: self.state = base.state",
+                )
+    for now, inner, when in ((whole, part, ""), (twin, other, ", after load_state_dict")):
+        shared = set(map(id, now.param_groups))
+        if not all(id(group) in shared for group in inner.param_groups):
+            raise _error(
+                f"the rates of the schedule do not reach {kind}, an optimizer inside of "
+                f"{type(now).__name__}{when}: its groups are others",
+                "share them: self.param_groups = base.param_groups, also in load_state_dict",
+            )
 
 
 def _restored(

@@ -99,7 +99,21 @@ def _learning_rate(run: Run) -> str:
     text += f", {plan.warmup_steps} warm-up steps, then {schedule.kind} over {plan.horizon}"
     if schedule.kind == "wsd":
         text += f" (constant up to step {plan.decay_begin})"
-    return text
+    return text + _rates_of_groups(run)
+
+
+def _rates_of_groups(run: Run) -> str:
+    """Return the peak rates of the optimizer's groups; empty if all have the rate of the plan."""
+    weights: dict[float, int] = {}
+    for group in run.optimizer.param_groups:
+        scale = group.get("lr_scale", 1.0)
+        weights[scale] = weights.get(scale, 0) + len(group["params"])
+    if {*weights} <= {1.0}:
+        return ""
+    rates = []
+    for scale, count in weights.items():
+        rates.append(f"{run.plan.peak_lr * scale:g} for {amount(count, 'weight')}")
+    return f"; by groups: {', '.join(rates)}"
 
 
 def _rows_of_the_model(run: Run) -> dict[str, str]:

@@ -21,6 +21,8 @@ REFUSED = {
     "generator of the loss": "a generator of its own",
     "generator of the dataset": "a generator of the dataset's own",
     "sample changed in place": "changed in place",
+    "generator of a module": r"depends on 1\.own.*keeps between steps",
+    "running mean": r"depends on 1\.mean.*keeps between steps",
     "optimizer that forgets": "an optimizer that forgets",
 }
 """Mistakes that the training itself refuses before, or at, its first step -> what must be said of the cause."""
@@ -31,8 +33,6 @@ MEASURED = {
     "data without a seed": "dataset depends on .* a generator without a seed",
     "order by rank": "the rank",
     "noise once warm": "dataset depends on .*the state of the generator `own` of the dataset",
-    "generator of a module": r"forward: 1 \(Noise\).*draws from a generator of its own",
-    "running mean": r"forward: 1 \(Mean\).*`mean` of the model's 1",
     "momenta in the file": "the optimizer keeps something",
     "global counter": "something it keeps.*`PASSES` of the task's file",
     "cache by process": "`SEEN` of the task's file.*reads the number of its process",

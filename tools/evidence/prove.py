@@ -103,6 +103,11 @@ REFUSED = {
         r"changes between two "
         r"fetches"
     ): "random samples: a generator of the dataset's own, or samples that are changed in place",
+    (
+        r"the loss depends on|a forward pass changes the "
+        r"weight"
+    ): "something that the task or a module keeps between steps: it is in no checkpoint, or each "
+    "pass changes it",
     r"check_resume=false": "an optimizer that forgets: what it keeps is in no checkpoint",
     (
         r"no checkpoint of this model|a checkpoint cannot "
