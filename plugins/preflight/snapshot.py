@@ -53,7 +53,6 @@ class Snapshot:
     values  {name: a number, the copy or the hash of a tensor, or the state of a generator}. The
             name is a path, such as `self.teacher.0.weight`
     copies  {name of a tensor: its copy}
-    places  {name of a number: (the dict, list or object that holds it, its key)}
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Snapshot:
         self.values: dict[str, Any] = {}
         self.copies: dict[str, Tensor] = {}
         self._copied = copies
-        self.places: dict[str, tuple[Any, Any]] = {}
         self._versions: dict[str, int] = {}
         self._owned: list[tuple[Any, dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -86,7 +84,6 @@ class Snapshot:
             data = _data_of(owner)
             self._owned.append((owner, data))
             for key, value in data.items():
-                self.places[_joined(name, key)] = owner, key
                 self._visit(_joined(name, key), value, 0, False)
 
     @torch.no_grad()
@@ -112,19 +109,6 @@ class Snapshot:
             for key, value in data.items():
                 if vars(owner).get(key) is not value:
                     setattr(owner, key, value)
-
-    @torch.no_grad()
-    def set_number(self, name: str, number: float) -> None:
-        """Give a number, or a tensor of one number, another value of its type. An item of a list
-        that has become shorter is left out."""
-        holder, key = self.places[name]
-        value = self.values[name]
-        if isinstance(value, Tensor):
-            holder.fill_(number)
-        elif isinstance(holder, (type, types.ModuleType)):
-            setattr(holder, key, type(value)(number))
-        elif isinstance(holder, dict) or key < len(holder):
-            holder[key] = type(value)(number)
 
     def changes(self, later: Snapshot) -> Iterator[str]:
         """Yield the names of the values that a later snapshot holds in another way, or that one of
@@ -170,8 +154,6 @@ class Snapshot:
             return
         self.values[name] = _value(rows)
         self._versions[name] = _version(tensor)
-        if tensor.numel() == 1:
-            self.places[name] = tensor, None
         if tensor.is_leaf and self._copied:
             self.copies[name] = rows.clone()
             self._tensors.append((tensor, self.copies[name], _version(tensor)))
@@ -191,10 +173,7 @@ class Snapshot:
                 self._containers.append((value, value.copy()))
             self.values[f"len({name})"] = len(value)
             for key, part in _first_items(value):
-                path = f"{name}[{key!r}]"
-                if isinstance(value, (dict, list)):
-                    self.places[path] = value, key
-                self._visit(path, part, depth + 1, in_module)
+                self._visit(f"{name}[{key!r}]", part, depth + 1, in_module)
             return
         attributes = _attributes(value)
         if attributes is None:
@@ -209,7 +188,6 @@ class Snapshot:
                 for path, child in [*part.items()]:
                     self._visit(_joined(name, path), child, depth, in_module)
             else:
-                self.places[_joined(name, key)] = attributes, key
                 self._visit(_joined(name, key), part, depth + 1, in_module)
 
 
