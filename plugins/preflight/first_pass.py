@@ -186,6 +186,10 @@ class Net(nn.Module):
             raise CURES["attribute"].error(f".{name}") from None
 
     def __getitem__(self, key: Any) -> Any:
+        """Refuse an item, such as a layer of an nn.Sequential.
+
+        DDP has no items.
+        """
         raise CURES["attribute"].error(f"[{key!r}]")
 
 

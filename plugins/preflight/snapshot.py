@@ -129,6 +129,11 @@ class Snapshot:
     # ---- the search
 
     def _visit(self, name: str, value: Any, depth: int, in_module: bool) -> None:
+        """Add a value, and the values that can be reached from it.
+
+        depth      number of attributes and keys in the name
+        in_module  whether a module holds the value: the value is then copied, however large
+        """
         if isinstance(value, NUMBERS):
             self.values[name] = value
             return
@@ -147,6 +152,10 @@ class Snapshot:
             self._visit_parts(name, value, depth, in_module)
 
     def _add_tensor(self, name: str, tensor: Tensor, in_module: bool) -> None:
+        """Add a tensor. Lazy and sparse tensors, and large data outside of modules, are left out.
+
+        A tensor with a graph is compared, and not put back: the next pass makes another.
+        """
         if isinstance(tensor, LAZY):
             return
         rows = to_local(tensor.detach())
@@ -166,6 +175,10 @@ class Snapshot:
         self._containers.append((array, copied))
 
     def _visit_parts(self, name: str, value: Any, depth: int, in_module: bool) -> None:
+        """Add the items of a container, or the attributes of an object.
+
+        The names of a module's weights, buffers and children are those of its state dict.
+        """
         if isinstance(value, (dict, list, tuple, set, deque)):
             if isinstance(value, dict):
                 self._containers.append((value, dict(value)))
@@ -265,6 +278,10 @@ def _value(rows: Tensor) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Return whether two values have one type and the same bits. NaN equals NaN.
+
+    The values are of `Snapshot.values`.
+    """
     if isinstance(a, Tensor):
         same_form = isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
         return same_form and same_bits(a, b)
@@ -309,6 +326,10 @@ def _state(generator: Any) -> Any:
 
 
 def _set_state(generator: Any, state: Any) -> None:
+    """Give a generator a state of `_state`.
+
+    The state stays as it is, for the next time.
+    """
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
