@@ -145,15 +145,6 @@ def marked_lines(text: str, mark: str) -> list[str]:
     return [line.removeprefix(mark) for line in text.splitlines() if line.startswith(mark)]
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty for an absent or unreadable file."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
 def folder_of(run: Path) -> Path:
     """Return the folder of RUN: the path of a folder, or of a checkpoint in the folder."""
     return run if run.is_dir() else run.parent

@@ -71,6 +71,15 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, lambda file: file.write(text))
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty for an absent or unreadable file."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as hex digits."""
     digest = hashlib.sha256()

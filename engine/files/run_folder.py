@@ -25,8 +25,10 @@ from engine import code_digest, config
 from engine.code_digest import Code
 from engine.comm.world import World
 from engine.errors import LockstepError, warn_on_stderr
-from engine.files.atomic import write_atomically, write_json
+from engine.files.atomic import read_object, write_atomically, write_json
 from engine.files.store import LOCK, Checkpoints, check_files, find_checkpoint
+
+ENVIRONMENT = "environment.json"
 
 PACKAGES = ("numpy", "pyyaml", "tensorboard", "tqdm")
 """Recorded packages besides torch. The version of PyPI's package torch lacks the local part
@@ -108,12 +110,12 @@ def _check_links(folder: Path) -> None:
 
 
 def make_folder(
-    cfg: Any, world: World, resumed: Path | None, code: Code
+    cfg: Any, world: World, resumed: Path | None, step: int, code: Code
 ) -> tuple[Path, Checkpoints]:
     """(rank 0) Make the run's folder, lock it for the life of this process, and write two files.
 
     The folder is `save_dir`, or a new folder under checkpoints/. The files are config.yaml and
-    environment.json.
+    environment.json. `step` is the step of the checkpoint `resumed`, or 0.
     """
     folder = Path(cfg.save_dir)
     try:
@@ -129,7 +131,10 @@ def make_folder(
         write_atomically(
             folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode())
         )
-        write_json(folder / "environment.json", environment(world) | code_digest.described(code))
+        facts = environment(world) | code_digest.described(code)
+        known = read_object(folder / ENVIRONMENT)
+        starts = [start for start in starts_of(known) if known and start[0] < step]
+        write_json(folder / ENVIRONMENT, facts | {"starts": [*starts, (step, world.size)]})
     except OSError as error:
         raise LockstepError(
             f"the run's folder cannot be written: {error.strerror}",
@@ -144,6 +149,27 @@ def make_folder(
     if resumed:
         checkpoints.truncate_after(resumed)
     return folder, checkpoints
+
+
+def starts_of(known: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (step, processes) of each start of a run, from the contents of environment.json.
+
+    A file of an older version has the number of processes of the last start only.
+    """
+    try:
+        return [(int(step), int(processes)) for step, processes in known["starts"]]
+    except (KeyError, TypeError, ValueError):
+        return [(0, int(known.get("processes", 0)))]
+
+
+def processes_of_step(known: dict[str, Any], step: int) -> int:
+    """Return the number of processes that took a step, from the contents of environment.json; 0 if
+    it is unknown."""
+    processes = 0
+    for begin, of_start in starts_of(known):
+        if begin < step or not processes:
+            processes = of_start
+    return processes
 
 
 def new_folder(parent: Path, stem: str) -> Path:

@@ -50,7 +50,9 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
     world, record = run.world, run.record
     made = on_rank0(
         world,
-        lambda: run_folder.make_folder(run.cfg, world, record.resumed.path, record.code),
+        lambda: run_folder.make_folder(
+            run.cfg, world, record.resumed.path, run.progress.step, record.code
+        ),
     )
     path = world.broadcast(made[0] if made else Path())
     _announce(run, path)

@@ -21,6 +21,7 @@ from tampering import (
     checkpoint_at,
     contents,
     copied,
+    delete_checkpoint,
     delete_checkpoints,
     drop_digests,
     keep_checkpoint,
@@ -436,6 +437,51 @@ def test_without_virtual_workers_the_runs_own_number_has_its_bits(launch, replay
     succeed(launch.train(*words(folder, virtual_workers=0), processes=2))
     code, found, err = replay(folder, "--from", 12)
     assert code == 0 and found["processes"] == 2, err
+
+
+@pytest.fixture
+def restarted(once):
+    """A run without virtual workers that is stopped after step 12 and continued from there on two processes."""
+
+    def build(folder):
+        for processes, steps in ((1, 12), (2, 24)):
+            own = words(folder, steps=steps, virtual_workers=0, save_every=4, model__dropout=0)[:-1]
+            done = running.train_in(folder, [*own, "schedule.horizon=24"], processes)
+            assert done.code == 0, done.text
+
+    return once("restarted", build)
+
+
+@pytest.mark.slow
+def test_each_stretch_is_taken_on_the_processes_that_it_had(restarted, replay):
+    assert json.loads((restarted / "environment.json").read_text())["starts"] == [[0, 1], [12, 2]]
+    code, found, err = replay(restarted)
+    assert code == 0 and [part["processes"] for part in found["stretches"]] == [1, 1, 1, 2, 2, 2], err
+
+
+@pytest.mark.slow
+def test_a_stretch_with_a_start_on_other_processes_is_not_judged(restarted, replay, tmp_path):
+    """Without the checkpoint of that start, no number of processes takes the steps of the stretch."""
+    folder = copied(restarted, tmp_path / "run")
+    delete_checkpoint(folder, 12)
+    code, found, err = replay(folder)
+    part = found["stretches"][2]
+    assert code == 7 and (part["from"], part["to"], part["verdict"]) == (8, 16, "not known"), err
+    assert "the run was started again at step 12 on 2 processes" in part["text"]
+
+
+@pytest.mark.slow
+def test_a_start_on_other_processes_explains_other_bits(restarted, launch, tmp_path):
+    """Without the checkpoint of that start the first steps are taken again on two processes; the data are the same."""
+    folder, straight = copied(restarted, tmp_path / "run"), tmp_path / "straight"
+    for step in (4, 8, 12):
+        delete_checkpoint(folder, step)
+    own = words(straight, virtual_workers=0, save_every=4, model__dropout=0)[:-1]
+    done = running.train_in(straight, [*own, "schedule.horizon=24"], 1)
+    assert done.code == 0, done.text
+    shown = launch.python("tools/compare.py", straight, folder)
+    assert "B was started again at step 12 on 2 processes, not 1" in shown.out
+    assert "data may have changed" not in shown.out
 
 
 @pytest.mark.slow

@@ -49,6 +49,14 @@ def checkpoint_at(run, step):
     return next(run / each["file"] for each in manifest_of(run)["checkpoints"] if each["step"] == step)
 
 
+def delete_checkpoint(run, step):
+    """As the limit of `keep_checkpoints` does."""
+    manifest, gone = manifest_of(run), checkpoint_at(run, step)
+    manifest["checkpoints"] = [each for each in manifest["checkpoints"] if each["file"] != gone.name]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    gone.unlink()
+
+
 def change_checkpoint(file, change):
     """The manifest agrees with the changed file."""
     state = torch.load(file, weights_only=True)

@@ -26,10 +26,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,14 +50,14 @@ from engine.environment import environment_of
 from engine.errors import LockstepError, amount, few
 from engine.files import archive, run_folder, weights
 from engine.files.archive import CheckpointState, Sizes
-from engine.files.atomic import write_atomically
+from engine.files.atomic import read_object, write_atomically
 from engine.files.store import check_files
 from plugins import resilience
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN
 from tools.evidence import records
 from tools.machine import cards
-from tools.running import folder_of, read_object, train_in
+from tools.running import folder_of, train_in
 from tools.use.evaluate import TRUST, aligned, of_run
 
 TIMES = ("event", "step", "time_s", "samples_per_s", "data_wait_share")
@@ -136,6 +137,8 @@ class Side(NamedTuple):
     gone         names of checkpoints in the manifest or in status.json, without a file in the
                  folder
     came_to      the last step of the run, from status.json
+    processes    of the last start
+    starts       (step, processes) of each start
     """
 
     name: str
@@ -148,6 +151,7 @@ class Side(NamedTuple):
     commit: str = ""
     data: Fingerprint = Fingerprint()
     processes: int = 0
+    starts: Sequence[tuple[int, int]] = ()
     sizes: Sizes = Sizes()
     log: dict[int, dict[str, Any]] = {}
     scores: dict[int, dict[str, Any]] = {}
@@ -262,6 +266,7 @@ def _of_folder(name: str, folder: Path) -> Side:
     for line in _lines_of(folder / "metrics.jsonl"):
         log.setdefault(str(line.get("event")), {})[line.get("step", 0)] = line
     side = side._replace(folder=folder, gone=gone, came_to=came_to, checkpoints=checkpoints)
+    side = side._replace(starts=run_folder.starts_of(known))
     return side._replace(log=log["train"], scores=log["eval"])
 
 
@@ -934,7 +939,7 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
     settings = NO_MORE | {"resume": source, "record": record}
     if horizon:
         settings |= {"steps": to, "schedule": {"horizon": horizon}}
-    settings |= _as_chosen(side)
+    settings |= _as_chosen(side, _processes_of(side, before + 1))
     folder.mkdir()
     changes = folder / "changes.yaml"
     changes.write_text(yaml.safe_dump(settings))
@@ -944,7 +949,7 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
         ended = train_in(
             folder / "run",
             words,
-            side.processes or 1,
+            _processes_of(side, before + 1),
             kill_at=0 if horizon else to,
             tell=lambda now: bar.update(max(0, now - begun - bar.n)),
         )
@@ -981,11 +986,16 @@ def _source(side: Side, begun: int) -> str:
     return source
 
 
-def _as_chosen(side: Side) -> dict[str, Any]:
+def _processes_of(side: Side, step: int) -> int:
+    """Return the number of processes that took a step of A or B."""
+    return run_folder.processes_of_step({"starts": side.starts}, step) or side.processes or 1
+
+
+def _as_chosen(side: Side, processes: int) -> dict[str, Any]:
     """Return the settings of the run's machine: the choices for auto, and shared GPUs."""
     device = SimpleNamespace(device=side.config.get("device", "auto"))
     backend = side.config.get("ddp.backend", "auto")
-    settings = cards.sharing(cards.visible(device), side.processes or 1, backend)
+    settings = cards.sharing(cards.visible(device), processes, backend)
     for key, name in AS_CHOSEN.items():
         if side.environment.get(name, "auto") != "auto":
             settings[key] = side.environment[name]
@@ -1025,11 +1035,25 @@ def _elsewhere(side: Side, again: Side) -> str:
         texts.append(f"source files: {few(names)}")
     elif changed:
         texts.append(f"source files: {side.code} then, {again.code} now")
+    texts += _other_processes(side)
     return ", ".join(texts) or "nothing that is noted differs; its data may have changed"
 
 
-def _not_replayed(a: Side, b: Side) -> str:
+def _other_processes(side: Side) -> list[str]:
+    """Return a text for each start of A or B on another number of processes than before. With
+    virtual workers the number does not matter."""
+    if side.config.get("virtual_workers"):
+        return []
     texts = []
+    for (_, before), (step, processes) in itertools.pairwise(side.starts):
+        if processes != before:
+            number = amount(processes, "process")
+            texts.append(f"{side.name} was started again at step {step} on {number}, not {before}")
+    return texts
+
+
+def _not_replayed(a: Side, b: Side) -> str:
+    texts = _other_processes(a) + _other_processes(b)
     for section, differences in (("code", _code(a, b)), ("environment", _environment(a, b))):
         if differences:
             texts.append(f"{section}: {', '.join(differences)}")

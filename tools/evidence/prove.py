@@ -66,13 +66,14 @@ from engine.comm import digests
 from engine.contract import LOGGED
 from engine.errors import LockstepError, amount
 from engine.files.archive import CheckpointState
+from engine.files.atomic import read_object
 from engine.files.store import LAST
 from engine.threads import available
 from plugins.resilience import status
 from tools.arguments import NOT_KNOWN
 from tools.evidence import records, trial
 from tools.machine import cards
-from tools.running import guarded, last_step, problem_of, python, read_object, script_of, started
+from tools.running import guarded, last_step, problem_of, python, script_of, started
 from tools.use.evaluate import TRUST, of_run
 
 FLOAT64, GROWTH = 1e-9, 100

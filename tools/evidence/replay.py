@@ -62,19 +62,11 @@ from engine.environment import SQUARE_ROOT
 from engine.errors import LockstepError, amount, few
 from engine.files import archive, run_folder
 from engine.files.archive import CheckpointState
-from engine.files.atomic import write_json
+from engine.files.atomic import read_object, write_json
 from engine.files.store import LOCK, Checkpoints
 from tools.arguments import NOT_KNOWN
 from tools.machine import cards
-from tools.running import (
-    Trained,
-    alone,
-    folder_of,
-    guarded,
-    read_object,
-    stdout_aside,
-    train_in,
-)
+from tools.running import Trained, alone, folder_of, guarded, stdout_aside, train_in
 from tools.use.evaluate import TRUST, of_run
 
 Log = dict[tuple[int, str], dict[str, Any]]
@@ -311,13 +303,24 @@ class Recorded:
         return found
 
     def processes(self, stretch: Stretch) -> int:
-        """Return the number of processes at the last step of a stretch. A checkpoint has the
-        partition of the global batch."""
+        """Return the number of processes at the last step of a stretch. In a run of an older
+        version a checkpoint has the partition of the global batch."""
+        noted = run_folder.processes_of_step(self.environment, stretch.to) or 1
         saved = stretch.after
-        processes = int(self.environment.get("processes", 1))
-        if saved and not self.cfg.virtual_workers:
-            return saved.processes or processes
-        return processes
+        if saved and not self.cfg.virtual_workers and "starts" not in self.environment:
+            return saved.processes or noted
+        return noted
+
+    def start_within(self, stretch: Stretch) -> tuple[int, int] | None:
+        """Return (step, processes) of the first start within a stretch that changed the number of
+        processes. With virtual workers the number does not matter."""
+        if self.cfg.virtual_workers:
+            return None
+        before = run_folder.processes_of_step(self.environment, stretch.start + 1)
+        for step, processes in run_folder.starts_of(self.environment):
+            if stretch.start < step < stretch.to and processes != before:
+                return step, processes
+        return None
 
 
 def _begun_elsewhere(cfg: dict[str, Any], folder: Path) -> CheckpointState:
@@ -1039,7 +1042,11 @@ def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
         if held < len(trained):
             text += "; at the others numbers are compared, to their last digit"
         anyway.say("log", text)
-    if len(counts) > 1:
+    starts = run_folder.starts_of(run.environment)
+    if len(starts) > 1:
+        texts = [f"from step {step} on {processes}" for step, processes in starts]
+        anyway.say("processes", f"the run was started {len(starts)} times: {', '.join(texts)}")
+    elif len(counts) > 1:
         text = (
             f"the run went on with {' then '.join(map(str, counts))}; where, between two "
             "checkpoints, is not recorded"
@@ -1104,6 +1111,14 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
         first = {"step": stretch.to} | _other_data(known, here)
         text = f"{stretch}: {DIFFERS}: not taken, because the data are others"
         return about | {"verdict": DIFFERS, "first_difference": first, "text": text}
+    if start := taker.run.start_within(stretch):
+        step, processes = start
+        text = (
+            f"{stretch}: {UNKNOWN}: not taken: the run was started again at step {step} on "
+            f"{amount(processes, 'process')}, there is no checkpoint of that step, and sums are "
+            "rounded in another way; virtual_workers=N keeps the bits"
+        )
+        return about | {"verdict": UNKNOWN, "first_difference": None, "text": text}
     began = time.monotonic()
     folder = taker.take(stretch)
     ends = stretch.end and stretch.end.path, _at_end(stretch, folder)

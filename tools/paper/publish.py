@@ -50,6 +50,7 @@ from engine.comm import digests
 from engine.contract import LOGGED, Task
 from engine.errors import LockstepError, few, headline
 from engine.files.archive import CheckpointState
+from engine.files.atomic import read_object
 from engine.files.store import find_checkpoint
 from formats.partial import Partial
 from plugins.resilience import status
@@ -57,7 +58,6 @@ from tasks import har, robot, video
 from tools.evidence import provenance
 from tools.paper import model_card
 from tools.paper.report_scores import score
-from tools.paper.run_files import read_json
 from tools.running import alone, guarded
 from tools.use import published
 from tools.use.evaluate import TRUST, of_run
@@ -378,8 +378,8 @@ def _results(
     validation["logged"] = logged
     monitor = str(tasks.load(args.cfg.task).monitor)
     results = {"step": step, "monitor": monitor, "validation": validation}
-    results["baselines"] = read_json(folder / "status.json").get("baselines", {})
-    tested = read_json(folder / TEST)
+    results["baselines"] = read_object(folder / "status.json").get("baselines", {})
+    tested = read_object(folder / TEST)
     weights = api.hash_weights(saved)[:16]
     if tested and tested.get("sha256", {}).get("weights") == weights:
         names = ["count", "metrics", "classes", "confusion", "looks"]
@@ -478,8 +478,8 @@ def _proof(
 ) -> dict[str, Any]:
     """Return digests, machine and versions, and the command that reproduces the weights."""
     assert saved.path
-    environment = read_json(saved.path.parent / "environment.json")
-    replay = read_json(saved.path.parent / "replay.json")
+    environment = read_object(saved.path.parent / "environment.json")
+    replay = read_object(saved.path.parent / "replay.json")
     name = options.to.name
     command = "python train.py"
     if environment.get("processes", 1) != 1:

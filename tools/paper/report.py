@@ -43,7 +43,7 @@ from engine import command, config, errors
 from engine.contract import LOGGED
 from engine.errors import LockstepError, amount, few, headline
 from engine.files import run_folder
-from engine.files.atomic import write_atomically
+from engine.files.atomic import read_object, write_atomically
 from engine.report.log import of_trials
 from plugins.resilience import status
 from tools.arguments import whole_number
@@ -57,7 +57,7 @@ from tools.paper.report_scores import (
     read_checkpoint,
     score,
 )
-from tools.paper.run_files import as_dict, read_json
+from tools.paper.run_files import as_dict
 from tools.paper.study_tables import STUDY, all_tables, load
 from tools.running import alone, guarded
 from tools.use.evaluate import TRUST, of_run
@@ -272,9 +272,9 @@ def _read(given: str, words: list[str], options: argparse.Namespace) -> Run:
         )
     if not run.log:
         run.notes.append("The log is empty: no step has been logged yet.")
-    run.environment = read_json(folder / "environment.json")
-    run.status = read_json(folder / "status.json")
-    run.replay = read_json(folder / "replay.json")
+    run.environment = read_object(folder / "environment.json")
+    run.status = read_object(folder / "status.json")
+    run.replay = read_object(folder / "replay.json")
     try:
         run_folder.lock(folder, only_look=True)
     except LockstepError:

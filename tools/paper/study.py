@@ -59,7 +59,7 @@ from engine.contract import Task, per_sample
 from engine.data.splits import test_set
 from engine.errors import LockstepError, amount, few
 from engine.files import run_folder
-from engine.files.atomic import write_atomically
+from engine.files.atomic import read_object, write_atomically
 from engine.hooks import check
 from formats.lab.folds import folds, part_to_validate
 from plugins.resilience import status
@@ -68,16 +68,7 @@ from tools.machine import cards
 from tools.paper.run_files import as_dict
 from tools.paper.study_numbers import of_study
 from tools.paper.study_tables import STUDY, as_number, lines, write
-from tools.running import (
-    Trained,
-    alone,
-    guarded,
-    last_step,
-    read_object,
-    run_script,
-    script_of,
-    train_in,
-)
+from tools.running import Trained, alone, guarded, last_step, run_script, script_of, train_in
 from tools.use.evaluate import TEST, aligned, names_of
 
 PLAN = "plan.json"

@@ -38,7 +38,7 @@ from engine.comm.world import World
 from engine.contract import Sums, Task, per_sample
 from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
-from engine.files.atomic import write_atomically
+from engine.files.atomic import read_object, write_atomically
 from engine.files.store import LAST, Checkpoints, check_files
 from engine.report.log import of_trials
 from engine.run import Run
@@ -46,7 +46,7 @@ from plugins.reporting import plan_text
 from plugins.resilience import status
 from plugins.resilience.signals import StopRequest
 from tasks import har
-from tools.running import folder_of, guarded, in_world, read_object, stdout_aside
+from tools.running import folder_of, guarded, in_world, stdout_aside
 from tools.use.published import as_run, shown
 from tools.use.tables import finite
 
