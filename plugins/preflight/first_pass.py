@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import global_loss
 from engine.data.batches import batch_info
@@ -32,6 +31,7 @@ from engine.run import Run
 from engine.seeds import preserve_rng_state, seed_generators
 from engine.trial import project_gradients, rng_states
 from plugins.preflight.partition import partition_dependent
+from plugins.preflight.private import PlainDispatchMode
 from plugins.preflight.snapshot import Snapshot, snapshot_of
 
 SAMPLES = 5
@@ -193,7 +193,7 @@ class Net(nn.Module):
         raise CURES["attribute"].error(f"[{key!r}]")
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(PlainDispatchMode):
     """Record the names of the collectives that run.
 
     The collectives of a backend in C++ are operations of torch. The methods of a backend in Python
