@@ -129,7 +129,9 @@ class Task(FromWeights):
 
     def datasets(self) -> tuple[Any, Any]:
         cfg = self.cfg.dataset
-        self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride)
+        rate_hz = RATE_HZ if self.backbone(self.cfg) else None
+        options = windows.preparation_options(cfg.length, [], rate_hz)
+        self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride, options=options)
         given = cfg.split == "given"
         test = windows.choose_test(
             self.recordings, cfg.test_subjects, cfg.test_share, cfg.split_seed, cfg.split
@@ -220,10 +222,10 @@ class Task(FromWeights):
 
         Raises LockstepError if windows, channels or rate differ.
         """
-        found = windows.read(root, self.length, stride, labelled)
-        windows.check_alike(
-            found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"]
-        )
+        names, rate_hz = self.about["names"], self.about["rate_hz"]
+        options = windows.preparation_options(self.length, names, rate_hz)
+        found = windows.read(root, self.length, stride, labelled, options)
+        windows.check_alike(found, self.length, self.about["channels"], names, rate_hz)
         if self.backbone(self.cfg):
             check_harnet(found)
         return found

@@ -45,6 +45,8 @@ GUESSES = {
 
 EMPTY = "give a file with a row for each sample"
 PARQUET = (".parquet", ".pq")
+TABLES = (".csv", ".tsv", ".txt", ".dat", *PARQUET)
+"""Endings of the names of tables, without `.gz`."""
 SAMPLE = 50
 """Rows from which the kind of each column is found."""
 
@@ -58,6 +60,7 @@ class Reading:
               the first file
     time      column of the time; "" is guessed, None is none; likewise label, subject and recording
     unit      of the time: see formats/times.py; "" is found in the name and the numbers
+    ignored   {role: reason}: a column of this role is found by its name, and not read
     missing   whether a channel's cell may be empty or NaN
     skip      whether to skip unreadable lines
     tell      callback with the number of lines read
@@ -70,6 +73,7 @@ class Reading:
     subject: str | None = ""
     recording: str | None = ""
     unit: str = ""
+    ignored: dict[str, str] = field(default_factory=dict)
     missing: bool = False
     skip: bool = False
     tell: Callable[[int], Any] = bool
@@ -119,14 +123,23 @@ def read(path: Path, how: Reading) -> Sheet:
 
 @dataclass
 class Places:
-    """The columns of each role, as numbers of columns."""
+    """The columns of each role, as numbers of columns.
+
+    ignored  {column: reason} of columns with a role that are not read
+    """
 
     channels: list[int]
     roles: dict[str, int]
+    ignored: dict[int, str]
 
     def used(self, header: Sequence[str]) -> dict[str, str]:
         """Return {role: name of the column}."""
         return {role: header[c] or f"of column {c + 1}" for role, c in self.roles.items()}
+
+    def notes(self, path: Path, header: Sequence[str]) -> list[str]:
+        """Return a sentence on each column that is not read."""
+        columns = [(header[c], reason) for c, reason in self.ignored.items()]
+        return [f"{path}: {name} is left out: {reason}" for name, reason in columns]
 
 
 def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[bool]) -> Places:
@@ -138,6 +151,8 @@ def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[b
     for role in GUESSES:
         if (place := _place(header, role, getattr(how, role), where)) is not None:
             roles[role] = place
+    ignored = {roles.pop(role): why for role, why in how.ignored.items() if role in roles}
+    numeric = [is_numeric and c not in ignored for c, is_numeric in enumerate(numeric)]
     free = [c for c, name in enumerate(header) if name and c not in roles.values()]
     chosen: list[int] = []
     for pattern in how.channels or [""]:
@@ -149,7 +164,8 @@ def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[b
             some = ", ".join(header[c] for c in free[:12]) or "other columns"
             raise LockstepError(what, where, f"--channels may name {some}")
         chosen += [c for c in found if c not in chosen]
-    return Places(chosen, roles)
+    ignored = {c: why for c, why in ignored.items() if c not in chosen}
+    return Places(chosen, roles, ignored)
 
 
 def _place(header: Sequence[str], role: str, asked: str | None, where: str) -> int | None:
@@ -222,6 +238,7 @@ class _Parser:
         self._choose_clock(columns, numeric)
         self.channels = [self.header[c] for c in self.places.channels]
         used = {*self.places.channels, *self.places.roles.values(), self.date}
+        used |= {*self.places.ignored}
         others = [
             c for c, name in enumerate(self.header) if c not in used and not is_index_name(name)
         ]
@@ -405,7 +422,7 @@ class _Parser:
 
         Raises LockstepError for decimal commas beside decimal points: 1,234 may be a thousand.
         """
-        notes = []
+        notes = self.places.notes(self.path, self.header)
         if self.texts:
             todo = "--channels names the channels, --label, --subject and --recording the others"
             notes.append(f"{self.path}: {self.texts} left out, no numbers: {todo}")
@@ -554,6 +571,8 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     if time is not None:
         time, start_s = _since_first(time, clock.unit)
     how.tell(len(values))
-    notes = [f"{path}: {clock.note}"] if clock.note else []
+    notes = places.notes(path, header)
+    if clock.note:
+        notes.append(f"{path}: {clock.note}")
     lines = np.arange(1, len(values) + 1)
     return Sheet(path, lines, time, values, channels, texts, used, notes, start_s)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from engine.contract import Batch, LockstepError
 from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
 from formats.ids import equal_ids
 from formats.lab.bouts import columns_of, one_hot
+from formats.preparation import cure_for
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = (
@@ -42,6 +44,8 @@ FIELDS = (
     "docs/your-own-data.md lists the fields"
 )
 VALID = "valid"
+LENGTH = 128
+"""Steps of a window, unless the user gives another number."""
 FILL = "fill in missing values first, or leave that part out"
 
 
@@ -204,21 +208,30 @@ class Windows:
 
 
 def read(
-    root: str | Path, length: int = 128, stride: int = 64, labelled: bool = True
+    root: str | Path,
+    length: int = LENGTH,
+    stride: int = 64,
+    labelled: bool = True,
+    options: Sequence[str] = (),
 ) -> Recordings:
     """Detect the layout under `root` (a folder or a file, see the module) and read the recordings.
 
     length, stride  in steps; only recordings are cut, published windows are used unchanged
     labelled        False permits missing labels and sets all labels to 0; not for UCI HAR, where
                     labels are required
+    options         of tools/prepare_windows.py, for the command in the message of a table
     Raises LockstepError with the file, and the line if known.
     """
     if length < 1 or stride < 1:
         raise LockstepError(
             f"length {length} and stride {stride} must be at least 1", "dataset", "raise them"
         )
+    path = Path(os.path.expanduser(root))
     try:
-        return _recognise(Path(os.path.expanduser(root)), length, stride, labelled)
+        found = _recognise(path, length, stride, labelled)
+        if found is None:
+            raise _unknown(path, labelled, options)
+        return found
     except OSError as error:  # no permission, or a name that is too long
         what = f"cannot read: {error.strerror or error}"
         raise LockstepError(
@@ -255,11 +268,10 @@ def check_alike(
     Only fields of Recordings that are known on both sides are compared.
     """
     found = new.signal.shape[1]
-    todo = "give the same sensors in the same order, resampled to that rate"
+    todo = "give the same sensors in the same order"
     if names and {*names} <= {*new.channels}:
-        todo = (
-            f"prepare the data with --channels {','.join(name for name in names if name != VALID)}"
-        )
+        options = shlex.join(preparation_options(length, names, rate_hz))
+        todo = f"prepare the data with tools/prepare_windows.py {options}"
     if found != channels or (names and new.channels and names != new.channels):
         here, there = (
             f"{found} channels {' '.join(new.channels)}",
@@ -270,12 +282,41 @@ def check_alike(
         what = f"windows of {new.length} steps, the model was trained on {length}"
     elif new.rate_hz and rate_hz and abs(new.rate_hz - rate_hz) > 0.01 * rate_hz:
         what = f"recorded at {new.rate_hz:g} Hz, the model was trained at {rate_hz:g} Hz"
+        options = shlex.join(preparation_options(length, names, rate_hz))
+        todo = f"prepare the data with tools/prepare_windows.py {options}"
     else:
         return
     raise LockstepError(what, new.where, todo)
 
 
-def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordings:
+def preparation_options(length: int, channels: Sequence[str], rate_hz: float | None) -> list[str]:
+    """Return the options of tools/prepare_windows.py for data as those of a training.
+
+    length    steps of a window
+    channels  names, in order; empty if unknown
+    """
+    options = []
+    if rate_hz:
+        options += ["--rate", f"{rate_hz:g}"]
+    if length != LENGTH:
+        options += ["--length", str(length)]
+    measured = [name for name in channels if name != VALID]
+    if measured and not any("," in name for name in measured):
+        options += ["--channels", ",".join(measured)]
+    if VALID in channels:
+        options.append("--pad")
+    return options
+
+
+def _unknown(path: Path, labelled: bool, options: Sequence[str]) -> LockstepError:
+    """Return the error of a file or folder in no layout of the module."""
+    what = "no sensor data found" if path.is_dir() else f"cannot read files of kind {path.suffix!r}"
+    todo = cure_for(path, options, labelled) or f"give {LAYOUTS}"
+    return LockstepError(what, str(path), todo)
+
+
+def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordings | None:
+    """Return the recordings; None for data in no layout of the module."""
     if root.is_file():
         return _read_file(root, length, stride, labelled)
     if not root.is_dir():
@@ -290,7 +331,7 @@ def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordin
         return _read_npy(root, labelled)
     if archives := sorted(root.glob("*.npz")):
         return _read_file(_one(root, archives, ".npz"), length, stride, labelled)
-    raise LockstepError("no sensor data found", str(root), f"give {LAYOUTS}")
+    return None
 
 
 def _one(root: Path, paths: list[Path], kind: str) -> Path:
@@ -302,13 +343,11 @@ def _one(root: Path, paths: list[Path], kind: str) -> Path:
     return paths[0]
 
 
-def _read_file(path: Path, length: int, stride: int, labelled: bool) -> Recordings:
+def _read_file(path: Path, length: int, stride: int, labelled: bool) -> Recordings | None:
     if path.suffix == ".ts":
         return _read_ts(path, length, stride, labelled)
     if path.suffix != ".npz":
-        raise LockstepError(
-            f"cannot read files of kind {path.suffix!r}", str(path), f"give {LAYOUTS}"
-        )
+        return None
     arrays = load_npz(path) if labelled else _without_labels(load_npz(path))
     if "signal" in arrays:
         return _from_recordings(arrays, path, length, stride)

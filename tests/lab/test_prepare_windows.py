@@ -130,7 +130,7 @@ def test_windows_span_no_gap_no_hole_no_step_back_and_no_change_of_label(tmp_pat
     assert wide == [("a", 2, 399), ("a", 400, 599), ("a", 602, 1001)]
     _, out, _ = prepare("a.csv", "--missing cut --length 20")
     for warning in (
-        "{0}:200: no sample for 8.02 s, 3.9400 s after the first: cut there",
+        "{0}:200: no sample for 8.02 s, 3.9400 s after the start of the recording: cut there",
         "{0}:400: time goes back by 4.98 s: cut there",
         "{0}:600: values are missing: cut there",
         "all is of one person",
@@ -360,7 +360,7 @@ def two_rates(tmp_path):
 
 
 def test_files_of_other_rates_or_columns_are_refused(tmp_path, two_rates, prepare, refuse):
-    says = "20 samples a second, {0}/a.csv has 50 ({0}/b.csv): --rate takes all at one"
+    says = "20 samples a second, {0}/a.csv has 50 ({0}/b.csv): --rate 20 takes all at one rate"
     refuse(says, ".")
     assert prepare(".", "--rate 20", "taken.npz")[0] == 0
     assert "it exists (" in prepare(".", "--rate 20", "taken.npz")[2]
@@ -424,6 +424,72 @@ def test_without_labels_for_a_prediction_and_a_rate_of_other_units(tmp_path, pre
     first = (tmp_path / "out.npz").read_bytes()
     assert prepare("a.csv", "--no-label --mixed --time-unit ms")[0] == 0
     assert (tmp_path / "out.npz").read_bytes() == first
+
+
+def numbered(subject: str = "") -> list[str]:
+    """Two recordings of 200 s at 50 Hz, one at 0 s and one at 100 s with a hole after 4 s; labels are numbers."""
+    rng = np.random.default_rng(0)
+    times = [n / 50 for n in range(200)] + [100 + n / 50 + 3 * (n > 200) for n in range(400)]
+    return [f"{t:.2f},{rng.normal():.3f},{1 + n // 100},{subject or 1 + (n >= 200)}" for n, t in enumerate(times)]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "reason"),
+    [
+        ("a.csv", "--no-label", "--no-label"),
+        ("a.csv", "--no-label --label activity", "--no-label"),
+        (".", "", "recordings.csv has the labels"),
+        ("a.csv", "--file-label (a)", "--file-label has the labels"),
+        ("a.csv", "--table {0}/events.csv", "the table of events has the labels"),
+    ],
+)
+def test_a_label_that_is_not_read_is_no_channel(tmp_path, prepare, data, options, reason):
+    table(tmp_path / "a.csv", numbered(), "time,x,activity,subject")
+    (tmp_path / "events.csv").write_text("start,stop,label\n0,4,walk\n100,103,sit\n")
+    if data == ".":
+        (tmp_path / "recordings.csv").write_text("file,label\na.csv,walk\n")
+    code, out, err = prepare(data, options.format(tmp_path) + " --length 50")
+    assert code == 0, err
+    assert f"a.csv: activity is left out: {reason}\n" in out and "label activity" not in out
+    assert windows.read(tmp_path / "out.npz", 50, 50, labelled=False).channels == ["x"]
+    asked = prepare(data, f"{options.format(tmp_path)} --length 50 --channels x,activity")
+    assert "channels x, activity\n" in asked[1] or "--label activity" in options
+
+
+def test_a_person_who_is_named_elsewhere_is_no_channel(tmp_path, prepare):
+    table(tmp_path / "a.csv", numbered("7"), "time,x,activity,subject")
+    (tmp_path / "recordings.csv").write_text("file,subject,label\na.csv,ann,walk\n")
+    code, out, _ = prepare(".")
+    assert code == 0 and "a.csv: subject is left out: recordings.csv names the person" in out
+    found = windows.read(tmp_path / "out.npz", 50, 50)
+    assert found.channels == ["x"] and found.subjects == ["ann"]
+
+
+def test_a_hole_is_counted_from_the_start_of_its_own_recording(tmp_path, prepare, refuse):
+    table(tmp_path / "a.csv", numbered(), "time,x,activity,subject")
+    assert (
+        "a.csv:403: no sample for 3.02 s, 4.0000 s after the start of the recording"
+        in prepare("a.csv", "--length 50")[1]
+    )
+    back = [f"{100 + n % 20 / 50},{n},walk,2" for n in range(100)]
+    table(tmp_path / "a.csv", [f"{n / 50},{n},walk,1" for n in range(100)] + back, "time,x,activity,subject")
+    refuse("time goes back 4 times, the first to 0 s ({0}/a.csv:122)")
+
+
+def test_data_to_predict_need_nothing_of_a_training(tmp_path, prepare, refuse):
+    """Neither persons nor --mixed, which changes nothing there."""
+    for name in ("a", "b"):
+        table(tmp_path / f"{name}.csv", [f"{n / 50},{n % 7}" for n in [*range(300), *range(1000, 1010)]], "time,x")
+    for data in ("a.csv", "."):
+        code, out, _ = prepare(data, "--no-label")
+        assert code == 0 and "who was recorded" not in out and "train" not in out
+        assert "shorter than 128 (--length, --pad)" in out
+    assert windows.read(tmp_path / "out.npz", labelled=False).subjects == ["a.csv", "b.csv"]
+    refuse(
+        "of a window ({0}/a.csv): give a smaller --length, a longer --max-gap, or --pad\n",
+        "a.csv",
+        "--no-label --length 400",
+    )
 
 
 @pytest.fixture

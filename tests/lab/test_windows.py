@@ -300,6 +300,52 @@ def test_faults_in_what_is_named(tmp_path):
     fault("no .npz file: it is a single array", (tmp_path / "c.npy").rename(tmp_path / "c.npz"))
 
 
+DLC = "scorer,DLC_resnet50\nbodyparts,nose\ncoords,x\n0,1\n"
+SLEAP = "track,frame_idx,instance.score,nose.x,nose.y,nose.score\n,0,1,2,3,1\n"
+WINDOWS, TRACKS = "python tools/prepare_windows.py", "python tools/prepare_tracks.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "how", "cure"),
+    [
+        ("a.csv", "t,x\n1,2\n", {}, f"{WINDOWS} a.csv a_2.npz, and give a_2.npz"),
+        ("new.csv", "t,x\n1,2\n", {"labelled": False}, f"{WINDOWS} new.csv new.npz --no-label, and give new.npz"),
+        ("my walk.tsv.gz", "", {"length": 64}, f"{WINDOWS} 'my walk.tsv.gz' 'my walk.npz', and give 'my walk.npz'"),
+        ("b.parquet", "PAR1\0", {"options": ["--rate", "50"]}, f"{WINDOWS} b.parquet b.npz --rate 50"),
+        ("b.arff", "", {}, f"{WINDOWS} b.arff b.npz"),
+        ("log.asc", "1 2\n", {}, f"{WINDOWS} log.asc log.npz"),
+        ("folder", "t,x\n1,2\n", {}, f"{WINDOWS} folder folder.npz"),
+        ("b.mat", "MATLAB\0", {}, "save it as b.csv, for tools/prepare_windows.py"),
+        ("mouse.csv", DLC, {"labelled": False}, f"{TRACKS} mouse.csv mouse.npz, and give mouse.npz"),
+        ("mouse.csv", SLEAP, {}, f"{TRACKS} mouse.csv mouse.npz --labels LABELS, and give mouse.npz"),
+    ],
+)
+def test_a_table_is_refused_with_the_command_that_prepares_it(tmp_path, monkeypatch, name, text, how, cure):
+    monkeypatch.chdir(tmp_path)
+    Path("a.npz").touch()
+    Path("folder").mkdir()
+    file = Path("folder/.hidden.csv" if name != "folder" else "folder/one.csv")
+    file.write_text(text)
+    if name != "folder":
+        Path(name).write_text(text)
+    with pytest.raises(LockstepError) as caught:
+        windows.read(name, **how)
+    assert str(caught.value).endswith(f"({name}): {cure}") or f"({name}): prepare it: {cure}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "channels", "rate_hz", "options"),
+    [
+        (128, [], None, []),
+        (64, ["a", "b c"], 12.5, ["--rate", "12.5", "--length", "64", "--channels", "a,b c"]),
+        (128, ["a", "valid"], 50.0, ["--rate", "50", "--channels", "a", "--pad"]),
+        (128, ["a,b", "c"], None, []),
+    ],
+)
+def test_the_options_that_prepare_data_as_those_of_a_training(length, channels, rate_hz, options):
+    assert windows.preparation_options(length, channels, rate_hz) == options
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [

@@ -57,7 +57,10 @@ def test_a_gap_is_cut_told_and_not_trained_on(tmp_path):
     seen = x[:, 0]  # the channel is the time
     assert len(x) == 6 and not ((seen > 4) & (seen < 12)).any() and seen.max() < 16
     assert np.allclose(np.diff(seen, axis=1), 0.02, atol=1e-4) and np.allclose(x[:, 1], 2 * seen, atol=1e-3)
-    said = re.findall(r"warning: \S*a\.csv:(\d+): no sample for ([\d.]+) s, ([\d.]+) s after the first: cut there", out)
+    said = re.findall(
+        r"warning: \S*a\.csv:(\d+): no sample for ([\d.]+) s, ([\d.]+) s after the start of the recording: cut there",
+        out,
+    )
     assert [[*map(float, each)] for each in said] == [[202, 8.02, 3.98], [402, 1.02, 15.98]]
     assert "25 of 825 steps are left out, in pieces shorter than 100" in out
     assert "in 2 files" in out and "3 recordings" in out and "(rest 2, walk 1)" in out

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import re
+import shlex
 import shutil
 import weakref
 from fractions import Fraction
@@ -24,7 +25,7 @@ from formats.lab.clips import split_by_video
 from formats.lab.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
-from tools.lab import prepare_clips
+from tools.lab import prepare_clips, prepare_windows
 from tools.use import evaluate, predict
 
 FPS = 20
@@ -372,12 +373,38 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
         assert mine["label"] == theirs["label"] and abs(float(mine["p_TRAP"]) - float(theirs["p_TRAP"])) < 1e-5
     for change, says in (
         ({"signal": new["signal"][:, :5]}, "5 channels, the model was trained on 6 channels ax ay"),
-        ({"rate_hz": np.array(25.0)}, "recorded at 25 Hz, the model was trained at 50 Hz"),
+        (
+            {"rate_hz": np.array(25.0)},
+            f"trained at 50 Hz ({tmp_path}/new.npz): prepare the data with tools/prepare_windows.py --rate 50",
+        ),
         ({"channels": np.array("ay ax az wx wy wz".split())}, "6 channels ay ax az wx wy wz, the model was trained on"),
     ):
         np.savez(tmp_path / "new.npz", **(new | change))
         done = launch.python(*words[:2], tmp_path / "new.npz", "--out", tmp_path / "new.csv")
         assert done.code == 2 and says in done.err and len(done.errors) == 1
+
+
+def test_a_table_is_refused_with_the_line_that_prepares_it(har_run, tmp_path, monkeypatch, capfd):
+    """Pasted as it is, the line gives data that the model takes; the columns of the table are in another order."""
+    arrays = np.load(SHIPPED)
+    count = int(arrays["lengths"][0])
+    names, signal = arrays["channels"].tolist(), arrays["signal"][:count]
+    monkeypatch.chdir(tmp_path)
+    np.savez("first.npz", signal=signal, lengths=np.array([count]), rate_hz=50.0, channels=np.array(names))
+    columns = [np.arange(count) / 50, np.arange(count), *signal.T[::-1]]
+    head = ",".join(["time", "PacketCounter", *names[::-1]])
+    np.savetxt("my walk.csv", np.stack(columns, 1), "%.9g", ",", header=head, comments="")
+
+    def answers(data: str) -> list[dict[str, str]]:
+        words = ["--stride", "64", "--out", "p.csv", "device=cpu"]
+        assert predict.main([str(har_run), data, *words]) == 0
+        return [{name: cell for name, cell in row.items() if name != "file"} for row in table("p.csv")]
+
+    assert predict.main([str(har_run), "my walk.csv", "--out", "p.csv", "device=cpu"]) == 2
+    line = re.search(r"prepare it: python tools/(\S+) (.+), and give ('.+')$", capfd.readouterr().err.strip())
+    assert line and line[1] == "prepare_windows.py" and line[2].endswith("--no-label"), line
+    assert prepare_windows.main(shlex.split(line[2])) == 0
+    assert answers(*shlex.split(line[3])) == answers("first.npz")
 
 
 UNITS = {

@@ -48,13 +48,12 @@ from formats.ids import Ids, find_equal
 from formats.lab import cases, sensor_tables
 from formats.lab.public_sensors import LIKE
 from formats.lab.rates import changed, rate_of, resampled, steps_at, widest_gap
-from formats.lab.sensor_tables import Reading, Sheet
-from formats.lab.windows import VALID
+from formats.lab.sensor_tables import TABLES, Reading, Sheet
+from formats.lab.windows import LENGTH, VALID
 from formats.tables import Layout, csv_rows
 from tools.arguments import printed, whole_number
 from tools.names import some_names
 
-TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
 SOME = 5  # printed warnings of each kind
 ROWS_AT_ONCE = 1 << 14  # of the signal, when it is copied
@@ -415,6 +414,7 @@ class Recordings:
         self.options, self.labels, self.warnings = options, labels, warnings
         self.rate, self.first = options.rate, ""
         self.scale = np.ones(1)
+        self.start_s = 0.0  # the first time of a recording in its file
         self.courses: Courses | None = None
         self.rows, self.stretches = 0, 0  # a stretch has one label
         self.people = Ids("person", options.join_numbers)
@@ -505,11 +505,13 @@ class Recordings:
         """Yield the pieces of one recording: without a gap, and of one label unless --mixed."""
         values = sheet.values[rows]
         time = self._times(sheet, rows)
+        self.start_s = float(time[0])
         breaks = np.zeros(len(rows), dtype=bool)  # True where a piece begins
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
+            first_s = time[back[0]] - self.start_s
             raise LockstepError(
-                f"time goes back {len(back)} times, the first to {time[back[0]]:.10g} s",
+                f"time goes back {len(back)} times, the first to {first_s:.10g} s",
                 sheet.at(rows[back[0]]),
                 "sort the rows, or name --recording or --subject",
             )
@@ -594,7 +596,7 @@ class Recordings:
             raise LockstepError(
                 f"{own:.4g} samples a second, {self.first} has {self.rate:g}",
                 str(path),
-                "--rate takes all at one rate",
+                f"--rate {min(own, self.rate):.4g} takes all at one rate",
             )
         if not self.rate / 5.3 < own < 400 * self.rate:
             raise LockstepError(
@@ -624,8 +626,8 @@ class Recordings:
         wide = np.flatnonzero(np.diff(time) > 1.001 * gap)
         for row in wide.tolist():
             text = (
-                f"no sample for {time[row + 1] - time[row]:.3g} s, {time[row]:.4f} s after "
-                "the first: cut there"
+                f"no sample for {time[row + 1] - time[row]:.3g} s, {time[row] - self.start_s:.4f} "
+                "s after the start of the recording: cut there"
             )
             self.warnings.add("no sample", f"{sheet.at(rows[row + 1])}: {text}")
         begins = np.zeros(len(time), dtype=bool)
@@ -907,14 +909,9 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     """Add the recordings of tables to the output. Raises LockstepError."""
     from tqdm import tqdm
 
-    out.length = options.length = options.length or 128
+    out.length = options.length = options.length or LENGTH
     sources, labels, how = sources_of(options, warnings), Labels(options), _reading(options)
-    if sources[0].events:
-        how.label = None
-    if not options.label and (sources[0].label or options.file_label or options.no_label):
-        how.label = None
-    if not options.subject and (sources[0].subject or options.file_subject):
-        how.subject = None
+    how.ignored = _ignored(options, sources[0])
     recordings = Recordings(options, labels, warnings)
     rows, used = 0, dict[str, str]()
     with _uncollected(), tqdm(unit=" lines", unit_scale=True, disable=None) as bar:
@@ -929,9 +926,9 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
                 if len(sources) > 1:
                     source.subject = source.path.name
                     todo = "each file counts as a person of its own"
-                warnings.once(
-                    "person", f"nothing says who was recorded: {todo} (--subject, --file-subject)"
-                )
+                text = f"nothing says who was recorded: {todo} (--subject, --file-subject)"
+                if not options.no_label:
+                    warnings.once("person", text)
             rows, used = rows + len(sheet.lines), used | sheet.used
             for piece in recordings.pieces(sheet, source):
                 out.add(piece, str(source.path))
@@ -951,6 +948,22 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     if "label" in used and usual < out.length / 4:
         hint = f", and the label {used['label']} changes every {usual:.3g} samples"
     return About([*labels.names], line, how.channels, {"rate_hz": rate_hz}, "step", kept, hint)
+
+
+def _ignored(options: argparse.Namespace, source: Source) -> dict[str, str]:
+    """Return {role: reason} of the columns that are not read, because the role is known."""
+    found = {}
+    if options.no_label:
+        found["label"] = "--no-label"
+    elif source.events:
+        found["label"] = "the table of events has the labels"
+    elif not options.label and (source.label or options.file_label):
+        named = options.table or TABLE if source.label else "--file-label"
+        found["label"] = f"{named} has the labels"
+    if not options.subject and (source.subject or options.file_subject):
+        named = options.table or TABLE if source.subject else "--file-subject"
+        found["subject"] = f"{named} names the person"
+    return found
 
 
 def _measuring(
@@ -1031,11 +1044,11 @@ def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: 
     """Write the .npz. Return the text to print."""
     left = sum(out.short.values())
     if not out.lengths:
-        raise LockstepError(
-            f"all {left} steps are in pieces shorter than the {out.length} of a window{about.hint}",
-            str(options.data),
-            "give a smaller --length, a longer --max-gap, --mixed, --pad or another --label",
-        )
+        what = f"all {left} steps are in pieces shorter than the {out.length} of a window"
+        todo = "give a smaller --length, a longer --max-gap, --mixed, --pad or another --label"
+        if options.no_label:
+            todo = "give a smaller --length, a longer --max-gap, or --pad"
+        raise LockstepError(what + about.hint, str(options.data), todo)
     arrays = {"lengths": np.array(out.lengths)} | about.more
     order = sorted(range(len(about.classes)), key=lambda n: cases.natural(about.classes[n]))
     # `place` maps the old number of a class to the new number.
@@ -1071,7 +1084,8 @@ def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: 
             f"{left} of {left + sum(out.lengths)} steps are left out, in pieces shorter than "
             f"{out.length}"
         )
-        doubts.append(f"{text} (--length, --mixed, --pad)")
+        cures = "--length, --pad" if options.no_label else "--length, --mixed, --pad"
+        doubts.append(f"{text} ({cures})")
     if not options.no_label:
         seen = []  # (class, person) of each recording, or of each label of a recording
         for piece, who in enumerate(out.subjects):
