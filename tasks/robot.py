@@ -26,7 +26,7 @@ from formats.weights import pretrained
 from models import act, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
-from tasks.robots import held_out, imagenet, simulation, trials
+from tasks.robots import baselines, held_out, imagenet, simulation, trials
 from tasks.robots import lerobot as _lerobot
 from tasks.robots import lerobot_keys as _lerobot_keys
 from tasks.robots.settings import (
@@ -43,6 +43,8 @@ from tasks.robots.settings import (
 )
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
+BASELINES = {"off_mean": "baseline/mean_action_l1", "off_hold": "baseline/hold_state_l1"}
+"""{sum of an evaluation: metric of an answer without a model}"""
 UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
 
 
@@ -184,7 +186,7 @@ class Task(contract.Task):
         return both
 
     def _measure(self, train: lerobot.Chunks) -> None:
-        """Recompute the dataset's statistics if some episodes are excluded."""
+        """Compute the actions without a model, and new statistics if some episodes are excluded."""
         kept, visual = self.kept(train), self.cfg.policy.normalization_mapping.VISUAL
         if not kept.all():
             if (
@@ -199,21 +201,34 @@ class Task(contract.Task):
             rows = np.ones(len(self.demos.columns["index"]), dtype=bool)
             rows[train.rows.numpy()[~kept]] = False
             self.demos = lerobot.measured_again(self.demos, rows)
-        self.mean_action = torch.as_tensor(self.demos.stats["action"]["mean"], dtype=torch.float64)
+        self.held_state = baselines.HeldState(self.demos)
+        self.trained_mean: list[float] = baselines.mean_action(train, kept)
+        self.mean_action = torch.tensor(self.trained_mean, dtype=torch.float64)
 
     def full_dataset(self) -> lerobot.Chunks:
         of_other_data = lerobot_mix.of_other_data(self.cfg.dataset) if self.used else {}
         self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0} | of_other_data)
-        return self.datasets()[1]
+        trained_mean = self.trained_mean
+        every = self.datasets()[1]
+        # These data may be others than the training's.
+        self.trained_mean = trained_mean
+        self.mean_action = torch.tensor(trained_mean, dtype=torch.float64)
+        return every
 
     used: Sequence[str] = ()
     """For a model trained on several datasets: the common features."""
+    trained_mean: Sequence[float] = ()
+    """The mean action of the training; empty with a checkpoint of an earlier release."""
 
     def metadata(self) -> dict[str, Any]:
-        return {"features": [*self.demos.features]} if lerobot_mix.names_of(self.demos) else {}
+        about: dict[str, Any] = {"mean_action": [*self.trained_mean]}
+        if lerobot_mix.names_of(self.demos):
+            about["features"] = [*self.demos.features]
+        return about
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         self.used = metadata.get("features", ())
+        self.trained_mean = metadata.get("mean_action", ())
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return the (H, W) in batches for a camera's recorded pictures."""
@@ -400,7 +415,6 @@ class Task(contract.Task):
         window = slice(self.windows.first, self.windows.first + actions.shape[1])
         valid = ~batch["action_is_pad"][:, window, None]  # (B, chunk, 1)
         truth = batch["action"][:, window].double()
-        self.mean_action = mean = self.mean_action.to(truth.device)  # copied once
 
         def l1(actions: Tensor) -> Tensor:
             return ((actions.double() - truth).abs() * valid).sum()
@@ -410,15 +424,12 @@ class Task(contract.Task):
             kl=out["kl"].double().sum() if "kl" in out else torch.zeros((), dtype=torch.float64),
             numbers=valid.sum() * self.action_dim,
             off=l1(actions),
-            off_mean=l1(mean.expand_as(truth)),
             count=torch.tensor(len(truth)),
         )
         if "weight" in out:
             sums["weight"] = out["weight"].double().sum()
-        state = batch.get("observation.state")
-        if state is not None and state.shape[-1] == self.action_dim:
-            state = state[:, -1] if state.ndim > 2 else state  # the present frame
-            sums["off_hold"] = l1(state[:, None].expand_as(truth))
+        for name, actions_without_model in self._without_model(batch).items():
+            sums[name] = l1(actions_without_model[:, None].expand_as(truth))
         if names := lerobot_mix.names_of(self.demos):
             # (B, sets)
             of_set = batch["dataset_index"][:, None] == torch.arange(
@@ -428,6 +439,19 @@ class Task(contract.Task):
             sums["off_of_each"] = (off[:, None] * of_set).sum(0)
             sums["numbers_of_each"] = (valid.sum((1, 2))[:, None] * of_set).sum(0) * self.action_dim
         return sums
+
+    def _without_model(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the answers without a model, (B, A) or (1, A), by the name of their sum."""
+        answers = {}
+        if len(self.trained_mean):
+            self.mean_action = self.mean_action.to(batch["row"].device)  # copied once
+            answers["off_mean"] = self.mean_action[None]
+        if self.held_state.order is not None:
+            state = batch[STATES[0]]
+            state = state[:, -1] if state.ndim > 2 else state  # the present frame
+            dataset = batch.get("dataset_index", torch.zeros_like(batch["row"]))
+            answers["off_hold"] = self.held_state.actions(state, dataset)
+        return answers
 
     def baselines(self) -> dict[str, str]:
         if self.monitor != "action_l1":
@@ -440,17 +464,18 @@ class Task(contract.Task):
     def report(self, sums: Sums) -> dict[str, float]:
         """Report `action_l1` beside two baselines.
 
-        The baselines are the mean action, and the current state as the action.
+        The baselines are the mean action of the training frames, and the present state as the
+        action, see `tasks.robots.baselines`.
         """
         numbers, count = float(sums["numbers"]), float(sums["count"])
         weight = float(sums["weight"]) if "weight" in sums else numbers
         metrics: dict[str, float] = {
             "loss": float(sums["error"]) / weight + self.penalty * float(sums["kl"]) / count,
             "action_l1": float(sums["off"]) / numbers,
-            "baseline/mean_action_l1": float(sums["off_mean"]) / numbers,
         }
-        if "off_hold" in sums:
-            metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
+        for name, metric in BASELINES.items():
+            if name in sums:
+                metrics[metric] = float(sums[name]) / numbers
         if names := lerobot_mix.names_of(self.demos):
             each = zip(
                 names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True
@@ -495,6 +520,8 @@ class Task(contract.Task):
             self._features_row(),
             f"{self._split_text()}; trials at each evaluation: {self._trials_text()}",
         ]
+        if note := self.held_state.note():
+            rows.append(note)
         if self.never:
             rows.append(
                 f"warning: nothing to train on of {self._commands(self.never)}: all episodes "

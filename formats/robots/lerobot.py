@@ -771,6 +771,10 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def repeats(self) -> np.ndarray:
+        """Return (len,) float64: how often an epoch has each sample, on average."""
+        return np.ones(len(self))
+
     @property
     def held(self) -> dict[str, Any]:
         """Return the arrays in memory, for the data's fingerprint. The pictures are in files."""

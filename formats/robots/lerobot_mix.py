@@ -423,6 +423,10 @@ class Chunks(lerobot.Chunks):
         self.counts = shares(weights, len(self), demos.names) if len(weights) else self.counts
         self.epoch_order = self._dealt if len(weights) else None
 
+    def repeats(self) -> np.ndarray:
+        frames = np.bincount(self.owner, minlength=len(self.counts))
+        return (self.counts / np.maximum(frames, 1))[self.owner]
+
     def _dealt(self, seed: int, epoch: int) -> np.ndarray:
         """Return (len,) indices: `counts[k]` of set k, in random order.
 
