@@ -65,7 +65,7 @@ SPLITS = {
 @pytest.mark.parametrize("words", SPLITS.values(), ids=SPLITS)
 def test_the_mean_action_is_that_of_the_training_frames(arms, words):
     folder, episodes = arms
-    task, train, val = task_of("robot", f"dataset.root={folder / 'a'}", "policy.chunk_size=6", *words)
+    task, train, _ = task_of("robot", f"dataset.root={folder / 'a'}", "policy.chunk_size=6", *words)
     trained = [episodes["a"][int(source)] for source in dict.fromkeys(train.sources.tolist())]
     np.testing.assert_allclose(task.trained_mean, mean_of(trained), rtol=1e-12)
     if "dataset.eval_split=0" not in words:
