@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import configparser
 import fnmatch
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,17 +23,17 @@ import numpy as np
 from engine.contract import LockstepError, amount
 from formats.arrays import text_lines
 from formats.clock import Clock
-from formats.lab import boris
+from formats.lab import boris, pairing
 from formats.lab.boris import Event
 from formats.lab.events import bout_table
-from formats.lab.videos import STAMP, SUFFIXES
+from formats.lab.pairing import ANY_FOLDER, Folders, Named, stem_of
+from formats.lab.videos import STAMP
 from formats.tables import csv_rows
 
 BACKGROUND = "background"
 SHORT = "--allow-short"
 """The option of the tools for labels beyond the end of a video or a track."""
 ROUNDED_S = 1.0  # by which a state may stop late: lengths are rounded
-SCORER = "DLC_|DeepCut_|_superanimal_"  # how DeepLabCut names a network in the name of a file
 SUFFIX = "_labels.csv"  # of DeepEthogram's files
 TARGETS = "targets_inserted"  # SimBA's folder
 KINDS = (".csv", ".tsv", ".xlsx")
@@ -51,6 +50,9 @@ class Labels:
     """The annotations of one video.
 
     video       file name of the video, possibly without suffix
+    media       name of the video in the file, with folders; empty if the file itself is named after
+                the video
+    folder      subfolder of the file in the folder of labels
     path        the annotation file
     behaviours  B names
     observation  BORIS' observation id; of other files the name of the file
@@ -80,11 +82,23 @@ class Labels:
     remark: str = ""
     group: str = ""
     rest: int = -1
+    media: str = ""
+    folder: str = ""
 
     @property
     def stem(self) -> str:
-        """Return the name without folder and suffix, which identifies the files of a video."""
+        """Return the name of the video without folder and suffix."""
         return stem_of(self.video)
+
+    @property
+    def named(self) -> Named:
+        return Named(self.media or self.video, self.folder)
+
+    @property
+    def where(self) -> str:
+        """Return the file, and the line of the first event."""
+        line = min((event.line for event in self.events), default=0)
+        return f"{self.path}:{line}" if line else str(self.path)
 
     @property
     def subjects(self) -> list[str]:
@@ -273,49 +287,21 @@ def first_of(
     return names[np.where(on, (overlapping == 1).argmax(1), len(classes) + unseen)]
 
 
-def stem_of(name: str) -> str:
-    """Return the name of a video without folder and ending: C:\\mice\\a.b.mp4 -> a.b
-
-    A file of tracks stands for its video: aDLC_resnet50_miceJan1shuffle1_100000.csv -> a
-    """
-    last = re.split(r"[\\/]", name)[-1]
-    stem, ending = os.path.splitext(last)
-    if ending.lower() in (".csv", ".h5"):
-        return re.split(SCORER, stem, maxsplit=1)[0] or last
-    return stem if ending.lower() in SUFFIXES else last
-
-
 def read(
     path: Path,
     behaviours: Sequence[str] = (),
     offset: str = "",
-    observations: Sequence[str] = (),
     columns: Mapping[str, str] | None = None,
 ) -> list[Labels]:
-    """Return the labels of each video in a file, or in all files of a folder and its subfolders.
+    """Return all labels in a file, or in all files of a folder and its subfolders.
 
     behaviours    columns of SimBA's files with behaviours; by default the project's list
     offset        treatment of BORIS' time offsets, if any: `subtract` or `ignore`
-    observations  names or patterns, such as *_anna, that choose among several observations of a
-                  video
     columns       columns of a table of bouts: {name here: name in the file}
-    Raises LockstepError with the file, and the line if known.
+    A video may have several labels, see `one_of_each_video`. Raises LockstepError with the file,
+    and the line if known.
     """
     how = _How(behaviours, offset, columns or {})
-    labels = one_of_each_video(_read_all(path, how), path, observations)
-    every = {name for one in labels for name in one.behaviours}
-    return [one.among(every) for one in labels]
-
-
-class _How(NamedTuple):
-    """The options of `read` for one file."""
-
-    behaviours: Sequence[str]
-    offset: str
-    columns: Mapping[str, str]
-
-
-def _read_all(path: Path, how: _How) -> list[Labels]:
     if not path.is_dir():
         of_file = _read_file(path, how)
         return [replace(one, observation=one.observation or path.name) for one in of_file]
@@ -326,34 +312,134 @@ def _read_all(path: Path, how: _How) -> list[Labels]:
     own = [each for each in files if each.name.endswith(SUFFIX) or each.parent.name == TARGETS]
     labels = []
     for each in own or files:
-        name = str(each.relative_to(path))
-        of_file = _read_file(each, how)
-        labels += [replace(one, observation=one.observation or name) for one in of_file]
+        name = each.relative_to(path)
+        folder = str(name.parent)
+        for one in _read_file(each, how):
+            observation = one.observation or str(name)
+            labels.append(replace(one, observation=observation, folder=folder))
     if not labels:
         raise LockstepError("no labels", str(path), f"give {READ}")
     return labels
 
 
-def one_of_each_video(
-    labels: Sequence[Labels], path: Path, observations: Sequence[str]
-) -> list[Labels]:
-    """Return the labels of each video. Of several observations, `observations` chooses one.
+class _How(NamedTuple):
+    """The options of `read` for one file."""
 
-    A video with one observation keeps the observation. Raises LockstepError for a video with
-    several that are chosen, or with none, and for a name of no observation.
+    behaviours: Sequence[str]
+    offset: str
+    columns: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which labels belong to a video.
+
+    observations  names or patterns, such as *_anna, that choose among several observations
+    folders       how the folders in the names of videos count
+    way           how the tool takes one of several videos of one name, for messages
     """
+
+    observations: Sequence[str] = ()
+    folders: Folders = Folders.FIT
+    way: str = pairing.OF_VIDEOS
+
+
+class Paired(NamedTuple):
+    """Labels and their videos.
+
+    of_video  {video: its labels}
+    missing   labels without a video
+    notes     lines to print
+    """
+
+    of_video: dict[Path, Labels]
+    missing: list[Labels]
+    notes: list[str]
+
+
+def pair(
+    labels: Sequence[Labels], files: Sequence[Path], root: Path, path: Path, choice: Choice
+) -> Paired:
+    """Return the labels of each video that has some, in the order of the labels.
+
+    files  videos below the folder `root`, or files of tracks by the name of their video
+    path   file or folder of the labels
+    Raises LockstepError for labels of a name that several videos have, and for a video with several
+    labels of which none is chosen.
+    """
+    _check_names(labels, path, choice.observations)
+    of_video: dict[Path, list[Labels]] = {}
+    missing = []
+    names = [one.named for one in labels]
+    pairs = pairing.pair(names, files, root, choice.folders)
+    for one, videos in zip(labels, pairs, strict=True):
+        if len(videos) > 1:
+            what = pairing.several_called(one.video, videos, root)
+            todo = pairing.cure_of_several(one.media, videos, root, choice.way)
+            raise LockstepError(what, one.where, todo)
+        if videos:
+            of_video.setdefault(videos[0], []).append(one)
+        else:
+            missing.append(one)
+    chosen = one_of_each_video(of_video, path, choice.observations)
+    every = {name for one in (*chosen.values(), *missing) for name in one.behaviours}
+    known = {video: one.among(every) for video, one in chosen.items()}
+    lines = notes([*known.values()], choice.observations)
+    if choice.folders is not Folders.IGNORE:
+        lines += _elsewhere(known, root)
+    return Paired(known, missing, lines)
+
+
+def _elsewhere(of_video: Mapping[Path, Labels], root: Path) -> list[str]:
+    """Return a line on labels that name a video in other folders than its own."""
+    found = []
+    for video, one in of_video.items():
+        fit = pairing.fit_of(one.named, video, root, Folders.PREFER)
+        if pairing.folders_of(one.media) and fit and not fit.folders and not fit.exact:
+            found.append(f"labels of {one.media} are used for {video}, in another folder")
+    if len(found) > 1:
+        return [f"{found[0]} ({len(found)} such videos)"]
+    return found
+
+
+def cure_of_missing(labels: Labels, files: Sequence[Path], root: Path) -> str:
+    """Return how to give labels a video, where only the folder in the name excludes it."""
+    pairs = pairing.pair([labels.named], files, root, Folders.IGNORE)
+    if not pairs[0]:
+        return ""
+    video = pairs[0][0]
+    name = video.relative_to(root)
+    todo = f"for {video}, in another folder, write {name} in place of {labels.media}"
+    return f"{todo}, or {ANY_FOLDER} takes it"
+
+
+def _check_names(labels: Sequence[Labels], path: Path, observations: Sequence[str]) -> None:
+    """Raise LockstepError for a name of no observation."""
     for name in observations:
         if not any(is_called(one.observation, name) for one in labels):
             there = some_of([one.observation for one in labels])
             raise LockstepError(f"no observation {name!r}", str(path), f"there are {there}")
-    by_video: dict[str, list[Labels]] = {}
-    for one in labels:
-        by_video.setdefault(one.stem, []).append(one)
-    chosen = [_one_of(several, observations) for several in by_video.values()]
-    unclear = [of for of, one in zip(by_video.values(), chosen, strict=True) if one is None]
+
+
+def one_of_each_video(
+    of_video: Mapping[Path, list[Labels]], path: Path, observations: Sequence[str]
+) -> dict[Path, Labels]:
+    """Return the labels of each video. Of several observations, `observations` chooses one.
+
+    A video with one observation keeps the observation. Raises LockstepError for a video with
+    several that are chosen, or with none.
+    """
+    chosen = {}
+    unclear = []
+    for video, several in of_video.items():
+        one = _one_of(several, observations)
+        if one is None:
+            unclear.append(several)
+        else:
+            chosen[video] = one
     if unclear:
         raise _several_observations(unclear, path)
-    return [one for one in chosen if one is not None]
+    return chosen
 
 
 def _one_of(several: list[Labels], observations: Sequence[str]) -> Labels | None:
@@ -374,17 +460,28 @@ def _several_observations(unclear: list[list[Labels]], path: Path) -> LockstepEr
     several = unclear[0]
     first, second = several[:2]
     if first.observation == second.observation:
-        what = f"{first.path.name} and {second.path.name} are both of {first.stem}"
-        return LockstepError(what, str(path), "keep one")
+        return _same_observation(first, second, path)
     names = some_of([one.observation for one in several])
     what = f"{first.video} has {len(several)} observations: {names}"
     if len(unclear) > 1:
         what += f" ({len(unclear)} such videos)"
-    line = min((event.line for event in second.events), default=0)
-    where = f"{second.path}:{line}" if line else str(path)
+    where = second.where if second.events else str(path)
     example = ",".join(dict.fromkeys(of[0].observation for of in unclear[:3]))
     todo = f"choose one of each video: --observation {example}, or a pattern such as '*_anna'"
     return LockstepError(what, where, todo)
+
+
+def _same_observation(first: Labels, second: Labels, path: Path) -> LockstepError:
+    """Return the error for a video that one observation has twice."""
+    if first.path == second.path:
+        what = f"labels of {first.media} and of {second.media} are both of {first.stem} here"
+        todo = "write one name for one video; of two videos give both, in folders of these names"
+        return LockstepError(what, second.where, todo)
+    files = [one.path for one in (first, second)]
+    if path.is_dir():
+        files = [file.relative_to(path) for file in files]
+    what = f"{files[0]} and {files[1]} are both of {first.stem}"
+    return LockstepError(what, str(path), f"keep one of the two files: move {files[1]} away")
 
 
 def is_called(name: str, pattern: str) -> bool:
@@ -463,6 +560,7 @@ def _read_file(path: Path, how: _How) -> list[Labels]:
     for one in boris.read(path, how.offset):
         names = sorted({event.behaviour for event in one.events})
         of_file = Labels(one.video, path, names, one.events, observation=one.name)
+        of_file = replace(of_file, media=one.media)
         found.append(replace(of_file, length_s=one.length_s, fps=one.fps))
     return found
 
@@ -478,6 +576,8 @@ def _bouts(path: Path, lines: list[str], columns: Mapping[str, str]) -> list[Lab
         events = [event for event in one.events if event.behaviour != BACKGROUND]
         names = sorted({event.behaviour for event in events})
         of_video = Labels(one.video, path, names, events, observation=one.rater, group=one.group)
+        if roles.video:
+            of_video = replace(of_video, media=one.video)
         remark = f"{path.name}: {roles}"
         if roles.unit == bout_table.FRAMES:
             frames, of_frames = _frames_of_bouts(events, names)

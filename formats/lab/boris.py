@@ -72,11 +72,13 @@ class Observation:
     """The events of an observation of a video, sorted by start.
 
     name     BORIS' observation id; empty if the file has none
+    media    path of the video in the file
     length_s, fps  0 if the file lacks the values
     """
 
     video: str
     name: str = ""
+    media: str = ""
     events: list[Event] = field(default_factory=list)
     length_s: float = 0.0
     fps: float = 0.0
@@ -114,7 +116,8 @@ def read(path: Path, offset: str = "") -> list[Observation]:
         events = _events(path, layout, rows, offset)
         length_s = _common(path, rows, "media duration", _length)
         fps = _common(path, rows, "frame rate", _rate)
-        observations.append(Observation(_last_part(media), name, events, length_s, fps))
+        video = _last_part(media)
+        observations.append(Observation(video, name, media, events, length_s, fps))
     if not observations:
         raise LockstepError("no events", str(path), "code the video first")
     return observations

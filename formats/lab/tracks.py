@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from engine.contract import LockstepError
 from formats.arrays import text_lines
 from formats.clock import Clock
 from formats.lab import behaviour
+from formats.lab.pairing import Folders, Named, fit_of, stem_of
 from formats.lab.poses import deeplabcut, sleap
 from formats.lab.poses.track import Track
 from formats.tables import csv_rows
@@ -28,6 +30,8 @@ READ = "a CSV or .h5 of DeepLabCut, an analysis .h5 or CSV of SLEAP, or a folder
 KINDS = (".csv", ".h5", ".slp")
 NO_TRACKS = ("_skeleton.csv", "_skeleton.h5")  # DeepLabCut's lengths of bones
 RAW, FILTERED = "raw", "filtered"
+BY_FOLDER = "--by-folder"
+"""The option for files of one name in several folders."""
 CENTRE = "body_?cent|centre|center|centroid|thorax|torso|spine_?mid|mid_?spine|middle|spine|back"
 FRONT = "nose|snout|head"
 TAIL = "tail_?base|base_?tail|tail_?root|tail_?start|tail_?0|hip|tti"
@@ -142,24 +146,70 @@ def _is_labels(path: Path) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Source:
+    """A file of tracks, and the name of its video: with the folder where two videos have one name.
+
+    like_video  path that the video would have beside the file, without ending
+    """
+
+    path: Path
+    video: str
+    like_video: Path
+
+
+def sources_of(path: Path) -> list[Source]:
+    """Return the file of tracks, or all of them in a folder and its subfolders."""
+    files = files_of(path) if path.is_dir() else [path]
+    found = []
+    for file in _without_copies(files):
+        video = video_of(file)
+        found.append(Source(file, video, file.parent / video))
+    return found
+
+
+def names_in_several_folders(sources: Sequence[Source]) -> set[str]:
+    """Return the names of videos that have tracks in several folders."""
+    folders: dict[str, set[Path]] = {}
+    for source in sources:
+        folders.setdefault(source.video, set()).add(source.path.parent)
+    return {video for video, several in folders.items() if len(several) > 1}
+
+
+def named_by_folder(sources: Sequence[Source], names: Sequence[Named], root: Path) -> set[str]:
+    """Return the names of videos that labels name with the folder of the tracks."""
+    found = set()
+    for named, source in itertools.product(names, sources):
+        if stem_of(named.name) == source.video:
+            fit = fit_of(named, source.like_video, root, Folders.PREFER)
+            if fit and (fit.folders or fit.beside):
+                found.add(source.video)
+    return found
+
+
 def one_of_each_video(
-    paths: Sequence[Path], folder: Path, prefer: Sequence[str]
-) -> tuple[list[Path], list[str]]:
+    sources: Sequence[Source], folder: Path, prefer: Sequence[str], by_folder: Collection[str] = ()
+) -> tuple[list[Source], list[str]]:
     """Return the file of each video, and lines on the choices.
 
-    prefer  texts in the name of the file to take, such as `filtered` or the number of a snapshot;
-            `raw` takes the file that is not filtered
+    prefer     texts in the name of the file to take, such as `filtered` or the number of a
+               snapshot; `raw` takes the file that is not filtered
+    by_folder  names of videos that several folders have, each a video of its own
     Raises LockstepError for two files of a video that `prefer` does not tell apart.
     """
-    by_video: dict[str, list[Path]] = {}
-    for path in _without_copies(paths):
-        by_video.setdefault(video_of(path), []).append(path)
+    by_video: dict[str, list[Source]] = {}
+    for source in sources:
+        if source.video in by_folder:
+            below = source.like_video.relative_to(folder)
+            source = replace(source, video=str(below))
+        by_video.setdefault(source.video, []).append(source)
     chosen, lines = [], []
-    for video, files in by_video.items():
+    for video, several in by_video.items():
+        files = [source.path for source in several]
         best = _preferred(files, prefer)
         if len(best) > 1:
             raise _several_files(video, best, folder)
-        chosen.append(best[0])
+        chosen.append(several[files.index(best[0])])
         others = [path.name for path in files if path is not best[0]]
         if others:
             lines.append(f"{video}: {best[0].name}; not used: {', '.join(others)}")
@@ -205,17 +255,22 @@ def _has(path: Path, text: str) -> bool:
 
 def _several_files(video: str, files: list[Path], folder: Path) -> LockstepError:
     first, second = files[:2]
+    if first.name == second.name:
+        names = [str(path.relative_to(folder)) for path in (first, second)]
+        what = f"{names[0]} and {names[1]} are both tracks of {video}"
+        todo = f"{BY_FOLDER} takes each folder's {video} as a video of its own; "
+        return LockstepError(what, str(folder), todo + f"else move {names[1]} away")
     what = f"{first.name} and {second.name} are both tracks of {video}"
     if len(files) > 2:
         what += f" ({len(files)} files)"
-    if first.name == second.name:
-        return LockstepError(what, str(folder), "keep one")
     if (FILTERED in first.stem) != (FILTERED in second.stem):
         todo = f"--prefer {FILTERED} takes the filtered one of each video, --prefer {RAW} the other"
         return LockstepError(what, str(folder), todo)
     known = {*first.stem.split("_"), FILTERED}
     differs = [word for word in second.stem.split("_") if word not in known]
     todo = f"--prefer {differs[0]} takes the second one" if differs else "keep one"
+    if first.parent != second.parent:
+        todo += f"; {BY_FOLDER} takes each folder's {video} as a video of its own"
     return LockstepError(what, str(folder), todo)
 
 

@@ -242,5 +242,5 @@ def test_tracks_and_predictions_take_bouts(tmp_path, capsys):
     assert prepare_tracks.main([*map(str, words)]) == 0
     assert "warning: 'Rear' (2) is spelled nearly as 'rear' (14): two, or one?" in capsys.readouterr().out
     asked = predict.parser(False).parse_args(["r", "d", "--annotations", str(words[3]), *columns])
-    names, _ = predict.annotated(asked, Cutting(1, 1, None, 16))
-    assert names(["a.mp4", "c.mp4"]) == ["a.mp4"]
+    seen, _ = predict.annotated(asked, Cutting(1, 1, None, 16), tmp_path, ["a.mp4", "c.mp4"])
+    assert seen == ["a.mp4"]

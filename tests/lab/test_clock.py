@@ -353,7 +353,7 @@ def test_events_beyond_the_end_are_refused_alike(tmp_path, run, way, case):
     says = r"groom at .* s, .* ends after 4.00 s \(.*e.csv:3\): .*--allow-short"
     if way == "predict":
         asked = predict.parser(False).parse_args(["run", "data", "--annotations", str(path)])
-        _, truth_of = predict.annotated(asked, Cutting(3, 1, None, 16))
+        _, truth_of = predict.annotated(asked, Cutting(3, 1, None, 16), tmp_path, ["a.mp4"])
         with pytest.raises(behaviour.LockstepError, match=says):
             truth_of("a.mp4", read_clock(tmp_path / "a.mp4"), ["light", "groom"])
         return

@@ -412,8 +412,8 @@ def test_a_new_video_is_annotated_by_its_labels():
     """What predict draws above its own labels."""
     path = str(LABELS["boris_aggregated"].path)
     asked = predict.parser(False).parse_args(["run", "data", "--annotations", path])
-    names, truth_of = predict.annotated(asked, Cutting(3, 2, None, 8))
-    assert names(["other.avi", "x/a.avi"]) == ["x/a.avi"]
+    seen, truth_of = predict.annotated(asked, Cutting(3, 2, None, 8), Path("v"), ["other.avi", "x/a.avi"])
+    assert seen == ["x/a.avi"]
     truth = truth_of("x/a.avi", CLOCK, ["rear", "background"])
     assert truth.tolist() == [{"rear": [1, 0], "background": [0, 1]}.get(name, [-1, -1]) for name in TRUTH]
     assert truth_of("other.avi", CLOCK, ["rear"]) is None

@@ -177,7 +177,7 @@ def test_the_same_observation_in_two_files_is_refused(tmp_path, cut):
     for name in ("tabular.csv", "again.csv"):
         write_tabular(tmp_path / "two" / name, TWO_OBSERVERS[:1])
     error = cut(tmp_path / "two", "--observation", "a_anna").error
-    assert "again.csv and tabular.csv are both of a (" in error and error.endswith("keep one")
+    assert "again.csv and tabular.csv are both of a (" in error and error.endswith("move tabular.csv away")
 
 
 def test_tracks_and_predictions_take_the_chosen_observer(tmp_path, capsys):
@@ -196,7 +196,7 @@ def test_tracks_and_predictions_take_the_chosen_observer(tmp_path, capsys):
     expected = frames_of(TWO_OBSERVERS, "a_ben") + frames_of(TWO_OBSERVERS, "b_anna")
     assert made["classes"][made["step_label"]].tolist() == expected
     asked = predict.parser(False).parse_args(["r", "d", "--annotations", str(events), "--observation", "a_ben"])
-    _, truth_of = predict.annotated(asked, Cutting(1, 1, None, 16))
+    _, truth_of = predict.annotated(asked, Cutting(1, 1, None, 16), tmp_path, ["a.mp4"])
     truth = truth_of("a.mp4", Clock.even(NUM_FRAMES, FPS), ["groom", "background"])
     assert truth[:, 0].tolist() == [int(name == "groom") for name in frames_of(TWO_OBSERVERS, "a_ben")]
 
@@ -264,7 +264,9 @@ def test_videos_of_one_name_in_two_folders_are_not_merged(tmp_path, cut):
     rows += tabular(TWO_OBSERVERS[2], **elsewhere)
     assert "a.mp4 has 2 observations" in cut(write(tmp_path / "e.csv", TABULAR, rows)).error
     rows = [row | {"Observation id": ""} for row in rows]
-    assert "are both of a" in cut(write(tmp_path / "e.csv", TABULAR, rows)).error
+    assert (
+        "labels of /v/a.mp4 and of /w/a.mp4 are both of a here (" in cut(write(tmp_path / "e.csv", TABULAR, rows)).error
+    )
 
 
 def test_an_unknown_video_is_found_by_the_source_or_the_observation(tmp_path):
@@ -321,7 +323,8 @@ def test_a_behaviour_without_a_column_is_unknown(columns, cut):
 
 def test_a_behaviour_of_the_model_without_a_column_is_not_scored(columns):
     asked = ["run", "data", "--annotations", str(columns / "c_labels.csv")]
-    _, truth_of = predict.annotated(predict.parser(False).parse_args(asked), Cutting(1, 1, None, 16))
+    options = predict.parser(False).parse_args(asked)
+    _, truth_of = predict.annotated(options, Cutting(1, 1, None, 16), columns, ["c.mp4"])
     known = truth_of("c.mp4", Clock.even(NUM_FRAMES, FPS), ["background", "groom"])
     assert (known[:, 1] == [int(frame in GROOM) for frame in range(NUM_FRAMES)]).all()
     unknown = truth_of("c.mp4", Clock.even(NUM_FRAMES, FPS), ["background", "groom", "rear"])

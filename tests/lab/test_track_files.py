@@ -112,8 +112,8 @@ def test_filtered_tracks_beside_the_raw_ones_are_one_video(tmp_path, prepare):
         assert done.code == 0 and done.recordings == ["m1", "m2", "m3"], done.err
         assert f"not used: m1{SCORER}{other}.csv" in done.out
         assert (f"note: m3 has no file filtered: m3{SCORER}.csv is used" in done.out) == (name == "filtered")
-    files, _ = tracks.one_of_each_video(tracks.files_of(folder), folder, ["filtered"])
-    assert tracks.read(files[0])[0].xy[0, 0, 0] == 20.25
+    files, _ = tracks.one_of_each_video(tracks.sources_of(folder), folder, ["filtered"])
+    assert tracks.read(files[0].path)[0].xy[0, 0, 0] == 20.25
 
 
 def test_tracks_of_two_snapshots_are_one_video(tmp_path, prepare):

@@ -47,10 +47,11 @@ import numpy as np
 from engine.errors import LockstepError, amount
 from formats.arrays import look_alikes, stays_below, text_lines
 from formats.clock import Clock, some_notes
-from formats.lab import behaviour
+from formats.lab import behaviour, pairing
 from formats.lab.bouts import columns_of
 from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table, rename
 from formats.lab.events import bout_table
+from formats.lab.pairing import Folders
 from formats.lab.videos import (
     STAMP,
     SUFFIXES,
@@ -262,22 +263,21 @@ def plan_of_labels(
     twice.
     """
     plan = Plan("center_s" if options.per_event else "start", cutting)
-    groups = groups_of(options.groups) if options.groups else {}
     if options.multi and options.per_event:
         raise LockstepError(
             "--multi is for clips one after the other", "--per-event", "drop one of the two"
         )
-    found_labels = read_labels(options.annotations, options)
-    plan.notes = behaviour.notes(found_labels, options.observation)
+    paired = _paired(options, folder)
+    plan.notes = paired.notes
+    groups = {}
+    if options.groups:
+        groups = groups_of(options.groups, [*paired.of_video], folder, choice_of(options))
+    found_labels = {str(file.relative_to(folder)): one for file, one in paired.of_video.items()}
     if options.multi:
-        plan.behaviours = classes or [
-            behaviour.BACKGROUND,
-            *sorted({b for one in found_labels for b in one.behaviours}),
-        ]
-    found_labels = [labels.of(options.subjects) for labels in found_labels]
-    video_of = _videos_of(found_labels, folder)
-    for labels in found_labels:
-        video = video_of[labels.stem]
+        behaviours = {name for one in found_labels.values() for name in one.behaviours}
+        plan.behaviours = classes or [behaviour.BACKGROUND, *sorted(behaviours)]
+    found_labels = {video: one.of(options.subjects) for video, one in found_labels.items()}
+    for video, labels in found_labels.items():
         clock = plan.clocks[video] = read_clock(folder / video)
         labels, left_out = _fitted(labels, video, clock, options.allow_short)
         plan.notes += left_out
@@ -289,11 +289,7 @@ def plan_of_labels(
         if labels.group and not options.groups:
             plan.groups[video] = {"video": video, GROUP: labels.group, "line": 0}
         if options.groups:
-            if labels.stem not in groups:
-                raise LockstepError(
-                    f"no row of {labels.video}", str(options.groups), "name the group of each video"
-                )
-            plan.groups[video] = groups[labels.stem] | {"video": video}
+            plan.groups[video] = groups[folder / video] | {"video": video}
         plan.trials[video] = trials
     plan.trials = {video: trials for video, trials in plan.trials.items() if trials}
     if not plan.trials:
@@ -303,35 +299,32 @@ def plan_of_labels(
     return plan
 
 
-def _videos_of(found: list[behaviour.Labels], folder: Path) -> dict[str, str]:
-    """Return {stem of labels: video below the folder}.
+def videos_in(folder: Path) -> list[Path]:
+    """Return the videos in a folder and its subfolders, by name."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
-    Raises BrokenVideo with all videos that are missing or exist twice.
-    """
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    named: dict[str, list[str]] = {}
-    for path in files:
-        named.setdefault(behaviour.stem_of(path.name), []).append(str(path.relative_to(folder)))
-    for labels in found:
-        twins = named.get(labels.stem, [])
-        if len(twins) > 1:
-            raise BrokenVideo(
-                f"{len(twins)} videos called {labels.stem} in {folder}",
-                where=str(labels.path),
-                todo="give --videos FOLDER, with each video once",
-            )
-    missing = [labels for labels in found if labels.stem not in named]
-    if missing:
-        names = [labels.video for labels in missing]
-        what = f"no video {some_names(names, LISTED)} in {folder}"
-        if len(missing) > 1:
-            what = f"{len(missing)} of {len(found)} videos are missing: {what}"
-        raise BrokenVideo(
-            what,
-            where=str(missing[0].path),
-            todo="give --videos FOLDER, with each video once",
-        )
-    return {labels.stem: named[labels.stem][0] for labels in found}
+
+def _paired(options: argparse.Namespace, folder: Path) -> behaviour.Paired:
+    """Return the labels of each video. Raises BrokenVideo with all videos that are missing."""
+    labels = read_labels(options.annotations, options)
+    files = videos_in(folder)
+    paired = behaviour.pair(labels, files, folder, options.annotations, choice_of(options))
+    if paired.missing:
+        raise _without_video(paired, files, folder)
+    return paired
+
+
+def _without_video(paired: behaviour.Paired, files: Sequence[Path], folder: Path) -> BrokenVideo:
+    """Return the error that names all labels without a video."""
+    missing = paired.missing
+    names = [one.media or one.video for one in missing]
+    what = f"no video {some_names(names, LISTED)} in {folder}"
+    if len(missing) > 1:
+        count = len(missing) + len(paired.of_video)
+        what = f"{len(missing)} of {count} videos are missing: {what}"
+    todo = behaviour.cure_of_missing(missing[0], files, folder)
+    todo = todo or "give --videos FOLDER, with each video once"
+    return BrokenVideo(what, where=missing[0].where, todo=todo)
 
 
 def _fitted(
@@ -417,15 +410,33 @@ def _line_of(labels: behaviour.Labels, name: str, frame: int, clock: Clock) -> i
     return 0
 
 
-def groups_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Return {video name without ending: group and line} of a table `video,group`."""
-    groups: dict[str, dict[str, Any]] = {}
-    for line, row in read_table(path, "\n".join(text_lines(path)), ("video", GROUP)):
-        video = row["video"].strip()
-        group: dict[str, Any] = {"video": video, GROUP: row[GROUP].strip(), "line": line}
+def groups_of(
+    table: Path, files: Sequence[Path], folder: Path, choice: behaviour.Choice
+) -> dict[Path, dict[str, Any]]:
+    """Return {video: group and line} of a table `video,group`, for the videos `files`.
+
+    Raises LockstepError for a video without a group or with two, and for a row of several videos.
+    """
+    rows = []
+    for line, row in read_table(table, "\n".join(text_lines(table)), ("video", GROUP)):
+        group: dict[str, Any] = {"video": row["video"].strip(), GROUP: row[GROUP].strip()}
         if not group[GROUP]:
-            raise LockstepError("an empty group", f"{path}:{line}", "name the animal or the cage")
-        check_group(group, groups.setdefault(behaviour.stem_of(video), group), path)
+            raise LockstepError("an empty group", f"{table}:{line}", "name the animal or the cage")
+        rows.append(group | {"line": line})
+    names = [pairing.Named(row["video"]) for row in rows]
+    groups: dict[Path, dict[str, Any]] = {}
+    pairs = pairing.pair(names, files, folder, choice.folders)
+    for row, videos in zip(rows, pairs, strict=True):
+        if len(videos) > 1:
+            what = pairing.several_called(row["video"], videos, folder)
+            todo = pairing.cure_of_several(row["video"], videos, folder, choice.way)
+            raise LockstepError(what, f"{table}:{row['line']}", todo)
+        for video in videos:
+            check_group(row, groups.setdefault(video, row), table)
+    for video in files:
+        if video not in groups:
+            what = f"no row of {video.relative_to(folder)}"
+            raise LockstepError(what, str(table), "name the group of each video")
     return groups
 
 
@@ -647,14 +658,25 @@ def add_labels(add: Any) -> None:
     add("--observation", **words, help=which)
     short = "leave out labels beyond the end of a video or a track (default: an error)"
     add(behaviour.SHORT, action="store_true", help=short)
+    folders = "the folders in names of videos do not count (default: they must fit, if any)"
+    add(pairing.ANY_FOLDER, action="store_true", help=folders)
     add("--columns", type=columns_of_text, default={}, metavar="HERE=THERE,…", help=COLUMNS)
 
 
 def read_labels(path: Path, options: argparse.Namespace) -> list[behaviour.Labels]:
-    """Return the labels of each video, as the options of `add_labels` name them."""
-    return behaviour.read(
-        path, options.behaviours, options.offset, options.observation, options.columns
-    )
+    """Return all labels of a file, read as the options of `add_labels` name them."""
+    return behaviour.read(path, options.behaviours, options.offset, options.columns)
+
+
+def choice_of(options: argparse.Namespace, way: str = pairing.OF_VIDEOS) -> behaviour.Choice:
+    """Return which labels belong to a video, by the options of `add_labels`.
+
+    way  how the tool takes one of several videos of one name
+    """
+    folders = Folders.FIT
+    if options.any_folder:
+        folders = Folders.IGNORE
+    return behaviour.Choice(options.observation, folders, way)
 
 
 def columns_of_text(text: str) -> dict[str, str]:

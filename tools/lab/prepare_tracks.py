@@ -22,7 +22,8 @@ from __future__ import annotations
 import argparse
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,22 @@ from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from formats.arrays import look_alikes
 from formats.clock import Clock
-from formats.lab import behaviour, tracks
+from formats.lab import behaviour, pairing, tracks
 from formats.lab.behaviour import BACKGROUND, Labels, first_of
 from formats.lab.bouts import columns_of
+from formats.lab.pairing import Folders, Named, stem_of
 from formats.lab.poses.track import Track
-from formats.lab.videos import STAMP, SUFFIXES, read_clock
+from formats.lab.videos import STAMP, read_clock
 from formats.lab.windows import VALID
 from tools.arguments import printed, rate, whole_number
-from tools.lab.prepare_clips import MULTI, add_labels, groups_of, read_labels
+from tools.lab.prepare_clips import (
+    MULTI,
+    add_labels,
+    choice_of,
+    groups_of,
+    read_labels,
+    videos_in,
+)
 from tools.names import some_names
 
 ROUNDED_HZ = 0.006
@@ -101,6 +110,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "number of a snapshot (default: an error)"
     )
     add("--prefer", **names, help=which)
+    several = (
+        "tracks of one name in several folders are of several videos, named with their folders "
+        "(default: if the labels name the folders; else an error)"
+    )
+    add(tracks.BY_FOLDER, action="store_true", help=several)
     how = (
         "with several animals: each = a recording per animal, with the labels of the subject of "
         "the same name; together = one recording of all animals"
@@ -125,22 +139,21 @@ def prepare(options: argparse.Namespace) -> str:
         raise LockstepError(
             "is there already, or no .npz", str(options.output), "give a new name that ends in .npz"
         )
-    labels: dict[str, Labels] = {}
-    notes = list[str]()
+    all_labels = read_labels(options.labels, options) if options.labels else []
+    root = options.tracks if options.tracks.is_dir() else options.tracks.parent
+    sources, notes = _sources(options, root, all_labels)
+    files = [source.like_video for source in sources]
+    choice = choice_of(options, pairing.OF_FOLDER)
+    if not options.any_folder:
+        choice = replace(choice, folders=Folders.PREFER)
+    labels: dict[Path, Labels] = {}
     if options.labels:
-        of_videos = read_labels(options.labels, options)
-        labels = {one.stem: one for one in of_videos}
-        notes = [f"note: {note}" for note in behaviour.notes(of_videos, options.observation)]
-    groups = {one.stem: {"group": one.group} for one in labels.values() if one.group}
+        paired = behaviour.pair(all_labels, files, root, options.labels, choice)
+        labels = paired.of_video
+        notes = [f"note: {note}" for note in paired.notes] + notes
+    groups = {video: {"group": one.group} for video, one in labels.items() if one.group}
     if options.groups:
-        groups = groups_of(options.groups)
-    paths = [options.tracks]
-    if options.tracks.is_dir():
-        files = tracks.files_of(options.tracks)
-        paths, choices = tracks.one_of_each_video(files, options.tracks, options.prefer)
-        notes += [f"note: {choice}" for choice in choices]
-    if not paths:
-        raise LockstepError("no tracks", str(options.tracks), f"give {tracks.READ}")
+        groups = groups_of(options.groups, files, root, choice)
     made: list[tuple[np.ndarray, np.ndarray]] = []
     many, classes = (
         list[np.ndarray](),
@@ -148,13 +161,15 @@ def prepare(options: argparse.Namespace) -> str:
     )
     recordings = list[str]()
     subjects, channels, rates = list[str](), list[str](), set[float]()
-    for path in tqdm(paths, unit="file", disable=None):
-        found = [tracks.with_parts(one, options.parts) for one in tracks.read(path)]
-        label = _labels_of(labels, found[0], options.labels)
-        if options.groups and found[0].video not in groups:
-            raise LockstepError(
-                f"no row of {found[0].video}", str(options.groups), "name the group of each video"
-            )
+    for source in tqdm(sources, unit="file", disable=None):
+        path, video = source.path, source.like_video
+        found = [
+            replace(tracks.with_parts(one, options.parts), video=source.video)
+            for one in tracks.read(path)
+        ]
+        label = None
+        if options.labels:
+            label = _labels_of(labels, source, [one.stem for one in all_labels], options.labels)
         clock, clock_notes = _clock(found[0], label, options)
         notes += clock_notes
         for animals, of in _recordings(found, label, options):
@@ -183,8 +198,8 @@ def prepare(options: argparse.Namespace) -> str:
                 if of is not None:
                     seen = of.names(clock, options.priority)[rows]
             made.append((signal, np.where(signal[:, -1] > 0, seen, "")))
-            subjects.append(groups[found[0].video]["group"] if groups else found[0].video)
-            recording = found[0].video
+            subjects.append(groups[video]["group"] if groups else source.video)
+            recording = source.video
             if len(animals) < len(found):
                 recording += f" {animals[0].animal}"
             recordings.append(recording)
@@ -206,20 +221,32 @@ def prepare(options: argparse.Namespace) -> str:
     return _write(options, made, subjects, recordings, channels, max(rates), notes, (many, classes))
 
 
-def _labels_of(labels: dict[str, Labels], track: Track, where: Path | None) -> Labels | None:
-    """Return the labels of a track; None without labels.
+def _sources(
+    options: argparse.Namespace, root: Path, labels: Sequence[Labels]
+) -> tuple[list[tracks.Source], list[str]]:
+    """Return the file of tracks of each video, and lines on the choices. Raises LockstepError."""
+    sources = tracks.sources_of(options.tracks)
+    if not options.tracks.is_dir():
+        return sources, []
+    if not sources:
+        raise LockstepError("no tracks", str(options.tracks), f"give {tracks.READ}")
+    names = [one.named for one in labels]
+    by_folder = tracks.names_in_several_folders(sources)
+    if not options.by_folder:
+        by_folder = tracks.named_by_folder(sources, names, root) & by_folder
+    sources, choices = tracks.one_of_each_video(sources, root, options.prefer, by_folder)
+    return sources, [f"note: {choice}" for choice in choices]
 
-    Raises LockstepError for a track without labels.
-    """
-    if not labels:
-        return None
-    if track.video not in labels:
-        raise LockstepError(
-            f"no labels of {track.video}, which {track.path.name} tracks",
-            str(where),
-            (f"name the two alike; there are labels of {some_names([*labels], 5)}"),
-        )
-    return labels[track.video]
+
+def _labels_of(
+    labels: Mapping[Path, Labels], source: tracks.Source, stems: Sequence[str], where: Path
+) -> Labels:
+    """Return the labels of a track. Raises LockstepError for a track without labels."""
+    if source.like_video not in labels:
+        names = some_names(sorted({*stems}), 5)
+        what = f"no labels of {source.video}, which {source.path.name} tracks"
+        raise LockstepError(what, str(where), f"name the two alike; there are labels of {names}")
+    return labels[source.like_video]
 
 
 def _clock(
@@ -270,17 +297,17 @@ def _even_rows(clock: Clock) -> np.ndarray:
 
 def _video_of(track: Track, folder: Path) -> Path:
     """Return the video of a track. Raises LockstepError unless there is one."""
-    found = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in SUFFIXES and behaviour.stem_of(path.name) == track.video
-    ]
-    if len(found) != 1:
-        raise LockstepError(
-            f"{len(found)} videos called {track.video} in {folder}",
-            str(track.path),
-            "give --videos FOLDER, with each tracked video once",
-        )
+    name = Named(stem_of(track.video), str(track.path.absolute().parent))
+    (found,) = pairing.pair([name], videos_in(folder), folder)
+    if not found:
+        what = f"no video called {track.video} in {folder}"
+        todo = "give --videos FOLDER, with each tracked video"
+        raise LockstepError(what, str(track.path), todo)
+    if len(found) > 1:
+        what = pairing.several_called(track.video, found, folder)
+        todo = "put the track into a folder of the same name as that of its video"
+        alone = pairing.cure_of_several("", found, folder, pairing.OF_VIDEOS)
+        raise LockstepError(what, str(track.path), f"{todo}, or {alone}")
     return found[0]
 
 

@@ -37,7 +37,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,11 +66,18 @@ from formats.clock import Clock
 from formats.lab import behaviour, videos
 from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
 from formats.lab.clips import FRAMES, Clips
+from formats.lab.pairing import OF_FILE
 from formats.lab.windows import Recordings, Windows
 from plugins.resilience import status
 from tasks import har, video
 from tools.arguments import whole_number
-from tools.lab.prepare_clips import add_labels, beyond, read_annotations, read_labels
+from tools.lab.prepare_clips import (
+    add_labels,
+    beyond,
+    choice_of,
+    read_annotations,
+    read_labels,
+)
 from tools.running import alone, guarded, in_world, warn_once
 from tools.use import bout_files, decisions
 from tools.use.decisions import Decision
@@ -643,14 +650,12 @@ def of_videos(loaded: LoadedModel, options: argparse.Namespace, only: str = "") 
         todo = f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
         raise LockstepError("no videos", str(options.data), todo)
     names = [str(path.relative_to(folder)) for path in paths]
-    seen_in, truth_of = annotated(options, cutting, loaded.task.exclusive)
-    if options.annotations and not seen_in(names):
-        todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-        raise LockstepError("none of these videos is annotated", str(options.annotations), todo)
+    seen, truth_of = annotated(options, cutting, folder, names, loaded.task.exclusive)
     # whatever folder DATA is
     sides = [videos.side_of(os.path.abspath(path), about["videos"]) for path in paths]
     chosen = [name for name, side in zip(names, sides, strict=True) if only in ("", side)]
-    clocks = _check_annotations(folder, seen_in(chosen), truth_of, classes)
+    annotated_names = [name for name in chosen if name in seen]
+    clocks = _check_annotations(folder, annotated_names, truth_of, classes)
     for path, name, side in zip(paths, names, sides, strict=True):
         if name not in chosen:
             continue
@@ -721,31 +726,78 @@ video without annotations."""
 
 
 def annotated(
-    options: argparse.Namespace, cutting: videos.Cutting, exclusive: bool = True
-) -> tuple[Callable[[list[str]], list[str]], Truth]:
-    """Return a function that selects the annotated videos, and a function with the annotations of a
-    video."""
+    options: argparse.Namespace,
+    cutting: videos.Cutting,
+    folder: Path,
+    names: list[str],
+    exclusive: bool = True,
+) -> tuple[list[str], Truth]:
+    """Return the annotated ones of the videos `names` below a folder, and a function with the
+    annotations of a video. Raises LockstepError if no video is annotated."""
     if not options.annotations:
-        return lambda names: [], lambda *_: None
-    if not behaviour.is_labels(options.annotations, options.columns):
-        plan, _ = read_annotations(options.annotations, cutting, [], options.columns)
+        return [], lambda *_: None
+    if behaviour.is_labels(options.annotations, options.columns):
+        seen, truth_of = _of_labels(options, folder, names, exclusive)
+    else:
+        seen, truth_of = _of_table(options, cutting, folder, names)
+    annotated_names = [name for name in names if name in seen]
+    if not annotated_names:
+        todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+        raise LockstepError("none of these videos is annotated", str(options.annotations), todo)
+    return annotated_names, truth_of
 
-        def of_trials(video: str, clock: Clock, classes: list[str]) -> np.ndarray | None:
-            for trial in plan.trials.get(video, []):
-                first = int(plan.numbers(trial, clock)[0])
-                if first >= clock.count:
-                    raise beyond(trial, first, Path(video), clock.count, options.annotations)
-            found = plan.class_of_frames(video, clock, classes)
-            return None if found is None else one_hot(found, len(classes))
 
-        return lambda names: [name for name in names if name in plan.trials], of_trials
-    found = read_labels(options.annotations, options)
-    for note in behaviour.notes(found, options.observation):
-        print(f"note: {note}", file=sys.stderr)
-    labels = {one.stem: one.of(options.subjects) for one in found}
+def _of_table(
+    options: argparse.Namespace, cutting: videos.Cutting, folder: Path, names: list[str]
+) -> tuple[list[str], Truth]:
+    """Return the videos of a table of trials, and their annotations."""
+    plan, _ = read_annotations(options.annotations, cutting, [], options.columns)
+    in_table = {name: _name_in(plan.trials, folder, name) for name in names}
 
     def truth_of(video: str, clock: Clock, classes: list[str]) -> np.ndarray | None:
-        if (one := labels.get(behaviour.stem_of(video))) is None:
+        name = in_table[video]
+        for trial in plan.trials.get(name, []):
+            first = int(plan.numbers(trial, clock)[0])
+            if first >= clock.count:
+                raise beyond(trial, first, Path(video), clock.count, options.annotations)
+        found = plan.class_of_frames(name, clock, classes)
+        return None if found is None else one_hot(found, len(classes))
+
+    return [video for video, name in in_table.items() if name], truth_of
+
+
+def _name_in(table: Collection[str], folder: Path, name: str) -> str:
+    """Return the name of a video in a table of trials; empty if the table has no such name.
+
+    The table may name folders above `folder`, when it was written for a larger folder of videos.
+    """
+    path = str((folder / name).absolute())
+    fitting = [each for each in table if os.sep in each and path.endswith(f"{os.sep}{each}")]
+    if name in table:
+        fitting.append(name)
+    return max(fitting, key=len, default="")
+
+
+def _of_labels(
+    options: argparse.Namespace, folder: Path, names: list[str], exclusive: bool
+) -> tuple[list[str], Truth]:
+    """Return the videos that have labels, and their annotations."""
+    found = read_labels(options.annotations, options)
+    files = [folder / name for name in names]
+    choice = choice_of(options, OF_FILE)
+    paired = behaviour.pair(found, files, folder, options.annotations, choice)
+    for note in paired.notes:
+        print(f"note: {note}", file=sys.stderr)
+    of_video = {
+        str(file.relative_to(folder)): one.of(options.subjects)
+        for file, one in paired.of_video.items()
+    }
+    if not of_video and (todo := behaviour.cure_of_missing(paired.missing[0], files, folder)):
+        what = f"none of these videos is {paired.missing[0].media}"
+        raise LockstepError(what, paired.missing[0].where, todo)
+
+    def truth_of(video: str, clock: Clock, classes: list[str]) -> np.ndarray | None:
+        if (one := of_video.get(video)) is None:
             return None
         one, left_out = one.within(clock, video, options.allow_short)
         if left_out:
@@ -757,7 +809,7 @@ def annotated(
         numbers = [number.get(name, -1) for name in one.names(clock, options.priority).tolist()]
         return one_hot(np.array(numbers), len(classes))
 
-    return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
+    return [*of_video], truth_of
 
 
 def cutting_of(task: video.Task, options: argparse.Namespace) -> videos.Cutting:
