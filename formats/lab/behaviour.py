@@ -23,10 +23,10 @@ import numpy as np
 from engine.contract import LockstepError, amount
 from formats.arrays import text_lines
 from formats.clock import Clock
-from formats.lab import boris, pairing
+from formats.lab import boris
 from formats.lab.boris import Event
-from formats.lab.events import bout_table
-from formats.lab.pairing import ANY_FOLDER, Folders, Named, stem_of
+from formats.lab.events import bout_table, pairing
+from formats.lab.events.pairing import ANY_FOLDER, Folders, Named, stem_of
 from formats.lab.videos import STAMP
 from formats.tables import csv_rows
 

@@ -21,7 +21,7 @@ from engine.contract import LockstepError
 from formats.arrays import text_lines
 from formats.clock import Clock
 from formats.lab import behaviour
-from formats.lab.pairing import Folders, Named, fit_of, stem_of
+from formats.lab.events.pairing import Folders, Named, fit_of, stem_of
 from formats.lab.poses import deeplabcut, sleap
 from formats.lab.poses.track import Track
 from formats.tables import csv_rows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from films import NUM_FRAMES, encode
 
-from formats.lab.pairing import Folders, Named, pair
+from formats.lab.events.pairing import Folders, Named, pair
 from tools.lab import prepare_clips, prepare_tracks
 from tools.use import predict
 

@@ -47,11 +47,11 @@ import numpy as np
 from engine.errors import LockstepError, amount
 from formats.arrays import look_alikes, stays_below, text_lines
 from formats.clock import Clock, some_notes
-from formats.lab import behaviour, pairing
+from formats.lab import behaviour
 from formats.lab.bouts import columns_of
 from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table, rename
-from formats.lab.events import bout_table
-from formats.lab.pairing import Folders
+from formats.lab.events import bout_table, pairing
+from formats.lab.events.pairing import Folders
 from formats.lab.videos import (
     STAMP,
     SUFFIXES,

@@ -33,10 +33,11 @@ from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from formats.arrays import look_alikes
 from formats.clock import Clock
-from formats.lab import behaviour, pairing, tracks
+from formats.lab import behaviour, tracks
 from formats.lab.behaviour import BACKGROUND, Labels, first_of
 from formats.lab.bouts import columns_of
-from formats.lab.pairing import Folders, Named, stem_of
+from formats.lab.events import pairing
+from formats.lab.events.pairing import Folders, Named, stem_of
 from formats.lab.poses.track import Track
 from formats.lab.videos import STAMP, read_clock
 from formats.lab.windows import VALID

@@ -66,7 +66,7 @@ from formats.clock import Clock
 from formats.lab import behaviour, videos
 from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
 from formats.lab.clips import FRAMES, Clips
-from formats.lab.pairing import OF_FILE
+from formats.lab.events.pairing import OF_FILE
 from formats.lab.windows import Recordings, Windows
 from plugins.resilience import status
 from tasks import har, video

@@ -23,7 +23,7 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import text_lines
-from formats.lab.pairing import SCORER
+from formats.lab.events.pairing import SCORER
 from formats.lab.poses.track import Track, make_track
 
 UNIQUE = "single"

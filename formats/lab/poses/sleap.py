@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import text_lines
-from formats.lab.pairing import stem_of
+from formats.lab.events.pairing import stem_of
 from formats.lab.poses.track import Track, make_track
 from formats.tables import csv_rows
 
