@@ -31,7 +31,6 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -42,6 +41,7 @@ import numpy as np
 from engine.contract import LockstepError
 from formats.arrays import read_ahead, stays_below
 from formats.display import upright
+from formats.robots import picture_files
 from formats.robots.depth import CODES
 from formats.robots.lerobot import Demonstrations, Place, need
 
@@ -98,7 +98,7 @@ class Frames:
                 raise LockstepError(
                     f"{name} has {shape[0]} channels", str(demos.root), "1, 3 or 4 are read"
                 )
-        check_files({"": demos})
+        picture_files.check({"": demos})
         for name in self.shapes:
             self.places[name] = [place for place in demos.places[name] if place is not None]
         self.depths = {name: depth for name in self.shapes if (depth := demos.features[name].depth)}
@@ -237,102 +237,6 @@ class Frames:
         # Pickled to a loader process, a memory map would become a copy of the file. Decoders cannot
         # be pickled.
         return self.__dict__ | {"_maps": {}, "_videos": None, "_tables": None, "_process": -1}
-
-
-@dataclass(frozen=True)
-class Missing:
-    """An episode of a camera without pictures.
-
-    path  the missing file; None if the dataset names no file
-    """
-
-    dataset: str
-    camera: str
-    episode: int
-    path: Path | None
-
-    @property
-    def number(self) -> str:
-        """Return the episode as dataset.exclude_episodes takes it: 3, or NAME:3 of several sets."""
-        return f"{self.dataset}:{self.episode}" if self.dataset else str(self.episode)
-
-
-def check_files(sets: Mapping[str, Demonstrations]) -> None:
-    """Raise LockstepError with all files of pictures that are missing, and the settings to go on.
-
-    sets  {name: dataset}; the name of a single dataset is empty
-    """
-    missing = [
-        Missing(name, camera, int(e), place.path if place else None)
-        for name, demos in sets.items()
-        for camera in demos.cameras
-        for e, place in zip(demos.episodes, demos.places[camera], strict=True)
-        if place is None or not place.path.is_file()
-    ]
-    if not missing:
-        return
-    root = next(iter(sets.values())).root
-    first = missing[0]
-    what = f"episode {first.number} frame 0: no pictures of {first.camera}"
-    where = str(first.path or root)
-    if len(missing) > 1:
-        paths = [*dict.fromkeys(str(each.path) for each in missing if each.path)]
-        what = f"no pictures of {_by_camera(missing)}"
-        where = _some(paths, " and ") if paths else str(root)
-    raise LockstepError(what, where, f"copy the files again, or go on with {_go_on(sets, missing)}")
-
-
-LISTED = 20
-"""Episodes or files in a message."""
-
-
-def _some(names: Sequence[str], last: str) -> str:
-    text = ", ".join(names[:LISTED])
-    if len(names) > LISTED:
-        text += f"{last}{len(names) - LISTED} more"
-    return text
-
-
-def _by_camera(missing: Sequence[Missing]) -> str:
-    """Return the missing episodes by camera: top in episodes 1, 3; side in episode 3"""
-    numbers: dict[str, list[str]] = {}
-    for each in missing:
-        numbers.setdefault(each.camera, []).append(each.number)
-    texts = []
-    for camera, episodes in numbers.items():
-        noun = "episodes" if len(episodes) > 1 else "episode"
-        texts.append(f"{camera} in {noun} {_some(episodes, ' and ')}")
-    return "; ".join(texts)
-
-
-def _go_on(sets: Mapping[str, Demonstrations], missing: Sequence[Missing]) -> str:
-    """Return the settings that leave out what is missing, to be typed.
-
-    Episodes are left out with the episodes that are left out already.
-    """
-    ways = []
-    numbers = [*dict.fromkeys(each.number for each in missing)]
-    if len(numbers) < sum(len(demos.episodes) for demos in sets.values()):
-        ways.append(f"dataset.exclude_episodes={','.join(_excluded(sets, missing))}")
-    cameras = next(iter(sets.values())).cameras
-    whole = [name for name in cameras if name not in {each.camera for each in missing}]
-    if whole:
-        ways.append(f"dataset.cameras={','.join(whole)}")
-    ways.append("dataset.cameras=none, which trains without pictures")
-    return ", or with ".join(ways)
-
-
-def _excluded(sets: Mapping[str, Demonstrations], missing: Sequence[Missing]) -> list[str]:
-    """Return the numbers of the missing episodes and of those that were not chosen."""
-    found = []
-    for name, demos in sets.items():
-        chosen = {*demos.episodes.tolist()} - {
-            each.episode for each in missing if each.dataset == name
-        }
-        for e in demos.lengths:
-            if e not in chosen:
-                found.append(f"{name}:{e}" if name else str(e))
-    return found
 
 
 _inherited: list[Any] = []

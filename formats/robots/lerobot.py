@@ -82,11 +82,13 @@ class Feature:
 class Place:
     """The position of an episode's pictures.
 
-    The pictures begin `start_s` seconds into a video, or at `first_row` of a table's `column`.
+    The pictures are from `start_s` to `end_s` of a video, in seconds, or begin at `first_row` of a
+    table's `column`. The end is None if the dataset has none.
     """
 
     path: Path
     start_s: float = 0.0
+    end_s: float | None = None
     first_row: int = 0
     column: str = ""
 
@@ -360,7 +362,9 @@ def _episodes(
                 file = _fill(
                     video, path, video_key=name, **(own if is_old else _numbers(row, inside, where))
                 )
-                places[name] = Place(root / file, float(row.get(f"{inside}/from_timestamp") or 0.0))
+                start_s = _seconds(row, f"{inside}/from_timestamp", where) or 0.0
+                end_s = _seconds(row, f"{inside}/to_timestamp", where)
+                places[name] = Place(root / file, start_s, end_s)
         file = _fill(data, path, **(own if is_old else _numbers(row, "data", where)))
         table[e] = _Episode(length, root / file, places)
     return table
@@ -885,6 +889,17 @@ def _whole(row: Mapping[str, Any], name: str, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise LockstepError(f"{name} is {value!r}, no whole number", where, UNFINISHED)
     return value
+
+
+def _seconds(row: Mapping[str, Any], name: str, where: str) -> float | None:
+    """Return a time of a row; None if the row has none."""
+    value = row.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise LockstepError(f"{name} is {value!r}, no time in seconds", where, UNFINISHED)
+    return float(value)
 
 
 _FIELD = re.compile(r"\{(\w+)(?::\d{0,2}d?)?\}")

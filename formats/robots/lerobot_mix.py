@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from engine.contract import LockstepError, amount
-from formats.robots import lerobot
-from formats.robots.frames import Frames, check_files
+from formats.robots import lerobot, picture_files
+from formats.robots.frames import Frames
 from formats.robots.lerobot import Demonstrations, Feature
 
 WHOLE = ("action", "observation.state")
@@ -351,7 +351,7 @@ class Pictures:
     ):
         self.end = demos.end[demos.first[1:] - 1]  # (K,) rows
         parts = [replace(part, features=_as_in(demos, part)) for part in demos.parts]
-        check_files(dict(zip(demos.names, parts, strict=True)))
+        picture_files.check(dict(zip(demos.names, parts, strict=True)))
         self.frames = [Frames(part, sizes, cache, where) for part in parts]
 
     def _parts(self, rows: np.ndarray) -> Iterable[tuple[Frames, np.ndarray, np.ndarray]]:
