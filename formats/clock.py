@@ -115,10 +115,21 @@ class Clock:
         return found[found < self.count]
 
     def nearest_samples(self, fps: float) -> np.ndarray:
-        """Return (N,) the nearest of `samples` for each frame, by number."""
+        """Return (N,) the nearest of `samples` for each frame, by number.
+
+        A frame that is a sample has its own number, also if another sample is nearer in time: the
+        answer for a picture belongs to this picture.
+        """
         if self.own_s is None:
-            return np.rint(np.arange(self.count) / (self.fps / fps)).astype(np.int64)
-        return np.rint((self.own_s - self.first_s) * fps).astype(np.int64)
+            nearest = np.rint(np.arange(self.count) / (self.fps / fps)).astype(np.int64)
+        else:
+            nearest = np.rint((self.own_s - self.first_s) * fps).astype(np.int64)
+        samples = self.samples(fps)
+        own = np.full(self.count, -1)
+        own[samples[::-1]] = np.arange(len(samples))[::-1]
+        taken = samples[np.minimum(nearest, len(samples) - 1)]
+        is_exchanged = (own >= 0) & (taken != np.arange(self.count))
+        return np.where(is_exchanged, own, nearest)
 
     def shortened(self, count: int) -> Clock:
         """Return the clock of the first `count` frames."""

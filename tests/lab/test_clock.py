@@ -252,6 +252,42 @@ def test_predictions_of_a_rate_go_back_to_the_nearest_frames():
     assert np.abs(times[found.astype(int)] - times).max() <= 0.1 + 0.04
 
 
+UNEVEN_MS = np.cumsum(np.random.default_rng(3).choice([33, 34, 50, 67], 100)).tolist()
+
+
+@pytest.mark.parametrize("options", ["5 --fps 25", "9 --fps 20 --stride 2", "4 --fps 25", "3 --fps 16", "4 --stride 2"])
+def test_the_label_is_that_of_the_picture_in_the_middle(tmp_path, run, options):
+    """Each frame has another label than its neighbours, and a gray level of the label."""
+    film(tmp_path / "a.mp4", UNEVEN_MS, flat([30 + 80 * (n % 3) for n in range(100)]), Encoding(b_frames=0))
+    rows = "".join(f"a.mp4,{n},{n + 1},{'xyz'[n % 3]}\n" for n in range(100))
+    (tmp_path / "t.csv").write_text(f"video,start_frame,stop_frame,label\n{rows}")
+    words = [tmp_path / "t.csv", tmp_path / "out", "--size", 16, "--step", 1, "--frames", *options.split()]
+    assert run(prepare_clips, *words).code == 0
+    clips = Clips(tmp_path / "out")
+    pictures = clips.__getitems__([*range(len(clips))])["x"].numpy().mean((2, 3))
+    middle = np.round((pictures[:, (clips.shape[0] - 1) // 2] - 30) / 80).astype(int)
+    assert [clips.classes[n] for n in clips.labels] == ["xyz"[n] for n in middle] and len(middle) > 50
+
+
+@pytest.mark.parametrize("rate", [25.0, 60.0])
+def test_a_centred_trial_has_its_centre_in_the_middle(rate):
+    """Also at another rate than the video's, where the frames of a trial are not evenly apart."""
+    for frames, fps in ((3, 40.0), (5, 24.0), (7, 11.0)):
+        plan = prepare_clips.Plan("center", Cutting(frames, 1, None, 16, fps))
+        for clock in (Clock.even(200, rate), Clock.of_times(np.array(UNEVEN_MS) / 1000, rate)):
+            assert plan.numbers(prepare_clips.Trial("x", 50, 2), clock)[frames // 2] == 50
+
+
+@pytest.mark.parametrize("fps", [25.0, 20.0, 10.0])
+def test_the_prediction_of_a_frame_is_that_of_its_own_picture(fps):
+    """Where the picture of a frame is shown to the network at all."""
+    clock = Clock.of_times(np.array(UNEVEN_MS) / 1000, 25.0)
+    pictures = (np.full((2, 2), n, np.uint8) for n in range(100))
+    found = slide(pictures, Cutting(1, 1, None, 2, fps), 1, lambda x: x[:, 0, 0, :1].numpy().astype(float), 4, clock)
+    shown = [*{*clock.samples(fps).tolist()}]
+    assert found[shown, 0].tolist() == shown and len(shown) > 30
+
+
 def test_bouts_of_uneven_frames_have_their_own_seconds(tmp_path):
     """Scores, and events that are written for BORIS and read back frame by frame."""
     times = np.array(DROPPING_MS) / 1000

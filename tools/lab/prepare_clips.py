@@ -133,7 +133,10 @@ class Plan:
             return clock.frames_at(at_s - before_s[anchor] + offsets_s)
         at = clock.frame_at(trial.at) if self.in_seconds else int(trial.at)
         offsets = self.cutting.offsets(clock.fps)
-        before = {"start": 0, "center": offsets[-1] // 2, "end": offsets[-1]}
+        middle = offsets[-1] // 2
+        if len(offsets) % 2:  # at another rate, the picture in the middle may not be half way
+            middle = offsets[len(offsets) // 2]
+        before = {"start": 0, "center": middle, "end": offsets[-1]}
         return at - before[anchor] + offsets
 
     @property
@@ -143,13 +146,6 @@ class Plan:
     def by_time(self, clock: Clock) -> bool:
         """Return whether the frames of a trial are chosen by time: --fps of an uneven video."""
         return clock.own_s is not None and self.cutting.fps > 0
-
-    def centre(self, numbers: np.ndarray, clock: Clock) -> int:
-        """Return the frame in the middle of a trial's (T,) frames."""
-        first, last = int(numbers[0]), int(numbers[-1])
-        if self.by_time(clock):
-            return clock.frame_at(float(clock.time_of(first) + clock.time_of(last)) / 2)
-        return first + (last - first) // 2
 
     def class_of_frames(self, video: str, clock: Clock, classes: list[str]) -> np.ndarray | None:
         """Return (N,) class numbers of a video's frames; None if the video has no trials.
@@ -375,7 +371,7 @@ def _by_step(
         numbers = plan.numbers(Trial("", first, 0), clock)
         if numbers[-1] >= count:
             break
-        centre = plan.centre(numbers, clock)
+        centre = centre_of(numbers)
         name = str(names[centre])
         if name and not (options.no_background and name == behaviour.BACKGROUND):
             trial = Trial(name, first, _line_of(labels, name, centre, clock))
@@ -384,6 +380,14 @@ def _by_step(
             trials.append(trial)
         first = first + options.step if options.step else int(numbers[-1]) + 1
     return trials
+
+
+def centre_of(numbers: np.ndarray) -> int:
+    """Return the frame in the middle of a trial's (T,) frames; of two, the earlier one.
+
+    It is one of the trial's own frames, whose picture the network has.
+    """
+    return int(numbers[(len(numbers) - 1) // 2])
 
 
 def _labelled(labels: behaviour.Labels, clock: Clock) -> int:
