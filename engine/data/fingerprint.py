@@ -274,12 +274,14 @@ class _Reader:
 
     changed     list to which leaves are added that differ between two fetches
     random      names of these leaves
+    unreadable  indices of samples that cannot be loaded, of the last `_read`
     seconds     time of the first fetch of one sample, measured at the ends
     """
 
     def __init__(self, fetcher: Fetcher, changed: list[tuple[str, str]]):
         self.fetcher, self.changed = fetcher, changed
         self.random: set[str] = set()
+        self.unreadable: set[int] = set()
         self.seconds = math.inf
         self.bytes = 1
 
@@ -322,6 +324,10 @@ class _Reader:
             self.seconds = took / (times * count)
             left_s -= took
             many = f"all {amount(count, 'sample')}" if count == total else f"{count} samples"
+            if self.unreadable:
+                # not compared with the facts of a rank that can load them: the training reports
+                # the sample, and a rank that differs is not its cause
+                many += f" but {sorted(self.unreadable)}"
             facts |= {f"{side}: {name or 'value'} of {many}": leaf.text() for name, leaf in leaves}
         # of a leaf that is found to be random among many samples
         random = tuple(f"{side}: {name or 'value'} of " for name in self.random)
@@ -330,6 +336,7 @@ class _Reader:
     def _read(self, indices: list[int], times: int) -> list[tuple[str, _Leaf]]:
         """Return the leaves of the samples by path, without random leaves."""
         size = max(1, min(len(indices), CHUNK // self.bytes))
+        self.unreadable = set()
         leaves: dict[str, _Leaf] = {}
         for first in range(0, len(indices), size):
             chunk = indices[first : first + size]
@@ -352,7 +359,8 @@ class _Reader:
             try:
                 one = _parts(self.fetcher.fetch([index]))
             except LockstepError:  # the training reports the sample, unless it is excluded
-                one = {"a sample that cannot be loaded": [index]}
+                self.unreadable.add(index)
+                continue
             for name, values in one.items():
                 parts.setdefault(name, []).extend(values)
         return parts

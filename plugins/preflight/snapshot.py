@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
@@ -93,9 +94,12 @@ class Snapshot:
         generators  whether the generators get their states, too
         """
         for container, items in self._containers:
-            _refill(container, items)
-        for tensor, copied, version in self._tensors:
+            # a class of somebody else's may allow no such change: the value stays as it is
+            with contextlib.suppress(TypeError, ValueError, AttributeError, RuntimeError):
+                _refill(container, items)
+        for tensor, kept, version in self._tensors:
             rows = to_local(tensor)
+            copied = kept.to(rows.device)  # a task may move its tensors at their first use
             if _version(tensor) != version or not same_bits(rows, copied):
                 if rows.shape == copied.shape:
                     rows.copy_(copied)
@@ -172,7 +176,8 @@ class Snapshot:
             return
         copied = array.copy()
         self.values[name] = copied
-        self._containers.append((array, copied))
+        if array.flags.writeable:
+            self._containers.append((array, copied))
 
     def _visit_parts(self, name: str, value: Any, depth: int, in_module: bool) -> None:
         """Add the items of a container, or the attributes of an object.
@@ -284,7 +289,7 @@ def _equal(a: Any, b: Any) -> bool:
     """
     if isinstance(a, Tensor):
         same_form = isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
-        return same_form and same_bits(a, b)
+        return same_form and same_bits(a, b.to(a.device))
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and np.array_equal(a, b)
     return type(a) is type(b) and bool(a == b or a != a)

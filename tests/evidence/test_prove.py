@@ -148,7 +148,7 @@ def test_where_only_the_same_cut_was_tried_nothing_is_known(proved, monkeypatch)
     """As where the time is over, with a task that breaks the promise on two processes."""
     same = {"kind": "virtual", "processes": 1}
     monkeypatch.setattr(prove.Proof, "_is_of_use", lambda self, each: each == same)
-    found = proved(*WORDS, "plant.mistake=running mean")
+    found = proved(*WORDS, "plant.mistake=centred by the batch")
     assert found["holds"] is None and [run["processes"] for run in found["runs"]] == [1, 1]
 
 

@@ -237,7 +237,7 @@ def test_what_is_refused(launch, tmp_path, noting):
 
     def error(*more, of="last.pt"):
         done = launch.python(TOOL, str(run / of), *more)
-        assert done.code and not done.out and len(done.err.splitlines()) == 1, done.err
+        assert done.code and not done.out and len(done.errors) == 1, done.err
         return done.errors[0]
 
     assert "sample 61 was never seen (--proof): give one that was" in error("--proof", "61")

@@ -90,7 +90,7 @@ def test_a_recorded_run_is_stopped_and_resumed(run):
     """SIGTERM comes while a batch is made for a launch: it is the host's vote, and the graph holds none."""
     words = [*ODD, "model.dropout=0.3"]
     straight = run("straight", *words)
-    stopped = run("resumed", *words, "cuda_graph=true", "own.ends=11", code=75)
+    stopped = run("resumed", *words, "cuda_graph=true", "own.ends=9", code=75)
     assert launched(stopped[2]) == 7 and stopped[0]["progress"]["step"] == 12, "known one step late"
     resumed = run("resumed", *words, "cuda_graph=true")
     assert launched(resumed[2]) >= 1 and "Resuming" in resumed[2]

@@ -185,6 +185,23 @@ def test_a_sample_that_cannot_be_loaded_and_samples_of_several_shapes_do_not_end
     assert fingerprint(Broken(100)) == fingerprint(Broken(100))
 
 
+def test_a_sample_that_one_rank_cannot_load_is_no_other_data():
+    """The training on that rank names the sample; a difference from the other ranks would hide the cause."""
+
+    class Broken(Lazy):
+        readable = True
+
+        def __getitem__(self, n):
+            if n == 33 and not self.readable:
+                raise OSError("no such file")
+            return super().__getitem__(n)
+
+    whole, broken = Broken(100), Broken(100)
+    broken.readable = False
+    assert not compare(fingerprint(whole), fingerprint(broken)).parts
+    assert fingerprint(broken) != fingerprint(whole)
+
+
 TASK = """
 import os
 import torch

@@ -86,8 +86,11 @@ class Home:
     def __init__(self, folder: Path, launch: Launcher):
         self.folder, self.bin, self.out = (folder / name for name in ("home", "bin", "out"))
         self.launch = launch
-        for path in (self.folder, self.bin, self.out):
+        self.configs = folder / "configs"
+        for path in (self.folder, self.bin, self.out, self.configs):
             path.mkdir()
+        for name in ("a.yaml", "a b.yaml"):
+            (self.configs / name).touch()
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.script = self.folder / LAUNCHER.name
@@ -340,7 +343,7 @@ STARTS = [
     *(Start(f"run {each}", f"{ONE}=1 train.py {each}")
       for each in ("har --print", "har --lr=1e-3", "--save-dir runs/lr=1")),
     *(Start(f"run {each}", f"{ONE}=1 train_ddp.py {each}")
-      for each in ("--config a.yaml", "--config=a.yaml", "har a.b=5", "lr=1")),
+      for each in ("--config ../configs/a.yaml", "--config=../configs/a.yaml", "har a.b=5", "lr=1")),
     Start("TORCHRUN_ARGS='--max-restarts=3  --monitor-interval 1\n--tee=*' run har",
           f"{ONE}=1 --max-restarts=3 --monitor-interval 1 --tee=* train.py har"),
     # One node takes a free port, whatever is set.
@@ -458,7 +461,7 @@ SRUN = 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"'
     [
         (["har", "lr=1"], {}),
         (["3", "har"], {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}),
-        (["02", "--config", "a b.yaml"], {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}),
+        (["02", "--config", "../configs/a b.yaml"], {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}),
         (["har"], {"RDZV": "c10d", "NNODES": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}),
         (["har"], {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0"}),
     ],
@@ -473,7 +476,9 @@ def test_what_it_says_was_typed_starts_the_same(home: Home, args: list[str], env
     assert typed.startswith("srun --nodes=2 ") == ("SLURM_STEP_NODELIST" in env)
     left = {name: value for name, value in env.items() if name == "PYTHON" or name.startswith("SLURM")}
     given = shlex.join(args[args[0].isdigit() :])
-    subprocess.run(["bash", "-c", f"{typed} {given}"], env=home.env | left, check=True, capture_output=True)
+    subprocess.run(
+        ["bash", "-c", f"{typed} {given}"], env=home.env | left, check=True, capture_output=True, cwd=home.out
+    )
     assert (home.out / "started").read_text().splitlines() == [typed, *started]
 
 
@@ -558,7 +563,7 @@ TWO = ["0-3", "4-7"]
         (["0-3", "4-9"], [0, 1], "run", False),  # this process may not use all cores
         (TWO, [0, 1], "CUDA_VISIBLE_DEVICES= run 2", False),  # CPU processes
         (TWO, [0, 1], "run ddp.bind_cores=false", False),
-        (TWO, [0, 1], "run --config a.yaml --ddp.bind-cores No lr=1", False),
+        (TWO, [0, 1], "run --config ../configs/a.yaml --ddp.bind-cores No lr=1", False),
     ],
 )  # fmt: skip
 def test_processes_stay_beside_their_gpus(

@@ -359,6 +359,21 @@ def test_a_snapshot_restores_what_it_has_seen():
     assert float(tensor.sum()) == 0 and "new" not in kept and not hasattr(inner, "extra")
 
 
+class Sealed(dict):
+    def clear(self):
+        raise TypeError("sealed")
+
+
+def test_a_value_that_cannot_be_restored_stays_as_it_is():
+    fixed = np.arange(3.0)
+    fixed.flags.writeable = False
+    kept = {"fixed": fixed, "sealed": Sealed(a=1), "n": 1}
+    before = Snapshot({"it": kept})
+    kept["sealed"]["b"], kept["n"] = 2, 2
+    before.put_back()
+    assert kept["n"] == 1 and kept["sealed"] == {"a": 1, "b": 2} and kept["fixed"] is fixed
+
+
 FROZEN = """
 def loss(self, net, batch):
   self.steps = getattr(self, 'steps', 0) + (not hasattr(batch, 'never'))
