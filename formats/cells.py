@@ -100,6 +100,27 @@ def split_unit(name: str) -> Quantity:
     return Quantity(simple_name(name), "")
 
 
+_UNIT_AT_END = re.compile(
+    r"^(.*?)[\s_.]+(g|mg|m[\s_/]?s_?\^?2|mps2|m/s²|rad|rad[\s_/]s|deg|deg[\s_/]s|dps|ut)$"
+)
+
+
+def split_any_unit(name: str) -> Quantity:
+    """Divide the name of a column also where a unit of motion ends the name, as in `acc_x_g`."""
+    found = _UNIT_AT_END.match(name.strip().lower())
+    if found:
+        return Quantity(simple_name(found[1]), found[2])
+    return split_unit(name)
+
+
+def unit_key(unit: str) -> str:
+    """Return a text that is equal for two spellings of a unit, such as m/s², m/(s^2) and ms2."""
+    text = unit.lower().replace("²", "2").replace("µ", "u").replace("μ", "u")
+    text = re.sub(r"deg(rees?)?|°", "deg", text).replace("dps", "degs")
+    text = text.replace("mps", "ms")
+    return re.sub(r"[^a-z0-9%]", "", text)
+
+
 def simple_name(name: str) -> str:
     """Return a name in lower case, with one _ for blanks and punctuation."""
     return re.sub(r"[\W_]+", "_", name.strip().lower()).strip("_")

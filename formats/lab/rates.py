@@ -1,4 +1,8 @@
-"""Resample irregular samples to an even signal: largest gap, sampling rate, and resampling."""
+"""Resample irregular samples to an even signal: largest gap, sampling rate, and resampling.
+
+The rate of a recording may be any number. A rate is rounded only as far as the recording cannot
+show the difference.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,24 @@ or a lost sample or two stay below the limit."""
 BLOCK = 50
 """Intervals per median. For random times, a median is never FEW times longer or shorter than the
 usual interval."""
+
+
+FILTERED = 1.1
+"""Ratio of a recording's rate and a lower rate from which a low-pass filter is used."""
+
+DRIFT = 0.05
+"""Intervals by which a rounded rate may be off at the end of a recording. Resampling then changes
+no value that counts: a line between samples lowers a fast motion by less than a percent."""
+
+SPREADS = 3
+"""Standard errors of a measured rate within which the recording cannot show a difference."""
+
+PARTS = 20
+"""Parts of a recording whose mean intervals give the standard error of the rate."""
+
+
+COMMON_HZ = np.array([10, 20, 25, 30, 32, 40, 50, 60, 64, 100, 120, 128, 200, 250, 256, 500, 1000])
+"""Rates that sensors have, preferred where a jittered clock leaves a choice."""
 
 
 def widest_gap(usual_s: float, window_s: float) -> float:
@@ -46,16 +68,60 @@ def steps_at(time: np.ndarray, rate_hz: float) -> int:
 
 
 def rate_of(time: np.ndarray) -> float:
-    """Return the samples per second of (N,) rising times in seconds.
+    """Return the samples per second of (N,) rising times in seconds, unrounded.
 
     If most intervals are alike, the rate comes from their mean, because times are often rounded.
     Intervals over a lost sample are excluded. Otherwise the rate comes from the mean of all
     intervals.
     """
+    return float(1 / _typical_intervals(time).mean())
+
+
+def _typical_intervals(time: np.ndarray) -> np.ndarray:
     intervals = np.diff(time)
     usual = np.median(intervals)
     alike = intervals[(intervals > 0.5 * usual) & (intervals < 1.5 * usual)]
-    return float(1 / (alike if len(alike) > 0.8 * len(intervals) else intervals).mean())
+    return alike if len(alike) > 0.8 * len(intervals) else intervals
+
+
+def _tolerance(time: np.ndarray) -> float:
+    """Return the difference in Hz from `rate_of` that (N,) rising times cannot show.
+
+    The standard error comes from parts of the recording: rounded times are off in turns, so that
+    the intervals of single samples would show a larger error.
+    """
+    intervals = _typical_intervals(time)
+    parts = np.array_split(intervals, min(PARTS, len(intervals)))
+    means = np.array([part.mean() for part in parts])
+    error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else 0.0
+    rate_hz = 1 / intervals.mean()
+    by_spread = SPREADS * error * rate_hz**2
+    by_drift = DRIFT / (time[-1] - time[0])
+    return float(max(by_spread, by_drift))
+
+
+def nominal_rate(time: np.ndarray) -> float:
+    """Return the rate of (N,) rising times with as few decimals as the times can show.
+
+    Even times of 51.2 Hz give 51.2. Times of a jittered clock of about 50 Hz give 50.
+    """
+    own, tolerance = rate_of(time), _tolerance(time)
+    common = COMMON_HZ[np.abs(COMMON_HZ - own).argmin()]
+    if abs(common - own) <= tolerance:
+        return float(common)
+    for decimals in range(9):
+        rounded = round(own, decimals)
+        if rounded and abs(rounded - own) <= tolerance:
+            return float(rounded)
+    return own
+
+
+def keeps_samples(time: np.ndarray, rate_hz: float) -> bool:
+    """Return whether `resampled` at this rate keeps the samples of (N,) rising times.
+
+    Otherwise the values lie on lines between samples.
+    """
+    return abs(rate_of(time) - rate_hz) <= _tolerance(time)
 
 
 def resampled(time: np.ndarray, values: np.ndarray, rate_hz: float) -> np.ndarray:
@@ -69,7 +135,7 @@ def resampled(time: np.ndarray, values: np.ndarray, rate_hz: float) -> np.ndarra
     """
     steps, own = steps_at(time, rate_hz), rate_of(time) if len(time) > 1 else rate_hz
     share = Fraction(1)
-    if own > 1.1 * rate_hz:
+    if own > FILTERED * rate_hz:
         share = Fraction(rate_hz / own).limit_denominator(max(100, round(2 * own / rate_hz)))
     dense = rate_hz * share.denominator / share.numerator
     even = time[0] + np.arange(steps_at(time, dense)) / dense

@@ -7,11 +7,12 @@ line and column.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from formats.cells import (
     is_index_name,
     is_missing,
     is_number,
+    split_any_unit,
     split_unit,
+    unit_key,
     without_thousands,
 )
 from formats.tables import Layout, Row, blocks, find_head
@@ -51,6 +54,13 @@ SAMPLE = 50
 """Rows from which the kind of each column is found."""
 
 
+class StatedUnit(NamedTuple):
+    """The unit of a channel, or an empty text, and the file:line of the header."""
+
+    unit: str
+    where: str
+
+
 @dataclass
 class Reading:
     """Settings of the reader; names of columns as in the header.
@@ -60,6 +70,7 @@ class Reading:
               the first file
     time      column of the time; "" is guessed, None is none; likewise label, subject and recording
     unit      of the time: see formats/times.py; "" is found in the name and the numbers
+    units     unit of each channel, and the place that states it; set by the first file
     ignored   {role: reason}: a column of this role is found by its name, and not read
     missing   whether a channel's cell may be empty or NaN
     skip      whether to skip unreadable lines
@@ -73,6 +84,7 @@ class Reading:
     subject: str | None = ""
     recording: str | None = ""
     unit: str = ""
+    units: dict[str, StatedUnit] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     missing: bool = False
     skip: bool = False
@@ -158,6 +170,7 @@ def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[b
     for pattern in how.channels or [""]:
         found = _matching(header, free, pattern, numeric)
         if not found:
+            _refuse_other_unit(header, pattern, how, where)
             what = f"no column {pattern!r} for a channel"
             if not pattern:
                 what = "no column of numbers for a channel"
@@ -198,6 +211,48 @@ def _matching(
         return [c for c in free if numeric[c] and not header[c].startswith("Unnamed: ")]
     exact = [c for c in free if header[c] == pattern]
     return exact or [c for c in free if fnmatchcase(header[c], pattern)]
+
+
+# ---- units
+# --------------------------------------------------------------------------------------------------
+
+ONE_UNIT = "convert one of the files, or take the files of one unit: --files"
+
+
+def _check_units(how: Reading, path: Path, units: Sequence[str], where: str) -> list[str]:
+    """Compare the units of the channels with those of the first file; return sentences.
+
+    units  of `how.channels`; empty if unknown
+    Raises LockstepError for two units of one channel. A channel with a unit in one file only is
+    named in a sentence.
+    """
+    notes = []
+    for name, unit in zip(how.channels, units, strict=True):
+        first = how.units.setdefault(name, StatedUnit(unit, where))
+        if unit and first.unit and unit_key(unit) != unit_key(first.unit):
+            _refuse_units(name, StatedUnit(unit, where), first)
+        if bool(unit) != bool(first.unit):
+            here, there = unit or "no unit", first.unit or "none"
+            notes.append(f"{path}: {name} has {here}, and {there} in {first.where}: one unit?")
+    return notes[:1]
+
+
+def _refuse_units(name: str, unit: StatedUnit, first: StatedUnit) -> None:
+    what = f"{name} is in {unit.unit}, and in {first.unit} in {first.where}"
+    file = Path(first.where.rpartition(":")[0]).name
+    raise LockstepError(what, unit.where, f"{ONE_UNIT} {shlex.quote(file)}")
+
+
+def _refuse_other_unit(header: Sequence[str], asked: str, how: Reading, where: str) -> None:
+    """Raise LockstepError if a column differs from a channel of an earlier file in its unit."""
+    if asked not in how.units:
+        return
+    wanted = split_any_unit(asked)
+    for column in header:
+        found = split_any_unit(column)
+        if found.unit and wanted.unit and found.name == wanted.name:
+            first = StatedUnit(wanted.unit, how.units[asked].where)
+            _refuse_units(found.name, StatedUnit(found.unit, where), first)
 
 
 # ---- text
@@ -244,6 +299,10 @@ class _Parser:
         ]
         self.texts = "" if how.channels else ", ".join(self.header[c] for c in others)
         how.channels = self.channels
+        units = [
+            self.head.units[c] or split_any_unit(self.header[c]).unit for c in self.places.channels
+        ]
+        self.unit_notes = _check_units(how, path, units, where)
         self.lines: list[np.ndarray] = []
         self.time: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
@@ -422,7 +481,7 @@ class _Parser:
 
         Raises LockstepError for decimal commas beside decimal points: 1,234 may be a thousand.
         """
-        notes = self.places.notes(self.path, self.header)
+        notes = self.places.notes(self.path, self.header) + self.unit_notes
         if self.texts:
             todo = "--channels names the channels, --label, --subject and --recording the others"
             notes.append(f"{self.path}: {self.texts} left out, no numbers: {todo}")
@@ -515,6 +574,9 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
         what = f"no whole parquet file: {str(error).splitlines()[0][:120]}"
         raise LockstepError(what, str(path), "write it again") from None
     how.channels = channels
+    unit_notes = _check_units(
+        how, path, [split_any_unit(name).unit for name in channels], str(path)
+    )
 
     def numbers(name: str) -> np.ndarray:
         if not numeric[header.index(name)]:
@@ -571,7 +633,7 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     if time is not None:
         time, start_s = _since_first(time, clock.unit)
     how.tell(len(values))
-    notes = places.notes(path, header)
+    notes = places.notes(path, header) + unit_notes
     if clock.note:
         notes.append(f"{path}: {clock.note}")
     lines = np.arange(1, len(values) + 1)

@@ -47,7 +47,16 @@ from formats.events import Event, Span, find_columns, label_rows, read_events, s
 from formats.ids import Ids, find_equal
 from formats.lab import cases, sensor_tables
 from formats.lab.public_sensors import LIKE
-from formats.lab.rates import changed, rate_of, resampled, steps_at, widest_gap
+from formats.lab.rates import (
+    FILTERED,
+    changed,
+    keeps_samples,
+    nominal_rate,
+    rate_of,
+    resampled,
+    steps_at,
+    widest_gap,
+)
 from formats.lab.sensor_tables import TABLES, Reading, Sheet
 from formats.lab.windows import LENGTH, VALID
 from formats.tables import Layout, csv_rows
@@ -541,7 +550,7 @@ class Recordings:
         steady = max(parts, key=len)
         if len(steady) < 2:
             return
-        self._check_rate(rate_of(time[steady]), sheet.path)
+        self._check_rate(time[steady], sheet.path)
         usual = float(np.median(np.diff(time[steady])))
         if other := changed(time[steady]):
             row, interval = steady[other[0]], other[1]
@@ -574,16 +583,16 @@ class Recordings:
             self.warnings.once("no times", f"{sheet.path}: {text}")
         return np.arange(len(rows)) / (stated or self.rate)
 
-    def _check_rate(self, own: float, path: Path) -> None:
-        """Set the rate to the rate of the first file.
+    def _check_rate(self, time: np.ndarray, path: Path) -> None:
+        """Compare the rate of (N,) rising times with the rate of the output.
 
-        Raises LockstepError for a rate that does not fit.
+        The first recording sets the rate of the output, unless --rate does. Raises LockstepError
+        for a rate that does not fit.
         """
+        own = rate_of(time)
         if not self.rate:
             self.first = str(path)
-            self.rate = round(own)
-            if not self.rate or abs(own - self.rate) >= 0.01 * own:
-                self.rate = float(f"{own:.4g}")
+            self.rate = nominal_rate(time)
             if not 0.2 < own < 20000:
                 self.warnings.add(
                     "unit",
@@ -604,6 +613,21 @@ class Recordings:
                 str(path),
                 "give another --time-unit or --rate",
             )
+        self._note_lines(time, own, path)
+
+    def _note_lines(self, time: np.ndarray, own: float, path: Path) -> None:
+        """Add a warning if the output lies on lines between the samples.
+
+        A rate far from that of the samples is asked for.
+        """
+        near = self.rate / FILTERED < own < self.rate * FILTERED
+        if not near or keeps_samples(time, self.rate):
+            return
+        text = (
+            f"{own:.6g} samples a second are resampled to {self.rate:g}, along lines between the "
+            f"samples, which lowers fast motion: --rate {nominal_rate(time):.6g} keeps its samples"
+        )
+        self.warnings.once("resampled", f"{path}: {text}")
 
     def _stretches(
         self,
