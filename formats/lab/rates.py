@@ -35,6 +35,9 @@ no value that counts: a line between samples lowers a fast motion by less than a
 SPREADS = 3
 """Standard errors of a measured rate within which the recording cannot show a difference."""
 
+EVEN = 0.25
+"""Largest deviation of the intervals of even samples, as a share of their mean."""
+
 PARTS = 20
 """Parts of a recording whose mean intervals give the standard error of the rate."""
 
@@ -116,12 +119,16 @@ def nominal_rate(time: np.ndarray) -> float:
     return own
 
 
-def keeps_samples(time: np.ndarray, rate_hz: float) -> bool:
-    """Return whether `resampled` at this rate keeps the samples of (N,) rising times.
+def leaves_even_samples(time: np.ndarray, rate_hz: float) -> bool:
+    """Return whether `resampled` moves even samples a little, onto lines between the samples.
 
-    Otherwise the values lie on lines between samples.
+    The lines lower a fast motion most where they meet in the middle between two samples. Uneven
+    samples lie on lines at any rate, and a rate far from their own is asked for.
     """
-    return abs(rate_of(time) - rate_hz) <= _tolerance(time)
+    own, intervals = rate_of(time), _typical_intervals(time)
+    near = rate_hz / FILTERED < own < rate_hz * FILTERED
+    even = intervals.std() < EVEN * intervals.mean()
+    return bool(near and even and abs(own - rate_hz) > _tolerance(time))
 
 
 def resampled(time: np.ndarray, values: np.ndarray, rate_hz: float) -> np.ndarray:

@@ -48,9 +48,8 @@ from formats.ids import Ids, find_equal
 from formats.lab import cases, sensor_tables
 from formats.lab.public_sensors import LIKE
 from formats.lab.rates import (
-    FILTERED,
     changed,
-    keeps_samples,
+    leaves_even_samples,
     nominal_rate,
     rate_of,
     resampled,
@@ -616,12 +615,8 @@ class Recordings:
         self._note_lines(time, own, path)
 
     def _note_lines(self, time: np.ndarray, own: float, path: Path) -> None:
-        """Add a warning if the output lies on lines between the samples.
-
-        A rate far from that of the samples is asked for.
-        """
-        near = self.rate / FILTERED < own < self.rate * FILTERED
-        if not near or keeps_samples(time, self.rate):
+        """Add a warning if the output lies on lines between even samples."""
+        if not leaves_even_samples(time, self.rate):
             return
         text = (
             f"{own:.6g} samples a second are resampled to {self.rate:g}, along lines between the "
