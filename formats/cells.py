@@ -67,6 +67,17 @@ def without_thousands(cell: str) -> str:
     return cell
 
 
+def number_of(cell: str) -> float:
+    """Return the number of a cell, with a decimal point or comma; NaN for an empty cell.
+
+    Only for cells of which the separator is known: 1,5 may be two cells. Raises ValueError.
+    """
+    cell = without_thousands(cell.strip())
+    if not cell:
+        return float("nan")
+    return float(cell.replace(",", ".") if DECIMAL_COMMA.fullmatch(cell) else cell)
+
+
 def is_index_name(name: str) -> bool:
     """Return whether a column of this name holds row numbers; an unnamed column does."""
     return not name.strip() or INDEX_NAME.fullmatch(name.strip().lower()) is not None

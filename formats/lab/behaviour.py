@@ -22,6 +22,7 @@ import numpy as np
 
 from engine.contract import LockstepError, amount
 from formats.arrays import text_lines
+from formats.cells import number_of
 from formats.clock import Clock
 from formats.lab import boris
 from formats.lab.boris import Event
@@ -292,16 +293,18 @@ def read(
     behaviours: Sequence[str] = (),
     offset: str = "",
     columns: Mapping[str, str] | None = None,
+    player: int = 0,
 ) -> list[Labels]:
     """Return all labels in a file, or in all files of a folder and its subfolders.
 
     behaviours    columns of SimBA's files with behaviours; by default the project's list
     offset        treatment of BORIS' time offsets, if any: `subtract` or `ignore`
     columns       columns of a table of bouts: {name here: name in the file}
+    player        number of BORIS' player whose video counts; 0: the first, with a remark
     A video may have several labels, see `one_of_each_video`. Raises LockstepError with the file,
     and the line if known.
     """
-    how = _How(behaviours, offset, columns or {})
+    how = _How(behaviours, offset, columns or {}, player)
     if not path.is_dir():
         of_file = _read_file(path, how)
         return [replace(one, observation=one.observation or path.name) for one in of_file]
@@ -328,6 +331,7 @@ class _How(NamedTuple):
     behaviours: Sequence[str]
     offset: str
     columns: Mapping[str, str]
+    player: int
 
 
 @dataclass(frozen=True)
@@ -557,10 +561,10 @@ def _read_file(path: Path, how: _How) -> list[Labels]:
         if boris.layout_of(lines) is None:
             raise LockstepError("no file of labels", str(path), f"give {READ}")
     found = []
-    for one in boris.read(path, how.offset):
+    for one in boris.read(path, how.offset, how.player):
         names = sorted({event.behaviour for event in one.events})
         of_file = Labels(one.video, path, names, one.events, observation=one.name)
-        of_file = replace(of_file, media=one.media)
+        of_file = replace(of_file, media=one.media, remark=one.note)
         found.append(replace(of_file, length_s=one.length_s, fps=one.fps))
     return found
 
@@ -633,6 +637,8 @@ def _simba(path: Path, lines: list[str], header: list[str], behaviours: Sequence
                 "1",
                 "0.0",
                 "1.0",
+                "0,0",
+                "1,0",
             }:
                 break
             named.insert(0, header[c])
@@ -664,6 +670,12 @@ def _of_project(path: Path) -> list[str]:
     return []
 
 
+def _state(cell: str) -> int:
+    """Return 1, 0 or -1 of a cell, also of 1.0 and 1,0; 2 for another number."""
+    value = number_of(cell)
+    return int(value) if value in (-1, 0, 1) else 2
+
+
 def _frames(
     path: Path,
     header: list[str],
@@ -680,8 +692,8 @@ def _frames(
     for n, (line, row) in enumerate(rows):
         where = f"{path}:{line}"
         try:
-            values = [int(float(row[c])) if float(row[c]) in (-1, 0, 1) else 2 for c in places]
-            frame = n if counted else int(float(row[0]))
+            values = [_state(row[c]) for c in places]
+            frame = n if counted else int(number_of(row[0]))
         except (ValueError, IndexError, OverflowError):
             values, frame = [2], 0
         if 2 in values:

@@ -11,7 +11,9 @@ A file has one or several observations.
     imported     time, subject, code, modifier, comment, of states: the form of a spreadsheet
                  VIDEO.xlsx that BORIS imports
 
-Several observations may be of one video, such as those of two observers.
+Several observations may be of one video, such as those of two observers. An observation may show
+several videos at once, one in each player; their times have one axis. The events belong to the
+video of the chosen player.
 
 Columns are identified by name, in any order. More columns are ignored. The header is the first line
 with the required columns.
@@ -30,6 +32,7 @@ from typing import Any
 
 from engine.contract import LockstepError
 from formats.arrays import check_text, text_lines
+from formats.cells import without_thousands
 
 LAYOUTS = {
     "aggregated": {"Observation id", "Behavior", "Start (s)", "Stop (s)"},
@@ -47,6 +50,20 @@ UNKNOWN = {"", "na", "nan", "none", "live", "not found"}
 
 SEVERAL_VIDEOS = "an observation of several videos"
 ONE_VIDEO = "export an observation of each video"
+
+PLAYER = "--player"
+"""The option for observations of several players."""
+
+NUMBERS = (
+    "Time,time,Start (s),Stop (s),Time offset (s),Media duration (s),Total length,FPS,FPS (frame/s)"
+).split(",")
+"""The columns whose numbers may have a decimal comma."""
+
+NO_TIMES = (
+    "write a table video,start_frame,stop_frame,label: a frame is the Image index less 1, in a "
+    "video of the pictures (ffmpeg -framerate 25 -i %04d.png -qp 0 pictures.mp4)"
+)
+"""The cure for an observation of pictures."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,7 @@ class Observation:
     name     BORIS' observation id; empty if the file has none
     media    path of the video in the file
     length_s, fps  0 if the file lacks the values
+    note     which of several players counts; empty for one
     """
 
     video: str
@@ -82,6 +100,7 @@ class Observation:
     events: list[Event] = field(default_factory=list)
     length_s: float = 0.0
     fps: float = 0.0
+    note: str = ""
 
 
 Rows = list[tuple[int, list[str]]]
@@ -102,22 +121,24 @@ def _header(rows: Rows) -> tuple[str, int] | None:
     return None
 
 
-def read(path: Path, offset: str = "") -> list[Observation]:
+def read(path: Path, offset: str = "", player: int = 0) -> list[Observation]:
     """Return the observations of a file in order; an observation is of one video.
 
     offset  treatment of times that include an offset: `subtract` the offset, or `ignore` the offset
             and keep the times
+    player  number of the player whose video counts, where an observation has several; 0: the first
     Raises LockstepError with the line for a START without a STOP, an invalid time, rows of an
     observation that contradict each other, and other errors.
     """
-    layout, table = _table(path)
+    layout, table = _table(path, player)
     observations = []
     for (name, media), rows in _by_observation(path, table).items():
         events = _events(path, layout, rows, offset)
         length_s = _common(path, rows, "media duration", _length)
         fps = _common(path, rows, "frame rate", _rate)
         video = _last_part(media)
-        observations.append(Observation(video, name, media, events, length_s, fps))
+        note = _note_on_players(path, name, rows, player)
+        observations.append(Observation(video, name, media, events, length_s, fps, note))
     if not observations:
         raise LockstepError("no events", str(path), "code the video first")
     return observations
@@ -126,9 +147,9 @@ def read(path: Path, offset: str = "") -> list[Observation]:
 Table = list[tuple[int, "_Row"]]
 
 
-def _table(path: Path) -> tuple[str, Table]:
+def _table(path: Path, player: int) -> tuple[str, Table]:
     """Return the layout, and (line, row) of each event. Raises LockstepError without a header."""
-    rows = _xlsx(path) if path.suffix.lower() == ".xlsx" else _text(path)
+    rows, has_commas = _rows(path)
     found = _header(rows)
     if not found:
         columns = "; or ".join(", ".join(sorted(columns)) for columns in LAYOUTS.values())
@@ -136,29 +157,49 @@ def _table(path: Path) -> tuple[str, Table]:
     layout, at = found
     header = [cell.strip() for cell in rows[at][1]]
     above = _above(path, rows[:at])
-    table = [
-        (line, _Row(above | dict(zip(header, cells, strict=False))))
-        for line, cells in rows[at + 1 :]
-    ]
+    table = []
+    for line, cells in rows[at + 1 :]:
+        row = _Row(above | dict(zip(header, cells, strict=False)))
+        row.player = player or 1
+        if has_commas:
+            row.write_points()
+        table.append((line, row))
     if layout == "imported":
         table = [*_states(table, path.stem)]
-    return layout, [(line, row) for line, row in table if row["Behavior"].strip()]
+    table = [(line, row) for line, row in table if row["Behavior"].strip()]
+    for line, row in table:
+        row.check(f"{path}:{line}")
+    return layout, table
 
 
 def _above(path: Path, rows: Rows) -> dict[str, str]:
     """Return the lines of a key and a value above the table.
 
-    Raises LockstepError for a second video, whose times would continue those of the first.
+    Raises LockstepError for a second video of a player, whose times would continue those of the
+    first.
     """
     above: dict[str, str] = {}
     for line, cells in rows:
         if len(cells) < 2:
             continue
         key = cells[0].strip()
-        if key.startswith("Player #") and any(other.startswith("Player #") for other in above):
+        if key.startswith("Player #") and key in above:
             raise LockstepError(SEVERAL_VIDEOS, f"{path}:{line}", ONE_VIDEO)
         above[key] = cells[1].strip()
     return above
+
+
+def _note_on_players(path: Path, name: str, rows: Table, player: int) -> str:
+    """Return a line on the player that counts, where the user has not chosen one of several."""
+    players = rows[0][1].players
+    if player or len(players) < 2:
+        return ""
+    shown = ", ".join(f"{number} {_last_part(media)}" for number, media in players.items())
+    last = max(players)
+    return (
+        f"{path.name}: {name or 'an observation'} shows videos at once, in the players {shown}: "
+        f"the events are those of player 1; {PLAYER} {last} takes {_last_part(players[last])}"
+    )
 
 
 def _by_observation(path: Path, table: Table) -> dict[tuple[str, str], Table]:
@@ -169,13 +210,15 @@ def _by_observation(path: Path, table: Table) -> dict[tuple[str, str], Table]:
     """
     found: dict[tuple[str, str], Table] = {}
     media: dict[str, str] = {}
+    players: dict[str, dict[int, str]] = {}
     for line, row in table:
         name = row["Observation id"].strip()
         if not row.media:
             what = "an event without a video and without an observation id"
             raise LockstepError(what, f"{path}:{line}", "name its video in Media file name")
         elsewhere = name and not row.source and media.setdefault(name, row.media) != row.media
-        if row.has_several_videos or elsewhere:
+        others = players.setdefault(name, row.players) != row.players
+        if row.has_several_videos or elsewhere or (name and others):
             raise LockstepError(SEVERAL_VIDEOS, f"{path}:{line}", ONE_VIDEO)
         found.setdefault((name, row.media), []).append((line, row))
     return found
@@ -213,7 +256,12 @@ def _common(path: Path, rows: Table, what: str, value_of: Callable[[_Row, str], 
 
 
 class _Row(dict[str, str]):
-    """The cells of a row by column; a missing column is empty."""
+    """The cells of a row by column; a missing column is empty.
+
+    player  number of the player whose video counts, where several show a video
+    """
+
+    player = 1
 
     def __missing__(self, _: str) -> str:
         return ""
@@ -227,8 +275,23 @@ class _Row(dict[str, str]):
         return _known(self["Source"])
 
     @property
+    def players(self) -> dict[int, str]:
+        """Return {number: videos} of the players of an observation with several; else {}.
+
+        Videos of one player, one after the other, have a semicolon in between.
+        """
+        found = _by_player(self.source)
+        if not found:
+            numbers = [name for name in self if re.fullmatch(r"Player #\d+", name)]
+            found = {int(name.partition("#")[2]): self[name] for name in numbers}
+        known = {number: media for number, media in found.items() if _known(media)}
+        return known if len(known) > 1 else {}
+
+    @property
     def media(self) -> str:
         """Return the path of the video; without a video, the observation id."""
+        if players := self.players:
+            return players.get(self.player, "")
         for name in ("Media file name", "Media file path", "Media file", "Player #1"):
             if text := _known(self[name]):
                 return text.removeprefix("player #1:").strip()
@@ -237,14 +300,39 @@ class _Row(dict[str, str]):
 
     @property
     def has_several_videos(self) -> bool:
-        """Return whether players show several videos, at once or one after the other."""
-        source = self.source
-        listed = source.startswith("player #") and ";" in source
-        rates = self.first("FPS", "FPS (frame/s)")
-        lengths = self.first("Media duration (s)")
-        each = rates + lengths
-        players = max(source.count("player #"), rates.count("player #"))
-        return listed or players > 1 or ";" in each or "|" in each
+        """Return whether the player shows several videos, one after the other."""
+        lengths = self.of_player("Media duration (s)")
+        each = self.of_player("FPS", "FPS (frame/s)") + lengths
+        listed = self.source.startswith("player #") and ";" in self.source
+        if self.players:
+            listed = ";" in self.media
+        return listed or ";" in each or "|" in each
+
+    def of_player(self, *names: str) -> str:
+        """Return the part of the first known cell that is of the player: 25.000|30.000 -> 30.000"""
+        text = self.first(*names)
+        if not self.players:
+            return text
+        by_name = _by_player(text)
+        parts = dict(zip(self.players, text.split("|"), strict=False))
+        return (by_name or parts).get(self.player, "").strip()
+
+    def write_points(self) -> None:
+        """Replace decimal commas in the columns of numbers: 12,5 -> 12.5"""
+        for name in NUMBERS:
+            if name in self:
+                self[name] = re.sub(r"(?<=\d),(?=\d)", ".", without_thousands(self[name].strip()))
+
+    def check(self, where: str) -> None:
+        """Raise LockstepError for an absent player, and for an event of pictures without times."""
+        players = self.players
+        if players and self.player not in players:
+            there = ", ".join(map(str, players))
+            what = f"no player {self.player}"
+            raise LockstepError(what, where, f"{PLAYER} takes one of {there}")
+        has_time = _known(self.first("Time", "Start (s)"))
+        if not has_time and _known(self.first("Image index", "Image index start")):
+            raise LockstepError("an event of pictures, without a time", where, NO_TIMES)
 
     @property
     def what(self) -> tuple[str, ...]:
@@ -276,6 +364,14 @@ def _states(table: Table, video: str) -> Iterator[tuple[int, _Row]]:
         new = _Row(named | {"Modifier": row["modifier"]})
         on ^= {new.what}
         yield line, _Row(new | {"Behavior type": "START" if new.what in on else "STOP"})
+
+
+def _by_player(text: str) -> dict[int, str]:
+    """Return {number: text} of a text such as player #1:a.mp4|player #2:b.mp4"""
+    found = {}
+    for part in re.finditer(r"player #(\d+):(.*?)(?=[|; ]*player #\d+:|$)", text):
+        found[int(part[1])] = part[2].strip(" |;")
+    return found
 
 
 Found = tuple[str, float, float, str, int]  # behaviour, start, stop, subject, line
@@ -358,13 +454,13 @@ def _offset(row: _Row, where: str) -> float:
 
 
 def _length(row: _Row, where: str) -> float:
-    text = _known(row.first("Media duration (s)", "Total length"))
+    text = _known(row.of_player("Media duration (s)", "Total length"))
     return seconds_of(text or "0", "the media duration", where)
 
 
 def _rate(row: _Row, where: str) -> float:
     """Return frames per second: 25, or player #1:25 -> 25; 0 if unknown."""
-    text = _known(row.first("FPS", "FPS (frame/s)").rpartition(":")[2])
+    text = _known(row.of_player("FPS", "FPS (frame/s)").rpartition(":")[2])
     try:
         value = float(text or 0)
         if 0 <= value < math.inf:
@@ -404,18 +500,24 @@ def seconds_of(text: str, name: str, where: str) -> float:
     raise LockstepError(f"{name} is {text.strip()[:40]!r}", where, todo)
 
 
-def _text(path: Path) -> Rows:
-    """Return the rows of a text file with the first line of each.
+def _rows(path: Path) -> tuple[Rows, bool]:
+    """Return the rows, and whether a comma in a number must be a decimal comma."""
+    if path.suffix.lower() == ".xlsx":
+        return _xlsx(path), True
+    lines = text_lines(path)
+    named = max(lines[:200], key=lambda line: "Behavior" in line, default="")
+    delimiter = max(",;\t", key=named.count)
+    return _text(path, lines, delimiter), delimiter != ","
+
+
+def _text(path: Path, lines: list[str], delimiter: str) -> Rows:
+    """Return the rows of a text with the first line of each.
 
     A quoted description may have several lines.
     """
-    lines = text_lines(path)
-    named = max(lines[:200], key=lambda line: "Behavior" in line, default="")
-    reader, rows, line = (
-        csv.reader(io.StringIO("\n".join(lines)), delimiter=max(",;\t", key=named.count)),
-        [],
-        1,
-    )
+    reader = csv.reader(io.StringIO("\n".join(lines)), delimiter=delimiter)
+    rows = []
+    line = 1
     try:
         for cells in reader:
             rows.append((line, cells))

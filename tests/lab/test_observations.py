@@ -290,6 +290,101 @@ def test_events_on_a_second_sheet_are_not_lost(tmp_path, cut):
     assert re.search(r"events on another sheet .*e.xlsx\): save the sheet of each", cut(tmp_path / "e.xlsx").error)
 
 
+# ---- several players, decimal commas, pictures ----
+
+PLAYERS = {
+    "version 8": {"Source": "player #1:/v/a.mp4|player #2:/v/b.mp4", "FPS": "20.000|25.000"},
+    "earlier": {"Source": "player #1: /v/a.mp4 player #2: /v/b.mp4", "FPS": "player #1: 20.000 player #2: 25.000"},
+    "semicolons": {"Source": "player #1:/v/a.mp4;player #2:/v/b.mp4", "FPS": "20.000|25.000"},
+}
+
+
+@pytest.mark.parametrize("form", PLAYERS)
+@pytest.mark.parametrize("columns", [TABULAR, AGGREGATED], ids=["tabular", "aggregated"])
+def test_videos_that_are_shown_at_once(tmp_path, cut, form, columns):
+    """One time axis: the events are those of one of the videos, by choice."""
+    cells = PLAYERS[form] | {"Media duration (s)": "2.000|1.900"}
+    cells["FPS (frame/s)"] = cells["FPS"]
+    bout = TWO_OBSERVERS[0]
+    rows = tabular(bout, **cells) if columns is TABULAR else [row_of(bout, **cells)]
+    path = write(tmp_path / "e.csv", columns, rows)
+    done = cut(path)
+    assert done.labels == {"a.mp4": frames_of([bout], "a_anna")}, done.err
+    says = "a_anna shows videos at once, in the players 1 a.mp4, 2 b.mp4: the events are those of player 1; --player 2 "
+    assert says in done.out
+    done = cut(path, "--player", 2)
+    assert done.labels == {"b.mp4": frames_of([bout], "a_anna")[:38]} and "at once" not in done.out
+    found = [behaviour.read(path, player=player)[0] for player in (1, 2)]
+    assert [(one.fps, one.length_s) for one in found] == [(20, 2.0), (25, 1.9)]
+    assert re.search(r"no player 3 \(.*e.csv:2\): --player takes one of 1, 2", cut(path, "--player", 3).error)
+
+
+def test_videos_at_once_and_in_a_row(tmp_path, cut):
+    """A player with two videos in a row is refused; the other one may count."""
+    bout = TWO_OBSERVERS[0]
+    cells = {"Source": "player #1:/v/a.mp4;/v/c.mp4|player #2:/v/b.mp4", "Media duration (s)": "1;1|2"}
+    path = write(tmp_path / "e.csv", TABULAR, tabular(bout, **cells | {"FPS": "20;20|20"}))
+    assert "an observation of several videos" in cut(path).error
+    assert cut(path, "--player", 2).labels == {"b.mp4": frames_of([bout], "a_anna")}
+
+
+def test_two_players_of_version_7(tmp_path, cut):
+    above = "Observation id,o\nPlayer #1,/v/a.mp4\nPlayer #2,/v/b.mp4\n"
+    rows = "Time,Media file path,Total length,FPS,Subject,Behavior,Status\n"
+    rows += "".join(f"{at},/v/a.mp4,2,20,m,groom,{kind}\n" for at, kind in ((0.5, "START"), (1.0, "STOP")))
+    (tmp_path / "e.csv").write_text(above + rows)
+    truth = frames_of([Bout("o", "a.mp4", 0.5, 1.0)], "o")
+    assert cut(tmp_path / "e.csv").labels == {"a.mp4": truth}
+    assert cut(tmp_path / "e.csv", "--player", 2).labels == {"b.mp4": truth}
+
+
+@pytest.mark.parametrize("columns", [TABULAR, AGGREGATED], ids=["tabular", "aggregated"])
+@pytest.mark.parametrize("ending", ["csv", "tsv", "xlsx"])
+def test_decimal_commas_of_a_spreadsheet(tmp_path, cut, columns, ending):
+    bout = Bout("o", "a.mp4", 0.25, 1.05)
+    rows = tabular(bout) if columns is TABULAR else [row_of(bout)]
+    numbers = ["Time", "Start (s)", "Stop (s)", "Time offset (s)", "Media duration (s)", "FPS", "FPS (frame/s)"]
+    for row in rows:
+        row |= {name: str(row[name]).replace(".", ",") for name in numbers if name in row}
+        row["Time offset (s)"] = "0,0"
+    path = tmp_path / f"e.{ending}"
+    if ending == "xlsx":
+        openpyxl = pytest.importorskip("openpyxl")
+        book = openpyxl.Workbook()
+        for cells in [columns, *([row[name] for name in columns] for row in rows)]:
+            book.active.append(cells)
+        book.save(path)
+    else:
+        with open(path, "w", newline="") as file:
+            delimiter = {"csv": ";", "tsv": "\t"}[ending]
+            table = csv.DictWriter(file, columns, extrasaction="ignore", delimiter=delimiter)
+            table.writeheader()
+            table.writerows(rows)
+    done = cut(path)
+    assert done.labels == {"a.mp4": frames_of([bout], "o")}, done.err
+
+
+def test_decimal_commas_of_frames(tmp_path, cut):
+    lines = ["background;groom", *(f"{1 - n % 2},0;{n % 2},0" for n in range(NUM_FRAMES))]
+    numbered = [f"{n - 1 if n else ''};{line}" for n, line in enumerate(lines)]
+    (tmp_path / "a_labels.csv").write_text("\n".join(numbered))
+    assert cut(tmp_path / "a_labels.csv").labels["a.mp4"] == ["background", "groom"] * 20
+
+
+def test_pictures_without_times_are_refused_with_a_cure(tmp_path, cut):
+    """An observation of pictures has their numbers from 1 in place of times."""
+    columns = [*TABULAR, "Image index"]
+    cells = {"Source": "/pictures", "Media file name": "NA", "FPS": "NA", "Media duration (s)": "NA", "Time": "NA"}
+    rows = tabular(TWO_OBSERVERS[0], **cells)
+    for row, index in zip(rows, (11, 21), strict=True):
+        row["Image index"] = index
+    done = cut(write(tmp_path / "e.csv", columns, rows))
+    says = r"an event of pictures, without a time \(.*e.csv:2\): write a table video,start_frame,stop_frame,label"
+    assert re.search(says, done.error)
+    (tmp_path / "f.csv").write_text("video,start_frame,stop_frame,label\na.mp4,10,20,groom\n")
+    assert cut(tmp_path / "f.csv").labels["a.mp4"] == frames_of(TWO_OBSERVERS[:1], "a_anna")
+
+
 # ---- behaviours that nobody looked for -------------------------------------------------------------------------------
 
 

@@ -116,6 +116,21 @@ def test_filtered_tracks_beside_the_raw_ones_are_one_video(tmp_path, prepare):
     assert tracks.read(files[0].path)[0].xy[0, 0, 0] == 20.25
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
+def test_tracks_that_a_spreadsheet_has_saved(tmp_path, prepare, separator, mark):
+    """Decimal commas, another separator, in a folder and alone."""
+    plain = write_csv(tmp_path / f"plain/m1{SCORER}.csv", shift=0.25)
+    lines = plain.read_text().replace(",", separator).replace(".", ",")
+    path = tmp_path / "tracks" / plain.name
+    path.parent.mkdir()
+    path.write_text(mark + lines)
+    assert (tracks.read(path)[0].xy == tracks.read(plain)[0].xy).all()
+    for each in (path, path.parent):
+        done = prepare(each)
+        assert done.code == 0 and done.recordings == ["m1"], done.err
+
+
 def test_tracks_of_two_snapshots_are_one_video(tmp_path, prepare):
     folder = tmp_path / "tracks"
     for steps in ("50000", "150000"):

@@ -47,7 +47,7 @@ import numpy as np
 from engine.errors import LockstepError, amount
 from formats.arrays import look_alikes, stays_below, text_lines
 from formats.clock import Clock, some_notes
-from formats.lab import behaviour
+from formats.lab import behaviour, boris
 from formats.lab.bouts import columns_of
 from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table, rename
 from formats.lab.events import bout_table, pairing
@@ -660,6 +660,11 @@ def add_labels(add: Any) -> None:
         "or patterns such as '*_anna' (default: an error)"
     )
     add("--observation", **words, help=which)
+    at_once = (
+        "the player whose video has the events, where an observation of BORIS shows several videos "
+        "at once (default: 1)"
+    )
+    add(boris.PLAYER, type=whole_number(1), default=0, metavar="N", help=at_once)
     short = "leave out labels beyond the end of a video or a track (default: an error)"
     add(behaviour.SHORT, action="store_true", help=short)
     folders = "the folders in names of videos do not count (default: they must fit, if any)"
@@ -669,7 +674,7 @@ def add_labels(add: Any) -> None:
 
 def read_labels(path: Path, options: argparse.Namespace) -> list[behaviour.Labels]:
     """Return all labels of a file, read as the options of `add_labels` name them."""
-    return behaviour.read(path, options.behaviours, options.offset, options.columns)
+    return behaviour.read(path, options.behaviours, options.offset, options.columns, options.player)
 
 
 def choice_of(options: argparse.Namespace, way: str = pairing.OF_VIDEOS) -> behaviour.Choice:

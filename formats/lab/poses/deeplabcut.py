@@ -25,6 +25,7 @@ from engine.contract import LockstepError
 from formats.arrays import text_lines
 from formats.lab.events.pairing import SCORER
 from formats.lab.poses.track import Track, make_track
+from formats.tables import separator_of
 
 UNIQUE = "single"
 """DeepLabCut's individual of the parts that belong to no animal."""
@@ -110,16 +111,26 @@ def read_csv(path: Path) -> list[Track]:
         raise LockstepError(
             "a git-lfs pointer, not the file itself", str(path), "git lfs pull in that repository"
         )
-    rows = [*csv.reader(lines)]
+    rows = _rows(lines)
     heads = _heads(path, rows)
     columns = _columns(heads)
     values = _values(path, rows[len(heads) :], len(columns.parts), len(heads) + 1)
     return tracks_of(path, columns, values, f"{path}:{len(heads)}")
 
 
+def _rows(lines: list[str]) -> list[list[str]]:
+    """Return the cells of each line. Beside another separator, a comma is a decimal comma."""
+    separator = separator_of(lines[0]) if lines else ","
+    rows = csv.reader(lines, delimiter=separator or ",")
+    if separator in (",", ""):
+        return [*rows]
+    return [[cell.replace(",", ".") for cell in row] for row in rows]
+
+
 def scorer_of_csv(line: str) -> str:
     """Return the scorer in the first line of a CSV; empty in a file of others."""
-    key, *names = [*next(csv.reader([line]), []), ""]
+    delimiter = separator_of(line) or ","
+    key, *names = [*next(csv.reader([line], delimiter=delimiter), []), ""]
     if key != "scorer":
         return ""
     return names[0].strip()
@@ -131,7 +142,7 @@ def _heads(path: Path, rows: list[list[str]]) -> dict[str, list[str]]:
         if row and row[0] in LEVELS:
             heads[row[0]] = [cell.strip() for cell in row[1:]]
     if not {"bodyparts", "coords"} <= heads.keys():
-        begin = ", ".join(repr(row[0]) for row in rows[:3] if row) or "nothing"
+        begin = ", ".join(repr(row[0][:40]) for row in rows[:3] if row) or "nothing"
         todo = (
             "DeepLabCut's begin with scorer, bodyparts and coords; SLEAP's analysis CSV has a "
             "column frame_idx"

@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import text_lines
+from formats.cells import number_of
 from formats.lab.events.pairing import stem_of
 from formats.lab.poses.track import Track, make_track
 from formats.tables import csv_rows
@@ -168,7 +169,7 @@ def _instance(row: dict[str, str], nodes: list[str], where: str) -> tuple[int, l
             raise ValueError
         for node in nodes:
             position = [row[f"{node}.x"], row[f"{node}.y"], row.get(f"{node}.score", "1")]
-            values += [float(cell) if cell.strip() else np.nan for cell in position]
+            values += [number_of(cell) for cell in position]
     except (KeyError, ValueError):
         what = "no frame, or not a number or nothing in each cell"
         raise LockstepError(what, where, "export the analysis CSV again") from None
