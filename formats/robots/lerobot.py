@@ -33,7 +33,7 @@ from torch import Tensor
 from engine.contract import Batch, LockstepError
 from engine.errors import console
 from formats.arrays import is_file_name, stays_below
-from formats.robots import stored_stats
+from formats.robots import stored_stats, unlisted
 from formats.robots.depth import Depth, depth_of
 from formats.weights import hub
 
@@ -219,7 +219,8 @@ def read(
     table = _episodes(root, info, features, is_old)
     _check_counts(info, table, info_path)
     chosen = {e: table[e] for e in _choose(sorted(table), episodes, exclude, info_path)}
-    columns, first_rows = _read_columns(features, chosen)
+    columns, first_rows, numbers = _read_columns(features, chosen)
+    _warn_of_unlisted(root, table, numbers)
     lengths = np.array([episode.length for episode in chosen.values()], dtype=np.int64)
     end = np.cumsum(lengths)
     places: dict[str, list[Place | None]] = {}
@@ -406,13 +407,40 @@ def _choose(
     return chosen
 
 
-def _read_columns(
-    features: Mapping[str, Feature], chosen: Mapping[int, _Episode]
-) -> tuple[dict[str, np.ndarray], dict[int, int]]:
-    """Return the concatenated columns of the chosen episodes.
+def _warn_of_unlisted(
+    root: Path, table: Mapping[int, _Episode], found: Mapping[Path, list[int]]
+) -> None:
+    """Print a warning about rows in data/ that the table does not name.
 
-    The second result is {episode: first row in its file}.
+    found  {file: episodes of its rows} of the files that were read
     """
+
+    def read_numbers(path: Path) -> list[int]:
+        try:
+            column = _table(path, ["episode_index"]).column("episode_index")
+        except (LockstepError, KeyError):
+            return []
+        return sorted({*column.to_pylist()} - {None})
+
+    files = {e: episode.data for e, episode in table.items()}
+    if text := unlisted.describe(root, files, found, read_numbers):
+        console.warning(f"{root}: {text}\n")
+
+
+class _Columns(NamedTuple):
+    """The rows of the chosen episodes.
+
+    values      {feature: (N, ...)}, the episodes one after the other
+    first_rows  {episode: first row in its file}
+    numbers     {file: episodes of all its rows, also of those that are not chosen}
+    """
+
+    values: dict[str, np.ndarray]
+    first_rows: dict[int, int]
+    numbers: dict[Path, list[int]]
+
+
+def _read_columns(features: Mapping[str, Feature], chosen: Mapping[int, _Episode]) -> _Columns:
     wanted = {
         name: features[name] for name in ("episode_index", "frame_index")
     }  # read first: errors in later columns name episodes
@@ -422,6 +450,7 @@ def _read_columns(
         members.setdefault(episode.data, []).append(e)
     parts: dict[int, dict[str, np.ndarray]] = {}
     first_rows: dict[int, int] = {}
+    numbers: dict[Path, list[int]] = {}
     for path, inside in members.items():
         columns = _read_file(path, wanted, f"episode {inside[0]}: ")
         owner = columns["episode_index"]
@@ -429,6 +458,7 @@ def _read_columns(
         runs = dict(
             zip(indices.tolist(), zip(firsts.tolist(), counts.tolist(), strict=True), strict=True)
         )
+        numbers[path] = indices.tolist()
         for e in inside:
             begin, count = runs.get(e, (0, 0))
             if (owner[begin : begin + count] != e).any():
@@ -441,7 +471,8 @@ def _read_columns(
                 raise LockstepError(what, str(path), UNFINISHED)
             parts[e] = {name: column[begin : begin + count] for name, column in columns.items()}
             first_rows[e] = begin
-    return {name: np.concatenate([parts[e][name] for e in chosen]) for name in wanted}, first_rows
+    values = {name: np.concatenate([parts[e][name] for e in chosen]) for name in wanted}
+    return _Columns(values, first_rows, numbers)
 
 
 def _read_file(path: Path, wanted: Mapping[str, Feature], prefix: str) -> dict[str, np.ndarray]:
