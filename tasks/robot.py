@@ -9,7 +9,7 @@ policy in the simulation.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,7 @@ class Task(contract.Task):
         self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0} | of_other_data)
         trained_mean = self.trained_mean
         every = self.datasets()[1]
+        lerobot_mix.warn_of_other_facts(self.demos, self.trained_facts)
         # These data may be others than the training's.
         self.trained_mean = trained_mean
         self.mean_action = torch.tensor(trained_mean, dtype=torch.float64)
@@ -219,9 +220,12 @@ class Task(contract.Task):
     """For a model trained on several datasets: the common features."""
     trained_mean: Sequence[float] = ()
     """The mean action of the training; empty with a checkpoint of an earlier release."""
+    trained_facts: Mapping[str, Sequence[str]] = {}
+    """The rate and the names of numbers of the training; empty with an earlier checkpoint."""
 
     def metadata(self) -> dict[str, Any]:
         about: dict[str, Any] = {"mean_action": [*self.trained_mean]}
+        about["facts"] = lerobot_mix.facts_of(self.demos)
         if lerobot_mix.names_of(self.demos):
             about["features"] = [*self.demos.features]
         return about
@@ -229,6 +233,7 @@ class Task(contract.Task):
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         self.used = metadata.get("features", ())
         self.trained_mean = metadata.get("mean_action", ())
+        self.trained_facts = metadata.get("facts", {})
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return the (H, W) in batches for a camera's recorded pictures."""

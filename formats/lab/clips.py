@@ -92,7 +92,7 @@ class Clips:
     @property
     def held(self) -> dict[str, Any]:
         """Return the arrays in memory, for the data's fingerprint. The pixels are on the disk."""
-        return {"first frames": self.first}
+        return {"first frames": self.first, "names of classes": np.array(self.classes)}
 
     @property
     def overlapping(self) -> bool:

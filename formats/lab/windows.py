@@ -146,6 +146,11 @@ class Windows:
         self.length, self.masked = recordings.length, recordings.masked
         self.signal = torch.from_numpy(recordings.signal)
         self._y = torch.from_numpy(self.labels)
+        self._texts = {
+            "names of channels": np.array(recordings.channels),
+            "names of classes": np.array(recordings.classes),
+            "rate": np.array([str(recordings.rate_hz)]),
+        }
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -153,7 +158,7 @@ class Windows:
     @property
     def held(self) -> dict[str, Any]:
         """Return the arrays that decide the windows, for the data's fingerprint."""
-        return {"signal": self.signal, "first steps": self.starts}
+        return {"signal": self.signal, "first steps": self.starts} | self._texts
 
     @property
     def overlapping(self) -> bool:

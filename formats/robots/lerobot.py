@@ -721,6 +721,24 @@ def measured_again(demos: Demonstrations, rows: np.ndarray) -> Demonstrations:
     return replace(demos, stats=_stats(some, {}))
 
 
+# ---- names and rate
+# --------------------------------------------------------------------------------------------------
+
+
+def recorded_facts(sets: Sequence[Demonstrations]) -> dict[str, list[str]]:
+    """Return {fact: its text in each set}: the rate, and the names of each feature's numbers.
+
+    A feature without names in all sets is left out.
+    """
+    facts = {"fps": [f"{demos.fps:g}" for demos in sets]}
+    for name, feature in sets[0].features.items():
+        if feature.kind and not feature.is_picture:
+            names = [", ".join(demos.features[name].names) for demos in sets]
+            if any(names):
+                facts[f"names of {name}"] = names
+    return facts
+
+
 # ---- batches
 # --------------------------------------------------------------------------------------------------
 
@@ -781,6 +799,7 @@ class Chunks:
         }
         self.pictures = pictures
         self.tasks = demos.tasks
+        self.facts = recorded_facts([demos])
         self.cameras = demos.cameras if pictures else []
         numbers = [
             name
@@ -814,7 +833,9 @@ class Chunks:
     def held(self) -> dict[str, Any]:
         """Return the arrays in memory, for the data's fingerprint. The pictures are in files."""
         places = {"rows": self.rows, "first rows": self.first, "last rows": self.last}
-        return self.columns | self.told | places | {"tasks": np.array(self.tasks)}
+        texts = {"tasks": np.array(self.tasks)}
+        texts |= {name: np.array(values) for name, values in self.facts.items()}
+        return self.columns | self.told | places | texts
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch of B indices. For each feature of a policy the batch holds

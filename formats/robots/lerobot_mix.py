@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from engine.contract import LockstepError, amount
+from engine.errors import console
 from formats.robots import lerobot, picture_files
 from formats.robots.frames import Frames
 from formats.robots.lerobot import Demonstrations, Feature
@@ -407,6 +408,7 @@ class Chunks(lerobot.Chunks):
         skipped: int = 0,
     ):
         super().__init__(demos, episodes, deltas, pictures, skipped)
+        self.facts = facts_of(demos)
         self.told["dataset_index"] = torch.from_numpy(demos.columns["dataset_index"])
         self.owner = demos.columns["dataset_index"][self.rows.numpy()]  # (len,)
         self.datasets = np.array(demos.names)[self.owner]
@@ -473,6 +475,25 @@ def shares(weights: Sequence[float], total: int, names: Sequence[str]) -> np.nda
 def names_of(demos: Demonstrations) -> list[str]:
     """Return the names of the joined sets; empty for a single set."""
     return demos.names if isinstance(demos, Joined) else []
+
+
+def facts_of(demos: Demonstrations) -> dict[str, list[str]]:
+    """Return `lerobot.recorded_facts` of a single set, or of all sets that are joined."""
+    return lerobot.recorded_facts(demos.parts if isinstance(demos, Joined) else [demos])
+
+
+def warn_of_other_facts(demos: Demonstrations, trained: Mapping[str, Sequence[str]]) -> None:
+    """Print a warning if names or rate of other data are not those of the training.
+
+    trained  `facts_of` the training data; empty with a checkpoint of an earlier release
+    """
+    for fact, values in facts_of(demos).items():
+        other = [value for value in values if value not in trained.get(fact, values)]
+        if other:
+            console.warning(
+                f"{demos.root}: {fact}: {other[0] or 'none'}, of the training "
+                f"{' or '.join(trained[fact])}: the scores compare numbers of other meaning\n"
+            )
 
 
 def pictures(

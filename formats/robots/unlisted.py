@@ -29,7 +29,7 @@ def describe(
     named = {*files.values()}
     others = [path for path in _tables(root / "data") if path not in named]
     rows_of = dict(found) | {path: read_numbers(path) for path in others}
-    parts = []
+    parts: list[str] = []
     for path, numbers in sorted(rows_of.items()):
         parts += _of_file(path.relative_to(root), path, numbers, files)
     if not parts:

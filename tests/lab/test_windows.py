@@ -18,6 +18,7 @@ from task_builder import build_task
 import tasks
 from engine import config, contract
 from engine.contract import LockstepError
+from engine.data.fingerprint import compare, fingerprint
 from formats.lab import windows
 from models.conv1d import Conv1d
 from models.mlp import MLP
@@ -184,6 +185,23 @@ def test_a_checkpoint_knows_the_people_of_each_side(tmp_path):
     task = make(dataset__root=str(tmp_path), dataset__length=8)
     task.datasets()
     assert not any(task.metadata()["subjects"].values())
+
+
+NAMED = {"channels": np.array(["x", "y"]), "rate_hz": np.array(50.0)}
+OTHER_MEANINGS = {
+    "names of channels": {"channels": np.array(["y", "x"])},
+    "names of classes": {"classes": np.array(["walk", "rest"])},
+    "rate": {"rate_hz": np.array(100.0)},
+}
+
+
+@pytest.mark.parametrize(("part", "change"), OTHER_MEANINGS.items(), ids=OTHER_MEANINGS)
+def test_other_names_of_the_same_numbers_are_other_data(tmp_path, part, change):
+    def data_of(more):
+        write_recordings(tmp_path / "a.npz", steps=[9] * 6, label=np.arange(6) % 2, **NAMED | more)
+        return fingerprint(*make(dataset__root=str(tmp_path), dataset__length=8).datasets())
+
+    assert compare(data_of({}), data_of(change)).parts == (f"train: {part}", f"val: {part}")
 
 
 @pytest.mark.parametrize("case", cases("windows", RecordingCase), ids=str)
