@@ -1,6 +1,7 @@
 """Formats on disk, in packages: `lab` (sensors, clips, behaviour), `robots` (LeRobot's datasets),
 `shards` (data larger than a disk) and `weights` (published weights and their features).
-`arrays`, `cells`, `counters`, `events`, `ids`, `partial`, `tables` and `times` serve all packages.
+`arrays`, `cells`, `counters`, `ids`, `partial`, `preparation`, `tables` and `times` serve all
+packages.
 
 A module that has moved into a package can be imported by its old name for two releases.
 """

@@ -66,6 +66,26 @@ def _number(text: str) -> float | None:
         return None
 
 
+def find_unit_of_events(stated: str, cells: Sequence[str]) -> TimeUnit:
+    """Return the unit of a column of starts or stops, which follow no rate, as `find_unit` does."""
+    texts = [cell.strip() for cell in cells if not is_missing(cell)]
+    wrong = [text for text in texts if _number(text) is None]
+    if 2 * len(wrong) > len(texts):
+        is_clock = np.isfinite([elapsed_s(text) for text in wrong]).all()
+        return TimeUnit("clock") if is_clock else _unit_of_dates(wrong)
+    known = [number for text in texts if (number := _number(text)) is not None]
+    unit = stated if stated in SECONDS else "s"
+    if not known or known[0] * SECONDS[unit] < LATEST:
+        return TimeUnit(unit)
+    by_size = _unit_by_size(known[0], lambda _: True)
+    if by_size in ("", unit):
+        return TimeUnit(unit)
+    if stated in SECONDS:
+        note = f"its numbers are {by_size}, not the {stated} of its name: {by_size} is used"
+        return TimeUnit(by_size, note)
+    return TimeUnit(by_size)
+
+
 def unit_of_values(stated: str, values: np.ndarray) -> TimeUnit:
     """Return the unit of (N,) numbers, as `find_unit` does for texts."""
     known = values[np.isfinite(values)]
@@ -191,6 +211,34 @@ def _clock(cell: str) -> float:
         hours = hours % 12 + (12 if found[6].strip().lower() == "pm" else 0)
     seconds = 3600 * hours + 60 * int(found[2]) + int(found[3] or 0)
     return seconds * 1e6 + round(float(f"0.{found[5] or 0}") * 1e6)
+
+
+_ELAPSED = re.compile(r"(?:(\d+):)?(\d+):(\d+(?:[.,]\d*)?)(?::(\d{3,6}))?")
+_HALF_OF_DAY = re.compile(r".*[AaPp][Mm]")
+
+
+def elapsed_s(text: str, in_hours: bool = False) -> float:
+    """Return the seconds of h:mm:ss.f or m:ss.f; NaN for another text.
+
+    in_hours  read a text with one colon as h:mm
+    Digits after a third colon are digits of a second. Two such digits may be frames: NaN.
+    """
+    text = text.strip()
+    if _HALF_OF_DAY.fullmatch(text):
+        return _clock(text) * 1e-6
+    found = _ELAPSED.fullmatch(text)
+    if not found:
+        return float("nan")
+    hours, minutes = int(found[1] or 0), int(found[2])
+    seconds = float(found[3].replace(",", ".")) + float(f"0.{found[4] or 0}")
+    if in_hours and found[1] is None:
+        return 3600 * minutes + 60 * seconds
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def has_one_colon(text: str) -> bool:
+    """Return whether a time may be h:mm or m:ss: 1:30, but not 1:30.5 or 1:30 PM."""
+    return re.fullmatch(r"\s*\d+:\d+\s*", text) is not None
 
 
 DAY_S = 86400.0

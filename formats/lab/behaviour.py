@@ -3,7 +3,7 @@
 BORIS          tabular and aggregated events, see `formats/lab/boris.py`
 DeepEthogram   VIDEO_labels.csv: a row per frame, a column per behaviour with 1, 0, or -1 for not
                labelled
-table of bouts video, start_s, stop_s, label: see `formats/lab/events/bout_table.py`
+table of bouts video, start_s, stop_s, label: see `formats/lab/events/event_table.py`
 SimBA          targets_inserted/VIDEO.csv: a row per frame with the pose, features, and at the end
                the behaviours, 0 or 1
 """
@@ -11,7 +11,6 @@ SimBA          targets_inserted/VIDEO.csv: a row per frame with the pose, featur
 from __future__ import annotations
 
 import configparser
-import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,11 +24,12 @@ from formats.arrays import text_lines
 from formats.cells import number_of
 from formats.clock import Clock
 from formats.lab import boris
-from formats.lab.boris import Event
-from formats.lab.events import bout_table, pairing
+from formats.lab.events import event_table, pairing, raters
+from formats.lab.events.columns import FRAMES, VIDEOS, check_named, find_columns
+from formats.lab.events.event import Event, overlaps
 from formats.lab.events.pairing import ANY_FOLDER, Folders, Named, stem_of
 from formats.lab.videos import STAMP
-from formats.tables import csv_rows
+from formats.tables import Table, csv_rows, find_head
 
 BACKGROUND = "background"
 SHORT = "--allow-short"
@@ -371,7 +371,8 @@ def pair(
     Raises LockstepError for labels of a name that several videos have, and for a video with several
     labels of which none is chosen.
     """
-    _check_names(labels, path, choice.observations)
+    observed = [one.observation for one in labels]
+    raters.check_chosen(observed, choice.observations, VIDEOS, str(path))
     of_video: dict[Path, list[Labels]] = {}
     missing = []
     names = [one.named for one in labels]
@@ -417,14 +418,6 @@ def cure_of_missing(labels: Labels, files: Sequence[Path], root: Path) -> str:
     return f"{todo}, or {ANY_FOLDER} takes it"
 
 
-def _check_names(labels: Sequence[Labels], path: Path, observations: Sequence[str]) -> None:
-    """Raise LockstepError for a name of no observation."""
-    for name in observations:
-        if not any(is_called(one.observation, name) for one in labels):
-            there = some_of([one.observation for one in labels])
-            raise LockstepError(f"no observation {name!r}", str(path), f"there are {there}")
-
-
 def one_of_each_video(
     of_video: Mapping[Path, list[Labels]], path: Path, observations: Sequence[str]
 ) -> dict[Path, Labels]:
@@ -448,15 +441,11 @@ def one_of_each_video(
 
 def _one_of(several: list[Labels], observations: Sequence[str]) -> Labels | None:
     """Return the only observation of a video, or the only chosen one; else None."""
-    if len(several) == 1:
-        return several[0]
-    chosen = [
-        one for one in several if any(is_called(one.observation, name) for name in observations)
-    ]
-    if len(chosen) != 1:
+    place = raters.choose([one.observation for one in several], observations)
+    if place is None:
         return None
-    others = [one.observation for one in several if one is not chosen[0]]
-    return replace(chosen[0], left_out=tuple(others))
+    others = [one.observation for n, one in enumerate(several) if n != place]
+    return replace(several[place], left_out=tuple(others))
 
 
 def _several_observations(unclear: list[list[Labels]], path: Path) -> LockstepError:
@@ -465,14 +454,10 @@ def _several_observations(unclear: list[list[Labels]], path: Path) -> LockstepEr
     first, second = several[:2]
     if first.observation == second.observation:
         return _same_observation(first, second, path)
-    names = some_of([one.observation for one in several])
-    what = f"{first.video} has {len(several)} observations: {names}"
-    if len(unclear) > 1:
-        what += f" ({len(unclear)} such videos)"
     where = second.where if second.events else str(path)
-    example = ",".join(dict.fromkeys(of[0].observation for of in unclear[:3]))
-    todo = f"choose one of each video: --observation {example}, or a pattern such as '*_anna'"
-    return LockstepError(what, where, todo)
+    names = [one.observation for one in several]
+    examples = [of[0].observation for of in unclear]
+    return raters.several_raters(first.video, names, examples, VIDEOS, where)
 
 
 def _same_observation(first: Labels, second: Labels, path: Path) -> LockstepError:
@@ -488,24 +473,11 @@ def _same_observation(first: Labels, second: Labels, path: Path) -> LockstepErro
     return LockstepError(what, str(path), f"keep one of the two files: move {files[1]} away")
 
 
-def is_called(name: str, pattern: str) -> bool:
-    """Return whether a name is the pattern, or fits the pattern with * and ?."""
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
-
-
-def some_of(names: Sequence[str], most: int = 6) -> str:
-    """Return the first names, and the number of the others."""
-    text = ", ".join(names[:most])
-    if len(names) > most:
-        text += f" and {len(names) - most} more"
-    return text
-
-
 def notes(labels: Sequence[Labels], observations: Sequence[str] = ()) -> list[str]:
     """Return a line for each choice between observations, and for each column that a file lacks."""
     lines = [*dict.fromkeys(one.remark for one in labels if one.remark)]
     for one in labels:
-        chosen = any(is_called(one.observation, name) for name in observations)
+        chosen = any(raters.is_called(one.observation, name) for name in observations)
         if one.left_out:
             lines.append(
                 f"{one.video}: observation {one.observation}; not used: {', '.join(one.left_out)}"
@@ -535,9 +507,19 @@ def _is_bout_table(path: Path, lines: list[str], columns: Mapping[str, str]) -> 
     """Return whether a text is a table of bouts whose columns name a unit of time."""
     if boris.layout_of(lines) is not None:
         return False
-    head = bout_table.head_of(path, lines, columns)
-    roles = bout_table.roles_of(head.names) if head else None
-    return roles is not None and bool(roles.unit)
+    table = _table_of(path, lines)
+    if table is None:
+        return False
+    found = find_columns(table.names, columns, VIDEOS)
+    return found is not None and event_table.names_unit(table, found)
+
+
+def _table_of(path: Path, lines: list[str]) -> Table | None:
+    """Return the table of a text; None for a text without a line."""
+    if not any(map(str.strip, lines)):
+        return None
+    head = find_head(path, lines)
+    return Table(head, [*head.rows(lines)])
 
 
 def _read_file(path: Path, how: _How) -> list[Labels]:
@@ -556,8 +538,8 @@ def _read_file(path: Path, how: _How) -> list[Labels]:
             return [_simba(path, lines, header, how.behaviours)]
         if header and BACKGROUND in header:
             return [_deepethogram(path)]
-        if header and bout_table.roles_of([*header, *how.columns]):
-            return _bouts(path, lines, how.columns)
+        if header and (bouts := _bouts(path, lines, how.columns)):
+            return bouts
         if boris.layout_of(lines) is None:
             raise LockstepError("no file of labels", str(path), f"give {READ}")
     found = []
@@ -573,20 +555,29 @@ def _read_file(path: Path, how: _How) -> list[Labels]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _bouts(path: Path, lines: list[str], columns: Mapping[str, str]) -> list[Labels]:
-    roles, rated = bout_table.read(path, lines, columns)
+def _bouts(path: Path, lines: list[str], named: Mapping[str, str]) -> list[Labels]:
+    """Return the labels of each rater in each video; none for a table without start and stop."""
+    table = _table_of(path, lines)
+    if table is None:
+        return []
+    check_named(table.head, named)
+    columns = find_columns(table.names, named, VIDEOS)
+    if columns is None:
+        return []
+    bouts = event_table.read(table, columns, VIDEOS)
     labels = []
-    for one in rated:
+    for one in bouts.rated:
         events = [event for event in one.events if event.behaviour != BACKGROUND]
         names = sorted({event.behaviour for event in events})
-        of_video = Labels(one.video, path, names, events, observation=one.rater, group=one.group)
-        if roles.video:
+        of_video = Labels(one.video, path, names, events, group=one.group)
+        of_video = replace(of_video, observation=one.observation)
+        if columns.file:
             of_video = replace(of_video, media=one.video)
-        remark = f"{path.name}: {roles}"
-        if roles.unit == bout_table.FRAMES:
+        remark = f"{path.name}: bouts {bouts}"
+        if bouts.unit == FRAMES:
             frames, of_frames = _frames_of_bouts(events, names)
             of_video = replace(of_video, events=[], frames=frames, lines=of_frames, rest=0)
-        if number := len(bout_table.overlaps(events)):
+        if number := len(overlaps(events)):
             remark += f"; {number} of {one.video} overlap another of the same behaviour"
         labels.append(replace(of_video, remark=remark))
     return labels

@@ -33,6 +33,8 @@ from typing import Any
 from engine.contract import LockstepError
 from formats.arrays import check_text, text_lines
 from formats.cells import without_thousands
+from formats.lab.events.event import Event
+from formats.times import elapsed_s
 
 LAYOUTS = {
     "aggregated": {"Observation id", "Behavior", "Start (s)", "Stop (s)"},
@@ -64,24 +66,6 @@ NO_TIMES = (
     "video of the pictures (ffmpeg -framerate 25 -i %04d.png -qp 0 pictures.mp4)"
 )
 """The cure for an observation of pictures."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """A state from start to stop, exclusive, or a point with start equal to stop.
-
-    line  line of the row with the start
-    """
-
-    behaviour: str
-    start_s: float
-    stop_s: float
-    subject: str
-    line: int
-
-    @property
-    def is_point(self) -> bool:
-        return self.stop_s == self.start_s
 
 
 @dataclass
@@ -489,9 +473,7 @@ def seconds_of(text: str, name: str, where: str) -> float:
     Raises LockstepError.
     """
     try:
-        value = 0.0
-        for part in text.strip().split(":"):
-            value = 60 * value + float(part)
+        value = elapsed_s(text) if ":" in text else float(text)
         if 0 <= value < MOST_S:
             return value
     except ValueError:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from films import NUM_FRAMES, encode
 
-from formats.lab.boris import Event
-from formats.lab.events.bout_table import overlaps
+from formats.lab.events.event import Event, overlaps
 from formats.lab.videos import Cutting
 from tools.lab import prepare_clips, prepare_tracks
 from tools.use import predict
@@ -75,7 +74,7 @@ def table(header: str, row: str, bouts=BOUTS) -> str:
     lines = []
     for video, start_s, stop_s, label in bouts:
         frames = {"sf": round(start_s * FPS), "ef": round(stop_s * FPS)}
-        lines.append(row.format(v=video, s=start_s, e=stop_s, l=label, **frames))
+        lines.append(row.format(v=video, s=start_s, e=stop_s, d=stop_s - start_s, l=label, **frames))
     return "\n".join([header, *lines]) + "\n"
 
 
@@ -87,6 +86,19 @@ LAYOUTS = {
     "semicolons": (table('"video";"Start (s)";"Stop (s)";"Behavior"', '"{v}";{s};{e};"{l}"'), ""),
     "milliseconds": (table("file,onset_ms,offset_ms,behaviour", "{v},{s}e3,{e}e3,{l}"), ""),
     "clock times": (table("video,start_s,end_s,label", "{v},0:00:0{s},0:00:0{e},{l}"), ""),
+    "clock times without a unit": (table("video,start,end,label", "{v},0:00:0{s},0:00:0{e},{l}"), ""),
+    "minutes": (table("video,start_s,end_s,label", "{v},0:0{s},0:0{e},{l}"), ""),
+    "decimal commas in times": (
+        table("video;start_s;end_s;label", '{v};"0:0{s}";"0:0{e}";{l}').replace(":00.", ":00,"),
+        "",
+    ),
+    "ELAN": (table("video,Begin Time - ss.msec,End Time - ss.msec,annotation", "{v},{s},{e},{l}"), ""),
+    "a length": (table("video,start_s,duration_s,label", "{v},{s},{d},{l}"), ""),
+    "a start and an end of other kinds": (table("recording,file,onset_s,end_s,code", "7,{v},{s},{e},{l}"), ""),
+    "the unit of a column by option": (
+        table("video,Von (ms),Bis (ms),label", "{v},{s}e3,{e}e3,{l}"),
+        "start=Von (ms),stop=Bis (ms)",
+    ),
     "frames": (table("video,start_frame,stop_frame,label", "{v},{sf},{ef},{l}"), ""),
     "pandas": (table(",video,start_s,end_s,label", "7,{v},{s},{e},{l}"), ""),
     "columns by option": (
@@ -203,6 +215,18 @@ FAULTS = {
     "no video": ("video,start_s,end_s,label\n,1.5,1.7,x\n", r"video is empty \(.*csv:2, column 1\)"),
     "half a frame": ("video,start_frame,stop_frame,label\na.mp4,1.5,3,x\n", r"start_frame is 1.5 \(.*csv:2, column 2"),
     "no rows": ("video,start_s,end_s,label\n", r"no bouts \(.*csv\)"),
+    "a timecode": (
+        "video,start_s,end_s,label\na.mp4,0:00:01:05,0:00:02:05,x\n",
+        r"start_s is '0:00:01:05' \(.*csv:2, column 2",
+    ),
+    "dates": (
+        "video,start_s,end_s,label\na.mp4,2024-01-31 10:00:00,2024-01-31 10:00:01,x\n",
+        r"seconds since the start of",
+    ),
+    "a length without a unit": (
+        "video,start,duration,label\na.mp4,1,2,x\na.mp4,1,3,y\n",
+        "has a trial at the same time",
+    ),
     "negative": ("video,start_s,end_s,label\na.mp4,-1,3,x\n", r"start_s is -1 \(.*csv:2, column 2\)"),
 }
 

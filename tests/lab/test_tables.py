@@ -340,15 +340,155 @@ def test_a_table_of_starts_and_stops_labels_the_samples_between(tmp_path, with_e
         ("start,stop,label\n3,1,walk\n", 0, "walk stops at 1 s and starts at 3 s ({0}/events.csv:2)"),
         ("start,stop,label\n1,3,walk\n2,4,sit\n", 0, "sit and walk at once"),
         (EVENTS, 0.5, "--event-clock file, or --event-clock start"),
-        ("start,stop,label,observer\n1,3,walk,ann\n1,2,sit,bob\n", 0, "events of 2 raters: ann, bob"),
+        (
+            "start,stop,label,observer\n1,3,walk,ann\n1,2,sit,bob\n",
+            0,
+            "a.csv has 2 raters: ann, bob ({0}/events.csv:3): choose one of each recording: --rater ann",
+        ),
         ("start,stop,label\n1,x,walk\n", 0, "stop is 'x' ({0}/events.csv:2, column 2)"),
-        ("start,stop,label\n1,3,\n", 0, "an event without a label ({0}/events.csv:2)"),
+        ("start,stop,label\n1,3,\n", 0, "label is empty ({0}/events.csv:2, column 3)"),
     ],
 )
 def test_events_that_do_not_fit_are_refused(tmp_path, with_events, events, start, says):
     code, out, err = with_events(events, start)
     assert code == 2 and not out and says.format(tmp_path) in err and err.count("\n") == 1, err
     assert not (tmp_path / "out.npz").exists()
+
+
+CLOCKED = "start,stop,label\n0:00:01,0:00:03,walk\n0:00:04,0:00:05.5,sit\n"
+
+
+@pytest.mark.parametrize(
+    ("events", "start", "words"),
+    [
+        (CLOCKED, 0.0, []),
+        (CLOCKED.replace("0:00:", "0:0").replace("01,", "01.0,").replace("04,", "04.0,"), 0.0, []),
+        (
+            CLOCKED.replace("0:00:", "0:0").replace("start,stop", "start (mm:ss),stop (mm:ss)").replace(".5", ".5"),
+            0.0,
+            [],
+        ),
+        ("Begin Time - hh:mm:ss.ms,End Time - hh:mm:ss.ms,label\n" + CLOCKED.partition("\n")[2], 0.0, []),
+        (CLOCKED.replace("0:00:0", "10:00:0"), 36000.0, []),
+        ("onset,duration,trial_type\n1,2,walk\n4,1.5,sit\n", 0.0, []),
+        ("video,onset,end,coder,action\na,1,3,ann,walk\na,4,5.5,ann,sit\n", 0.0, []),
+        ("start_ms,stop,label\n1000,3000,walk\n4000,5500,sit\n", 0.0, []),
+        ("from,until,label\n1700000001000,1700000003000,walk\n1700000004000,1700000005500,sit\n", 1.7e9, []),
+        (
+            "A (ms),B (ms),C\n1000,3000,walk\n4000,5500,sit\n",
+            0.0,
+            ["--event-columns", "start=A (ms),stop=B (ms),label=C"],
+        ),
+        ("A,B,C\n1000,3000,walk\n4000,5500,sit\n", 0.0, ["--event-columns", "start_ms=A,stop_ms=B,label=C"]),
+    ],
+    ids="clock short minutes ELAN day BIDS mixed unit epoch named unit-by-option".split(),
+)
+def test_starts_and_stops_have_the_form_of_their_program(tmp_path, with_events, events, start, words):
+    code, out, err = with_events(events, start, *words)
+    assert code == 0, err
+    assert "events.csv: events from " in out
+    found = windows.read(tmp_path / "out.npz", 2, 1)
+    walk, sit = (TIME >= 1) & (TIME < 3), (TIME >= 4) & (TIME < 5.5)
+    assert np.allclose(found.signal, np.concatenate([VALUES[walk], VALUES[sit]]), atol=1e-3)
+
+
+def test_events_over_midnight(tmp_path, capsys):
+    """The recording and its events have times of the day; midnight is 4 s after the first sample."""
+    clock = [f"{(datetime(2024, 1, 31, 23, 59, 56) + timedelta(seconds=t)):%H:%M:%S.%f}" for t in TIME.tolist()]
+    lines = [f"{t},{line}" for t, line in zip(clock, rows("{x},{y},{z}"), strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(["time,x,y,z", *lines]))
+    (tmp_path / "events.csv").write_text("start,stop,label\n23:59:58,0:00:01,walk\n0:00:02,0:00:03,sit\n")
+    code, _, err = prepare(capsys, tmp_path / "a.csv", "--table", str(tmp_path / "events.csv"))
+    assert code == 0, err
+    walk, sit = (TIME >= 2) & (TIME < 5), (TIME >= 6) & (TIME < 7)
+    found = windows.read(tmp_path / "out.npz", 2, 1)
+    assert np.allclose(found.signal, np.concatenate([VALUES[walk], VALUES[sit]]), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        (
+            "start_frame,stop_frame,label\n1,3,walk\n",
+            "events in frames: a recording has times ({0}/events.csv:2, column 1)",
+        ),
+        (
+            "start,stop,label\n0:01,0:03,walk\n",
+            "start is '0:01': hours or minutes? ({0}/events.csv:2, column 1): write 0:0:01",
+        ),
+        ("start,stop,label\n0:00:01:05,0:00:03:05,walk\n", "start is '0:00:01:05' ({0}/events.csv:2, column 1)"),
+        (f"start,stop,label\n{DAY}:21,3,walk\n", "start in dates and stop in seconds ({0}/events.csv:1)"),
+        ("start,stop,label\n1,3,walk\n2,4,walk\n", "walk overlaps that of line 2 ({0}/events.csv:3): of two raters?"),
+        ("start,stop,label\n3,3,walk\n", "walk stops at 3 s and starts at 3 s ({0}/events.csv:2)"),
+        ("start,stop,label\n-1,3,walk\n", "events of -1 to 3 s, a.csv has 7.98 s from 0 s ({0}/events.csv:2)"),
+        ("start,duration\n1,3\n", "no column of the label among start, duration"),
+        ("start,stop,label\n", "no events ({0}/events.csv)"),
+        ("start,stop,label,person\n1,3,walk,p\n4,5,sit,q\n", "events of 2 persons in a file that names none: p, q"),
+    ],
+)
+def test_events_that_may_mean_something_else_are_refused(tmp_path, with_events, events, says):
+    code, out, err = with_events(events)
+    assert code == 2 and not out and says.format(tmp_path) in err and err.count("\n") == 1, err
+
+
+def test_a_column_of_events_is_named_by_a_role(with_events):
+    assert (
+        "no role 'first' (--event-columns): give start, stop" in with_events(EVENTS, 0, "--event-columns", "first=A")[2]
+    )
+    assert "no column A for start (" in with_events(EVENTS, 0, "--event-columns", "start=A")[2]
+
+
+def test_events_of_persons_label_the_rows_of_the_person(tmp_path, capsys):
+    """Each person's times count from the person's first row; who has no event has no label."""
+    lines = [f"{t:.2f},{100 * p + n},{who}" for p, who in enumerate(["01", "2", "3"]) for n, t in enumerate(TIME[:200])]
+    (tmp_path / "a.csv").write_text("\n".join(["time,x,subject", *lines]))
+    (tmp_path / "events.csv").write_text("start,stop,label,subject\n1,2,walk,1\n1.5,3,sit,2\n")
+    words = ["--table", str(tmp_path / "events.csv")]
+    code, _, err = prepare(capsys, tmp_path / "a.csv", *words)
+    assert code == 0, err
+    found = windows.read(tmp_path / "out.npz", 2, 1)
+    assert found.signal[:, 0].tolist() == [*range(50, 100), *range(175, 250)]
+    assert found.classes == ["sit", "walk"] and found.labels.tolist() == [1, 0] and found.subjects == ["01", "2"]
+    (tmp_path / "events.csv").write_text("start,stop,label,subject\n1,2,walk,7\n")
+    assert "no person '7' in a.csv (" in prepare(capsys, tmp_path / "a.csv", *words)[2]
+
+
+def test_raters_of_recordings_are_those_of_each_file(tmp_path, capsys):
+    """A file of one rater keeps the rater; of a file with two, one is chosen, by name or pattern."""
+    folder = tmp_path / "walks"
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.csv").write_text("\n".join(["time,x", *rows("{t:.2f},{x}")]))
+    table = "file,start,stop,label,rater,subject\na,1,3,walk,ann,p\na.csv,4,5,sit,ann,p\nb,1,3,walk,bob,q\n"
+    (folder / "recordings.csv").write_text(table)
+    assert prepare(capsys, folder)[0] == 0
+    found = windows.read(tmp_path / "out.npz", 2, 1)
+    assert found.lengths.tolist() == [100, 50, 100] and found.subjects == ["p", "q"]
+    (folder / "recordings.csv").write_text(table + "b,5,6,sit,ann,q\n")
+    code, _, err = prepare(capsys, folder)
+    assert code == 2 and "b.csv has 2 raters: bob, ann" in err and "--rater bob" in err
+    for chosen, labels in (("b*", [1, 0, 1]), ("ann", [1, 0, 0])):
+        assert prepare(capsys, folder, "--rater", chosen)[0] == 0
+        assert windows.read(tmp_path / "out.npz", 2, 1).labels.tolist() == labels
+    assert "no rater 'eve'" in prepare(capsys, folder, "--rater", "eve")[2]
+
+
+def test_events_of_two_files_of_one_name_are_refused(tmp_path, capsys):
+    folder = tmp_path / "walks"
+    for name in ("left/a.csv", "right/a.csv"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("\n".join(["time,x", *rows("{t:.2f},{x}")]))
+    for name, says in (
+        ("a", "a may be left/a.csv, right/a.csv ("),
+        ("a.csv", "write the path in the folder, with the ending: left/a.csv"),
+        ("b.csv", "no file b.csv ("),
+    ):
+        (folder / "recordings.csv").write_text(f"file,start,stop,label\n{name},1,3,walk\n")
+        code, _, err = prepare(capsys, folder)
+        assert code == 2 and says in err, err
+    (folder / "recordings.csv").write_text("file,start,stop,label\nright/a,1,3,walk\nleft/a.csv,1,2,sit\n")
+    assert prepare(capsys, folder)[0] == 0
+    assert windows.read(tmp_path / "out.npz", 2, 1).lengths.tolist() == [100, 50]
 
 
 def test_the_head_of_a_small_table(tmp_path):

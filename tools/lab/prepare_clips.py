@@ -50,7 +50,8 @@ from formats.clock import Clock, some_notes
 from formats.lab import behaviour, boris
 from formats.lab.bouts import columns_of
 from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table, rename
-from formats.lab.events import bout_table, pairing
+from formats.lab.events import pairing
+from formats.lab.events.columns import VIDEOS, find_columns
 from formats.lab.events.pairing import Folders
 from formats.lab.videos import (
     STAMP,
@@ -210,10 +211,10 @@ def read_annotations(
 
 def _hint_of_bouts(header: Sequence[str]) -> str:
     """Return how to name the times of bouts; empty for a header without start and stop."""
-    roles = bout_table.roles_of(header)
-    if not roles:
+    columns = find_columns(header, {}, VIDEOS)
+    if not columns:
         return ""
-    start, stop = roles.start.name, roles.stop.name
+    start, stop = columns.start.name, columns.stop.name
     return f"; bouts name their unit: --columns start_s={start},stop_s={stop}, or start_frame=..."
 
 

@@ -31,7 +31,7 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,12 @@ from formats import tables
 from formats.arrays import look_alikes, text_lines
 from formats.cells import SECONDS, is_missing, is_number
 from formats.counters import Courses
-from formats.events import Event, Span, find_columns, label_rows, read_events, shift_of
-from formats.ids import Ids, find_equal
+from formats.ids import Ids, find_equal, id_key
 from formats.lab import cases, sensor_tables
+from formats.lab.events import columns, event_table, raters
+from formats.lab.events.alignment import Events, Span
+from formats.lab.events.columns import RECORDINGS
+from formats.lab.events.event_table import EventTable, Rated
 from formats.lab.public_sensors import LIKE
 from formats.lab.rates import (
     changed,
@@ -164,7 +167,7 @@ class Source:
     subject: str = ""
     label: str = ""
     where: str = ""
-    events: list[Event] = field(default_factory=list)
+    events: Events | None = None
 
 
 class Warnings(list[str]):
@@ -201,12 +204,12 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
     if data.is_file():
         if not options.table:
             return [Source(data)]
-        return _with_events(options, tables.read(options.table))
+        return _with_events(options, tables.read(options.table), warnings)
     table = options.table or (data / TABLE if (data / TABLE).is_file() else None)
     if table:
         rows = tables.read(table)
-        if "start" in find_columns(rows, _pairs(options.event_columns)):
-            return _with_events(options, rows)
+        if columns.has_times(rows.names, _pairs(options.event_columns)):
+            return _with_events(options, rows, warnings)
         return _listed(data, table, warnings)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
     found = sorted(
@@ -236,50 +239,95 @@ def _pairs(text: str) -> dict[str, str]:
     if any(len(pair) != 2 for pair in pairs):
         todo = "write start=COLUMN,stop=COLUMN,label=COLUMN"
         raise LockstepError(f"{text!r}", "--event-columns", todo)
+    for role, _ in pairs:
+        if not columns.is_usual(role):
+            todo = "give start, stop, duration, label, file, subject or rater, with a unit: start_s"
+            raise LockstepError(f"no role {role!r}", "--event-columns", todo)
     return dict(pairs)
 
 
-def _with_events(options: argparse.Namespace, table: tables.Table) -> list[Source]:
+def _with_events(
+    options: argparse.Namespace, table: tables.Table, warnings: Warnings
+) -> list[Source]:
     """Return the files of a table of events, each with its events. Raises LockstepError.
 
     The table of a single file needs no column of files.
     """
-    data: Path = options.data
-    columns = find_columns(table, _pairs(options.event_columns))
-    sources: dict[Path, Source] = {}
-    for event in read_events(table, columns, options.rater):
-        if path := _file_of(event, data):
-            source = sources.setdefault(path, Source(path, where=event.where))
-            source.events.append(event)
+    named = _pairs(options.event_columns)
+    columns.check_named(table.head, named)
+    found = columns.find_columns(table.names, named, RECORDINGS)
+    if found is None:
+        raise columns.missing_role(table.head, named, RECORDINGS)
+    events = event_table.read(table, found, RECORDINGS)
+    remark = f"{table.head.path}: events {events}"
+    for note in events.notes:
+        warnings.add("units of events", note)
+    sources = []
+    for path, rated in _rated_by_file(options, events).items():
+        one = _of_one_rater(options, path, rated, events)
+        about = Events(str(table.head.path), one.events, events.unit, options.event_clock, remark)
+        sources.append(Source(path, where=events.where(one.events[0]), events=about))
     if not sources:
-        todo = f"the column file may name {data.name}"
-        raise LockstepError(f"no event of {data.name}", str(table.head.path), todo)
-    people = table.find("subject", "user", "person", "participant")
-    files = columns.get("file", "")
-    for row in table.rows if people and files else ():
-        for path, source in sources.items():
-            if table.text(row, files) in (path.name, path.stem):
-                source.subject = table.text(row, people)
-    return [*sources.values()]
+        todo = f"the column file may name {options.data.name}"
+        raise LockstepError(f"no event of {options.data.name}", str(table.head.path), todo)
+    return sources
 
 
-def _file_of(event: Event, data: Path) -> Path | None:
-    """Return the file of an event, named with or without its ending; None for another file.
+def _rated_by_file(options: argparse.Namespace, events: EventTable) -> dict[Path, list[Rated]]:
+    """Return the events of each file by rater. Raises LockstepError for a rater without events."""
+    found: dict[tuple[Path, str], Rated] = {}
+    for one in events.rated:
+        if path := _file_of(one, events, options.data):
+            of_file = found.setdefault((path, one.observation), replace(one, events=[]))
+            of_file.events += one.events
+    by_file: dict[Path, list[Rated]] = {}
+    for (path, _), one in found.items():
+        by_file.setdefault(path, []).append(one)
+    table = str(events.table.head.path)
+    if options.rater and not events.columns.rater:
+        what = f"no column of raters among {', '.join(events.table.names)}"
+        raise LockstepError(what, "--rater", "leave it out, or --event-columns rater=COLUMN")
+    names = [*dict.fromkeys(one.observation for of in by_file.values() for one in of)]
+    raters.check_chosen(names, _words(options.rater), RECORDINGS, table)
+    return by_file
 
-    Raises LockstepError if the folder has no such file.
+
+def _of_one_rater(
+    options: argparse.Namespace, path: Path, rated: list[Rated], events: EventTable
+) -> Rated:
+    """Return the events of a file by one rater. Raises LockstepError for several."""
+    names = [one.observation for one in rated]
+    place = raters.choose(names, _words(options.rater))
+    if place is None:
+        where = events.where(rated[1].events[0])
+        raise raters.several_raters(path.name, names, names[:1], RECORDINGS, where)
+    return rated[place]
+
+
+def _file_of(rated: Rated, events: EventTable, data: Path) -> Path | None:
+    """Return the file of events, named with or without its ending; None for another file.
+
+    Raises LockstepError if the folder has no such file, or several.
     """
+    is_named = bool(events.columns.file)
     if data.is_file():
-        return data if event.file in ("", data.name, data.stem) else None
-    if not event.file:
-        raise LockstepError("no file", event.where, "name the file of the event in a column file")
-    if (data / event.file).is_file():
-        return data / event.file
-    for path in sorted(data.rglob(f"{event.file}.*")):
-        if path.is_file():
-            return path
-    raise LockstepError(
-        f"no file {event.file}", event.where, f"put it into {data}, or fix the name"
-    )
+        own = (data.name, data.stem, data.name.partition(".")[0])
+        return data if not is_named or rated.video in own else None
+    where = events.where(rated.events[0])
+    if not is_named:
+        raise LockstepError("no file", where, "name the file of the event in a column file")
+    if (data / rated.video).is_file():
+        return data / rated.video
+    table = events.table.head.path.resolve()
+    found = [*data.rglob(rated.video), *data.rglob(f"{rated.video}.*")]
+    found = sorted(path for path in found if path.is_file() and path.resolve() != table)
+    if not found:
+        raise LockstepError(f"no file {rated.video}", where, f"put it into {data}, or fix the name")
+    if len(found) > 1:
+        names = some_names([str(path.relative_to(data)) for path in found], SOME)
+        todo = f"write the path in the folder, with the ending: {found[0].relative_to(data)}"
+        raise LockstepError(f"{rated.video} may be {names}", where, todo)
+    return found[0]
 
 
 def _listed(folder: Path, table: Path, warnings: Warnings) -> list[Source]:
@@ -473,7 +521,7 @@ class Recordings:
         if self.options.no_label:
             return np.zeros(len(sheet.values), np.int64)
         if source.events:
-            return self._labels_of_events(sheet, source)
+            return self._labels_of_events(sheet, source.events)
         if "label" in sheet.texts:
             codes, names = sheet.texts["label"]
             found, first = np.unique(codes, return_index=True)
@@ -492,7 +540,7 @@ class Recordings:
             )
         return np.full(len(sheet.values), self.labels.number(text, source.where or str(sheet.path)))
 
-    def _labels_of_events(self, sheet: Sheet, source: Source) -> np.ndarray:
+    def _labels_of_events(self, sheet: Sheet, events: Events) -> np.ndarray:
         """Return (N,) the class of each row by the events of the file, -1 without an event."""
         time = sheet.time
         if time is None:
@@ -501,13 +549,20 @@ class Recordings:
                 todo = "name the column in --time, or give --rate"
                 raise LockstepError("events need times", str(sheet.path), todo)
             time = np.arange(len(sheet.lines)) / rate_hz
-        usual_s = float(np.median(np.abs(np.diff(time)))) if len(time) > 1 else 0.0
-        span = Span(sheet.start_s, float(np.ptp(time)), usual_s)
-        shift_s = shift_of(source.events, span, self.options.event_clock, sheet.path.name)
-        where = {event.label: event.where for event in reversed(source.events)}
-        numbers = {label: self.labels.number(label, where[label]) for label in reversed(where)}
-        found = label_rows(time, source.events, shift_s)
-        return np.array([numbers.get(label, -1) for label in found])
+        numbers = {}
+        for event in events.events:
+            if event.behaviour not in numbers:
+                where = events.where(event)
+                numbers[event.behaviour] = self.labels.number(event.behaviour, where)
+        found = np.full(len(time), -1)
+        for rows, of_rows in _events_of_rows(sheet, events):
+            first = time[rows[0]]
+            usual_s = float(np.median(np.abs(np.diff(time[rows])))) if len(rows) > 1 else 0.0
+            start_s = sheet.start_s + float(first)
+            span = Span(sheet.path.name, start_s, float(np.ptp(time[rows])), usual_s)
+            labels = of_rows.label_rows(time[rows] - first, span)
+            found[rows] = [numbers.get(label, -1) for label in labels]
+        return found
 
     def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
         """Yield the pieces of one recording: without a gap, and of one label unless --mixed."""
@@ -668,6 +723,33 @@ class Recordings:
         for part in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if steps[part[0]] >= 0 and not self.options.mixed:
                 yield Piece(signal[part], int(steps[part[0]]))
+
+
+def _events_of_rows(sheet: Sheet, events: Events) -> Iterator[tuple[np.ndarray, Events]]:
+    """Yield the rows of a file, (n,) numbers, and the events of these rows.
+
+    Events of persons are of the rows of the person. Raises LockstepError for events of several
+    persons in a file that names none, and for a person who is not in the file.
+    """
+    people = events.people
+    every = np.arange(len(sheet.lines))
+    if people == [""] or ("subject" not in sheet.texts and len(people) == 1):
+        yield every, events
+        return
+    if "subject" not in sheet.texts:
+        what = f"events of {amount(len(people), 'person')} in a file that names none: "
+        what += ", ".join(people)
+        where = events.where(events.events[0])
+        raise LockstepError(what, where, "name the column of persons: --subject COLUMN")
+    codes, names = sheet.texts["subject"]
+    for person in people:
+        of_person = [event for event in events.events if event.subject == person]
+        known = [code for code, name in enumerate(names) if id_key(name) == id_key(person)]
+        if not known:
+            what = f"no person {person!r} in {sheet.path.name}"
+            todo = f"it has {raters.some_of(names)}"
+            raise LockstepError(what, events.where(of_person[0]), todo)
+        yield np.flatnonzero(codes == known[0]), replace(events, events=of_person)
 
 
 def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
@@ -940,6 +1022,8 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
             sheet = sensor_tables.read(source.path, how)
             for note in sheet.notes:
                 warnings.add("lines and commas", note)
+            if "subject" not in sheet.texts and source.events and len(source.events.people) == 1:
+                source.subject = source.events.people[0]
             if "subject" not in sheet.texts and not source.subject and not options.file_subject:
                 todo = "training will split by piece"
                 if len(sources) > 1:
@@ -961,6 +1045,8 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     taken = "".join(f"{what} {name}, " for what, name in used.items())
     names = ", ".join(how.channels[c] for c in kept)
     line = f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels {names}"
+    remarks = [source.events.remark for source in sources[:1] if source.events]
+    line = "\n".join([*remarks, line])
     rate_hz = np.array(float(recordings.rate))
     hint = ""
     usual = recordings.rows / max(1, recordings.stretches)
