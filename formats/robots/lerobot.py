@@ -21,10 +21,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 from engine.contract import Batch, LockstepError
 from engine.errors import console
 from formats.arrays import is_file_name, stays_below
-from formats.robots import stored_stats, unlisted
+from formats.robots import stored_stats, timestamps, unlisted
 from formats.robots.depth import Depth, depth_of
 from formats.weights import hub
 
@@ -219,7 +219,7 @@ def read(
     table = _episodes(root, info, features, is_old)
     _check_counts(info, table, info_path)
     chosen = {e: table[e] for e in _choose(sorted(table), episodes, exclude, info_path)}
-    columns, first_rows, numbers = _read_columns(features, chosen)
+    columns, first_rows, numbers = _read_columns(features, chosen, exclude)
     _warn_of_unlisted(root, table, numbers)
     lengths = np.array([episode.length for episode in chosen.values()], dtype=np.int64)
     end = np.cumsum(lengths)
@@ -247,7 +247,7 @@ def read(
         places=places,
         tolerance_s=tolerance_s,
     )
-    _check_rows(demos)
+    _check_rows(demos, exclude)
     of_whole = (root / "meta" / "stats.json").is_file()
     share = int(lengths.sum()) / sum(demos.lengths.values()) if of_whole else 1.0
     demos.stats.update(_stats(demos, _stored_stats(root, list(chosen)), share))
@@ -440,7 +440,9 @@ class _Columns(NamedTuple):
     numbers: dict[Path, list[int]]
 
 
-def _read_columns(features: Mapping[str, Feature], chosen: Mapping[int, _Episode]) -> _Columns:
+def _read_columns(
+    features: Mapping[str, Feature], chosen: Mapping[int, _Episode], exclude: Sequence[int]
+) -> _Columns:
     wanted = {
         name: features[name] for name in ("episode_index", "frame_index")
     }  # read first: errors in later columns name episodes
@@ -452,92 +454,183 @@ def _read_columns(features: Mapping[str, Feature], chosen: Mapping[int, _Episode
     first_rows: dict[int, int] = {}
     numbers: dict[Path, list[int]] = {}
     for path, inside in members.items():
-        columns = _read_file(path, wanted, f"episode {inside[0]}: ")
-        owner = columns["episode_index"]
-        indices, firsts, counts = np.unique(owner, return_index=True, return_counts=True)
-        runs = dict(
-            zip(indices.tolist(), zip(firsts.tolist(), counts.tolist(), strict=True), strict=True)
-        )
-        numbers[path] = indices.tolist()
-        for e in inside:
-            begin, count = runs.get(e, (0, 0))
-            if (owner[begin : begin + count] != e).any():
-                what = f"episode {e} lies in several pieces, the first at row {begin}"
-                raise LockstepError(
-                    what, str(path), "write the frames of an episode one after the other"
-                )
-            if count != chosen[e].length:
-                what = f"episode {e} has {count} rows, its table has {chosen[e].length}"
-                raise LockstepError(what, str(path), UNFINISHED)
-            parts[e] = {name: column[begin : begin + count] for name, column in columns.items()}
-            first_rows[e] = begin
+        table = _table_with(path, wanted, f"episode {inside[0]}: ")
+        owner = _owner(table, features["episode_index"], path)
+        numbers[path] = np.unique(owner).tolist()
+        runs = _runs(owner, {e: chosen[e].length for e in inside}, path)
+        first_rows |= {e: run.begin for e, run in runs.items()}
+        # Faults in rows of episodes that are not chosen do not matter.
+        chosen_rows = _rows_among(table, np.isin(owner, inside))
+        columns = _to_columns(chosen_rows, wanted, path, exclude)
+        for e, run in _runs_of(columns["episode_index"]).items():
+            end = run.begin + run.length
+            parts[e] = {name: column[run.begin : end] for name, column in columns.items()}
     values = {name: np.concatenate([parts[e][name] for e in chosen]) for name in wanted}
     return _Columns(values, first_rows, numbers)
 
 
-def _read_file(path: Path, wanted: Mapping[str, Feature], prefix: str) -> dict[str, np.ndarray]:
+class _Run(NamedTuple):
+    """The rows of an episode in a table."""
+
+    begin: int
+    length: int
+
+
+def _runs_of(owner: np.ndarray) -> dict[int, _Run]:
+    """Return {episode: its first row and the number of its rows} of (N,) episode numbers."""
+    indices, firsts, counts = np.unique(owner, return_index=True, return_counts=True)
+    each = zip(indices.tolist(), firsts.tolist(), counts.tolist(), strict=True)
+    return {e: _Run(begin, length) for e, begin, length in each}
+
+
+def _runs(owner: np.ndarray, lengths: Mapping[int, int], path: Path) -> dict[int, _Run]:
+    """Return the runs of the episodes of `lengths`, {episode: frames}.
+
+    Raises LockstepError if an episode is in several pieces or has another number of rows.
+    """
+    there = _runs_of(owner)
+    found = {}
+    for e, length in lengths.items():
+        begin, count = there.get(e, _Run(0, 0))
+        if (owner[begin : begin + count] != e).any():
+            what = f"episode {e} lies in several pieces, the first at row {begin}"
+            todo = "write the frames of an episode one after the other"
+            raise LockstepError(what, str(path), todo)
+        if count != length:
+            what = f"episode {e} has {count} rows, its table has {length}"
+            raise LockstepError(what, str(path), UNFINISHED)
+        found[e] = _Run(begin, count)
+    return found
+
+
+def _table_with(path: Path, wanted: Mapping[str, Feature], prefix: str) -> Any:
+    """Read the `wanted` columns of a file."""
     table = _table(path, list(wanted), prefix)
     if missing := [name for name in wanted if name not in table.column_names]:
         raise LockstepError(
             f"no column {', '.join(missing)}, which info.json lists", str(path), UNFINISHED
         )
-    columns: dict[str, np.ndarray] = {}
+    return table
 
-    def name_of(row: int) -> str:
-        if len(columns) < 2:
-            return f"row {row}"
-        return f"episode {columns['episode_index'][row]} frame {columns['frame_index'][row]}"
 
+def _owner(table: Any, feature: Feature, path: Path) -> np.ndarray:
+    """Return (N,) the episode of each row."""
+    name = "episode_index"
+    return _to_numpy(table.column(name), name, feature, _Rows(path, {}))
+
+
+class _Rows(NamedTuple):
+    """Rows of a file, for messages.
+
+    columns  columns that were read already
+    exclude  episodes that are left out already
+    """
+
+    path: Path
+    columns: dict[str, np.ndarray]
+    exclude: Sequence[int] = ()
+
+    def refuse(self, row: int, what: str) -> NoReturn:
+        """Raise LockstepError for a row, with the setting that leaves out its episode."""
+        if len(self.columns) < 2:
+            raise LockstepError(f"row {row}: {what}", str(self.path), UNFINISHED)
+        episode = int(self.columns["episode_index"][row])
+        name = f"episode {episode} frame {self.columns['frame_index'][row]}"
+        todo = f"fix it, or leave the episode out: {_excluding([episode], self.exclude)}"
+        raise LockstepError(f"{name}: {what}", str(self.path), todo)
+
+
+def _excluding(episodes: Iterable[int], exclude: Sequence[int]) -> str:
+    """Return the setting that leaves out some episodes, and those that are left out already."""
+    numbers = sorted({*episodes, *exclude})
+    return f"dataset.exclude_episodes={','.join(map(str, numbers))}"
+
+
+def _rows_among(table: Any, kept: np.ndarray) -> Any:
+    """Return the rows of an arrow table where (N,) `kept` is True, without a copy."""
+    if kept.all():
+        return table
+    edges = np.flatnonzero(np.diff(kept, prepend=False, append=False))
+    pieces = [table.slice(begin, end - begin) for begin, end in edges.reshape(-1, 2).tolist()]
+    return need("pyarrow").concat_tables(pieces)
+
+
+def _to_columns(
+    table: Any, wanted: Mapping[str, Feature], path: Path, exclude: Sequence[int]
+) -> dict[str, np.ndarray]:
+    rows = _Rows(path, {}, exclude)
     for name, feature in wanted.items():
-        columns[name] = _to_numpy(table.column(name), name, feature, name_of, path)
-    return columns
+        rows.columns[name] = _to_numpy(table.column(name), name, feature, rows)
+    return rows.columns
 
 
-def _to_numpy(
-    column: Any, name: str, feature: Feature, name_of: Callable[[int], str], path: Path
-) -> np.ndarray:
+def _to_numpy(column: Any, name: str, feature: Feature, rows: _Rows) -> np.ndarray:
     """Convert an arrow column of numbers or of equally long lists to (N, *shape).
 
     A column of BOOKKEEPING becomes (N,).
     """
     pa, compute = need("pyarrow"), need("pyarrow.compute")
     array = column.combine_chunks()
-    count, per_row, todo = len(array), 1, "fix or exclude the episode"
+    count, per_row = len(array), 1
     while True:
         array = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
         if array.null_count:
-            row = int(np.asarray(array.is_null()).argmax()) // per_row
-            raise LockstepError(f"{name_of(row)}: {name} has no value", str(path), todo)
+            at = int(np.asarray(array.is_null()).argmax())
+            rows.refuse(at // per_row, f"{name} has no value")
         if not isinstance(array, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
             break
         widths = np.asarray(compute.list_value_length(array))
         if (odd := widths != widths[:1]).any():
             at = int(odd.argmax())
-            what = f"{name_of(at // per_row)}: {name} has {widths[at]} numbers, {widths[0]} before"
-            raise LockstepError(what, str(path), todo)
+            what = f"{name} has {widths[at]} numbers, {widths[0]} before"
+            rows.refuse(at // per_row, what)
         array, per_row = array.flatten(), per_row * int(widths[0] if count else 0)
     is_float = pa.types.is_floating(array.type)
     if not (is_float or pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)):
-        raise LockstepError(
-            f"{name} is of type {array.type}, not numbers", str(path), "leave it out"
-        )
+        what = f"{name} is of type {array.type}, not numbers"
+        raise LockstepError(what, str(rows.path), _without(name))
     if count and per_row != math.prod(feature.shape):
         what = f"{name} has {per_row} numbers per frame, info.json has {feature.shape}"
-        raise LockstepError(what, str(path), "fix info.json or write the dataset again")
-    flat = array.to_numpy(zero_copy_only=False).astype(np.float32 if is_float else np.int64)
+        raise LockstepError(what, str(rows.path), "fix info.json or write the dataset again")
+    flat = array.to_numpy(zero_copy_only=False)
+    dtype = np.dtype(np.float32 if is_float else np.int64)
+    if (wrong := _beyond(flat, dtype)).any():
+        at = int(wrong.argmax())
+        rows.refuse(at // per_row, f"{name} is {flat[at]:.6g}, too large for {dtype}")
+    flat = flat.astype(dtype)
     return flat if name in BOOKKEEPING else flat.reshape(count, *feature.shape)
 
 
-def _check_rows(demos: Demonstrations) -> None:
+def _beyond(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return (N,) bool: the finite values that are too large for the type."""
+    if dtype.kind == "f":
+        return np.isfinite(values) & (np.abs(values) > np.finfo(dtype).max)
+    if values.dtype.kind == "b":
+        return np.zeros(len(values), dtype=bool)
+    return values > np.iinfo(dtype).max
+
+
+def _without(name: str) -> str:
+    """Return how a dataset is used whose column holds no numbers."""
+    if name in BOOKKEEPING or _kind(name) == ACTION:
+        return f"write numbers: {name} cannot be left out"
+    return (
+        f'write numbers, or give {name} the dtype "string" in meta/info.json: then it is not read'
+    )
+
+
+def _check_rows(demos: Demonstrations, exclude: Sequence[int]) -> None:
     columns = demos.columns
     # (N,)
     frame = np.arange(len(columns["index"])) - np.repeat(demos.start, demos.end - demos.start)
 
     def refuse(wrong: np.ndarray, what: str, todo: str) -> None:
-        if wrong.any():
-            raise LockstepError(
-                f"{demos.name_of(int(wrong.argmax()))}: {what}", str(demos.root), todo
-            )
+        if not wrong.any():
+            return
+        episodes = np.unique(columns["episode_index"][wrong])
+        if len(episodes) < len(demos.episodes):
+            todo += f", or leave out what is wrong: {_excluding(episodes.tolist(), exclude)}"
+        raise LockstepError(f"{demos.name_of(int(wrong.argmax()))}: {what}", str(demos.root), todo)
 
     for name, column in columns.items():
         if column.dtype == np.float32:
@@ -545,22 +638,49 @@ def _check_rows(demos: Demonstrations) -> None:
             refuse(
                 wrong,
                 f"{name} is not finite (NaN or infinity)",
-                "fix it, or use dataset.exclude_episodes",
+                "fix it",
             )
     what = "frame_index does not count 0, 1, 2 ... from there"
-    refuse(columns["frame_index"] != frame, what, "fix it, or exclude the episode")
-    # Timestamps are stored as float32. After half an hour their spacing exceeds the usual
-    # tolerance.
-    allowed = demos.tolerance_s + np.spacing(columns["timestamp"].astype(np.float32))
-    wrong = np.abs(columns["timestamp"].astype(np.float64) - frame / demos.fps) > allowed
+    refuse(columns["frame_index"] != frame, what, "fix it")
+    wrong = _check_timestamps(demos, frame)
     what = (
         f"its timestamp is off frame_index / fps ({demos.fps:g}) by more than "
         f"{demos.tolerance_s:g} s"
     )
-    refuse(wrong, what, "fix it, exclude the episode, or raise dataset.tolerance_s")
+    refuse(wrong, what, f"fix it, or give dataset.tolerance_s={_tolerance(demos, frame)}")
     task, count = columns["task_index"], len(demos.tasks)
     what = f"its task_index is none of the {count} tasks"
     refuse((task < 0) | (task >= count), what, "fix meta/tasks or the column")
+
+
+def _tolerance(demos: Demonstrations, frame: np.ndarray) -> str:
+    """Return the smallest tolerance with two digits that takes all timestamps."""
+    off = np.abs(demos.columns["timestamp"].astype(np.float64) - frame / demos.fps).max()
+    step = 10.0 ** (math.floor(math.log10(off)) - 1)
+    return f"{math.ceil(off / step) * step:.2g}"
+
+
+def _check_timestamps(demos: Demonstrations, frame: np.ndarray) -> np.ndarray:
+    """Return (N,) bool: the timestamps that are off `frame` / fps by more than the tolerance.
+
+    Raises LockstepError if one cause, such as another rate, explains all of them. With a larger
+    tolerance than the usual, the cause is a warning.
+    """
+    stamps = demos.columns["timestamp"]
+    off = np.abs(stamps.astype(np.float64) - frame / demos.fps)
+    # Timestamps are stored as float32. After half an hour their spacing exceeds the usual
+    # tolerance.
+    rounding = np.spacing(stamps.astype(np.float32))
+    wrong = off > demos.tolerance_s + rounding
+    if not (off > timestamps.USUAL_S + rounding).any():
+        return wrong
+    cause = timestamps.find_cause(stamps, frame, demos.columns["episode_index"], demos.fps)
+    if cause and wrong.any():
+        raise LockstepError(cause.what, str(demos.root), cause.todo)
+    if cause:
+        allowed = f"dataset.tolerance_s={demos.tolerance_s:g} allows this"
+        console.warning(f"{demos.root}: {cause.what}; {allowed}, and the rate of info.json holds\n")
+    return wrong
 
 
 def _read_tasks(path: Path) -> list[str]:
