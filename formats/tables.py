@@ -12,6 +12,7 @@ Errors name file, line and column.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import itertools
@@ -23,8 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import numpy as np
+
 from engine.contract import LockstepError
-from formats.arrays import check_text, encoding_of
+from formats.arrays import check_text, encoding_of, text_lines
 from formats.cells import (
     DECIMAL_COMMA,
     UNIT_OF,
@@ -32,6 +35,7 @@ from formats.cells import (
     is_index_name,
     is_missing,
     is_number,
+    number_of,
     simple_name,
     split_unit,
     trim,
@@ -676,3 +680,62 @@ def read(path: Path, layout: Layout | None = None, lines: Sequence[str] | None =
         lines = check_text(text, path).splitlines()
     head = find_head(path, lines, layout)
     return Table(head, [*head.rows(lines)])
+
+
+# ---- numbers without a header
+# --------------------------------------------------------------------------------------------------
+
+
+class NumberLines(NamedTuple):
+    """Numbers as (N, columns) float32, and the line of each row."""
+
+    values: np.ndarray
+    lines: list[int]
+
+
+def read_numbers(path: Path) -> NumberLines:
+    """Read lines of finite numbers without a header.
+
+    Raises LockstepError with line and column for a text, an empty cell, NaN or infinity, and with
+    the line for a line of another width.
+    """
+    texts = text_lines(path)
+    lines = [line for line, text in enumerate(texts, 1) if text.strip()]
+    if not lines:
+        raise LockstepError("the file is empty", str(path), "fetch it again")
+    # NumPy reads plain numbers between blanks many times faster.
+    with contextlib.suppress(ValueError):
+        values = np.loadtxt(texts, dtype=np.float32, ndmin=2, comments=None)
+        if np.isfinite(values).all():
+            return NumberLines(values, lines)
+    separator = _separator_of_numbers(texts[lines[0] - 1])
+    rows = [Row(line, trim(_cells_of(texts[line - 1], separator))) for line in lines]
+    return NumberLines(np.array([_numbers_of(path, row, rows[0]) for row in rows]), lines)
+
+
+def _separator_of_numbers(text: str) -> str:
+    """Return the separator of a line of numbers. `1,5 2,5` are two numbers."""
+    for separator in ("", ";", "\t", "|"):
+        if all(map(is_number, _cells_of(text, separator))):
+            return separator
+    return separator_of(text)
+
+
+def _numbers_of(path: Path, row: Row, first: Row) -> np.ndarray:
+    """Return the numbers of a row as (columns,) float32. Raises LockstepError."""
+    if len(row.cells) != len(first.cells):
+        what = f"{len(row.cells)} numbers, the first line has {len(first.cells)}"
+        raise LockstepError(what, f"{path}:{row.line}", "give each line as many")
+    values = np.zeros(len(row.cells), np.float32)
+    for place, cell in enumerate(row.cells):
+        where = f"{path}:{row.line}, column {place + 1}"
+        try:
+            with np.errstate(over="ignore"):
+                values[place] = number_of(cell)
+        except ValueError:
+            what = f"not a number: {cell[:40]!r}"
+            raise LockstepError(what, where, "write numbers only") from None
+        if not np.isfinite(values[place]):
+            todo = "fill in missing values first, or leave that part out"
+            raise LockstepError("a value is NaN or infinite", where, todo)
+    return values

@@ -37,6 +37,7 @@ from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
 from formats.ids import equal_ids
 from formats.lab.bouts import columns_of, one_hot
 from formats.preparation import cure_for
+from formats.tables import NumberLines, read_numbers
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = (
@@ -387,7 +388,7 @@ def _read_uci(root: Path) -> Recordings:
     parts = []
     for part in ("train", "test"):
         folder = root / part / "Inertial Signals"
-        axes = [_table(folder / f"{name}_{part}.txt") for name in names]
+        axes = [read_numbers(folder / f"{name}_{part}.txt").values for name in names]
         for name, axis in zip(names, axes, strict=True):
             if axis.shape != axes[0].shape:
                 what = "{} windows of {} steps, but {} has {} of {}".format(
@@ -397,11 +398,14 @@ def _read_uci(root: Path) -> Recordings:
                     what, str(folder / f"{name}_{part}.txt"), "take the files as they are published"
                 )
         y_path = root / part / f"y_{part}.txt"
-        y = _column(y_path)
-        for line in np.flatnonzero((y < 1) | (y > len(classes))):
-            what = f"label {y[line]} is not in activity_labels.txt"
-            raise LockstepError(what, f"{y_path}:{line + 1}", f"labels go from 1 to {len(classes)}")
-        subject = _column(root / part / f"subject_{part}.txt")
+        column = _column(y_path)
+        y = column.values[:, 0].astype(np.int64)
+        for row in np.flatnonzero((y < 1) | (y > len(classes))).tolist():
+            what, where = f"label {y[row]} is not in {labels_path.name}", column.lines[row]
+            todo = f"labels go from 1 to {len(classes)}"
+            raise LockstepError(what, f"{y_path}:{where}", todo)
+        column = _column(root / part / f"subject_{part}.txt")
+        subject = column.values[:, 0].astype(np.int64)
         shared = {
             "classes": np.array(classes),
             "channels": np.array(names),
@@ -826,50 +830,17 @@ def _rate(arrays: dict[str, np.ndarray], where: str) -> float | None:
 # files
 
 
-def _table(path: Path) -> np.ndarray:
-    """Read columns of numbers as (lines, columns) float32."""
-    lines = text_lines(path)
-    if not any(line.strip() for line in lines):
-        raise LockstepError("the file is empty", str(path), "fetch it again")
-    try:
-        values = np.loadtxt(lines, dtype=np.float32, ndmin=2, comments=None)
-    except ValueError:
-        raise _bad_line(path, lines) from None
-    if not np.isfinite(values).all():
-        raise _bad_line(path, lines)
-    return values
-
-
-def _bad_line(path: Path, lines: list[str]) -> LockstepError:
-    """Return an error that names the bad line of a table.
-
-    Numpy's own message counts rows differently.
-    """
-    width = next(len(line.split()) for line in lines if line.split())
-    for number, line in enumerate(lines, 1):
-        where, words = f"{path}:{number}", line.split()
-        if words and len(words) != width:
-            what = f"{len(words)} numbers, the first line has {width}"
-            return LockstepError(what, where, "give each line as many")
-        for word in words:
-            try:
-                with np.errstate(over="ignore"):
-                    finite = np.isfinite(np.float32(word))
-            except ValueError:
-                return LockstepError(f"not a number: {word[:40]!r}", where, "write numbers only")
-            if not finite:
-                return LockstepError("a value is NaN or infinite", where, FILL)
-    return LockstepError("not a table of numbers", str(path), "write numbers only")
-
-
-def _column(path: Path) -> np.ndarray:
-    """Read one whole number per line as (lines,) int64."""
-    values = _table(path)
-    if values.shape[1] != 1 or (values != values.round()).any() or (abs(values) > 2**24).any():
-        raise LockstepError(
-            "expected one whole number per line", str(path), "take it as it is published"
-        )
-    return values[:, 0].astype(np.int64)
+def _column(path: Path) -> NumberLines:
+    """Read one whole number per line as (lines, 1). Raises LockstepError."""
+    found = read_numbers(path)
+    values = found.values
+    wrong = (values != values.round()) | (abs(values) > 2**24)
+    if values.shape[1] != 1 or wrong.any():
+        row = int(wrong.any(1).argmax())
+        where = f"{path}:{found.lines[row]}"
+        todo = "take it as it is published"
+        raise LockstepError("expected one whole number per line", where, todo)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -388,8 +388,10 @@ def test_faults_in_a_uci_folder(uci, file, old, new, message):
     [
         (lambda rows: [rows[0], rows[1][:-1], rows[2]], r"7 numbers, the first line has 8 \(.*:2\)"),
         (lambda rows: [rows[0], [*rows[1], "x"], rows[2]], r"9 numbers, the first line has 8 \(.*:2\)"),
-        (lambda rows: [rows[0], [*rows[1][:-1], "x"], rows[2]], r"not a number: 'x' \(.*:2\)"),
-        (lambda rows: [rows[0], [*rows[1][:-1], "nan"], rows[2]], r"NaN or infinite \(.*:2\): fill in missing"),
+        (lambda rows: [rows[0], [*rows[1][:-1], "x"], rows[2]], r"not a number: 'x' \(.*:2, column 8\)"),
+        (lambda rows: [rows[0], [*rows[1][:-1], "nan"], rows[2]], r"infinite \(.*:2, column 8\): fill in missing"),
+        (lambda rows: [rows[0], ["1e39", *rows[1][1:]], rows[2]], r"infinite \(.*:2, column 1\): fill in missing"),
+        (lambda rows: [rows[0], [], rows[1], ["x", *rows[2][1:]]], r"not a number: 'x' \(.*:4, column 1\)"),
         (lambda rows: rows[:2], "2 windows of 8 steps, but body_acc_x has 3 of 8 .*body_gyro_y_test.txt"),
         (lambda rows: [["\xff\xfe\x00"]], r"not a text file \(.*body_gyro_y_test.txt\)"),
     ],
@@ -399,6 +401,29 @@ def test_faults_in_a_uci_table(uci, change, message):
     rows = change([line.split() for line in path.read_text().splitlines()])
     path.write_bytes("\n".join(map(" ".join, rows)).encode("latin-1"))
     fault(message, uci)
+
+
+@pytest.mark.parametrize(
+    ("separator", "point"), [(",", "."), (", ", "."), (";", ","), ("\t", ","), (" ", ","), (",", ".,")], ids=repr
+)
+def test_a_uci_folder_that_was_saved_again_holds_the_same_numbers(uci, separator, point):
+    """Decimal commas, other separators, and an empty cell at the end of each line."""
+    wanted = windows.read(uci)
+    for path in uci.rglob("body_acc_*.txt"):
+        rows = [
+            [f"{float(cell):.9g}".replace(".", point[0]) for cell in line.split()]
+            for line in path.read_text().splitlines()
+        ]
+        path.write_text("".join(separator.join(row) + point[1:] + "\n\n" for row in rows))
+    assert np.array_equal(windows.read(uci).signal, wanted.signal)
+
+
+def test_a_fault_of_a_uci_folder_is_in_its_line(uci):
+    """Also below an empty line."""
+    path = uci / "train/y_train.txt"
+    for new, says in (("\n7", r"label 7 is not in .*y_train.txt:2\): labels go"), ("\n1.5", r"per line \(.*:2\)")):
+        path.write_text(new + "".join(f"\n{line}" for line in ["1"] * 9))
+        fault(says, uci)
 
 
 @pytest.mark.parametrize(
