@@ -22,7 +22,9 @@ from engine.contract import LockstepError
 from formats.clock import SLACK, Clock
 from formats.display import upright
 
-SUFFIXES = tuple(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .ogv .webm .wmv".split())
+SUFFIXES = tuple(
+    ".3gp .asf .avi .flv .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .ogv .ts .webm .wmv".split()
+)
 """Suffixes of the videos in a folder. A file given by name may have any suffix."""
 
 

@@ -97,6 +97,27 @@ def test_an_ending_chooses_the_video(capsys, tmp_path, videos):
     assert [*clips(capsys, tmp_path / "out3", table, "--videos", tmp_path / "v")[0]] == ["mouse.mp4"]
 
 
+def test_videos_of_other_endings(capsys, tmp_path, videos):
+    """MPEG-TS of cameras; an ending that is read only by name, with a cure otherwise."""
+    table = write_bouts(tmp_path / "bouts.csv", {"cam1/rat.mp4": "rat.avi"})
+    for number, ending in enumerate(("ts", "mts", "m2ts", "3gp")):
+        folder = tmp_path / ending
+        folder.mkdir()
+        (folder / f"rat.{ending}").write_bytes((videos / "cam1/rat.mp4").read_bytes())
+        found, error = clips(capsys, tmp_path / f"out{number}", table, "--videos", folder)
+        truth = {f"rat.{ending}": frames_of("cam1/rat.mp4")}
+        assert found == truth == predicted(folder, table), error
+    (tmp_path / "3gp/rat.3gp").rename(tmp_path / "3gp/rat.SEQ")
+    _, error = clips(capsys, tmp_path / "out", table, "--videos", tmp_path / "3gp")
+    assert re.search(
+        r"csv:2\): rat.SEQ is there, and its ending is not read: ffmpeg -i \S+rat.SEQ -c copy \S+mp4", error
+    )
+    table = write_bouts(tmp_path / "bouts.csv", {"cam1/rat.mp4": "rat.SEQ"})
+    assert clips(capsys, tmp_path / "named", table, "--videos", tmp_path / "3gp")[0] == {
+        "rat.SEQ": next(iter(truth.values()))
+    }
+
+
 def test_a_name_of_two_videos_is_refused_with_cures_that_work(capsys, tmp_path, videos):
     table = write_bouts(tmp_path / "bouts.csv", {"cam1/mouse.mp4": "mouse.mp4"})
     _, error = clips(capsys, tmp_path / "out", table, "--videos", videos)

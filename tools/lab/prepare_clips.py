@@ -55,7 +55,6 @@ from formats.lab.events.columns import VIDEOS, find_columns
 from formats.lab.events.pairing import Folders
 from formats.lab.videos import (
     STAMP,
-    SUFFIXES,
     BrokenVideo,
     Cutting,
     gray_square,
@@ -296,15 +295,10 @@ def plan_of_labels(
     return plan
 
 
-def videos_in(folder: Path) -> list[Path]:
-    """Return the videos in a folder and its subfolders, by name."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-
-
 def _paired(options: argparse.Namespace, folder: Path) -> behaviour.Paired:
     """Return the labels of each video. Raises BrokenVideo with all videos that are missing."""
     labels = read_labels(options.annotations, options)
-    files = videos_in(folder)
+    files = pairing.videos_in(folder, [one.media for one in labels])
     paired = behaviour.pair(labels, files, folder, options.annotations, choice_of(options))
     if paired.missing:
         raise _without_video(paired, files, folder)
@@ -320,7 +314,11 @@ def _without_video(paired: behaviour.Paired, files: Sequence[Path], folder: Path
         count = len(missing) + len(paired.of_video)
         what = f"{len(missing)} of {count} videos are missing: {what}"
     todo = behaviour.cure_of_missing(missing[0], files, folder)
-    todo = todo or "give --videos FOLDER, with each video once"
+    todo = (
+        todo
+        or pairing.cure_of_ending(names[0], folder)
+        or "give --videos FOLDER, with each video once"
+    )
     return BrokenVideo(what, where=missing[0].where, todo=todo)
 
 

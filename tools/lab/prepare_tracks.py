@@ -48,7 +48,6 @@ from tools.lab.prepare_clips import (
     choice_of,
     groups_of,
     read_labels,
-    videos_in,
 )
 from tools.names import some_names
 
@@ -299,10 +298,11 @@ def _even_rows(clock: Clock) -> np.ndarray:
 def _video_of(track: Track, folder: Path) -> Path:
     """Return the video of a track. Raises LockstepError unless there is one."""
     name = Named(stem_of(track.video), str(track.path.absolute().parent))
-    (found,) = pairing.pair([name], videos_in(folder), folder)
+    (found,) = pairing.pair([name], pairing.videos_in(folder), folder)
     if not found:
         what = f"no video called {track.video} in {folder}"
-        todo = "give --videos FOLDER, with each tracked video"
+        todo = pairing.cure_of_ending(track.video, folder)
+        todo = todo or "give --videos FOLDER, with each tracked video"
         raise LockstepError(what, str(track.path), todo)
     if len(found) > 1:
         what = pairing.several_called(track.video, found, folder)

@@ -66,7 +66,7 @@ from formats.clock import Clock
 from formats.lab import behaviour, videos
 from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
 from formats.lab.clips import FRAMES, Clips
-from formats.lab.events.pairing import OF_FILE
+from formats.lab.events.pairing import OF_FILE, videos_in
 from formats.lab.windows import Recordings, Windows
 from plugins.resilience import status
 from tasks import har, video
@@ -645,7 +645,7 @@ def of_videos(loaded: LoadedModel, options: argparse.Namespace, only: str = "") 
     folder = options.data if options.data.is_dir() else options.data.parent
     paths = [options.data]
     if options.data.is_dir():
-        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in videos.SUFFIXES)
+        paths = videos_in(folder)
     if not paths:
         todo = f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
         raise LockstepError("no videos", str(options.data), todo)

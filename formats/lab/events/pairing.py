@@ -27,6 +27,15 @@ ANY_FOLDER = "--any-folder"
 SCORER = "DLC_|DeepCut_|_superanimal_"
 """How DeepLabCut names a network in the name of a file."""
 
+NO_VIDEOS = (".csv", ".tsv", ".txt", ".xlsx", ".h5", ".slp", ".json", ".npy", ".npz", ".mat")
+"""Endings of labels and tracks, which may be called like their video."""
+
+OTHER_ENDINGS = tuple(
+    ".264 .265 .dav .divx .dv .f4v .gif .h264 .h265 .hevc .insv .lrv .m2v .mjpeg .mjpg .mod .mxf "
+    ".ogm .qt .rm .seq .tif .tiff .tod .vob .y4m".split()
+)
+"""Endings of videos that are read only where a name has the ending, too."""
+
 MOST_LISTED = 4
 
 
@@ -79,6 +88,30 @@ def stem_of(name: str) -> str:
     if ending.lower() in (".csv", ".h5"):
         return re.split(SCORER, stem, maxsplit=1)[0] or last
     return stem if ending.lower() in SUFFIXES else last
+
+
+def videos_in(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Return the videos in a folder and its subfolders, by name.
+
+    names  of videos in labels; a file of the same name is a video, whatever its ending is
+    """
+    named = {_steps(name)[-1] for name in names}
+    found = []
+    for path in sorted(folder.rglob("*")):
+        is_named = path.name in named and path.suffix.lower() not in NO_VIDEOS and path.is_file()
+        if path.suffix.lower() in SUFFIXES or is_named:
+            found.append(path)
+    return found
+
+
+def cure_of_ending(name: str, folder: Path) -> str:
+    """Return how to make a video of a file that has another ending; empty without such a file."""
+    stem = stem_of(name)
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in OTHER_ENDINGS and stem in (path.stem, path.name):
+            what = f"{path.name} is there, and its ending is not read: "
+            return what + f"ffmpeg -i {path} -c copy {path.with_suffix('.mp4')}"
+    return ""
 
 
 def pair(
