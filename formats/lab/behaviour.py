@@ -191,8 +191,31 @@ class Labels:
             return self, ""
         inside = [event for event in self.events if not _starts_beyond(event, clock)]
         ended = [replace(event, stop_s=min(event.stop_s, clock.end_s)) for event in inside]
-        line = f"{self.path}: {amount(len(late), 'event')} beyond the end of {what} left out"
+        line = f"{self.path}: {amount(len(late), 'event')} beyond the end of {what}"
+        cut = len(late) - (len(self.events) - len(inside))
+        if cut < len(late):
+            line += f", {len(late) - cut} left out"
+        if cut:
+            line += f", {cut} cut off at the end, {clock.end_s:.2f} s: the part inside stays"
         return replace(self, events=ended), line
+
+    def without_frame(self, clock: Clock, what: str) -> list[str]:
+        """Return a line on the events that label no frame: points, and states of less than a frame.
+
+        what  name of the video or the track
+        """
+        if self.frames is not None:
+            return []
+        spans = [clock.span(event.start_s, event.stop_s) for event in self.events]
+        pairs = zip(self.events, spans, strict=True)
+        without = [event for event, span in pairs if span.start >= span.stop]
+        if not without:
+            return []
+        points = sum(event.is_point for event in without)
+        first = min(event.line for event in without)
+        count = amount(len(without), "event")
+        kinds = f"{points} without a duration, {len(without) - points} shorter than a frame"
+        return [f"{self.path}:{first}: {count} of {what} label no frame ({kinds})"]
 
     def per_frame(self, clock: Clock) -> np.ndarray:
         """Return (N, B) int8 of the N frames: 1 is on, 0 is off, -1 is not annotated.

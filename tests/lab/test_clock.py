@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from films import Encoding, film, flat, turn
 
 from formats.clock import Clock
@@ -405,6 +409,53 @@ def test_events_beyond_the_end_are_refused_alike(tmp_path, run, way, case):
     left_out = "1 event beyond the end of" in done.out
     only_lit = way in ("--step 5", "tracks", "--multi") or case == "stops"
     assert left_out or (done.code == 2 and not only_lit), done.err
+
+
+def test_a_part_inside_the_video_stays_and_is_named(tmp_path, run):
+    """One event starts beyond the end, one reaches beyond it."""
+    film(tmp_path / "a.mp4", range(0, 4000, 40), flat([50] * 100))
+    path = events(tmp_path / "e.csv", ("light", 3.0, 7.0), ("groom", 5.5, 6.0), ("groom", 1.0, 2.0))
+    words = ["--videos", tmp_path, "--frames", 1, "--size", 16, "--allow-short"]
+    done = run(prepare_clips, path, tmp_path / "out", *words)
+    says = "e.csv: 2 events beyond the end of a.mp4, 1 left out, 1 cut off at the end, 4.00 s: the part inside stays"
+    assert says in done.out
+    clips = Clips(tmp_path / "out")
+    assert np.flatnonzero(clips.labels == clips.classes.index("light")).tolist() == [*range(75, 100)]
+
+
+def test_events_without_a_frame_are_named(tmp_path, run):
+    """In clips, tracks and predictions: a point, a state of no length, and one between two frames."""
+    film(tmp_path / "a.mp4", range(0, 4000, 40), flat([50] * 100))
+    path = tmp_path / "t.csv"
+    path.write_text("video,start_s,stop_s,label\na.mp4,1,1,x\na.mp4,2.005,2.015,x\na.mp4,3,3.2,y\n")
+    says = "t.csv:2: 2 events of a.mp4 label no frame (1 without a duration, 1 shorter than a frame)"
+    words = ["--videos", tmp_path, "--frames", 1, "--size", 16]
+    assert says in run(prepare_clips, path, tmp_path / "out", *words).out
+    assert says not in run(prepare_clips, path, tmp_path / "each", *words, "--per-event").out
+    made = run(prepare_tracks, tracks(tmp_path / "aDLC_s.csv", 100), tmp_path / "o.npz", "--labels", path, "--fps", 25)
+    assert says in made.out
+    asked = predict.parser(False).parse_args(["run", "data", "--annotations", str(path)])
+    _, truth_of = predict.annotated(asked, Cutting(3, 1, None, 16), tmp_path, ["a.mp4"])
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        truth_of("a.mp4", read_clock(tmp_path / "a.mp4"), ["x", "y"])
+    assert says in printed.getvalue()
+
+
+def test_the_next_command_is_printed(tmp_path, run):
+    film(tmp_path / "a.mp4", range(0, 1200, 40), flat([50] * 30))
+    path = tmp_path / "t.csv"
+    path.write_text("video,start_s,stop_s,label\na.mp4,0.2,0.6,x\n")
+    out = tmp_path / "my mice"
+    done = run(prepare_clips, path, out, "--videos", tmp_path, "--frames", 3, "--size", 16)
+    command = shlex.split(done.out.splitlines()[-1])
+    assert command == ["python", "train.py", "--config", "configs/video_small.yaml", f"dataset.root={out}"]
+    assert (ROOT / command[3]).is_file()
+    words = [tracks(tmp_path / "aDLC_s.csv", 30), tmp_path / "o.npz", "--fps", 25]
+    assert run(prepare_tracks, *words).out.splitlines()[-1] == f"python tools/predict.py RUN {tmp_path}/o.npz"
+    words[1] = tmp_path / "p.npz"
+    done = run(prepare_tracks, *words, "--labels", path, "--multi")
+    command = f"python train.py har dataset.root={words[1]} dataset.length=30 dataset.stride=7 loss.kind=binary"
+    assert done.out.splitlines()[-1] == command
 
 
 def test_all_missing_videos_are_named_at_once(tmp_path, run):

@@ -36,6 +36,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from engine.errors import LockstepError, amount
 from formats.arrays import look_alikes, stays_below, text_lines
@@ -275,7 +277,7 @@ def plan_of_labels(
     found_labels = {video: one.of(options.subjects) for video, one in found_labels.items()}
     for video, labels in found_labels.items():
         clock = plan.clocks[video] = read_clock(folder / video)
-        labels, left_out = _fitted(labels, video, clock, options.allow_short)
+        labels, left_out = _fitted(labels, video, clock, options)
         plan.notes += left_out
         if options.per_event:
             trials = _by_event(labels)
@@ -323,14 +325,16 @@ def _without_video(paired: behaviour.Paired, files: Sequence[Path], folder: Path
 
 
 def _fitted(
-    labels: behaviour.Labels, video: str, clock: Clock, allow_short: bool
+    labels: behaviour.Labels, video: str, clock: Clock, options: argparse.Namespace
 ) -> tuple[behaviour.Labels, list[str]]:
     """Return the labels within the video, and lines on what is left out.
 
     Raises LockstepError as `Labels.within`.
     """
-    labels, left_out = labels.within(clock, video, allow_short)
+    labels, left_out = labels.within(clock, video, options.allow_short)
     notes = [left_out] if left_out else []
+    if not options.per_event:
+        notes += labels.without_frame(clock, video)
     length_s = labels.length_s
     if length_s and clock.fps and abs(length_s - clock.end_s) > behaviour.ROUNDED_S:
         notes.append(
@@ -714,7 +718,18 @@ def prepare(options: argparse.Namespace) -> str:
     lines.append(
         f"Wrote {sum(map(len, videos.values()))} trials of {size} to {options.output} ({shares})"
     )
-    return "\n".join([*lines, *_notes(plan, videos, options)])
+    return "\n".join([*lines, *_notes(plan, videos, options), _training_of(options)])
+
+
+def _training_of(options: argparse.Namespace) -> str:
+    """Return the command that trains on the clips, with the config for this machine."""
+    command = "python train.py --config configs/video_small.yaml"
+    if torch.cuda.is_available():
+        command = "./train_multigpu.sh --config configs/video.yaml"
+    command += f" dataset.root={shlex.quote(str(options.output))}"
+    if options.multi:
+        command += " loss.kind=binary"
+    return command
 
 
 def _planned(options: argparse.Namespace, table: Path, folder: Path) -> tuple[Plan, list[str]]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,6 +51,9 @@ from tools.lab.prepare_clips import (
     read_labels,
 )
 from tools.names import some_names
+
+LENGTH = 32
+"""Frames of a window in the printed command."""
 
 ROUNDED_HZ = 0.006
 """Difference of two rates that is rounding: BORIS exports 29.97 for 30000/1001."""
@@ -187,6 +191,7 @@ def prepare(options: argparse.Namespace) -> str:
             if of is not None:
                 of, left_out = of.within(clock, f"the track of {of.video}", options.allow_short)
                 notes += [left_out] if left_out else []
+                notes += [f"note: {note}" for note in of.without_frame(clock, of.video)]
             rows = _even_rows(clock)
             signal = signal[rows]
             if of is not None and options.multi:
@@ -484,7 +489,24 @@ def _write(
     write_atomically(options.output, lambda file: file.write(data.getbuffer()))
     size = f"{len(arrays['signal'])} frames x {len(channels)} channels at {fps:g} frames/s"
     lines.append(f"Wrote {amount(len(made), 'recording')}, {size}, to {options.output}")
-    return "\n".join(lines)
+    shortest = min(len(signal) for signal, _ in made)
+    return "\n".join([*lines, _next_of(options, shortest)])
+
+
+def _next_of(options: argparse.Namespace, shortest: int) -> str:
+    """Return the command that trains on the recordings, or predicts them without labels.
+
+    shortest  frames of the shortest recording; windows are no longer
+    """
+    data = shlex.quote(str(options.output))
+    if not options.labels:
+        return f"python tools/predict.py RUN {data}"
+    length = min(LENGTH, shortest)
+    command = f"python train.py har dataset.root={data} dataset.length={length}"
+    command += f" dataset.stride={max(1, length // 4)}"
+    if options.multi:
+        command += " loss.kind=binary"
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:

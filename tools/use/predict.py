@@ -800,8 +800,9 @@ def _of_labels(
         if (one := of_video.get(video)) is None:
             return None
         one, left_out = one.within(clock, video, options.allow_short)
-        if left_out:
-            print(f"note: {left_out}", file=sys.stderr)
+        for note in [left_out, *one.without_frame(clock, video)]:
+            if note:
+                print(f"note: {note}", file=sys.stderr)
         if not exclusive:
             return one.overlapping(clock, classes)
         one = one.among(classes)
