@@ -485,6 +485,10 @@ def test_data_to_predict_need_nothing_of_a_training(tmp_path, prepare, refuse):
         assert code == 0 and "who was recorded" not in out and "train" not in out
         assert "shorter than 128 (--length, --pad)" in out
     assert windows.read(tmp_path / "out.npz", labelled=False).subjects == ["a.csv", "b.csv"]
+    (tmp_path / "recordings.csv").write_text("file,subject,label\na.csv,ann,\nb.csv,bob,\n")
+    assert prepare(".", "--no-label")[0] == 0
+    assert windows.read(tmp_path / "out.npz", labelled=False).subjects == ["ann", "bob"]
+    refuse("label is empty ({0}/recordings.csv:2)", ".")
     refuse(
         "of a window ({0}/a.csv): give a smaller --length, a longer --max-gap, or --pad\n",
         "a.csv",

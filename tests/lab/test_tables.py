@@ -355,6 +355,7 @@ def test_events_that_do_not_fit_are_refused(tmp_path, with_events, events, start
     assert not (tmp_path / "out.npz").exists()
 
 
+RAVEN = "Begin Time (s)\tEnd Time (s)\tHigh Freq (Hz)"
 CLOCKED = "start,stop,label\n0:00:01,0:00:03,walk\n0:00:04,0:00:05.5,sit\n"
 
 
@@ -372,6 +373,8 @@ CLOCKED = "start,stop,label\n0:00:01,0:00:03,walk\n0:00:04,0:00:05.5,sit\n"
         (CLOCKED.replace("0:00:0", "10:00:0"), 36000.0, []),
         ("onset,duration,trial_type\n1,2,walk\n4,1.5,sit\n", 0.0, []),
         ("video,onset,end,coder,action\na,1,3,ann,walk\na,4,5.5,ann,sit\n", 0.0, []),
+        ("startTime,endTime,Title,Annotation\n1,3,,walk\n4,5.5,,sit\n", 0.0, []),
+        (f"Selection\tView\t{RAVEN}\tAnnotation\n1\tS 1\t1.0\t3.0\t9.5\twalk\n2\tS 1\t4.0\t5.5\t9.5\tsit\n", 0.0, []),
         ("start_ms,stop,label\n1000,3000,walk\n4000,5500,sit\n", 0.0, []),
         ("from,until,label\n1700000001000,1700000003000,walk\n1700000004000,1700000005500,sit\n", 1.7e9, []),
         (
@@ -381,7 +384,7 @@ CLOCKED = "start,stop,label\n0:00:01,0:00:03,walk\n0:00:04,0:00:05.5,sit\n"
         ),
         ("A,B,C\n1000,3000,walk\n4000,5500,sit\n", 0.0, ["--event-columns", "start_ms=A,stop_ms=B,label=C"]),
     ],
-    ids="clock short minutes ELAN day BIDS mixed unit epoch named unit-by-option".split(),
+    ids="clock short minutes ELAN day BIDS mixed ChronoViz Raven unit epoch named unit-by-option".split(),
 )
 def test_starts_and_stops_have_the_form_of_their_program(tmp_path, with_events, events, start, words):
     code, out, err = with_events(events, start, *words)
@@ -422,6 +425,10 @@ def test_events_over_midnight(tmp_path, capsys):
         ("start,stop,label\n3,3,walk\n", "walk stops at 3 s and starts at 3 s ({0}/events.csv:2)"),
         ("start,stop,label\n-1,3,walk\n", "events of -1 to 3 s, a.csv has 7.98 s from 0 s ({0}/events.csv:2)"),
         ("start,duration\n1,3\n", "no column of the label among start, duration"),
+        (
+            "1.0\t3.0\twalk\n4.0\t5.5\tsit\n",
+            "first line has numbers, no names ({0}/events.csv:1): write a line of names",
+        ),
         ("start,stop,label\n", "no events ({0}/events.csv)"),
         ("start,stop,label,person\n1,3,walk,p\n4,5,sit,q\n", "events of 2 persons in a file that names none: p, q"),
     ],
@@ -451,6 +458,18 @@ def test_events_of_persons_label_the_rows_of_the_person(tmp_path, capsys):
     assert found.classes == ["sit", "walk"] and found.labels.tolist() == [1, 0] and found.subjects == ["01", "2"]
     (tmp_path / "events.csv").write_text("start,stop,label,subject\n1,2,walk,7\n")
     assert "no person '7' in a.csv (" in prepare(capsys, tmp_path / "a.csv", *words)[2]
+
+
+def test_events_of_a_file_whose_times_begin_again_are_refused(tmp_path, capsys):
+    """Without a person the events would label both recordings; a clock set back a little is one recording."""
+    for restart_s, code in ((0.0, 2), (3.5, 0)):
+        times = np.concatenate([TIME[:200], restart_s + TIME[:200]])
+        lines = [f"{t:.2f},{n % 50},{n // 200}" for n, t in enumerate(times)]
+        (tmp_path / "a.csv").write_text("\n".join(["time,x,subject", *lines]))
+        (tmp_path / "events.csv").write_text("start,stop,label\n1,2,walk\n")
+        done, _, err = prepare(capsys, tmp_path / "a.csv", "--table", str(tmp_path / "events.csv"))
+        assert done == code and ("time begins again" in err) == (code == 2), err
+        assert not err or f"({tmp_path}/a.csv:202): name the person of each event in a column subject" in err
 
 
 def test_raters_of_recordings_are_those_of_each_file(tmp_path, capsys):

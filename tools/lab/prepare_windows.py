@@ -210,7 +210,7 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
         rows = tables.read(table)
         if columns.has_times(rows.names, _pairs(options.event_columns)):
             return _with_events(options, rows, warnings)
-        return _listed(data, table, warnings)
+        return _listed(options, table, warnings)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
     found = sorted(
         path
@@ -330,8 +330,10 @@ def _file_of(rated: Rated, events: EventTable, data: Path) -> Path | None:
     return found[0]
 
 
-def _listed(folder: Path, table: Path, warnings: Warnings) -> list[Source]:
+def _listed(options: argparse.Namespace, table: Path, warnings: Warnings) -> list[Source]:
     """Return the files of a table of files. Raises LockstepError with the line."""
+    folder: Path = options.data
+    needed = {"subject"} if options.no_label else {"subject", "label"}
     lines = text_lines(table)
     header, rows = csv_rows(table, lines)
     if "file" not in header:
@@ -344,7 +346,7 @@ def _listed(folder: Path, table: Path, warnings: Warnings) -> list[Source]:
     for line, cells in rows:
         row = dict(zip(header, [cell.strip() for cell in cells], strict=False))
         where, path = f"{table}:{line}", folder / row.get("file", "")
-        for name in ("file", *sorted({"subject", "label"} & {*header})):
+        for name in ("file", *sorted(needed & {*header})):
             if not row.get(name):
                 raise LockstepError(
                     f"{name} is empty", where, "give each recording a file, a person and a label"
@@ -556,6 +558,7 @@ class Recordings:
                 numbers[event.behaviour] = self.labels.number(event.behaviour, where)
         found = np.full(len(time), -1)
         for rows, of_rows in _events_of_rows(sheet, events):
+            _check_one_recording(sheet, rows, time[rows])
             first = time[rows[0]]
             usual_s = float(np.median(np.abs(np.diff(time[rows])))) if len(rows) > 1 else 0.0
             start_s = sheet.start_s + float(first)
@@ -723,6 +726,24 @@ class Recordings:
         for part in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if steps[part[0]] >= 0 and not self.options.mixed:
                 yield Piece(signal[part], int(steps[part[0]]))
+
+
+OVERLAP_S = 1.0
+"""Seconds that two parts of a file may share: a clock that was set back a little."""
+
+
+def _check_one_recording(sheet: Sheet, rows: np.ndarray, time: np.ndarray) -> None:
+    """Raise LockstepError if the (n,) times of some rows begin again: events fit two recordings."""
+    back = np.flatnonzero(np.diff(time) < 0) + 1
+    parts = [part for part in np.split(time, back) if len(part)]
+    spans = sorted((part.min(), part.max()) for part in parts)
+    latest = -np.inf
+    for low, high in spans:
+        if low < latest - OVERLAP_S:
+            what = "time begins again, so the events are of several recordings"
+            todo = "name the person of each event in a column subject, or write a file of each one"
+            raise LockstepError(what, sheet.at(rows[back[0]]), todo)
+        latest = max(latest, high)
 
 
 def _events_of_rows(sheet: Sheet, events: Events) -> Iterator[tuple[np.ndarray, Events]]:

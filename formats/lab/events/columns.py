@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.contract import LockstepError
-from formats.cells import SECONDS, simple_name, split_unit
+from formats.cells import SECONDS, is_missing, is_number, simple_name, split_unit
 from formats.tables import Head
 
 FRAMES = "frames"
@@ -30,9 +30,12 @@ USUAL = {
 }
 """{role: names of columns}, without units, as `simple_name` returns names."""
 
-ENDS = "stop stop_time time_stop t_stop end end_time time_end t_end"
+STARTS = "start start_time starttime start_timestamp time_start t_start tstart tmin "
+STARTS += "begin begin_time begintime time_begin"
+ENDS = "stop stop_time stoptime stop_timestamp time_stop t_stop tstop "
+ENDS += "end end_time endtime end_timestamp time_end t_end tend tmax"
 TIMES = {
-    "start start_time time_start t_start begin begin_time time_begin": f"{ENDS} duration",
+    STARTS: f"{ENDS} duration",
     "onset": f"offset {ENDS} duration",
     "from": f"to until {ENDS}",
 }
@@ -44,6 +47,9 @@ LAST_FRAME = ("end", "last")
 _FORM = re.compile(r"\s+-\s+(hh:mm:ss\.ms|ss\.msec|msec)$")
 _FORMS = {"hh:mm:ss.ms": "", "ss.msec": "s", "msec": "ms"}
 """What ELAN writes behind the names of its columns of times."""
+
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
+"""Where a word begins in a name such as startTime."""
 
 _ONE_COLON = {"mm:ss": MINUTES, "m:ss": MINUTES, "min:s": MINUTES, "hh:mm": HOURS, "h:mm": HOURS}
 
@@ -110,11 +116,11 @@ def column_of(name: str) -> tuple[str, Column]:
     form = _FORM.search(name.strip())
     if form:
         return simple_name(name[: form.start()]), Column(name, _FORMS[form[1]])
-    words = simple_name(name).split("_")
+    words = simple_name(_CAMEL.sub("_", name)).split("_")
     if {"frame", "frames"} & {*words}:
         rest = [word for word in words if word not in ("frame", "frames")]
         return "_".join(rest), Column(name, FRAMES)
-    base, unit = split_unit(name)
+    base, unit = split_unit(_CAMEL.sub("_", name))
     unit = _ONE_COLON.get(unit.lower(), unit)
     return base, Column(name, unit if unit in (*SECONDS, MINUTES, HOURS) else "")
 
@@ -191,6 +197,9 @@ def missing_role(head: Head, named: Mapping[str, str], purpose: Purpose) -> Lock
         what = f"a column {present.name!r} and no column of the {missing}"
         todo = f"an event needs both: {purpose.rename} {missing}=COLUMN; else rename this column"
         return LockstepError(what, where, todo)
+    if any(is_number(name) and not is_missing(name) for name in head.names):
+        todo = "write a line of names above it, such as start_s,stop_s,label"
+        return LockstepError("the first line has numbers, no names", where, todo)
     role = "label" if start else "start"
     present_names = ", ".join(filter(None, head.names))
     what = f"no column of the {role} among {present_names}"
