@@ -253,7 +253,9 @@ FAULTS = {
     ),
     "unused": Ending(2, UNUSED.format(".", 0), 0),
     "sometimes unused": Ending(2, UNUSED.format(".", 2)),
-    "unused at times": Ending(2, UNUSED.format(".", 0), 0, "ddp.timeout_s=2 gradient_accumulation_steps=2"),
+    "unused at times": Ending(
+        2, UNUSED.format(".", 0), 0, "ddp.timeout_s=2 gradient_accumulation_steps=2 check_resume=false"
+    ),
     "unused on rank 1": Ending(2, UNUSED.format("1", 0), 0),
     "corrupt sample": Ending(
         5, r"rank 1: sample 7 cannot be loaded: ValueError: corrupt recording wave_0007.bin \(Waves\)", 0
