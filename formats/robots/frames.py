@@ -9,9 +9,10 @@ The cache is a folder in `where`. The folder's name has a digest of the dataset 
 
     <camera>.u8     uint8 (frames of the whole dataset, C, H, W), a sparse file with the chosen
                     episodes; .u16 for a depth camera
-    episodes.jsonl  a line per decoded episode: camera, episode, size and time of the source file,
-                    CRC-32 of the bytes. The line is written after the bytes are on the disk. An
-                    episode without a line or with a changed source file is decoded.
+    episodes.jsonl  a line per decoded episode: camera, episode, size and times of the source file,
+                    also of pictures in files of their own, and CRC-32 of the bytes. The line is
+                    written after the bytes are on the disk. An episode without a line or with a
+                    changed source file is decoded.
     checked.json    size and time of these files at the last successful check of all checksums. If
                     size or time differ, all bytes are checked again.
     lock            lock of the process that builds the cache
@@ -107,6 +108,9 @@ class Frames:
         }
         self._millimetres = {name: depth.millimetres() for name, depth in self.depths.items()}
         self._resized = set(sizes)
+        self.own_files: dict[str, list[int]] | None = None
+        """{file of one picture, within the dataset: its `file_state`} of the pictures that are
+        decoded from now on; None: not collected."""
         self._reset()
         self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
         self._maps: dict[str, np.ndarray] = {}
@@ -226,7 +230,10 @@ class Frames:
             group, n = table.find(place.first_row + int(frame))
             name = place.column
             column = self._tables.get((place.path, name, group), partial(table.read, group, name))
-            yield _open_png(column[n].as_py(), self.demos, int(row), place.path)
+            stored = column[n].as_py()
+            if self.own_files is not None and (own := _own_file(stored)):
+                self.own_files[own] = file_state(self.demos.root / own)
+            yield _open_png(stored, self.demos, int(row), place.path)
 
     def close(self) -> None:
         """Close every file; the next use opens the file again."""
@@ -402,6 +409,27 @@ class _Table:
         self._file.close()
 
 
+def file_state(path: Path) -> list[int]:
+    """Return values that change with a file's content; [] without the file.
+
+    The time of the last change of the inode, which no program sets, tells apart files whose size
+    and time of modification were kept.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return []
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _own_file(stored: Any) -> str:
+    """Return the file of {bytes, path} without bytes, within the dataset; else an empty text."""
+    if not isinstance(stored, dict) or stored.get("bytes") is not None:
+        return ""
+    path = stored.get("path")
+    return path if isinstance(path, str) and stays_below(path) else ""
+
+
 def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
     """Decode {bytes, path} or bare bytes to a Pillow image."""
     content = stored.get("bytes") if isinstance(stored, dict) else stored
@@ -507,7 +535,7 @@ class _Cache:
         missing = [
             key
             for key in keys
-            if lines.get((key[0], int(demos.episodes[key[1]])), {}).get("stamp") != stamps[key]
+            if not self._is_cached(lines.get((key[0], int(demos.episodes[key[1]]))), stamps[key])
         ]
         if not missing:
             return
@@ -545,8 +573,10 @@ class _Cache:
                             "camera": camera,
                             "episode": int(demos.episodes[key[1]]),
                             "crc32": crc,
+                            "stamp": stamps[key],
+                            "files": frames.own_files,
                         }
-                        journal.write(json.dumps(line | {"stamp": stamps[key]}).encode() + b"\n")
+                        journal.write(json.dumps(line).encode() + b"\n")
                         journal.flush()
                         os.fsync(journal.fileno())
                 frames.close()
@@ -563,6 +593,7 @@ class _Cache:
         """
         rows = np.arange(self._demos.start[e], self._demos.end[e])
         at, crc = int(self.begin[e]) * self._sizes[camera], 0
+        frames.own_files = {}
         for picture in frames.decode(camera, e, rows, threads=0):
             content = picture.tobytes()
             crc = zlib.crc32(content, crc)
@@ -574,8 +605,14 @@ class _Cache:
     def _stamp(self, camera: str, e: int) -> list[Any]:
         """Return values that change with an episode's pictures."""
         place = self._places[camera][e]
-        stat = place.path.stat()
-        return [stat.st_size, stat.st_mtime_ns, place.start_s, place.first_row]
+        return [*file_state(place.path), place.start_s, place.first_row]
+
+    def _is_cached(self, line: dict[str, Any] | None, stamp: list[Any]) -> bool:
+        """Return whether a line of the journal is of the pictures as they are now."""
+        if line is None or line.get("stamp") != stamp:
+            return False
+        root = self._demos.root
+        return all(file_state(root / name) == state for name, state in line["files"].items())
 
     def _good_lines(self) -> dict[tuple[str, int], dict[str, Any]]:
         """Return the journal's last line of each (camera, episode).

@@ -364,6 +364,57 @@ def test_a_changed_dataset_is_not_served_stale(copied, tmp_path, writes):
     assert len(writes) == LENGTHS[3]
 
 
+def exchange(one, other):
+    """Exchange the contents of two files; their sizes and times of modification stay."""
+    contents = [path.read_bytes() for path in (one, other)]
+    size = max(map(len, contents)) + 8
+    for path, content in zip((other, one), contents, strict=True):
+        gap = size - len(content)
+        path.write_bytes(content + gap.to_bytes(4, "big") + b"free" + bytes(gap - 8))  # an empty box of MP4
+        os.utime(path, ns=(10**18, 10**18))
+
+
+def test_exchanged_videos_of_one_size_and_time_are_decoded_again(copied, tmp_path):
+    files = old_video(copied, 1), old_video(copied, 3)
+    exchange(*files)
+    exchange(*files)  # the same sizes from now on
+    rows = np.r_[7:11]
+    assert np.abs(grays(cached(read(copied), tmp_path / "c").get(CAMERA, rows)) - levels(rows)).max() < 2
+    before = [path.stat() for path in files]
+    contents = [path.read_bytes() for path in files]
+    for path, content, stat in zip(files, contents[::-1], before, strict=True):
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert [(s.st_size, s.st_mtime_ns) for s in before] == [
+        (s.st_size, s.st_mtime_ns) for s in (path.stat() for path in files)
+    ]
+    pictures = cached(read(copied, exclude=[3]), tmp_path / "c").get(CAMERA, rows)
+    assert np.abs(grays(pictures) - [level(3, f) for f in range(4)]).max() < 2
+
+
+def test_a_changed_picture_in_a_file_of_its_own_is_decoded_again(put, tmp_path, writes):
+    """The table is unchanged, and the picture's size and time of modification, too."""
+    beside = put.root / "beside.png"
+    beside.write_bytes(put.neighbour)
+    put(None)
+    rows = np.arange(8, 11)
+    assert grays(cached(read(put.root), tmp_path / "c").get(CAMERA, rows))[1] == level(1, 1)
+    stat, size = beside.stat(), len(put.neighbour)
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((16, 24, 3), 99, np.uint8)).save(buffer, "PNG")
+    beside.write_bytes(buffer.getvalue() + bytes(size))
+    os.truncate(beside, max(size, len(buffer.getvalue())))
+    os.utime(beside, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    writes.clear()
+    assert grays(cached(read(put.root), tmp_path / "c").get(CAMERA, rows))[1] == 99
+    assert len(writes) == LENGTHS[1], "that episode alone"
+    writes.clear()
+    cached(read(put.root), tmp_path / "c")
+    beside.unlink()
+    assert not writes
+    refused(["episode 1 frame 2", "file-000.parquet"], lambda: cached(read(put.root), tmp_path / "c"))
+
+
 def test_another_size_or_dataset_has_a_cache_of_its_own(copied, tmp_path):
     cached(read(copied), tmp_path / "c")
     cached(read(copied), tmp_path / "c", {CAMERA: (8, 8)})
