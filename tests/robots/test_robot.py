@@ -3,6 +3,7 @@
 import json
 import operator
 import os
+import re
 import shutil
 import signal
 import sys
@@ -219,6 +220,14 @@ def test_act_trains_on_a_dataset_of_its_own(launch, tmp_path, walks, processes):
     states, actions = (demos.columns[name][a:b] for name in ("observation.state", "action"))
     off = [abs(actions[t : t + 6] - states[t]) for t in range(len(states))]
     assert last["baseline/hold_state_l1"] == pytest.approx(np.concatenate(off).mean(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_smallest_policy_trains_on_a_cpu(launch, tmp_path, walks):
+    words = ["robot", "--config", "configs/policy/vla.yaml", f"dataset.root={walks}", "device=cpu", "steps=3"]
+    done = succeed(launch.train(*words, "schedule.warmup_steps=1", f"save_dir={tmp_path / 'run'}"))
+    assert "Done: 3 steps" in done.out and "holding the state" in done.out
+    assert int(re.search(r"parameters +([\d,]+)", done.out)[1].replace(",", "")) < 500_000, "0.4 million, as documented"
 
 
 @pytest.mark.slow
