@@ -596,8 +596,10 @@ def _bouts(path: Path, lines: list[str], named: Mapping[str, str]) -> list[Label
         of_video = replace(of_video, observation=one.observation)
         if columns.file:
             of_video = replace(of_video, media=one.video)
-        remark = f"{path.name}: bouts {bouts}"
+        remark = "; ".join([f"{path.name}: bouts {bouts}", *bouts.notes])
         if bouts.unit == FRAMES:
+            if empty := sum(event.is_point for event in events):
+                remark += f"; {amount(empty, 'bout')} of {one.video} of no frame"
             frames, of_frames = _frames_of_bouts(events, names)
             of_video = replace(of_video, events=[], frames=frames, lines=of_frames, rest=0)
         if number := len(overlaps(events)):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from films import NUM_FRAMES, encode
 
+from formats.clock import Clock
 from formats.lab.events.event import Event, overlaps
 from formats.lab.videos import Cutting
 from tools.lab import prepare_clips, prepare_tracks
@@ -70,10 +71,11 @@ def cut(tmp_path, capsys, videos):
 
 
 def table(header: str, row: str, bouts=BOUTS) -> str:
-    """Write a row for each bout: `row` has the places v, s, e and l; sf and ef are frames."""
+    """Write a row for each bout: `row` has the places v, s, e, d and l; sf, ef and df are frames, m minutes."""
     lines = []
     for video, start_s, stop_s, label in bouts:
-        frames = {"sf": round(start_s * FPS), "ef": round(stop_s * FPS)}
+        frames = {"sf": round(start_s * FPS), "ef": round(stop_s * FPS), "m": (stop_s - start_s) / 60}
+        frames["df"] = frames["ef"] - frames["sf"]
         lines.append(row.format(v=video, s=start_s, e=stop_s, d=stop_s - start_s, l=label, **frames))
     return "\n".join([header, *lines]) + "\n"
 
@@ -94,6 +96,15 @@ LAYOUTS = {
     ),
     "ELAN": (table("video,Begin Time - ss.msec,End Time - ss.msec,annotation", "{v},{s},{e},{l}"), ""),
     "a length": (table("video,start_s,duration_s,label", "{v},{s},{d},{l}"), ""),
+    "a length in other units": (table("video,start_s,dur_ms,label", "{v},{s},{d}e3,{l}"), ""),
+    "a length in minutes": (table("video,onset_ms,Length (min),label", "{v},{s}e3,{m},{l}"), ""),
+    "a length in frames": (table("video,start_frame,duration_frames,label", "{v},{sf},{df},{l}"), ""),
+    "a length by option": (
+        table("video;Von;Dauer;label", "{v};{s};{d};{l}"),
+        "start_s=Von,duration_s=Dauer",
+    ),
+    "a length and clock times": (table("video,start_time,duration_s,label", "{v},0:00:0{s},{d},{l}"), ""),
+    "a length beside a stop": (table("video,start_s,stop_s,duration,label", "{v},{s},{e},{d},{l}"), ""),
     "a start and an end of other kinds": (table("recording,file,onset_s,end_s,code", "7,{v},{s},{e},{l}"), ""),
     "the unit of a column by option": (
         table("video,Von (ms),Bis (ms),label", "{v},{s}e3,{e}e3,{l}"),
@@ -122,6 +133,37 @@ def test_start_and_stop_together_are_a_bout(cut, name):
     assert done.code == 0, done.err
     assert done.labels == {video: frames_of(video) for video in ("a.mp4", "b.mp4")}
     assert f"{name}.csv: bouts from " in done.out
+
+
+def test_a_length_without_a_unit_is_read_or_left_out_by_option(cut):
+    text = table("video,start_s,duration,label", "{v},{s},{d},{l}")
+    done = cut(text, "--columns", "duration_s=duration")
+    assert done.labels == {video: frames_of(video) for video in ("a.mp4", "b.mp4")}, done.err
+    done = cut(text, "--columns", "other=duration")
+    assert done.labels == {"a.mp4": ["groom", "rear"], "b.mp4": ["rear"]}
+
+
+def test_a_length_that_the_stop_contradicts_is_named(cut):
+    text = table("video,start_s,stop_s,duration_ms,label", "{v},{s},{e},{d}e3,{l}")
+    assert "start and stop count" not in cut(text).out
+    done = cut(text + "b.mp4,0.1,0.2,700,groom\nb.mp4,0.3,0.4,,groom\n")
+    says = r"bouts.csv:5, column 4: duration_ms is 700, and from start_s to stop_s are 0.1: start and stop count"
+    assert done.labels["b.mp4"][2:4] == ["groom", "groom"] and re.search(says, done.out), done.err
+    frames = table("video,start_frame,end_frame,n,label", "{v},{sf},{ef},1,{l}")
+    assert "1 bout of a.mp4 of no frame" in cut(frames.replace("end", "stop") + "a.mp4,3,3,1,groom\n").out
+
+
+@pytest.mark.parametrize("columns", ["", "other=duration_s"])
+def test_predictions_read_the_length_of_a_bout(tmp_path, videos, columns):
+    """Bouts of their own length; trials of the length of a clip only by option."""
+    path = tmp_path / "bouts.csv"
+    path.write_text(LAYOUTS["a length"][0])
+    words = ["r", "d", "--annotations", str(path), *(["--columns", columns] if columns else [])]
+    asked = predict.parser(False).parse_args(words)
+    _, truth_of = predict.annotated(asked, Cutting(3, 1, None, 16), videos, ["a.mp4", "b.mp4"])
+    truth = truth_of("a.mp4", Clock.even(NUM_FRAMES, FPS), ["groom", "rear"])
+    expected = [3, 3] if columns else [frames_of("a.mp4").count(name) for name in ("groom", "rear")]
+    assert (truth == 1).sum(0).tolist() == expected
 
 
 def test_decimal_commas_and_the_last_frame(cut):
@@ -225,7 +267,19 @@ FAULTS = {
     ),
     "a length without a unit": (
         "video,start,duration,label\na.mp4,1,2,x\na.mp4,1,3,y\n",
-        "has a trial at the same time",
+        r"csv:1\): .*--columns start_s=start,duration_s=duration is .*; for trials, --columns other=duration leaves",
+    ),
+    "a length beside a centre": (
+        "video,center_s,duration_s,label\na.mp4,1,2,x\n",
+        r"a column duration_s beside center_s.*csv:1\): write bouts.*--columns other=duration_s leaves it out",
+    ),
+    "a length in seconds of a start in frames": (
+        "video,start_frame,duration_s,label\na.mp4,1,2,x\n",
+        r"csv:1\): .*write start_frame and duration_s both in seconds or in frames",
+    ),
+    "names of another language": (
+        "video,Von,Bis,Art\na.mp4,1,2,x\n",
+        r"csv:1\): .*--columns video=COLUMN,label=COLUMN,start_s=COLUMN,stop_s=COLUMN",
     ),
     "negative": ("video,start_s,end_s,label\na.mp4,-1,3,x\n", r"start_s is -1 \(.*csv:2, column 2\)"),
 }

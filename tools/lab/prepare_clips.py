@@ -53,7 +53,8 @@ from formats.lab import behaviour, boris
 from formats.lab.bouts import columns_of
 from formats.lab.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table, rename
 from formats.lab.events import pairing
-from formats.lab.events.columns import VIDEOS, find_columns
+from formats.lab.events.columns import VIDEOS, find_columns, find_length
+from formats.lab.events.event_table import cure_of_units
 from formats.lab.events.pairing import Folders
 from formats.lab.videos import (
     STAMP,
@@ -74,7 +75,10 @@ LISTED = 20  # names in a message
 OFTEN = 3  # a label that occurs once may be a typo of a label with so many trials
 MULTI = "labels may overlap: keep a column for each behaviour, for loss.kind=binary"
 MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
-BOUTS = ", or both start_s and stop_s"
+BOUTS = (
+    ", or both start_s and stop_s; columns of other names: "
+    "--columns video=COLUMN,label=COLUMN,start_s=COLUMN,stop_s=COLUMN"
+)
 COLUMNS = (
     "names of the columns of a table: video=File,start_s=Onset,stop_s=Offset,label=Behaviour, also "
     "subject=, rater=, group= (default: usual names)"
@@ -174,17 +178,10 @@ def read_annotations(
     """
     lines = text_lines(path)
     header = rename(path, csv_rows(path, lines)[0], renamed or {})
-    columns = [name for name in TIMES if name in header]
-    hint = _hint_of_bouts(header)
-    if not {"video", "label"} <= {*header} or len(columns) != 1 or hint:
-        raise LockstepError(
-            f"the header has {', '.join(header) or 'nothing'}",
-            f"{path}:1",
-            f"it needs video, label and exactly one of {', '.join(TIMES)}{hint or BOUTS}",
-        )
-    plan = Plan(columns[0], cutting)
-    for line, row in read_table(path, "\n".join(lines), columns, renamed):
-        trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
+    column = _check_header(path, header)
+    plan = Plan(column, cutting)
+    for line, row in read_table(path, "\n".join(lines), [column], renamed):
+        trial = _trial(row, column, classes, f"{path}:{line}", line)
         video = os.path.normpath(row["video"].strip())
         trials = plan.trials.setdefault(video, [])
         for twin in trials:
@@ -210,13 +207,32 @@ def read_annotations(
     return plan, classes or sorted(labels)
 
 
+def _check_header(path: Path, header: Sequence[str]) -> str:
+    """Return the column of times. Raises LockstepError for a header that is none of trials."""
+    columns = [name for name in TIMES if name in header]
+    hint = _hint_of_bouts(header)
+    if not {"video", "label"} <= {*header} or len(columns) != 1 or hint:
+        raise LockstepError(
+            f"the header has {', '.join(header) or 'nothing'}",
+            f"{path}:1",
+            f"it needs video, label and exactly one of {', '.join(TIMES)}{hint or BOUTS}",
+        )
+    if length := find_length(header):
+        what = f"a column {length} beside {columns[0]}: a trial has no length of its own"
+        todo = "write bouts, with start_s and duration_s; for trials, "
+        raise LockstepError(what, f"{path}:1", f"{todo}--columns other={length} leaves it out")
+    return columns[0]
+
+
 def _hint_of_bouts(header: Sequence[str]) -> str:
     """Return how to name the times of bouts; empty for a header without start and stop."""
     columns = find_columns(header, {}, VIDEOS)
     if not columns:
         return ""
-    start, stop = columns.start.name, columns.stop.name
-    return f"; bouts name their unit: --columns start_s={start},stop_s={stop}, or start_frame=..."
+    hint = f"; bouts name their unit: {cure_of_units(columns, VIDEOS)}"
+    if columns.is_duration:
+        hint += f"; for trials, --columns other={columns.stop.name} leaves it out"
+    return hint
 
 
 def _trial(row: dict[str, str], column: str, classes: list[str], where: str, line: int) -> Trial:

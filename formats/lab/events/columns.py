@@ -34,10 +34,13 @@ STARTS = "start start_time starttime start_timestamp time_start t_start tstart t
 STARTS += "begin begin_time begintime time_begin"
 ENDS = "stop stop_time stoptime stop_timestamp time_stop t_stop tstop "
 ENDS += "end end_time endtime end_timestamp time_end t_end tend tmax"
+LENGTHS = "duration dur length len bout_duration bout_length event_duration event_length"
+"""The names of columns of the time from start to stop, without units."""
+
 TIMES = {
-    STARTS: f"{ENDS} duration",
-    "onset": f"offset {ENDS} duration",
-    "from": f"to until {ENDS}",
+    STARTS: f"{ENDS} {LENGTHS}",
+    "onset": f"offset {ENDS} {LENGTHS}",
+    "from": f"to until {ENDS} {LENGTHS}",
 }
 """The names of columns of starts, each with the names of stops, without units."""
 
@@ -67,6 +70,7 @@ class Columns:
 
     is_duration  whether `stop` holds the time from the start to the stop
     is_last      whether `stop` holds the last frame of an event, not the first one after it
+    length       a column of the time from start to stop beside a stop; it is compared
     """
 
     start: Column
@@ -78,6 +82,7 @@ class Columns:
     group: str = ""
     is_duration: bool = False
     is_last: bool = False
+    length: Column | None = None
 
     @property
     def unit(self) -> str:
@@ -134,11 +139,12 @@ def find_columns(
     named  {usual name: name in the file}, as the user has chosen; a unit in the usual name counts
     """
     found = _candidates(names, named)
-    times = _times(found, purpose)
+    times = _times(found)
     label = _name(found, ("label",))
     if not times or not label:
         return None
-    start, stop, is_duration = times
+    start, stop = times
+    length = _first(found, LENGTHS.split())
     words = {*simple_name(_name_of(stop, named)).split("_")}
     return Columns(
         start,
@@ -148,9 +154,16 @@ def find_columns(
         subject=_name(found, ("subject",)),
         rater=_name(found, ("rater",)),
         group=_name(found, ("group",)),
-        is_duration=is_duration,
+        is_duration=stop == length,
         is_last=stop.unit == FRAMES and bool(words & {*LAST_FRAME}),
+        length=None if stop == length else length,
     )
+
+
+def find_length(names: Sequence[str]) -> str:
+    """Return the column of the length of an event; empty without one."""
+    column = _first(_candidates(names, {}), LENGTHS.split())
+    return column.name if column else ""
 
 
 def _name(found: Sequence[tuple[str, Column]], roles: Sequence[str]) -> str:
@@ -189,8 +202,8 @@ def missing_role(head: Head, named: Mapping[str, str], purpose: Purpose) -> Lock
     found = _candidates(head.names, named)
     where = head.where(max(1, head.line))
     start, stop = (_first(found, names) for names in _names_of_times())
-    if times := _times(found, purpose):
-        start, stop, _ = times
+    if times := _times(found):
+        start, stop = times
     if bool(start) != bool(stop):
         present, missing = (start, "stop") if start else (stop, "start")
         assert present
@@ -215,8 +228,8 @@ def has_times(names: Sequence[str], named: Mapping[str, str]) -> bool:
 def _names_of_times() -> tuple[list[str], list[str]]:
     """Return the names of starts, and of stops. A duration alone is no event."""
     starts = [name for names in TIMES for name in names.split()]
-    stops = [name for names in TIMES.values() for name in names.split() if name != "duration"]
-    return starts, stops
+    stops = [name for names in TIMES.values() for name in names.split()]
+    return starts, [name for name in stops if name not in LENGTHS.split()]
 
 
 def _named(here: str, there: str) -> tuple[str, Column]:
@@ -230,22 +243,13 @@ def _name_of(column: Column, named: Mapping[str, str]) -> str:
     return next((here for here, there in named.items() if there == column.name), column.name)
 
 
-def _times(
-    found: Sequence[tuple[str, Column]], purpose: Purpose
-) -> tuple[Column, Column, bool] | None:
-    """Return the columns of start and stop, and whether the stop is a duration.
-
-    A duration without a unit may be of the video, not of an event.
-    """
+def _times(found: Sequence[tuple[str, Column]]) -> tuple[Column, Column] | None:
+    """Return the columns of start and stop; without a stop, of start and length."""
     for starts, stops in TIMES.items():
         start = _first(found, starts.split())
         stop = _first(found, stops.split())
-        if not start or not stop:
-            continue
-        is_duration = ("duration", stop) in found
-        if is_duration and purpose is VIDEOS and (not stop.unit or stop.unit != start.unit):
-            continue
-        return start, stop, is_duration
+        if start and stop:
+            return start, stop
     return None
 
 

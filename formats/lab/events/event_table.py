@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.cells import SECONDS
+from formats.cells import SECONDS, number_of
 from formats.lab.events.columns import FRAMES, HOURS, MINUTES, VIDEOS, Column, Columns, Purpose
 from formats.lab.events.event import Event, overlaps
 from formats.tables import Row, Table
@@ -28,6 +28,9 @@ from formats.times import TimeUnit, dates, elapsed_s, find_unit_of_events, has_o
 
 DATE, CLOCK = "date", "clock"
 UNITS = {"s": "seconds", CLOCK: "h:mm:ss", DATE: "dates", FRAMES: FRAMES}
+ROUNDED_S, ROUNDED_FRAMES = 0.1, 1.0
+"""Differences of two lengths that are rounding, or the last frame."""
+
 MOST = 1e9  # seconds or frames: no video is longer
 
 
@@ -173,9 +176,13 @@ def names_unit(table: Table, columns: Columns) -> bool:
     """Return whether the names give the unit of the times of videos, or the cells are h:mm:ss."""
     if columns.unit or not table.rows:
         return bool(columns.unit)
-    times = (columns.start, columns.stop)
-    cells = [table.text(table.rows[0], column.name) for column in times]
-    return all(":" in cell and np.isfinite(elapsed_s(cell)) for cell in cells)
+    is_alike = columns.is_duration or columns.start.unit == columns.stop.unit
+    return is_alike and all(_names_seconds(table, each) for each in (columns.start, columns.stop))
+
+
+def _names_seconds(table: Table, column: Column) -> bool:
+    cell = table.text(table.rows[0], column.name)
+    return column.unit in SECONDS or (":" in cell and bool(np.isfinite(elapsed_s(cell))))
 
 
 def read(table: Table, columns: Columns, purpose: Purpose) -> EventTable:
@@ -213,6 +220,8 @@ def read(table: Table, columns: Columns, purpose: Purpose) -> EventTable:
         if not columns.rater:
             _check_overlaps(table, one, purpose)
     notes = [f"{path}: {each.note}" for each in (starts, stops) if each.note]
+    if columns.length:
+        notes += _contradictions(table, columns, columns.length, ends - starts.values)
     return EventTable(table, columns, [*rated.values()], starts.unit, notes)
 
 
@@ -232,15 +241,58 @@ def _check_units(
     starts, stops = times
     start, stop = columns.start.name, columns.stop.name
     where = table.head.where(max(1, table.head.line))
-    is_known = starts.is_known and stops.is_known and columns.start.unit == columns.stop.unit
-    if purpose is VIDEOS and not is_known:
-        what = f"the unit of {start} and {stop} is unknown"
-        todo = f"name it: {purpose.rename} start_s={start},stop_s={stop} is seconds"
-        raise LockstepError(what, where, f"{todo}, start_frame=..., stop_frame=... is frames")
     is_sum = columns.is_duration and FRAMES not in (starts.unit, stops.unit)
+    is_alike = is_sum or columns.start.unit == columns.stop.unit
+    if purpose is VIDEOS and not (starts.is_known and stops.is_known and is_alike):
+        what = f"the unit of {start} and {stop} is unknown"
+        raise LockstepError(what, where, cure_of_units(columns, purpose))
     if starts.unit != stops.unit and not is_sum:
         what = f"{start} in {UNITS[starts.unit]} and {stop} in {UNITS[stops.unit]}"
         raise LockstepError(what, where, "write both times in one form")
+
+
+def cure_of_units(columns: Columns, purpose: Purpose) -> str:
+    """Return how to name the unit of a start and a stop, or of a start and a length."""
+    units = {columns.start.unit, columns.stop.unit}
+    if FRAMES in units and len(units) > 1 and "" not in units:
+        return f"write {columns.start.name} and {columns.stop.name} both in seconds or in frames"
+    role = "duration" if columns.is_duration else "stop"
+    pair = f"start_s={columns.start.name},{role}_s={columns.stop.name}"
+    return f"{purpose.rename} {pair} is seconds, start_frame=..., {role}_frame=... is frames"
+
+
+def _contradictions(
+    table: Table, columns: Columns, column: Column, lengths: np.ndarray
+) -> list[str]:
+    """Return a line on rows whose length is not that from start to stop.
+
+    lengths  (N,) from start to stop, in seconds or frames
+    """
+    unit = column.unit or columns.start.unit
+    if (unit == FRAMES) != (columns.start.unit == FRAMES):
+        return []
+    stated = [_length_in(table.text(row, column.name), unit) for row in table.rows]
+    most = ROUNDED_FRAMES if unit == FRAMES else ROUNDED_S
+    differing = np.flatnonzero(np.abs(np.array(stated) - lengths) > most).tolist()
+    if not differing:
+        return []
+    first = table.rows[differing[0]]
+    where = table.where(first, column.name)
+    what = f"{column.name} is {table.text(first, column.name)}, and from {columns.start.name} to "
+    what += f"{columns.stop.name} are {lengths[differing[0]]:g}"
+    if len(differing) > 1:
+        what += f" ({len(differing)} such rows)"
+    return [f"{where}: {what}: start and stop count"]
+
+
+def _length_in(cell: str, unit: str) -> float:
+    """Return a length in seconds or frames; NaN for a cell without one."""
+    if ":" in cell:
+        return elapsed_s(cell)
+    try:
+        return number_of(cell) * SECONDS.get(unit, 1.0)
+    except ValueError:
+        return float("nan")
 
 
 def _event(table: Table, row: Row, columns: Columns, start: float, stop: float) -> Event:
