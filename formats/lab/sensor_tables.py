@@ -35,6 +35,10 @@ from formats.times import DATE, TimeUnit, dates, find_unit, over_midnight, unit_
 MOST = float(np.finfo(np.float32).max)
 TIMES = """time timestamp datetime date_time time_stamp seconds_elapsed elapsed elapsed_time
 time_since_start epoch epoc unix_time logging_time loggingtime date t"""
+ROLES = ("time", "label", "subject", "recording", "sensor")
+NAMES = ROLES[1:]
+"""Roles whose columns hold names."""
+
 GUESSES = {
     "time": tuple(TIMES.split()),
     "label": ("label", "activity", "class", "annotation"),
@@ -43,6 +47,7 @@ GUESSES = {
         *("subject_id", "user_id", "person_id", "participant_id"),
     ),
     "recording": ("recording", "session", "trial"),
+    "sensor": (),
 }
 """Default names of the columns of each role, without a unit, as `simple_name` returns names."""
 
@@ -52,6 +57,8 @@ TABLES = (".csv", ".tsv", ".txt", ".dat", *PARQUET)
 """Endings of the names of tables, without `.gz`."""
 SAMPLE = 50
 """Rows from which the kind of each column is found."""
+FEW_NAMES = 64
+"""Most values of a column that may name the sensors of the rows."""
 
 
 class StatedUnit(NamedTuple):
@@ -68,7 +75,9 @@ class Reading:
     layout    header, separator and comments of a text
     channels  names or patterns with *; empty: all columns of numbers without another role, set by
               the first file
-    time      column of the time; "" is guessed, None is none; likewise label, subject and recording
+    time      column of the time; "" is guessed, None is none; likewise label, subject and
+              recording, which may be several columns, with commas
+    sensor    column that names the sensor of a row, or None
     unit      of the time: see formats/times.py; "" is found in the name and the numbers
     units     unit of each channel, and the place that states it; set by the first file
     ignored   {role: reason}: a column of this role is found by its name, and not read
@@ -83,6 +92,7 @@ class Reading:
     label: str | None = ""
     subject: str | None = ""
     recording: str | None = ""
+    sensor: str | None = None
     unit: str = ""
     units: dict[str, StatedUnit] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -101,6 +111,8 @@ class Sheet:
     texts   {label, subject, recording: ((N,) int64 codes, names)}, for the columns of the file
     used    {role: column} of all columns that were read, for messages
     notes   sentences on skipped or changed data
+    sensors  the sensor of each channel, after a join of several sensors
+    others  {column: (codes, names)} of columns of few values that are not read, as `texts`
     start_s  time of the first row on the clock of the file, in seconds; 0 without times
     rate_hz  rate that the lines above the header state, or None
     """
@@ -115,6 +127,17 @@ class Sheet:
     notes: list[str]
     start_s: float = 0.0
     rate_hz: float | None = None
+    others: dict[str, tuple[np.ndarray, list[str]]] = field(default_factory=dict)
+    sensors: list[str] = field(default_factory=list)
+
+    def recordings(self) -> list[np.ndarray]:
+        """Return the rows of each recording of each person, in the order of the first rows."""
+        none = np.zeros(len(self.values), np.int64), [""]
+        people, names = self.texts.get("subject", none)
+        recordings, _ = self.texts.get("recording", none)
+        whole = people + len(names) * recordings
+        _, first = np.unique(whole, return_index=True)
+        return [np.flatnonzero(whole == whole[row]) for row in np.sort(first)]
 
     def at(self, row: int) -> str:
         """Return file:line of a row."""
@@ -137,16 +160,30 @@ def read(path: Path, how: Reading) -> Sheet:
 class Places:
     """The columns of each role, as numbers of columns.
 
+    more     further columns that name the recording
     ignored  {column: reason} of columns with a role that are not read
     """
 
     channels: list[int]
     roles: dict[str, int]
+    more: list[int]
     ignored: dict[int, str]
 
     def used(self, header: Sequence[str]) -> dict[str, str]:
         """Return {role: name of the column}."""
         return {role: header[c] or f"of column {c + 1}" for role, c in self.roles.items()}
+
+    def names_of(self, role: str, columns: Sequence[Sequence[str]]) -> Sequence[str]:
+        """Return the texts of a role; several columns of the recording are joined."""
+        if role != "recording" or not self.more:
+            return columns[self.roles[role]]
+        chosen = [columns[c] for c in (self.roles[role], *self.more)]
+        return [" ".join(cells) for cells in zip(*chosen, strict=True)]
+
+    def others(self, header: Sequence[str]) -> list[int]:
+        """Return the columns without a use, but for row numbers."""
+        used = {*self.channels, *self.roles.values(), *self.more, *self.ignored}
+        return [c for c, name in enumerate(header) if c not in used and not is_index_name(name)]
 
     def notes(self, path: Path, header: Sequence[str]) -> list[str]:
         """Return a sentence on each column that is not read."""
@@ -159,13 +196,18 @@ def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[b
 
     Raises LockstepError with the place `where` for a column that is missing.
     """
-    roles = {}
+    roles, more = {}, list[int]()
     for role in GUESSES:
-        if (place := _place(header, role, getattr(how, role), where)) is not None:
+        asked = getattr(how, role)
+        if role == "recording" and asked and asked not in header:
+            asked, *names = [name.strip() for name in asked.split(",")]
+            more = [c for name in names if (c := _place(header, role, name, where)) is not None]
+        if (place := _place(header, role, asked, where)) is not None:
             roles[role] = place
     ignored = {roles.pop(role): why for role, why in how.ignored.items() if role in roles}
     numeric = [is_numeric and c not in ignored for c, is_numeric in enumerate(numeric)]
-    free = [c for c, name in enumerate(header) if name and c not in roles.values()]
+    taken = {*roles.values(), *more}
+    free = [c for c, name in enumerate(header) if name and c not in taken]
     chosen: list[int] = []
     for pattern in how.channels or [""]:
         found = _matching(header, free, pattern, numeric)
@@ -178,7 +220,7 @@ def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[b
             raise LockstepError(what, where, f"--channels may name {some}")
         chosen += [c for c in found if c not in chosen]
     ignored = {c: why for c, why in ignored.items() if c not in chosen}
-    return Places(chosen, roles, ignored)
+    return Places(chosen, roles, more, ignored)
 
 
 def _place(header: Sequence[str], role: str, asked: str | None, where: str) -> int | None:
@@ -284,19 +326,12 @@ class _Parser:
             where = self.head.where(self.head.line)
             raise LockstepError("the first line has numbers, no names", where, todo)
         columns = self._sample(block)
-        numeric = [
-            2 * sum(map(is_number, each)) > len(each) > sum(map(is_missing, each))
-            for each in columns
-        ]
+        numeric = [*map(_is_numeric, columns)]
         where = self.head.where(max(1, self.head.line))
         self.places = _choose(self.header, how, where, numeric)
         self._choose_clock(columns, numeric)
         self.channels = [self.header[c] for c in self.places.channels]
-        used = {*self.places.channels, *self.places.roles.values(), self.date}
-        used |= {*self.places.ignored}
-        others = [
-            c for c, name in enumerate(self.header) if c not in used and not is_index_name(name)
-        ]
+        others = [c for c in self.places.others(self.header) if c != self.date]
         self.texts = "" if how.channels else ", ".join(self.header[c] for c in others)
         how.channels = self.channels
         units = [
@@ -306,9 +341,8 @@ class _Parser:
         self.lines: list[np.ndarray] = []
         self.time: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
-        texts = [role for role in ("label", "subject", "recording") if role in self.places.roles]
-        self.names: dict[str, dict[str, int]] = {role: {} for role in texts}
-        self.codes: dict[str, list[np.ndarray]] = {role: [] for role in texts}
+        self.names = {role: _Names() for role in NAMES if role in self.places.roles}
+        self.others = {c: _Names() for c in others}
         self.bad: list[str] = []
         self.comma, self.point = "", ""  # the first number of each form
 
@@ -382,10 +416,12 @@ class _Parser:
         self.values.append(values[kept_rows])
         if time is not None:
             self.time.append(time[kept_rows])
-        for role, known in self.names.items():
-            cells = columns[self.places.roles[role]]
-            codes = [known.setdefault(cell, len(known)) for cell in cells]
-            self.codes[role].append(np.array(codes, dtype=np.int64)[kept_rows])
+        for role, names in self.names.items():
+            names.add(self.places.names_of(role, columns), kept_rows)
+        for c in [*self.others]:
+            self.others[c].add(columns[c], kept_rows)
+            if len(self.others[c].known) > FEW_NAMES:
+                del self.others[c]
 
     def _fit(
         self, rows: list[list[str]], lines: np.ndarray, bad: dict[int, str]
@@ -466,14 +502,13 @@ class _Parser:
         time, start_s = None, 0.0
         if self.time:
             time, start_s = _since_first(np.concatenate(self.time), self.unit.unit)
-        texts = {
-            role: _stripped(np.concatenate(self.codes[role]), [*known], self.path)
-            for role, known in self.names.items()
-        }
+        texts = {role: names.stripped(self.path) for role, names in self.names.items()}
+        others = {self.header[c]: names.collected() for c, names in self.others.items()}
         used, notes = self.places.used(self.header), self._notes()
         rate_hz = self.head.rate_hz
         return Sheet(
-            *(self.path, lines, time, values, self.channels, texts, used, notes, start_s, rate_hz)
+            *(self.path, lines, time, values, self.channels, texts, used, notes, start_s, rate_hz),
+            others,
         )
 
     def _notes(self) -> list[str]:
@@ -503,6 +538,12 @@ class _Parser:
         return notes
 
 
+def _is_numeric(cells: Sequence[str]) -> bool:
+    """Return whether most cells that are not missing are numbers."""
+    known = [cell for cell in cells if not is_missing(cell)]
+    return 2 * sum(map(is_number, known)) > len(known)
+
+
 def _is_clock(cells: Sequence[str], numeric: bool) -> bool:
     """Return whether an unnamed column has times: dates, or numbers that rise by fractions."""
     if not numeric:
@@ -510,6 +551,28 @@ def _is_clock(cells: Sequence[str], numeric: bool) -> bool:
     values = np.array([float(cell.replace(",", ".")) for cell in cells if not is_missing(cell)])
     fractions = (values != np.round(values)).any()
     return bool(fractions and len(values) > 2 and (np.diff(values) > 0).all())
+
+
+class _Names:
+    """The texts of a column as numbers; `known` is {text: number}."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+        self.codes: list[np.ndarray] = []
+
+    def add(self, cells: Sequence[str], kept: np.ndarray) -> None:
+        """Add the cells of some rows; `kept`, (N,) bool, selects the rows."""
+        known = self.known
+        codes = [known.setdefault(cell, len(known)) for cell in cells]
+        self.codes.append(np.array(codes, dtype=np.int64)[kept])
+
+    def collected(self) -> tuple[np.ndarray, list[str]]:
+        """Return the (N,) codes, and the texts by code."""
+        return np.concatenate(self.codes), [text.strip() for text in self.known]
+
+    def stripped(self, path: Path) -> tuple[np.ndarray, list[str]]:
+        """Return the codes and the names, as `_stripped`."""
+        return _stripped(np.concatenate(self.codes), [*self.known], path)
 
 
 def _stripped(codes: np.ndarray, names: list[str], path: Path) -> tuple[np.ndarray, list[str]]:
@@ -569,7 +632,10 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
         header = [*kinds]
         channels = [header[c] for c in places.channels]
         used = places.used(header)
-        table = file.read(columns=[*dict.fromkeys([*channels, *used.values()])])
+        coded = [header[c] for c in places.others(header) if _may_be_codes(kinds[header[c]])]
+        more = [header[c] for c in places.more]
+        names = dict.fromkeys([*channels, *used.values(), *more, *coded])
+        table = file.read(columns=[*names])
     except (OSError, pa.ArrowException) as error:
         what = f"no whole parquet file: {str(error).splitlines()[0][:120]}"
         raise LockstepError(what, str(path), "write it again") from None
@@ -603,13 +669,19 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
                 cure = clock.cure or "give columns of numbers, or --time-unit datetime for a time"
                 raise LockstepError(f"column {name} is {kinds[name]}", str(path), cure)
             time = dates(cells, clock.unit)
-    texts = {}
-    for what in ("label", "subject", "recording"):
-        if name := used.get(what):
-            known: dict[str, int] = {}
-            cells = pc.fill_null(table[name].cast(pa.string()), "").to_pylist()
-            codes = np.array([known.setdefault(cell, len(known)) for cell in cells], dtype=np.int64)
-            texts[what] = _stripped(codes, [*known], path)
+    columns = {name: pc.fill_null(table[name].cast(pa.string()), "").to_pylist() for name in coded}
+    of_names = [used[role] for role in NAMES if role in used] + more
+    columns |= {
+        name: pc.fill_null(table[name].cast(pa.string()), "").to_pylist() for name in of_names
+    }
+    by_place = [columns.get(name, []) for name in header]
+    texts = {
+        role: _names_in(places.names_of(role, by_place)).stripped(path)
+        for role in NAMES
+        if role in used
+    }
+    others = {name: _names_in(columns[name]).collected() for name in coded}
+    others = {name: found for name, found in others.items() if len(found[1]) <= FEW_NAMES}
     for name, column in [
         *zip(channels, values.T, strict=True),
         *([(used["time"], time)] if time is not None else []),
@@ -637,4 +709,20 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     if clock.note:
         notes.append(f"{path}: {clock.note}")
     lines = np.arange(1, len(values) + 1)
-    return Sheet(path, lines, time, values, channels, texts, used, notes, start_s)
+    sheet = Sheet(path, lines, time, values, channels, texts, used, notes, start_s)
+    sheet.others = others
+    return sheet
+
+
+def _may_be_codes(kind: Any) -> bool:
+    """Return whether a column of parquet may name the sensors of the rows, by its type."""
+    import pyarrow as pa
+
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return text or pa.types.is_dictionary(kind) or pa.types.is_integer(kind)
+
+
+def _names_in(cells: Sequence[str]) -> _Names:
+    names = _Names()
+    names.add(cells, np.ones(len(cells), bool))
+    return names

@@ -128,3 +128,207 @@ def test_a_file_without_a_unit_beside_a_file_with_a_unit_is_named(tmp_path, prep
     write(tmp_path / "data/b.csv", "time,x", TIME, np.sin(TIME))
     code, out, _ = prepare("data", "--no-label")
     assert code == 0 and f"b.csv: x has no unit, and g in {tmp_path}/data/a.csv:1: one unit?" in out
+
+
+# ---- several sensors ----------------------------------------------------------------------------------
+
+ACC = np.stack([np.sin(TIME), np.cos(TIME), 9.8 + 0.1 * np.sin(5 * TIME)], 1)
+GYRO = np.stack([np.cos(3 * TIME), np.sin(3 * TIME), 0.1 * np.sin(TIME)], 1)
+CLOCK = 1_718_000_000
+
+
+def write_folder(folder: Path, first: str, second: str, late_s: float = 0.0) -> None:
+    """Two people and two labels, a file for each sensor; the second sensor is sampled late."""
+    for person in ("ann", "bob"):
+        for label in ("walk", "sit"):
+            for form, values, shift in ((first, ACC, 0.0), (second, GYRO, late_s)):
+                path = folder / form.format(person=person, label=label)
+                write(path, "time,x,y,z", *[(CLOCK + TIME + shift).round(6), *values.T])
+
+
+OF_NAMES = ["--file-label", "(walk|sit)", "--file-subject", "(ann|bob)"]
+
+FOLDERS = {
+    "Sensor Logger": ("{person}_{label}/Accelerometer.csv", "{person}_{label}/Gyroscope.csv"),
+    "one folder": ("{person}_{label}_acc.csv", "{person}_{label}_gyr.csv"),
+    "a folder for a sensor": ("accel/{person}_{label}.txt", "gyro/{person}_{label}.txt"),
+    "WISDM 2019": ("phone/accel/{person}_{label}_accel_phone.txt", "phone/gyro/{person}_{label}_gyro_phone.txt"),
+    "words in one": ("{person}/{label}LinearAcceleration.csv", "{person}/{label}Gyroscope.csv"),
+    "rates in names": ("{person}_{label}_Accelerometer_50.000Hz.csv", "{person}_{label}_Gyroscope_25.000Hz.csv"),
+    "Empatica": ("{person}_{label}/ACC.csv", "{person}_{label}/BVP.csv"),
+    "RealWorld": ("{person}/acc_{label}_chest.csv", "{person}/gyr_{label}_chest.csv"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_files_of_two_sensors_are_refused_with_the_files_of_one(tmp_path, prepare, refuse, recordings, name):
+    write_folder(tmp_path / "data", *FOLDERS[name])
+    line = refuse("data", *OF_NAMES)
+    assert "are two sensors of one recording" in line and "--join files" in line
+    pattern = line.split("--files '")[1].split("'")[0]
+    code, _, err = prepare("data", *OF_NAMES, "--files", pattern)
+    assert code == 0, err
+    found = recordings()
+    assert len(found) == 4 and found.subjects == ["ann", "bob"]
+    assert np.allclose(found.signal, np.tile(ACC, (4, 1)), atol=1e-3) or np.allclose(
+        found.signal, np.tile(GYRO, (4, 1)), atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.007])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_files_of_two_sensors_are_joined(tmp_path, prepare, recordings, name, late_s):
+    """The gyroscope's values are those at the times of the accelerometer."""
+    write_folder(tmp_path / "data", *FOLDERS[name], late_s)
+    code, _, err = prepare("data", *OF_NAMES, "--join", "files")
+    assert code == 0, err
+    found = recordings()
+    assert len(found) == 4 and found.rate_hz == 50 and len(found.channels) == 6
+    assert [name[-1] for name in found.channels] == [*"xyzxyz"] and "acc" in found.channels[0]
+    lost = int(late_s > 0)
+    assert found.lengths.tolist() == [300 - lost] * 4
+    time = TIME[lost:] - late_s
+    truth = np.stack([np.cos(3 * time), np.sin(3 * time), 0.1 * np.sin(time)], 1)
+    assert np.abs(found.signal[: 300 - lost] - np.hstack([ACC[lost:], truth])).max() < 1e-3
+
+
+def test_files_of_one_name_in_many_folders_are_of_many_people(tmp_path, prepare, recordings):
+    """Unless an option names the people."""
+    write_folder(tmp_path / "data", *FOLDERS["Sensor Logger"])
+    assert prepare("data", *OF_NAMES[:2], "--join", "files")[0] == 0
+    assert len(recordings().subjects) == 4
+
+
+def test_the_channels_of_a_joined_recording_are_chosen_by_name(tmp_path, prepare, refuse, recordings):
+    write_folder(tmp_path / "data", *FOLDERS["Sensor Logger"])
+    words = [*OF_NAMES, "--join", "files", "--channels"]
+    assert prepare("data", *words, "gyroscope_y,accelerometer_*")[0] == 0
+    names = ["gyroscope_y", "accelerometer_x", "accelerometer_y", "accelerometer_z"]
+    assert recordings().channels == names
+    assert "--channels may name accelerometer_x" in refuse("data", *words, "w")
+
+
+def test_recordings_without_one_of_the_sensors_are_not_joined(tmp_path, refuse):
+    write_folder(tmp_path / "data", *FOLDERS["Sensor Logger"])
+    (tmp_path / "data/bob_sit/Gyroscope.csv").unlink()
+    line = refuse("data", *OF_NAMES, "--join", "files")
+    assert "no file of gyroscope beside it" in line and "bob_sit/Accelerometer.csv" in line
+
+
+def test_a_hole_of_a_joined_sensor_is_a_cut(tmp_path, prepare, recordings):
+    write(tmp_path / "data/acc.csv", "time,x", TIME, ACC[:, 0])
+    kept = (TIME < 2) | (TIME > 4)
+    write(tmp_path / "data/gyro.csv", "time,x", TIME[kept], GYRO[kept, 0])
+    code, out, err = prepare("data", "--no-label", "--join", "files", "--length", "20")
+    assert code == 0 and "values are missing: cut there" in out, err
+    assert recordings(labelled=False).lengths.tolist() == [100, 99]
+
+
+def test_listed_files_of_two_sensors_are_refused(tmp_path, refuse):
+    write_folder(tmp_path / "data", *FOLDERS["one folder"])
+    rows = [f"{path.name},ann,walk" for path in sorted((tmp_path / "data").glob("*.csv"))]
+    (tmp_path / "data/recordings.csv").write_text("\n".join(["file,subject,label", *rows]))
+    assert "list the files of one sensor in " in refuse("data")
+
+
+def test_files_of_one_jittered_clock_are_refused_unless_listed(tmp_path, prepare, refuse):
+    """Also without a word for a sensor in the names, and with times from zero."""
+    time = np.cumsum(np.random.default_rng(0).uniform(0.015, 0.025, 300)).round(6)
+    for name in ("one", "two"):
+        write(tmp_path / f"data/{name}.csv", "time,x,label", time, TIME, ["walk"] * 300)
+    line = refuse("data")
+    assert "one.csv and two.csv have the same times" in line and "--files '*/one.csv'" not in line
+    assert prepare("data", "--files", "one.csv")[0] == 0
+    (tmp_path / "data/recordings.csv").write_text("file,subject\none.csv,a\ntwo.csv,b\n")
+    assert prepare("data")[0] == 0
+
+
+def test_people_who_were_recorded_at_once_are_people_and_one_person_is_named(tmp_path, prepare):
+    for name in ("ann_left", "ann_right", "bob_left"):
+        write(tmp_path / f"data/{name}.csv", "time,x,label", CLOCK + TIME, TIME, ["walk"] * 300)
+    code, out, _ = prepare("data", "--file-subject", "(ann|bob)")
+    assert code == 0 and out.count("were recorded at the same time: two sensors?") == 1
+    assert "ann_left.csv and ann_right.csv" in out
+
+
+# ---- several sensors in one table ------------------------------------------------------------------------
+
+
+def interleaved(shift_s: float, names: tuple[str, str], blocks: bool = False) -> list[np.ndarray]:
+    """Columns time, sensor, x, y, z of two sensors, sorted by time or one after the other."""
+    time = np.concatenate([TIME, TIME + shift_s])
+    values = np.concatenate([ACC, GYRO])
+    sensor = np.repeat(names, len(TIME))
+    order = np.arange(len(time)) if blocks else np.argsort(time, kind="stable")
+    return [time[order].round(6), sensor[order], *values[order].T]
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["by turns", "blocks"])
+@pytest.mark.parametrize("shift_s", [0.0, 0.003, 0.01])
+@pytest.mark.parametrize("kind", ["text", "numbers", "not chosen", "parquet"])
+def test_a_column_of_sensors_is_refused_and_joined(tmp_path, prepare, refuse, recordings, kind, shift_s, blocks):
+    if kind == "numbers" and shift_s == 0.01 and not blocks:
+        pytest.skip("1, 2, 1, 2, ... in even samples may be measured")
+    names = ("1", "2") if kind in ("numbers", "not chosen") else ("acc", "gyro")
+    columns = interleaved(shift_s, names, blocks)
+    file = "a.csv"
+    words = ["--no-label"] + (["--channels", "x,y,z"] if kind == "not chosen" else [])
+    write(tmp_path / file, "time,device,x,y,z", *columns)
+    if kind == "parquet":
+        pa, file = pytest.importorskip("pyarrow"), "a.parquet"
+        import pyarrow.parquet as pq
+
+        table = dict(zip(["time", "device", "x", "y", "z"], columns, strict=True))
+        pq.write_table(pa.table(table), tmp_path / file)
+    line = refuse(file, *words)
+    assert f"device separates rows of the same times: {names[0]}, {names[1]}" in line
+    assert "--join device" in line
+    code, _, err = prepare(file, *words, "--join", "device")
+    assert code == 0, err
+    found = recordings(labelled=False)
+    lost = int(shift_s > 0)
+    assert found.channels == [f"{name}_{axis}" for name in names for axis in "xyz"] and found.rate_hz == 50
+    time = TIME[lost:] - shift_s
+    truth = np.stack([np.cos(3 * time), np.sin(3 * time), 0.1 * np.sin(time)], 1)
+    assert np.abs(found.signal - np.hstack([ACC[lost:], truth])).max() < 1e-3
+
+
+def test_positions_are_recordings_of_their_own_also_beside_sessions(tmp_path, prepare, refuse, recordings):
+    """The typed option names the column of the recording, too, and a second column after the first."""
+    time, place, *values = interleaved(0.0, ("hip", "wrist"))
+    columns = [np.tile(time, 2), np.tile(place, 2), np.repeat([1, 2], len(time)), *np.tile(values, 2)]
+    write(tmp_path / "a.csv", "time,position,session,x,y,z", *columns)
+    line = refuse("a.csv", "--no-label")
+    words = ["--recording", line.split("--recording ")[1].split(" takes")[0]]
+    assert words[1] == "session,position"
+    code, _, err = prepare("a.csv", "--no-label", *words)
+    assert code == 0, err
+    found = recordings(labelled=False)
+    assert found.lengths.tolist() == [300] * 4
+    for n in range(4):
+        assert np.allclose(found.signal[300 * n : 300 * n + 300], (ACC, GYRO)[n % 2], atol=1e-6)
+
+
+MARKS = np.random.default_rng(1)
+COLUMNS = {
+    "a phase": np.where(np.arange(300) // 25 % 2, "stance", "swing"),
+    "a rare mark": np.where(np.arange(300) % 40 == 3, "beat", ""),
+    "a random mark": np.where(MARKS.random(300) < 0.5, "good", "bad"),
+    "a seldom mark": np.where(MARKS.random(300) < 0.1, "good", "bad"),
+    "a button": (np.arange(300) // 40 % 2).astype(int),
+    "few levels": np.arange(300) % 7,
+    "one value": np.repeat("phone", 300),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_of_marks_separates_no_sensors(tmp_path, prepare, recordings, name):
+    write(tmp_path / "a.csv", "time,mark,x,y,z", TIME, COLUMNS[name], *ACC.T)
+    code, _, err = prepare("a.csv", "--no-label")
+    assert code == 0 and recordings(labelled=False).lengths.tolist() == [300], err
+
+
+def test_rows_of_two_units_are_refused(tmp_path, refuse):
+    unit = np.where(np.arange(300) < 150, "g", "m/s^2")
+    write(tmp_path / "a.csv", "time,x,unit", TIME, TIME, unit)
+    assert "the rows have several units: unit is g or m/s^2" in refuse("a.csv", "--no-label")

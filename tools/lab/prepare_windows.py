@@ -60,9 +60,11 @@ from formats.lab.rates import (
     widest_gap,
 )
 from formats.lab.sensor_tables import TABLES, Reading, Sheet
+from formats.lab.sensors import streams
 from formats.lab.windows import LENGTH, VALID
 from formats.tables import Layout, csv_rows
 from tools.arguments import printed, whole_number
+from tools.lab import several_sensors
 from tools.names import some_names
 
 TABLE = "recordings.csv"
@@ -161,6 +163,7 @@ class Source:
 
     where   the line in the table of files
     events  the labels of parts of the file, if a table has starts and stops
+    sensors  the files of the recording by sensor, with --join files
     """
 
     path: Path
@@ -168,6 +171,7 @@ class Source:
     label: str = ""
     where: str = ""
     events: Events | None = None
+    sensors: dict[str, Path] = field(default_factory=dict)
 
 
 class Warnings(list[str]):
@@ -231,6 +235,20 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
             f"give a folder with {', '.join(TABLES)}, or name one in --files",
         )
     return [Source(path) for path in found]
+
+
+def _joined(options: argparse.Namespace, sources: list[Source]) -> list[Source]:
+    """Return a source for each recording, with the files of its sensors. Raises LockstepError."""
+    if options.data.is_file():
+        todo = "give the folder, or name the column of the sensor in --join"
+        raise LockstepError("one file has nothing to join", str(options.data), todo)
+    by_path = {source.path: source for source in sources}
+    found = []
+    for of_one in streams.group_files([*by_path], options.data):
+        source = by_path[next(iter(of_one.values()))]
+        source.sensors = of_one
+        found.append(source)
+    return found
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -465,6 +483,25 @@ def _factors(options: argparse.Namespace, channels: int) -> np.ndarray:
     return found
 
 
+def _name_inside(folder: Path, path: Path) -> str:
+    """Return the name of a file, with the folders between: one name may be in many folders."""
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+
+
+def name_part(pattern: str, flag: str, path: Path, options: argparse.Namespace) -> str:
+    """Return the group of a pattern in the name of a file, relative to the given folder.
+
+    Raises LockstepError if the pattern does not match.
+    """
+    if not pattern:
+        return ""
+    name = path.name if path == options.data else _name_inside(options.data, path)
+    found = re.search(pattern, name)
+    if not found or not found[1]:
+        raise LockstepError(f"{pattern!r} finds nothing in the name", str(path), f"change {flag}")
+    return found[1]
+
+
 class Recordings:
     """Cuts the rows of sheets into pieces."""
 
@@ -482,41 +519,17 @@ class Recordings:
         self.scale = _factors(self.options, len(sheet.channels))
         self.courses = self.courses or Courses(len(sheet.channels))
         labels = self._labels(sheet, source)
-        subject = (
-            self._pattern(self.options.file_subject, "--file-subject", sheet.path) or source.subject
-        )
+        pattern = self.options.file_subject
+        subject = name_part(pattern, "--file-subject", sheet.path, self.options) or source.subject
         codes, names = sheet.texts.get("subject", (np.zeros(len(labels), np.int64), [subject]))
-        others, _ = sheet.texts.get("recording", (np.zeros(len(labels), np.int64), [""]))
-        whole = codes + len(names) * others
-        _, first = np.unique(whole, return_index=True)
-        for row in np.sort(first).tolist():
-            rows = np.flatnonzero(whole == whole[row])
+        for rows in sheet.recordings():
             self.rows += len(rows)
             self.stretches += 1 + np.count_nonzero(np.diff(labels[rows]))
             self.courses.add(sheet.values[rows], None if self.options.no_label else labels[rows])
-            person = self.people.name(names[codes[row]], sheet.at(row))
+            person = self.people.name(names[codes[rows[0]]], sheet.at(rows[0]))
             for piece in self._cut(sheet, rows, labels[rows]):
                 piece.subject = person
                 yield piece
-
-    def _pattern(self, pattern: str, flag: str, path: Path) -> str:
-        """Return the group of a pattern in the name of a file, relative to the given folder.
-
-        Raises LockstepError if the pattern does not match.
-        """
-        if not pattern:
-            return ""
-        found = re.search(
-            pattern,
-            path.relative_to(self.options.data).as_posix()
-            if path != self.options.data
-            else path.name,
-        )
-        if not found or not found[1]:
-            raise LockstepError(
-                f"{pattern!r} finds nothing in the name", str(path), f"change {flag}"
-            )
-        return found[1]
 
     def _labels(self, sheet: Sheet, source: Source) -> np.ndarray:
         """Return (N,) the class of each row, -1 without a class."""
@@ -531,7 +544,8 @@ class Recordings:
             for code, row in zip(found.tolist(), first.tolist(), strict=True):
                 table[code] = self.labels.number(names[code], sheet.at(row))
             return table[codes]
-        text = self._pattern(self.options.file_label, "--file-label", sheet.path) or source.label
+        pattern = self.options.file_label
+        text = name_part(pattern, "--file-label", sheet.path, self.options) or source.label
         if not text:
             todo = (
                 "name its column in --label, its place in the file's name in --file-label, "
@@ -807,7 +821,11 @@ TEXTS = {
     "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
     "--label": ("COLUMN", "default: label, activity, …"),
     "--subject": ("COLUMN", "the person; default: subject, user, …"),
-    "--recording": ("COLUMN", "the recording of a row; default: recording, session, …"),
+    "--recording": ("COLUMN,…", "the recording of a row; default: recording, session, …"),
+    "--join": (
+        "files|COLUMN",
+        "join the sensors of a recording: its files, or the rows that a column names",
+    ),
     "--file-label": ("REGEX", "one group, which matches the label in a file's name"),
     "--file-subject": ("REGEX", "one group: the person in a file's name, 'subject(\\d+)'"),
     "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN with old in the first column"),
@@ -1034,13 +1052,19 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     out.length = options.length = options.length or LENGTH
     sources, labels, how = sources_of(options, warnings), Labels(options), _reading(options)
     how.ignored = _ignored(options, sources[0])
+    if options.join == several_sensors.FILES:
+        sources = _joined(options, sources)
+    else:
+        listed = options.table or options.data / TABLE if sources[0].where else None
+        several_sensors.check_names([each.path for each in sources], options.data, listed)
+    reader = _Reader(options, how, warnings, bool(sources[0].where))
     recordings = Recordings(options, labels, warnings)
     rows, used = 0, dict[str, str]()
     with _uncollected(), tqdm(unit=" lines", unit_scale=True, disable=None) as bar:
         how.tell = bar.update
         for number, source in enumerate(sources, 1):
             bar.set_description(f"{source.path.name}, {number} of {len(sources)}")
-            sheet = sensor_tables.read(source.path, how)
+            sheet = reader.read(source)
             for note in sheet.notes:
                 warnings.add("lines and commas", note)
             if "subject" not in sheet.texts and source.events and len(source.events.people) == 1:
@@ -1048,7 +1072,7 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
             if "subject" not in sheet.texts and not source.subject and not options.file_subject:
                 todo = "training will split by piece"
                 if len(sources) > 1:
-                    source.subject = source.path.name
+                    source.subject = _name_inside(options.data, source.path)
                     todo = "each file counts as a person of its own"
                 text = f"nothing says who was recorded: {todo} (--subject, --file-subject)"
                 if not options.no_label:
@@ -1058,13 +1082,13 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
                 out.add(piece, str(source.path))
     if not options.no_label:
         labels.check()
-    if VALID in how.channels:
+    if VALID in reader.channels:
         raise LockstepError(
             f"a channel of the name {VALID!r}", str(sources[0].path), "rename it: it means padding"
         )
-    kept = _measuring(options, how.channels, recordings.courses, warnings)
+    kept = _measuring(options, reader.channels, recordings.courses, warnings)
     taken = "".join(f"{what} {name}, " for what, name in used.items())
-    names = ", ".join(how.channels[c] for c in kept)
+    names = ", ".join(reader.channels[c] for c in kept)
     line = f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels {names}"
     remarks = [source.events.remark for source in sources[:1] if source.events]
     line = "\n".join([*remarks, line])
@@ -1073,7 +1097,46 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     usual = recordings.rows / max(1, recordings.stretches)
     if "label" in used and usual < out.length / 4:
         hint = f", and the label {used['label']} changes every {usual:.3g} samples"
-    return About([*labels.names], line, how.channels, {"rate_hz": rate_hz}, "step", kept, hint)
+    return About([*labels.names], line, reader.channels, {"rate_hz": rate_hz}, "step", kept, hint)
+
+
+class _Reader:
+    """Reads the recordings of a folder, and joins the sensors of each with --join.
+
+    listed  whether a table lists the files
+    """
+
+    def __init__(self, options: argparse.Namespace, how: Reading, warnings: Warnings, listed: bool):
+        self.options, self.how, self.warnings = options, how, warnings
+        self.readings: dict[str, Reading] = {}
+        self.selected: list[str] = []
+        if options.join:
+            self.selected, how.channels = how.channels, []
+        self.clocks = several_sensors.Clocks(options.data, listed)
+
+    def read(self, source: Source) -> Sheet:
+        """Read a recording. Raises LockstepError for several sensors that are not joined."""
+        if source.sensors:
+            sheet = several_sensors.read_joined(source.sensors, self.how, self.readings)
+        else:
+            sheet = sensor_tables.read(source.path, self.how)
+        several_sensors.check_rows(sheet)
+        if self.how.sensor:
+            sheet = streams.join_rows(sheet)
+        if self.selected:
+            sheet = streams.select(sheet, self.selected)
+        self.channels = sheet.channels
+        person = self._name("subject", self.options.file_subject, sheet, source.subject)
+        label = self._name("label", self.options.file_label, sheet, source.label)
+        if warning := self.clocks.check(sheet, person, label):
+            self.warnings.once("two files of the same times", warning)
+        return sheet
+
+    def _name(self, role: str, pattern: str, sheet: Sheet, listed: str) -> str:
+        """Return the person or the label of a file, or those of its rows; empty if unknown."""
+        if role in sheet.texts:
+            return " ".join(sorted(sheet.texts[role][1]))
+        return name_part(pattern, f"--file-{role}", sheet.path, self.options) or listed
 
 
 def _ignored(options: argparse.Namespace, source: Source) -> dict[str, str]:
@@ -1148,8 +1211,11 @@ def _reading(options: argparse.Namespace) -> Reading:
         )
     how = Reading(_layout(options), _words(options.channels), unit=options.time_unit)
     for what in sensor_tables.GUESSES:
-        name = getattr(options, what)
+        name = getattr(options, what, "")
         setattr(how, what, None if name == "none" else name)
+    how.sensor = None
+    if options.join != several_sensors.FILES:
+        how.sensor = options.join or None
     how.missing = options.missing != "refuse"
     how.skip = options.bad_lines == "skip"
     return how

@@ -1,0 +1,1 @@
+"""Several sensors of one recording."""
