@@ -156,7 +156,7 @@ def test_batches_of_another_form_are_taken_kernel_by_kernel(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "backward"])
-@pytest.mark.parametrize(("after", "perhaps"), [(5, ""), (8, ", perhaps in the 3 steps before, too")])
+@pytest.mark.parametrize(("after", "perhaps"), [(4, ""), (8, ", perhaps in the 3 steps before, too")])
 def test_a_number_that_changes_on_the_host_is_noticed(run, kind, after, perhaps):
     """In the loss, or in its gradient alone. The second launch is undone, and nothing is lost; later some steps are."""
     words = [*ODD, f"own.kind={kind}", f"own.after={after}"]

@@ -87,7 +87,7 @@ def test_what_was_typed_before_them(tmp_path, monkeypatch):
 def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
     """Stopped after a step by itself, with a folder's name that a shell would take apart."""
     run = tmp_path / "it's  $HOME"
-    words = [FAULTY, "fault.kind=term", "fault.step=2", "fault.rank=0", "epochs=1", "--save-dir", str(run)]
+    words = [FAULTY, "fault.kind=term", "fault.step=5", "fault.rank=0", "epochs=1", "--save-dir", str(run)]
     words.append(f"fault.once={tmp_path / 'once'}")
     env = {COMMAND: None}
     if started == "python":

@@ -39,7 +39,7 @@ def test_scalars_are_grouped_by_name(address):
     for tag in ask(address, "scalars")["video/logs"]:
         group, _, name = tag.partition("/")
         groups.setdefault(group, set()).add(name)
-    assert groups.keys() == {"train", "val", "val f1", "val precision", "val recall"}
+    assert groups.keys() == {"train", "val", "val baseline", "val f1", "val precision", "val recall"}
     names = {"loss", "accuracy", "macro_f1", "ece", "count"}
     assert groups["val"] == names, "what is of each class does not bury the loss"
     assert {"loss", "accuracy", "lr", "grad_norm", "samples_per_s"} <= groups["train"]
