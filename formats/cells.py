@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 MISSING = {"", "nan", "na", "n/a", "n.a.", "#n/a", "null", "none", "nil", "?", "-", "--"}
 MISSING |= {"-nan", "nan(ind)", "-nan(ind)", "1.#qnan", "-1.#ind"}
+MISSING_LABELS = MISSING | {"<na>", "<null>", "<none>", "<undefined>", "undefined", "nat", "(null)"}
+"""Texts of programs for a label that is missing: pandas, R, ELAN and spreadsheets."""
+
 DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
 
 INDEX_NAME = re.compile(r"unnamed: \d+(_level_\d+)?|index|level_\d+|__index_level_\d+__|rownames")
@@ -42,6 +45,11 @@ _UNIT_FORM = re.compile(r"\S{1,8}[/^*]\S{1,8}|[yhdms]+[/:.\-].*", re.I)
 
 def is_missing(cell: str) -> bool:
     return cell.strip().lower() in MISSING
+
+
+def is_missing_label(text: str) -> bool:
+    """Return whether a text stands for a missing label."""
+    return text.strip().lower() in MISSING_LABELS
 
 
 def is_number(cell: str) -> bool:

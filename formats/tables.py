@@ -135,6 +135,7 @@ class Head:
     trailing   whether each line ends with a semicolon that ends no cell
     above      the lines above the header
     given      whether `Layout.columns` named the columns
+    has_numbers  whether the header has a number above each column of numbers, as a row has
     """
 
     path: Path
@@ -147,6 +148,7 @@ class Head:
     units: list[str] = field(default_factory=list)
     above: list[str] = field(default_factory=list)
     given: bool = False
+    has_numbers: bool = False
 
     @property
     def nameless(self) -> bool:
@@ -157,7 +159,7 @@ class Head:
         counted = ["", *map(str, range(len(self.names) - 1))]
         if self.given or (len(self.names) > 1 and self.names == counted):
             return False
-        return all(map(is_number, self.names))
+        return self.has_numbers or all(map(is_number, self.names))
 
     @property
     def rate_hz(self) -> float | None:
@@ -254,7 +256,7 @@ def find_head(path: Path, lines: Sequence[str], layout: Layout | None = None) ->
     layout = layout or Layout()
     search = _Search(path, lines[:HEAD_LINES], layout)
     head = search.with_columns() if layout.columns else search.without_columns()
-    for place, name in enumerate(head.names):
+    for place, name in enumerate([] if head.nameless else head.names):
         if name and name in head.names[:place]:
             what = f"the header names {name} twice"
             raise LockstepError(what, head.where(head.line or 1), "name each column once")
@@ -334,6 +336,17 @@ class _Shape:
             return False
         judged = [is_number(text) for text in _texts_of(cells, self.numeric)]
         return 2 * sum(judged) > len(judged) or not judged
+
+    def is_row_of_numbers(self, n: int) -> bool:
+        """Return whether a line has numbers in all columns of numbers, and no known name.
+
+        Numbers that count from 0 or 1 name columns.
+        """
+        texts = [cell.strip() for cell in _texts_of(self.cells[n], self.numeric)]
+        counted = [[str(first + n) for n in range(len(texts))] for first in (0, 1)]
+        if len(texts) > 1 and texts in counted:
+            return False
+        return bool(texts) and all(map(is_number, texts)) and not has_known_name(self.cells[n])
 
     def _names(self, cells: list[str], numeric: Sequence[bool]) -> bool:
         """Return whether a line may name columns: no cell above a column of numbers is a number."""
@@ -523,7 +536,9 @@ class _Search:
             todo = f"name its {shape.width} columns: --columns a,b,c --skip {row - 1}"
             todo += ", or give the line of the names: --header N"
             raise LockstepError(what, f"{self.path}:{row}", todo)
-        return self._head(names, line, line + 1, shape.separator)
+        head = self._head(names, line, line + 1, shape.separator)
+        head.has_numbers = shape.is_row_of_numbers(0)
+        return head
 
     def _in_line(self, number: int) -> Head:
         """Return the head with the header in a given line. Raises LockstepError."""

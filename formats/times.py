@@ -1,7 +1,7 @@
 """Judge the times of a table: the unit of numbers, dates, and times of the day.
 
 A unit is a key of `formats.cells.SECONDS`, `datetime` (ISO 8601), `clock` (h:mm:ss since midnight),
-or a format of strptime.
+`duration` (`0 days 00:00:01.5`, `1.5 sec`), or a format of strptime.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from formats.cells import DECIMAL_COMMA, SECONDS, is_missing
+from formats.cells import DECIMAL_COMMA, SECONDS, UNIT_OF, is_missing
 
 EPOCHS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Factors of numbers that count from 1970."""
@@ -22,8 +22,18 @@ EPOCHS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 EARLIEST, LATEST = 3e8, 4e9
 """Seconds since 1970 of the dates that a number may be: 1979 to 2096."""
 
-SERIAL_DAYS = (2e4, 8e4)
-"""Days since 1900 of the dates that a spreadsheet writes as a number: 1954 to 2119."""
+SERIAL_DAYS = ((2e4, 8e4), (7.228e5, 7.656e5), (2.4438e6, 2.4867e6))
+"""Days of the dates that a number may be: since 1900 in a spreadsheet (1954 to 2119), since the
+year 0 in MATLAB, and of the Julian calendar (both 1979 to 2096)."""
+
+SLOW_HZ = 1.0
+"""Rate below which numbers without a unit may be in a smaller unit than seconds."""
+
+SENSOR_HZ = (5, 2000)
+"""Rates of sensors, which decide that unit."""
+
+MINUTE_S = 60
+"""Steps of whole minutes, as of activity counts, are left in seconds."""
 
 LEAST_HZ, MOST_HZ = 0.2, 20000
 """Rates of samples that are no sign of another unit."""
@@ -52,6 +62,8 @@ def find_unit(stated: str, cells: Sequence[str]) -> TimeUnit:
     numbers = [_number(text) for text in texts]
     wrong = [text for text, number in zip(texts, numbers, strict=True) if number is None]
     if 2 * len(wrong) > len(texts):
+        if not all(map(CLOCK.fullmatch, wrong)) and np.isfinite([*map(_duration, wrong)]).all():
+            return TimeUnit("duration")
         return _unit_of_dates(wrong)
     values = np.array([number for number in numbers if number is not None])
     if not len(values):
@@ -104,11 +116,27 @@ def _unit_of_numbers(stated: str, values: np.ndarray) -> TimeUnit:
 
     by_size = _unit_by_size(float(values[0]), fits)
     if stated not in SECONDS:
-        return TimeUnit(by_size or "s")
-    if by_size and by_size != stated and not fits(stated):
-        note = f"its numbers are {by_size}, not the {stated} of its name: {by_size} is used"
-        return TimeUnit(by_size, note)
+        return TimeUnit(by_size) if by_size else _unit_by_rate(step)
+    by_rate = by_size or (step and _unit_by_rate(step).unit)
+    if by_rate and by_rate != stated and not fits(stated):
+        note = f"its numbers are {by_rate}, not the {stated} of its name: {by_rate} is used"
+        return TimeUnit(by_rate, note)
     return TimeUnit(stated)
+
+
+def _unit_by_rate(step: float) -> TimeUnit:
+    """Return the unit of times with this usual step, whose name has no unit."""
+    if step == 0 or step % MINUTE_S == 0 or 1 / step >= SLOW_HZ:
+        return TimeUnit("s")
+    least, most = SENSOR_HZ
+    for unit in ("ms", "us", "ns"):
+        rate_hz = 1 / (step * SECONDS[unit])
+        if least <= rate_hz <= most:
+            note = (
+                f"times with steps of {step:g} are read as {unit}, {rate_hz:.4g} samples a second"
+            )
+            return TimeUnit(unit, f"{note}: --time-unit s reads them as seconds")
+    return TimeUnit("s")
 
 
 def _unit_by_size(first: float, fits) -> str:  # type: ignore[no-untyped-def]
@@ -116,8 +144,8 @@ def _unit_by_size(first: float, fits) -> str:  # type: ignore[no-untyped-def]
     for unit, factor in EPOCHS.items():
         if EARLIEST * factor < first < LATEST * factor and fits(unit):
             return unit
-    low, high = SERIAL_DAYS
-    return "d" if low < first < high and fits("d") else ""
+    dated = any(low < first < high for low, high in SERIAL_DAYS)
+    return "d" if dated and fits("d") else ""
 
 
 # ---- dates
@@ -182,6 +210,8 @@ def dates(cells: Sequence[str], unit: str) -> np.ndarray:
     """
     if unit == "clock":
         return np.array([_clock(cell) for cell in cells])
+    if unit == "duration":
+        return np.array([_duration(cell) for cell in cells])
     # NumPy does not parse time zones.
     if unit == "datetime" and len(cells) and ISO.match(cells[0]):
         with contextlib.suppress(ValueError):
@@ -239,6 +269,43 @@ def elapsed_s(text: str, in_hours: bool = False) -> float:
 def has_one_colon(text: str) -> bool:
     """Return whether a time may be h:mm or m:ss: 1:30, but not 1:30.5 or 1:30 PM."""
     return re.fullmatch(r"\s*\d+:\d+\s*", text) is not None
+
+
+_DECIMAL = r"\d*[.,]?\d+"
+_WITH_UNIT = re.compile(rf"([+-]?{_DECIMAL}(?:[eE][+-]?\d+)?)\s*([a-zµμ]+)", re.I)
+_DAYS_AND_TIME = re.compile(
+    r"(?:(?P<days>-?\d+) days?,?\s*)?"
+    rf"(?:(?P<sign>[+-]?)(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>{_DECIMAL}))?"
+)
+_ISO_DURATION = re.compile(
+    r"(?P<sign>-?)P(?:(?P<days>\d+)D)?"
+    rf"(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>{_DECIMAL})S)?)?"
+)
+
+
+def _duration(cell: str) -> float:
+    """Convert a duration to microseconds; NaN if the text is none.
+
+    Forms: pandas and Python (`1 day, 0:00:01.5`), MATLAB and R (`1.5 sec`), ISO 8601 (`PT1.5S`).
+    """
+    cell = cell.strip()
+    if found := _WITH_UNIT.fullmatch(cell):
+        unit = UNIT_OF.get(found[2].lower())
+        return _point_number(found[1]) * SECONDS[unit] * 1e6 if unit else float("nan")
+    found = _DAYS_AND_TIME.fullmatch(cell) or _ISO_DURATION.fullmatch(cell)
+    if not found or not any(found[name] for name in ("days", "hours", "minutes", "seconds")):
+        return float("nan")
+    days, hours, minutes, seconds = (
+        _point_number(found[name] or "0") for name in ("days", "hours", "minutes", "seconds")
+    )
+    time_s = 3600 * hours + 60 * minutes + seconds
+    if found["sign"] == "-":
+        time_s = -time_s
+    return (DAY_S * days + time_s) * 1e6
+
+
+def _point_number(text: str) -> float:
+    return float(text.replace(",", "."))
 
 
 DAY_S = 86400.0

@@ -205,6 +205,8 @@ def _choose(header: Sequence[str], how: Reading, where: str, numeric: Sequence[b
         if (place := _place(header, role, asked, where)) is not None:
             roles[role] = place
     ignored = {roles.pop(role): why for role, why in how.ignored.items() if role in roles}
+    if how.time is None and (place := _place(header, "time", "", where)) is not None:
+        ignored[place] = "--time none"
     numeric = [is_numeric and c not in ignored for c, is_numeric in enumerate(numeric)]
     taken = {*roles.values(), *more}
     free = [c for c, name in enumerate(header) if name and c not in taken]
@@ -322,8 +324,8 @@ class _Parser:
         self.head = find_head(path, block, how.layout)
         self.header = self.head.names
         if self.head.nameless:
-            todo = f"name its {len(self.header)} columns: --columns a,b,c"
             where = self.head.where(self.head.line)
+            todo = _cure_of_columns(self._sample(block[self.head.line - 1 :], 1))
             raise LockstepError("the first line has numbers, no names", where, todo)
         columns = self._sample(block)
         numeric = [*map(_is_numeric, columns)]
@@ -346,9 +348,13 @@ class _Parser:
         self.bad: list[str] = []
         self.comma, self.point = "", ""  # the first number of each form
 
-    def _sample(self, block: list[str]) -> list[list[str]]:
-        """Return the first cells of each column. Raises LockstepError for a table without rows."""
-        below = [text for text in block[self.head.first - 1 :] if self.head.is_row(text)]
+    def _sample(self, block: list[str], first: int = 0) -> list[list[str]]:
+        """Return the first cells of each column. Raises LockstepError for a table without rows.
+
+        first  the line of the first row; 0 for the line below the header
+        """
+        begin = (first or self.head.first) - 1
+        below = [text for text in block[begin:] if self.head.is_row(text)]
         rows = self.head.split(below[:SAMPLE], self.head.first)
         if not any(map(any, rows)):
             raise LockstepError("no rows of data", str(self.path), EMPTY)
@@ -538,6 +544,36 @@ class _Parser:
         return notes
 
 
+def _cure_of_columns(columns: Sequence[Sequence[str]]) -> str:
+    """Return the option that names the columns of a file without a header.
+
+    Dates, or else the first numbers that rise by one step, are the times. Which text is a person
+    and which is a label is for the user to say.
+    """
+    numeric = [*map(_is_numeric, columns)]
+    dated = [c for c, n in enumerate(numeric) if not n and _is_clock(columns[c], False)]
+    rising = [c for c, n in enumerate(numeric) if n and _rises_evenly(columns[c])]
+    clock = [*dated, *rising][:1]
+    measured = [c for c, n in enumerate(numeric) if n and c not in clock]
+    axes = [f"c{n}" for n in range(1, len(measured) + 1)]
+    if len(measured) <= 3:
+        axes = ["x", "y", "z"][: len(measured)]
+    names = dict(zip(measured, axes, strict=True)) | dict.fromkeys(clock, "time")
+    texts = [c for c in range(len(columns)) if c not in names]
+    names |= {c: f"text{n}" for n, c in enumerate(texts, 1)}
+    cure = f"--columns {','.join(names[c] for c in range(len(columns)))} names them"
+    if texts:
+        cure += "; write label or subject in place of text1 where a text is a label or a person"
+    return cure
+
+
+def _rises_evenly(cells: Sequence[str]) -> bool:
+    """Return whether the numbers of a column rise by nearly equal steps."""
+    values = np.array([float(cell.replace(",", ".")) for cell in cells if not is_missing(cell)])
+    steps = np.diff(values)
+    return len(steps) > 1 and bool((steps > 0).all() and np.ptp(steps) < 0.1 * np.median(steps))
+
+
 def _is_numeric(cells: Sequence[str]) -> bool:
     """Return whether most cells that are not missing are numbers."""
     known = [cell for cell in cells if not is_missing(cell)]
@@ -627,7 +663,8 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
         places = _choose(header, how, str(path), numeric)
         if how.time == "" and "time" not in places.roles and "" in header:
             index = header.index("")
-            if pa.types.is_timestamp([*kinds.values()][index]):
+            kind = [*kinds.values()][index]
+            if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
                 places.roles["time"] = index
         header = [*kinds]
         channels = [header[c] for c in places.channels]
@@ -656,6 +693,10 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
         if pa.types.is_timestamp(kinds[name]):
             clock = TimeUnit("datetime")
             whole = table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+            time = np.asarray(whole.to_numpy(), np.float64)
+        elif pa.types.is_duration(kinds[name]):
+            clock = TimeUnit("duration")
+            whole = table[name].cast(pa.duration("us"), safe=False).cast(pa.int64())
             time = np.asarray(whole.to_numpy(), np.float64)
         elif numeric[header.index(name)] and how.unit in ("", *SECONDS):
             time = numbers(name)

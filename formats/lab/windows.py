@@ -288,8 +288,7 @@ def check_alike(
         what = f"windows of {new.length} steps, the model was trained on {length}"
     elif new.rate_hz and rate_hz and abs(new.rate_hz - rate_hz) > 0.01 * rate_hz:
         what = f"recorded at {new.rate_hz:g} Hz, the model was trained at {rate_hz:g} Hz"
-        options = shlex.join(preparation_options(length, names, rate_hz))
-        todo = f"prepare the data with tools/prepare_windows.py {options}"
+        todo = f"prepare the recordings again, with --rate {rate_hz:g} for prepare_windows.py"
     else:
         return
     raise LockstepError(what, new.where, todo)

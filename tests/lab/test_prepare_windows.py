@@ -296,7 +296,7 @@ HEAD = "time,x,y,label,subject"
         (5, '0.06,"3,6,walk,ann', "", "a quote opens that does not end on its line (PATH:5): close it"),
         (5, None, "--label activity", "no column 'activity' (PATH:1): --label may name time, x, y, label, sub"),
         (5, None, "--channels x,acc*", "no column 'acc*' for a channel (PATH:1): --channels may name x, y"),
-        (1, "1,2,3,4,5", "", "the first line has numbers, no names (PATH:1): name its 5 columns: --columns a,b"),
+        (1, "1,2,3,4,5", "", "the first line has numbers, no names (PATH:1): --columns x,y,z,text1,text2 names"),
         (1, "time,x,x,label,subject", "", "the header names x twice (PATH:1)"),
         (1, "time,x,valid,label,subject", "", "a channel of the name 'valid' (PATH): rename it"),
         (5, None, "--time-unit minutes", "unit 'minutes' (--time-unit): give s, ms"),
@@ -415,7 +415,7 @@ def test_a_folder_without_fitting_tables_is_refused(tmp_path, two_rates, refuse,
 
 def test_without_labels_for_a_prediction_and_a_rate_of_other_units(tmp_path, prepare):
     table(tmp_path / "a.csv", [f"{20 * n},{n},{n}" for n in range(300)], "time,x,y")
-    code, out, _ = prepare("a.csv", "--no-label")
+    code, out, _ = prepare("a.csv", "--no-label --time-unit s")
     assert code == 0 and "0.05 samples a second: is the time in another unit (--time-unit)?" in out
     code, out, _ = prepare("a.csv", "--no-label --time-unit ms")
     found = windows.read(tmp_path / "out.npz", 128, 64, labelled=False)

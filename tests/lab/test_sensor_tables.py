@@ -332,3 +332,154 @@ def test_rows_of_two_units_are_refused(tmp_path, refuse):
     unit = np.where(np.arange(300) < 150, "g", "m/s^2")
     write(tmp_path / "a.csv", "time,x,unit", TIME, TIME, unit)
     assert "the rows have several units: unit is g or m/s^2" in refuse("a.csv", "--no-label")
+
+
+# ---- labels -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["NA", "N/A", "None", "NULL", "?", "<NA>", "<undefined>", "nan", ""])
+def test_a_text_for_a_missing_label_is_no_class(tmp_path, prepare, recordings, text):
+    """The samples are counted; --label-map makes a class of them."""
+    labels = np.where(np.arange(300) < 100, text, "walk")
+    write(tmp_path / "a.csv", "time,x,y,label", TIME, *ACC[:, :2].T, labels)
+    code, out, err = prepare("a.csv", "--length", "20")
+    assert code == 0, err
+    found = recordings()
+    assert found.classes == ["walk"] and found.lengths.tolist() == [200]
+    assert f"100 samples have no label ({text or 'an empty cell'}): left out" in out
+    if text:
+        code, out, _ = prepare("a.csv", "--length", "20", "--label-map", f"{text}=rest")
+        assert code == 0 and "have no label" not in out
+        assert recordings().classes == ["rest", "walk"]
+
+
+# ---- files without a header ------------------------------------------------------------------------------------
+
+DAY = np.datetime64("2024-01-31T10:00:00") + (TIME * 1e6).astype("timedelta64[us]")
+NAMELESS = {
+    "dates": ([np.char.replace(DAY.astype(str), "T", " "), *ACC.T], "time,x,y,z"),
+    "texts first": ([["ann"] * 300, ["walk"] * 300, TIME, *ACC.T], "text1,text2,time,x,y,z"),
+    "texts last": ([TIME, *ACC[:, :2].T, ["walk"] * 300], "time,x,y,text1"),
+    "numbers": ([*np.tile(ACC, (1, 2)).T], "c1,c2,c3,c4,c5,c6"),
+}
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+def test_the_columns_of_a_file_without_a_header_are_typed_out(tmp_path, prepare, refuse, recordings, name):
+    """With the option each row is read, the first row, too."""
+    columns, names = NAMELESS[name]
+    rows = [",".join(map(str, row)) for row in zip(*columns, strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    words = ["--no-label"] + (["--time", "none", "--rate", "50"] if "time" not in names else [])
+    line = refuse("a.csv", *words)
+    assert f"({tmp_path}/a.csv:1): --columns {names} names them" in line
+    code, _, err = prepare("a.csv", *words, "--columns", names)
+    assert code == 0, err
+    found = recordings(labelled=False)
+    assert found.lengths.tolist() == [300] and found.rate_hz == 50
+    width = 2 if name == "texts last" else 3
+    assert np.allclose(found.signal[:, :width], ACC[:, :width], atol=1e-6)
+
+
+@pytest.mark.parametrize("header", [",0,1,2", "label,0,1,2", "label,1,2,3", "time,10,20,30"])
+def test_numbers_as_names_of_columns_are_a_header(tmp_path, prepare, recordings, header):
+    first = TIME if header.startswith(("time", ",")) else ["walk"] * 300
+    write(tmp_path / "a.csv", header, first, *ACC.T)
+    code, _, err = prepare("a.csv", "--no-label", "--rate", "50")
+    assert code == 0 and recordings(labelled=False).channels == header.split(",")[1:], err
+
+
+# ---- times ----------------------------------------------------------------------------------------------------
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds // 3600):02d}:{int(seconds // 60) % 60:02d}:{seconds % 60:09.6f}"
+
+
+DURATIONS = {
+    "pandas": lambda t: f"0 days {clock(t)}",
+    "Python": lambda t: f"1 day, {clock(t)}",
+    "MATLAB": lambda t: f"{t:.2f} sec",
+    "R": lambda t: f"{t:.2f} secs",
+    "minutes": lambda t: f"{t / 60:.9f} min",
+    "ISO 8601": lambda t: f"P0DT0H0M{t:.2f}S",
+    "many hours": lambda t: clock(t + 360_000),
+}
+
+
+@pytest.mark.parametrize("name", DURATIONS)
+def test_durations_are_times(tmp_path, prepare, recordings, name):
+    cells = [f'"{DURATIONS[name](t)}"' for t in TIME]
+    write(tmp_path / "a.csv", "time,x,y", cells, *ACC[:, :2].T)
+    for words in ([], ["--time-unit", "duration"]):
+        code, _, err = prepare("a.csv", "--no-label", *words)
+        assert code == 0, err
+        found = recordings(labelled=False)
+        assert found.rate_hz == 50 and found.lengths.tolist() == [300]
+        assert np.allclose(found.signal, ACC[:, :2], atol=1e-3)
+
+
+def test_durations_of_parquet_are_times(tmp_path, prepare, recordings):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    for unit in ("ns", "us", "ms"):
+        time = pa.array((TIME * 1e9).round().astype(np.int64).astype("timedelta64[ns]")).cast(pa.duration(unit))
+        pq.write_table(pa.table({"time": time, "x": ACC[:, 0]}), tmp_path / "a.parquet")
+        code, _, err = prepare("a.parquet", "--no-label")
+        assert code == 0 and recordings(labelled=False).rate_hz == 50, err
+
+
+@pytest.mark.parametrize(
+    ("header", "times", "rate_hz", "says"),
+    [
+        ("timestamp", 5000 + 20 * np.arange(300), 50, "steps of 20 are read as ms, 50 samples a second"),
+        ("timestamp", 7 + 20_000 * np.arange(300), 50, "read as us, 50 samples a second"),
+        ("timestamp", 7 + 20_000_000 * np.arange(300), 50, "read as ns, 50 samples a second"),
+        ("time_s", 20 * np.arange(300), 50, "its numbers are ms, not the s of its name: ms is used"),
+        ("time", 738_000.25 + TIME / 86400, 50, ""),
+        ("time", 2_460_000.25 + TIME / 86400, 50, ""),
+        ("time", 60 * np.arange(300), 1 / 60, "is the time in another unit"),
+        ("time", 30 * np.arange(300), 1000 / 30, "read as ms, 33.33 samples a second: --time-unit s"),
+        ("time", 1 * np.arange(300), 1, ""),
+    ],
+    ids=["ms", "us", "ns", "ms in s", "MATLAB", "Julian", "minutes", "30 ms", "seconds"],
+)
+def test_a_unit_is_found_by_the_rate_and_printed(tmp_path, prepare, recordings, header, times, rate_hz, says):
+    cells = times
+    if times.dtype == float:
+        cells = [f"{time:.11f}" for time in times]
+    write(tmp_path / "a.csv", f"{header},x", cells, ACC[:, 0])
+    code, out, err = prepare("a.csv", "--no-label")
+    assert code == 0, err
+    assert recordings(labelled=False).rate_hz == pytest.approx(rate_hz, rel=2e-4)
+    assert says in out and (says or "read as" not in out)
+
+
+@pytest.mark.parametrize("size", [10, 50, 51])
+def test_packets_of_one_time_are_refused_with_the_rate_of_the_samples(tmp_path, prepare, refuse, recordings, size):
+    packets = np.arange(300) // size * size / 50
+    write(tmp_path / "a.csv", "time,x,subject", packets, ACC[:, 0], ["ann"] * 300)
+    line = refuse("a.csv", "--no-label")
+    assert "--time none --rate 50 takes all samples as even" in line and "--subject" not in line
+    code, out, err = prepare("a.csv", "--no-label", "--time", "none", "--rate", "50")
+    assert code == 0 and "time is left out: --time none" in out, err
+    found = recordings(labelled=False)
+    assert found.channels == ["x"] and np.allclose(found.signal[:, 0], ACC[:, 0], atol=1e-6)
+
+
+# ---- endings ----------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_read_where_the_pattern_names_it_or_a_folder_has_no_other_table(tmp_path, prepare, recordings):
+    columns = ",".join(["c1", "c2", "c3", "label"])
+    words = ["--columns", columns, "--time", "none", "--rate", "50"]
+    rows = ["\t".join(map(str, [*row, 1])) for row in ACC]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/mHealth_subject1.log").write_text("\n".join(rows))
+    for more in ([], ["--files", "*.log"], ["--files", "mHealth*"]):
+        code, _, err = prepare("data", *words, *more)
+        assert code == 0 and len(recordings().signal) == 300, err
+    write(tmp_path / "data/a.csv", "c1,c2,c3,label", *ACC[:200].T, [1] * 200)
+    assert prepare("data", "--time", "none", "--rate", "50")[0] == 0
+    assert len(recordings().signal) == 200

@@ -27,6 +27,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import tempfile
 import zipfile
 from collections import Counter
@@ -41,7 +42,7 @@ from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from formats import tables
 from formats.arrays import look_alikes, text_lines
-from formats.cells import SECONDS, is_missing, is_number
+from formats.cells import SECONDS, is_missing, is_missing_label, is_number
 from formats.counters import Courses
 from formats.ids import Ids, find_equal, id_key
 from formats.lab import cases, sensor_tables
@@ -68,6 +69,10 @@ from tools.lab import several_sensors
 from tools.names import some_names
 
 TABLE = "recordings.csv"
+LOGS = (".log", ".log.gz")
+"""Endings of tables that are read if a folder has no others: a log may be of any program."""
+ENDING = re.compile(r"\.\w+$")
+"""The end of a pattern that names a kind of files."""
 SOME = 5  # printed warnings of each kind
 ROWS_AT_ONCE = 1 << 14  # of the signal, when it is copied
 
@@ -221,7 +226,11 @@ def sources_of(options: argparse.Namespace, warnings: Warnings) -> list[Source]:
         for path in data.rglob(options.files or "*")
         if path.is_file() and not path.name.startswith(".")
     )
-    found = [path for path in found if path.name.lower().endswith(endings)]
+    names_ending = ENDING.search(options.files)  # the user chooses the kind of the files
+    if not names_ending:
+        tables_only = [path for path in found if path.name.lower().endswith(endings)]
+        logs = [path for path in found if path.name.lower().endswith(LOGS)]
+        found = tables_only or logs
     mapped = options.label_map.partition(":")[0]
     found = [
         path
@@ -400,6 +409,7 @@ class Labels:
         self.keep, self.exclude = _words(options.keep_classes), {*_words(options.exclude_label)}
         self.all_mapped, self.mapping, self.where = False, dict[str, str](), "--label-map"
         self.seen: set[str] = set()
+        self.missing: Counter[str] = Counter()  # {text: rows} of texts that stand for no label
         self.ids = Ids("label", options.join_numbers)
         if "=" in options.label_map:
             pairs = [pair.split("=", 1) for pair in _words(options.label_map)]
@@ -435,9 +445,9 @@ class Labels:
 
         Raises LockstepError for a label that is missing in the file of --label-map.
         """
-        if text.lower() == "nan":
-            text = ""
         key = find_equal(text, self.mapping)
+        if self.is_missing(text):
+            text = ""
         if self.all_mapped and text and key not in self.mapping:
             raise LockstepError(
                 f"label {text[:60]!r} is not in {self.where}", where, "add it there"
@@ -450,6 +460,21 @@ class Labels:
             return -1
         name = self.ids.name(name, where)
         return self.names.setdefault(name, len(self.names))
+
+    def is_missing(self, text: str) -> bool:
+        """Return whether a text such as NA stands for no label, because no option names it."""
+        named = text in self.keep or find_equal(text, self.mapping) in self.mapping
+        return is_missing_label(text) and not named
+
+    def remark(self) -> str:
+        """Return a sentence on the samples without a label, or an empty text."""
+        if not self.missing:
+            return ""
+        names = ", ".join(name or "an empty cell" for name in self.missing)
+        count = sum(self.missing.values())
+        text = f"{count:,} samples have no label ({names}): left out"
+        some = next((name for name in self.missing if name), "")
+        return f"{text}; --label-map {shlex.quote(some)}=NAME makes a class" if some else text
 
     def check(self) -> None:
         """Raise LockstepError if a class of --keep-classes is missing, or no sample has a label."""
@@ -543,6 +568,8 @@ class Recordings:
             table = np.full(len(names), -1)
             for code, row in zip(found.tolist(), first.tolist(), strict=True):
                 table[code] = self.labels.number(names[code], sheet.at(row))
+                if self.labels.is_missing(names[code]):
+                    self.labels.missing[names[code]] += int((codes == code).sum())
             return table[codes]
         pattern = self.options.file_label
         text = name_part(pattern, "--file-label", sheet.path, self.options) or source.label
@@ -602,17 +629,15 @@ class Recordings:
         # Samples with equal times are averaged: (M,) the first sample of each time.
         firsts = np.flatnonzero(np.append(True, np.diff(time) != 0))
         if len(rows) > 1 and len(firsts) < max(2, len(rows) / 2):
-            raise LockstepError(
-                f"{len(rows)} samples have {len(firsts)} different times",
-                str(sheet.path),
-                "give each sample a time of its own, or name --subject",
-            )
+            what = f"{len(rows)} samples have {len(firsts)} different times"
+            raise LockstepError(what, str(sheet.path), _cure_of_packets(sheet, time, firsts))
         if len(rows) - len(firsts) > len(rows) / 10:
             text = (
                 f"{sheet.path}: {len(rows) - len(firsts)} of {len(rows)} samples have the "
                 "time of the one before"
             )
-            self.warnings.add("samples of one time", f"{text}: such are averaged")
+            cure = f"such are averaged; {_even_samples(time, firsts)}"
+            self.warnings.add("samples of one time", f"{text}: {cure}")
         values = np.add.reduceat(values, firsts) / np.diff(np.append(firsts, len(rows)))[:, None]
         time, rows, labels, breaks = time[firsts], rows[firsts], labels[firsts], breaks[firsts]
         parts = [
@@ -787,6 +812,28 @@ def _events_of_rows(sheet: Sheet, events: Events) -> Iterator[tuple[np.ndarray, 
         yield np.flatnonzero(codes == known[0]), replace(events, events=of_person)
 
 
+def _even_samples(time: np.ndarray, firsts: np.ndarray) -> str:
+    """Return the options that take packets of samples as even, in a sentence.
+
+    time    (N,) seconds
+    firsts  (M,) the first sample of each packet, whose samples have one time
+    The first and the last packet may be incomplete.
+    """
+    rate = "HZ"
+    if len(firsts) > 2 and time[firsts[-1]] > time[firsts[1]]:
+        rate_hz = (firsts[-1] - firsts[1]) / (time[firsts[-1]] - time[firsts[1]])
+        rate = f"{rate_hz:.4g}"
+    return f"--time none --rate {rate} takes all samples as even"
+
+
+def _cure_of_packets(sheet: Sheet, time: np.ndarray, firsts: np.ndarray) -> str:
+    cure = _even_samples(time, firsts)
+    unnamed = [f"--{role}" for role in ("subject", "recording") if role not in sheet.used]
+    if unnamed:
+        cure += f"; if several share the times, name {' or '.join(unnamed)}"
+    return cure
+
+
 def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
     """Return the values with short holes of each channel filled by a line.
 
@@ -815,8 +862,8 @@ TEXTS = {
     "--time": ("COLUMN", "default: time, timestamp, …; none: the samples are even, at --rate"),
     "--time-unit": (
         "UNIT",
-        "s, ms, us, ns, min, h, d, datetime, clock (h:mm:ss), or a form such as %%d.%%m.%%Y "
-        "%%H:%%M:%%S (default: found in the name and the values)",
+        "s, ms, us, ns, min, h, d, datetime, clock (h:mm:ss), duration, or a form such as "
+        "%%d.%%m.%%Y %%H:%%M:%%S (default: found in the name and the values)",
     ),
     "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
     "--label": ("COLUMN", "default: label, activity, …"),
@@ -1082,6 +1129,8 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
                 out.add(piece, str(source.path))
     if not options.no_label:
         labels.check()
+    if remark := labels.remark():
+        warnings.add("no label", remark)
     if VALID in reader.channels:
         raise LockstepError(
             f"a channel of the name {VALID!r}", str(sources[0].path), "rename it: it means padding"
@@ -1201,13 +1250,13 @@ def _uncollected() -> Iterator[None]:
 def _reading(options: argparse.Namespace) -> Reading:
     """Return the options for reading a table. Raises LockstepError for an unknown unit of time."""
     if (
-        options.time_unit not in ("", *SECONDS, "datetime", "clock")
+        options.time_unit not in ("", *SECONDS, "datetime", "clock", "duration")
         and "%" not in options.time_unit
     ):
         raise LockstepError(
             f"unit {options.time_unit!r}",
             "--time-unit",
-            "give s, ms, us, ns, min, h, d, datetime, clock, or a form with %",
+            "give s, ms, us, ns, min, h, d, datetime, clock, duration, or a form with %",
         )
     how = Reading(_layout(options), _words(options.channels), unit=options.time_unit)
     for what in sensor_tables.GUESSES:
