@@ -238,7 +238,7 @@ def test_shards_on_gpus_need_nccl(monkeypatch, backend, refused):
 
 TOLD = {
     "a copy that drifts": (
-        "fault.kind=drift fault.rank=1 fault.step=2 check_every=1 ddp.strategy=hsdp ddp.shards=1",
+        "fault.kind=drift fault.rank=1 fault.step=2 check_every=1 ddp.strategy=hsdp ddp.shards=1 check_resume=false",
         "rank 1 differs from rank 0 in parameter layers.0.weight: ",
     ),
     "a rank that hangs": (
