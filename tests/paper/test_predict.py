@@ -375,7 +375,7 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
         ({"signal": new["signal"][:, :5]}, "5 channels, the model was trained on 6 channels ax ay"),
         (
             {"rate_hz": np.array(25.0)},
-            f"trained at 50 Hz ({tmp_path}/new.npz): prepare the data with tools/prepare_windows.py --rate 50",
+            f"trained at 50 Hz ({tmp_path}/new.npz): prepare the recordings again, with --rate 50",
         ),
         ({"channels": np.array("ay ax az wx wy wz".split())}, "6 channels ay ax az wx wy wz, the model was trained on"),
     ):
