@@ -656,6 +656,8 @@ def _check_rows(demos: Demonstrations, exclude: Sequence[int]) -> None:
 def _tolerance(demos: Demonstrations, frame: np.ndarray) -> str:
     """Return the smallest tolerance with two digits that takes all timestamps."""
     off = np.abs(demos.columns["timestamp"].astype(np.float64) - frame / demos.fps).max()
+    if off == 0:  # such as episodes of one frame
+        return "0"
     step = 10.0 ** (math.floor(math.log10(off)) - 1)
     return f"{math.ceil(off / step) * step:.2g}"
 
