@@ -119,6 +119,11 @@ def _check_lengths(sets: Sets, stretches: Sequence[Stretch]) -> None:
     )
     if len(wrong) > 1:
         what += f"; so it is for {_by_camera(unusable)}"
+    _raise_unusable(sets, unusable, what)
+
+
+def _raise_unusable(sets: Sets, unusable: Sequence[Unusable], what: str) -> None:
+    """Raise LockstepError for pictures that contradict their episodes."""
     todo = f"{TABLE}, or go on with {_go_on(sets, unusable)}"
     raise LockstepError(what, _files(unusable), todo)
 
@@ -142,8 +147,7 @@ def _check_overlaps(sets: Sets, stretches: Sequence[Stretch]) -> None:
         )
     if len(unusable) > 2:
         what += f"; so it is for {_by_camera(unusable)}"
-    todo = f"{TABLE}, or go on with {_go_on(sets, unusable)}"
-    raise LockstepError(what, _files(unusable), todo)
+    _raise_unusable(sets, unusable, what)
 
 
 def _overlapping(stretches: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:

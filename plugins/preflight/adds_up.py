@@ -24,12 +24,11 @@ from engine.comm.shards import to_local
 from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import batch_info
 from engine.hooks import check as check_returned
-from engine.phases import phase
 from engine.run import Run
-from engine.seeds import preserve_rng_state, seed_generators
+from engine.seeds import seed_generators
 from engine.trial import Kept, copied_task, project_gradients, rng_states
 from plugins.preflight.partition import partition_dependent
-from plugins.preflight.snapshot import snapshot_of
+from plugins.preflight.snapshot import isolated, snapshot_of
 
 SAMPLES_ON_CPU, SAMPLES_ON_GPU = 5, 32
 """Samples of the check. A GPU with loader processes checks as few samples as a CPU, because this
@@ -84,13 +83,7 @@ def check(run: Run, loader: Any, sums: Sums) -> str:
     Raises LockstepError if the sums do not add up. Weights, buffers, random numbers, and the values
     in modules and in the task are restored.
     """
-    with (
-        phase.during("preflight"),
-        preserve_rng_state(run.world.device),
-        contextlib.ExitStack() as stack,
-    ):
-        if "torch._dynamo" in sys.modules:  # the compiler would run for each number of samples
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with isolated(run) as stack:
         backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
         for backend in backends:  # compute in float32 to the last digit on GPUs, too
             stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)

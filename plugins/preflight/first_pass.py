@@ -13,7 +13,6 @@ another pass and without it.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,14 +24,13 @@ from engine import global_loss
 from engine.data.batches import batch_info
 from engine.errors import LockstepError, few
 from engine.hooks import check as check_returned
-from engine.phases import phase
 from engine.private import NORM_WITH_STATISTICS, non_persistent_buffers
 from engine.run import Run
-from engine.seeds import preserve_rng_state, seed_generators
+from engine.seeds import seed_generators
 from engine.trial import project_gradients, rng_states
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.private import PlainDispatchMode
-from plugins.preflight.snapshot import Snapshot, snapshot_of
+from plugins.preflight.snapshot import Snapshot, isolated, snapshot_of
 
 SAMPLES = 5
 
@@ -240,13 +238,7 @@ def look(run: Run) -> list[str]:
     Raises LockstepError if a pass depends on more than weights, samples and seeds. Weights,
     buffers, random numbers, and the values in modules and in the task are put back.
     """
-    with (
-        phase.during("preflight"),
-        preserve_rng_state(run.world.device),
-        contextlib.ExitStack() as stack,
-    ):
-        if "torch._dynamo" in sys.modules:  # the compiler would run for each number of samples
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with isolated(run) as stack:
         trial = PassTrial(run)
         stack.callback(setattr, global_loss, "current_pass", None)
         stack.callback(trial.begin.put_back)

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from engine.comm.digests import digest, same_bits
 from engine.comm.shards import to_local
 from engine.contract import Task
+from engine.phases import phase
 from engine.run import Run
+from engine.seeds import preserve_rng_state
 from engine.trial import LONG
 
 NUMBERS = (bool, int, float, complex, str, type(None), np.number)
@@ -246,6 +248,22 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         return None
     attributes = getattr(value, "__dict__", None)
     return attributes if isinstance(attributes, dict) else None
+
+
+@contextlib.contextmanager
+def isolated(run: Run) -> Iterator[contextlib.ExitStack]:
+    """Run passes of a check, uncompiled, and restore the generators afterwards.
+
+    Yields a stack; its callbacks run before the generators are restored.
+    """
+    with (
+        phase.during("preflight"),
+        preserve_rng_state(run.world.device),
+        contextlib.ExitStack() as stack,
+    ):
+        if "torch._dynamo" in sys.modules:  # the compiler would run for each number of samples
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield stack
 
 
 def snapshot_of(run: Run, copies: bool = True) -> Snapshot:
