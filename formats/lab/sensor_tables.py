@@ -648,111 +648,172 @@ def _since_first(time: np.ndarray, unit: str) -> tuple[np.ndarray, float]:
 def _read_parquet(path: Path, how: Reading) -> Sheet:
     try:
         import pyarrow as pa
-        import pyarrow.compute as pc
-        import pyarrow.parquet as pq
     except ImportError:
         raise LockstepError("pyarrow is not installed", str(path), "pip install pyarrow") from None
     try:
-        file = pq.ParquetFile(path)
-        kinds = {field.name: field.type for field in file.schema_arrow}
-        numeric = [
-            pa.types.is_integer(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
-            for t in kinds.values()
-        ]
-        header = ["" if name.startswith("__index_level_") else name for name in kinds]
-        places = _choose(header, how, str(path), numeric)
-        if how.time == "" and "time" not in places.roles and "" in header:
-            index = header.index("")
-            kind = [*kinds.values()][index]
-            if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
-                places.roles["time"] = index
-        header = [*kinds]
-        channels = [header[c] for c in places.channels]
-        used = places.used(header)
-        coded = [header[c] for c in places.others(header) if _may_be_codes(kinds[header[c]])]
-        more = [header[c] for c in places.more]
-        names = dict.fromkeys([*channels, *used.values(), *more, *coded])
-        table = file.read(columns=[*names])
+        parquet = _ParquetReader(path, how)
     except (OSError, pa.ArrowException) as error:
         what = f"no whole parquet file: {str(error).splitlines()[0][:120]}"
         raise LockstepError(what, str(path), "write it again") from None
-    how.channels = channels
-    unit_notes = _check_units(
-        how, path, [split_any_unit(name).unit for name in channels], str(path)
-    )
+    return parquet.sheet()
 
-    def numbers(name: str) -> np.ndarray:
-        if not numeric[header.index(name)]:
-            todo = "give columns of numbers, or --time-unit datetime for a time"
-            raise LockstepError(f"column {name} is {kinds[name]}", str(path), todo)
-        return np.asarray(table[name].cast(pa.float64()).to_numpy(), np.float64)
 
-    values = np.stack([numbers(name) for name in channels], 1)
-    time, clock = None, TimeUnit(how.unit)
-    if name := used.get("time"):
-        if pa.types.is_timestamp(kinds[name]):
-            clock = TimeUnit("datetime")
-            whole = table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-            time = np.asarray(whole.to_numpy(), np.float64)
-        elif pa.types.is_duration(kinds[name]):
-            clock = TimeUnit("duration")
-            whole = table[name].cast(pa.duration("us"), safe=False).cast(pa.int64())
-            time = np.asarray(whole.to_numpy(), np.float64)
-        elif numeric[header.index(name)] and how.unit in ("", *SECONDS):
-            time = numbers(name)
-            if not how.unit:
-                clock = unit_of_values(split_unit(name).unit, time[:SAMPLE])
-        else:
-            cells = pc.fill_null(table[name].cast(pa.string()), "").to_pylist()
-            if not how.unit:
-                clock = find_unit("", cells[:SAMPLE])
-            if clock.cure or clock.unit in SECONDS:
-                cure = clock.cure or "give columns of numbers, or --time-unit datetime for a time"
-                raise LockstepError(f"column {name} is {kinds[name]}", str(path), cure)
-            time = dates(cells, clock.unit)
-    columns = {name: pc.fill_null(table[name].cast(pa.string()), "").to_pylist() for name in coded}
-    of_names = [used[role] for role in NAMES if role in used] + more
-    columns |= {
-        name: pc.fill_null(table[name].cast(pa.string()), "").to_pylist() for name in of_names
-    }
-    by_place = [columns.get(name, []) for name in header]
-    texts = {
-        role: _names_in(places.names_of(role, by_place)).stripped(path)
-        for role in NAMES
-        if role in used
-    }
-    others = {name: _names_in(columns[name]).collected() for name in coded}
-    others = {name: found for name, found in others.items() if len(found[1]) <= FEW_NAMES}
-    for name, column in [
-        *zip(channels, values.T, strict=True),
-        *([(used["time"], time)] if time is not None else []),
-    ]:
-        of_time = column is time
-        wrong = np.flatnonzero(
-            ~np.isfinite(column) if of_time or not how.missing else np.isinf(column)
+class _ParquetReader:
+    """Reads the chosen columns of a parquet file.
+
+    kinds     type of each column, by name
+    numeric   whether the column holds numbers, for each column
+    header    names of the columns
+    places    columns by role
+    channels  names of the channels
+    used      {role: name} of the columns with a role
+    coded     names of the columns without a use that may name the sensors of the rows
+    table     the columns that are read
+    """
+
+    def __init__(self, path: Path, how: Reading):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path, self.how = path, how
+        file = pq.ParquetFile(path)
+        self.kinds = {field.name: field.type for field in file.schema_arrow}
+        self.numeric = [
+            pa.types.is_integer(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
+            for t in self.kinds.values()
+        ]
+        self.header = [*self.kinds]
+        self.places = self._places()
+        self.channels = [self.header[c] for c in self.places.channels]
+        self.used = self.places.used(self.header)
+        others = [self.header[c] for c in self.places.others(self.header)]
+        self.coded = [name for name in others if _may_be_codes(self.kinds[name])]
+        self.more = [self.header[c] for c in self.places.more]
+        names = dict.fromkeys([*self.channels, *self.used.values(), *self.more, *self.coded])
+        self.table = file.read(columns=[*names])
+
+    def _places(self) -> Places:
+        """Choose the columns. An index of times without a name is the time."""
+        import pyarrow as pa
+
+        header = ["" if name.startswith("__index_level_") else name for name in self.kinds]
+        places = _choose(header, self.how, str(self.path), self.numeric)
+        if self.how.time == "" and "time" not in places.roles and "" in header:
+            index = header.index("")
+            kind = self.kinds[self.header[index]]
+            if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+                places.roles["time"] = index
+        return places
+
+    def sheet(self) -> Sheet:
+        """Return the rows. Raises LockstepError for a cell that is empty or no number."""
+        self.how.channels = self.channels
+        units = [split_any_unit(name).unit for name in self.channels]
+        unit_notes = _check_units(self.how, self.path, units, str(self.path))
+        values = np.stack([self._numbers(name) for name in self.channels], 1)
+        time, clock = self._time()
+        texts, others = self._names()
+        self._check_channels(values)
+        if time is not None:
+            self._check(self.used["time"], ~np.isfinite(time), "fill it in")
+        if not len(values):
+            raise LockstepError("no rows of data", str(self.path), EMPTY)
+        start_s = 0.0
+        if time is not None:
+            time, start_s = _since_first(time, clock.unit)
+        self.how.tell(len(values))
+        notes = self.places.notes(self.path, self.header) + unit_notes
+        if clock.note:
+            notes.append(f"{self.path}: {clock.note}")
+        lines = np.arange(1, len(values) + 1)
+        sheet = Sheet(
+            self.path, lines, time, values, self.channels, texts, self.used, notes, start_s
         )
-        if len(wrong):
-            todo = (
-                "fill it in"
-                if of_time
-                else "--missing fill draws a line over it, --missing cut cuts there"
-            )
-            raise LockstepError(
-                f"{name} is empty or no number", f"{path}, row {wrong[0] + 1}, column {name}", todo
-            )
-    if not len(values):
-        raise LockstepError("no rows of data", str(path), EMPTY)
-    start_s = 0.0
-    if time is not None:
-        time, start_s = _since_first(time, clock.unit)
-    how.tell(len(values))
-    notes = places.notes(path, header) + unit_notes
-    if clock.note:
-        notes.append(f"{path}: {clock.note}")
-    lines = np.arange(1, len(values) + 1)
-    sheet = Sheet(path, lines, time, values, channels, texts, used, notes, start_s)
-    sheet.others = others
-    return sheet
+        sheet.others = others
+        return sheet
+
+    def _numbers(self, name: str) -> np.ndarray:
+        """Return the numbers of a column, (N,) float64."""
+        import pyarrow as pa
+
+        if not self.numeric[self.header.index(name)]:
+            todo = "give columns of numbers, or --time-unit datetime for a time"
+            raise LockstepError(f"column {name} is {self.kinds[name]}", str(self.path), todo)
+        return np.asarray(self.table[name].cast(pa.float64()).to_numpy(), np.float64)
+
+    def _texts(self, name: str) -> list[str]:
+        """Return the cells of a column as texts; an empty cell is an empty text."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        cells: list[str] = pc.fill_null(self.table[name].cast(pa.string()), "").to_pylist()
+        return cells
+
+    def _time(self) -> tuple[np.ndarray | None, TimeUnit]:
+        """Return the times, (N,) float64 in the unit or in microseconds, and the unit; None without
+        a column of times."""
+        import pyarrow as pa
+
+        unit = self.how.unit
+        name = self.used.get("time")
+        if not name:
+            return None, TimeUnit(unit)
+        kind = self.kinds[name]
+        if pa.types.is_timestamp(kind):
+            return self._microseconds(name, pa.timestamp("us")), TimeUnit("datetime")
+        if pa.types.is_duration(kind):
+            return self._microseconds(name, pa.duration("us")), TimeUnit("duration")
+        if self.numeric[self.header.index(name)] and unit in ("", *SECONDS):
+            time = self._numbers(name)
+            if unit:
+                return time, TimeUnit(unit)
+            return time, unit_of_values(split_unit(name).unit, time[:SAMPLE])
+        cells = self._texts(name)
+        clock = TimeUnit(unit)
+        if not unit:
+            clock = find_unit("", cells[:SAMPLE])
+        if clock.cure or clock.unit in SECONDS:
+            cure = clock.cure or "give columns of numbers, or --time-unit datetime for a time"
+            raise LockstepError(f"column {name} is {kind}", str(self.path), cure)
+        return dates(cells, clock.unit), clock
+
+    def _microseconds(self, name: str, kind: Any) -> np.ndarray:
+        """Return a column of times or durations as microseconds, (N,) float64."""
+        import pyarrow as pa
+
+        whole = self.table[name].cast(kind, safe=False).cast(pa.int64())
+        return np.asarray(whole.to_numpy(), np.float64)
+
+    def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return `Sheet.texts` and `Sheet.others`."""
+        roles = [role for role in NAMES if role in self.used]
+        named = [*self.coded, *(self.used[role] for role in roles), *self.more]
+        columns = {name: self._texts(name) for name in dict.fromkeys(named)}
+        by_place = [columns.get(name, []) for name in self.header]
+        texts = {}
+        for role in roles:
+            cells = self.places.names_of(role, by_place)
+            texts[role] = _names_in(cells).stripped(self.path)
+        others = {}
+        for name in self.coded:
+            found = _names_in(columns[name]).collected()
+            if len(found[1]) <= FEW_NAMES:
+                others[name] = found
+        return texts, others
+
+    def _check_channels(self, values: np.ndarray) -> None:
+        """Raise LockstepError for a cell that is empty or no number, unless cells may be missing;
+        for an infinite number in any case."""
+        todo = "--missing fill draws a line over it, --missing cut cuts there"
+        for name, column in zip(self.channels, values.T, strict=True):
+            wrong = np.isinf(column) if self.how.missing else ~np.isfinite(column)
+            self._check(name, wrong, todo)
+
+    def _check(self, name: str, wrong: np.ndarray, todo: str) -> None:
+        rows = np.flatnonzero(wrong)
+        if len(rows):
+            where = f"{self.path}, row {rows[0] + 1}, column {name}"
+            raise LockstepError(f"{name} is empty or no number", where, todo)
 
 
 def _may_be_codes(kind: Any) -> bool:
