@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from engine import hooks
 from engine.comm.world import World
 from engine.config import Config
-from engine.contract import Batch, BatchInfo, Task, kept, per_sample
+from engine.contract import Batch, BatchInfo, StepInfo, Task, kept, per_sample
 from engine.data.ahead import fetched, to_device
 from engine.data.batches import attach_info, split_rows
 from engine.data.examples import EvalExamples, TrainExamples
@@ -282,11 +282,12 @@ class TrainLoader(TrainExamples, _Loader):
         self.together = prepare is None
         self.computed = range(0), torch.empty(0)  # a chunk and its numbers
 
-    def set_epoch(self, epoch: int, consumed: int = 0) -> None:
+    def set_epoch(self, epoch: int, consumed: int = 0, step: int = 0) -> None:
         """Start the next iteration in this epoch, after `consumed` samples, counted over all
-        ranks."""
+        ranks, with step number `step` of the run."""
         self.sampler.set_epoch(epoch)
         self.sampler.position = consumed
+        self.first_step = step
 
     def __len__(self) -> int:
         """Optimizer steps to come in this epoch."""
@@ -313,21 +314,23 @@ class TrainLoader(TrainExamples, _Loader):
             columns = [self._numbers(micro.positions) for micro in micros]
             numbers = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
             # A group of several passes is of cached data, whose batch `prepared` gathers.
-            batch = self.prepared(micros, group[0][1], numbers)
+            batch = self.prepared(micros, group[0][1], numbers, self.step_info(micros))
             parts: Iterable[Batch] = [batch]
             if len(micros) > 1:
-                parts = split_rows(batch, [len(micro.indices) for micro in micros])
+                parts = split_rows(batch, micros, self.step_info)
             for micro, part in zip(micros, parts, strict=True):
                 yield part, micro
                 if not micro.closes_step:
                     phase(Phase.DATA_LOADING)
 
-    def prepared(self, micros: list[MicroBatch], batch: Batch, numbers: Tensor) -> Batch:
+    def prepared(
+        self, micros: list[MicroBatch], batch: Batch, numbers: Tensor, step: StepInfo
+    ) -> Batch:
         """Return the batch of some passes for the task's `loss`; cached data are gathered here.
 
         numbers  (3, B) index, position and seed of the samples
         """
-        info = BatchInfo(*numbers.unbind())
+        info = BatchInfo(*numbers.unbind(), step_info=step)
         if micros[0].mean_weight is not None:
             shares = [
                 info.index.new_full((len(m.indices),), m.mean_weight, dtype=torch.float64)
@@ -379,7 +382,7 @@ class EvalLoader(EvalExamples, _Loader):
                 # of the samples alone: every evaluation draws the same
                 seeds = sample_seeds(0, 0, index)
             rows = slice(indices[0] - first, indices[-1] + 1 - first)
-            info = BatchInfo(index[rows], index[rows], seeds[rows])
+            info = BatchInfo(index[rows], index[rows], seeds[rows], step_info=self.step_info)
             if self.cached is not None:
                 batch = self.cached.gather(info.index)
             yield attach_info(batch, info)

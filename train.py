@@ -160,7 +160,7 @@ def train(run: Run) -> None:
         evaluate(run)
     while not (run.finished or run.stopped):
         # a resumed run begins within an epoch
-        run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
+        run.loaders.train.set_epoch(run.progress.epoch, run.progress.position, run.progress.step)
         for passes in run.steps():
             due = take_step(run, passes)
             if due.outcomes:  # a step was skipped

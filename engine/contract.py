@@ -7,10 +7,11 @@ returns *sums*, and the engine adds the sums up over micro-batches and ranks bef
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,6 +43,23 @@ LOGGED = ("event", "step", "epoch", "samples", "time_s")
 """Names in each line of metrics.jsonl, which no metric may have."""
 
 
+@dataclass(frozen=True)
+class StepInfo:
+    """The place of an optimizer step in the run: numbers of the host, the same in all passes of the
+    step and on all ranks.
+
+    step      steps taken before this step, so the number of the step from 0; in an evaluation the
+              steps taken
+    epoch     from 0
+    progress  step / steps of the run: 0.0 at the first step, below 1.0 in training, 1.0 in the
+              evaluation at the end
+    """
+
+    step: int = 0
+    epoch: int = 0
+    progress: float = 0.0
+
+
 @dataclass(slots=True)
 class BatchInfo:
     """The loader's metadata of a batch, on its device; read only.
@@ -53,12 +71,41 @@ class BatchInfo:
                  (seed, epoch, position), in an evaluation of the index alone
     mean_weight  (B,) float64, in training if the dataset has `weights`: the mean weight over the
                  global batch, one number repeated for each sample; else None
+    step_info    the batch's place in the run: `step`, `epoch` and `progress`, see `StepInfo`
     """
+
+    OF_SAMPLES: ClassVar = ("index", "position", "seed", "mean_weight")
 
     index: Tensor
     position: Tensor
     seed: Tensor
     mean_weight: Tensor | None = None
+    step_info: StepInfo = field(default=StepInfo(), kw_only=True)
+    cached_clock: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def step(self) -> int:
+        return self.step_info.step
+
+    @property
+    def epoch(self) -> int:
+        return self.step_info.epoch
+
+    @property
+    def progress(self) -> float:
+        return self.step_info.progress
+
+    @property
+    def clock(self) -> Tensor:
+        """(3,) float64 [step, epoch, progress] on the batch's device. For code that is compiled or
+        recorded as a CUDA graph, where a number of the host would be a constant."""
+        if self.cached_clock is None:
+            numbers = (self.step, self.epoch, self.progress)
+            # filled in: a copy to a GPU is a sync point
+            self.cached_clock = torch.stack(
+                [self.index.new_full((), number, dtype=torch.float64) for number in numbers]
+            )
+        return self.cached_clock
 
 
 def inputs(batch: dict[str, Any]) -> dict[str, Any]:

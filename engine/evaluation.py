@@ -27,6 +27,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     """
     world, task = run.world, run.task
     scored, collected = Gathered("score"), Gathered("collect", task.collect_limit_mb)
+    run.loaders.val.step_info = run.step_info
     with run.evaluated() as model:
         incomplete = False
         phase(Phase.LOADING_VALIDATION_DATA)

@@ -11,6 +11,7 @@ import torch
 from engine import hooks
 from engine.comm.world import World
 from engine.config import Config, Schedule
+from engine.contract import StepInfo
 from engine.errors import LockstepError
 from engine.partition import divide_batch
 
@@ -67,6 +68,11 @@ class Plan:
         of ranks; virtual workers and FSDP2 do not."""
         averaged_over = 1 if self.workers or self.sharded else self.processes
         return averaged_over / self.global_batch
+
+    def step_info(self, step: int, epoch: int) -> StepInfo:
+        """Return the place in the run of optimizer step `step`, or of an evaluation after `step`
+        steps."""
+        return StepInfo(step, epoch, step / self.total_steps)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine import global_loss, hooks
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
-from engine.contract import Loss, Task
+from engine.contract import Loss, StepInfo, Task
 from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
@@ -135,6 +135,11 @@ class Run:
     def lr(self) -> Any:
         """The learning rate of the coming step."""
         return self.plan.lr(self.progress.step)
+
+    @property
+    def step_info(self) -> StepInfo:
+        """The place in the run of the coming step, or of an evaluation after the steps taken."""
+        return self.plan.step_info(self.progress.step, self.progress.epoch)
 
     def begin_step(self) -> None:
         """Clear the gradients, and set training mode after an evaluation; `steps` sets the mode of

@@ -46,7 +46,7 @@ def rows() -> list[Row]:
 
 def _statements() -> list[Row]:
     found = []
-    for group, bar in (("core", 3300), ("plugins", 4300), ("page", 420)):
+    for group, bar in (("core", 3300), ("plugins", 4300), ("page", 425)):
         files = project.sources(group)
         with_code = sum(project.statements([path]) > 0 for path in files)
         note = f"{project.lines(files):,} lines, {with_code} files"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
-from engine.contract import INFO_KEY, Batch, BatchInfo
+from engine.contract import INFO_KEY, Batch, BatchInfo, StepInfo
 
 PLAIN = {int, float, bool, str, bytes, type(None)}
 STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
@@ -42,6 +42,8 @@ def tree_children(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return None if isinstance(value, PackedSequence) else value._asdict()
+    if isinstance(value, BatchInfo):  # its step is no part: it belongs to no sample
+        return {name: getattr(value, name) for name in BatchInfo.OF_SAMPLES}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return None
@@ -187,14 +189,20 @@ def batch_info(batch: Batch) -> BatchInfo:
     return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
 
 
-def split_rows(batch: Batch, sizes: list[int]) -> Iterator[Batch]:
-    """Yield consecutive parts of a batch, of `sizes` rows. The rows are aligned as in batches of
-    their own. A part is copied when the part is asked for."""
+def split_rows(
+    batch: Batch, micros: list[Any], step_info: Callable[[list[Any]], StepInfo]
+) -> Iterator[Batch]:
+    """Yield the part of each pass of a group, with the pass's own StepInfo. The rows are aligned as
+    in batches of their own. A part is copied when the part is asked for."""
     end = 0
-    for size in sizes:
+    for micro in micros:
         begin = end
-        end += size
-        yield map_tensors(batch, functools.partial(aligned_rows, slice(begin, end)))
+        end += len(micro.indices)
+        part = map_tensors(batch, functools.partial(aligned_rows, slice(begin, end)))
+        info = part.get(INFO_KEY) if isinstance(part, dict) else getattr(part, INFO_KEY, None)
+        if info is not None:  # a task's `prepare` may leave it out
+            info.step_info = step_info([micro])
+        yield part
 
 
 def aligned_rows(rows: slice, values: Tensor) -> Tensor:

@@ -7,21 +7,65 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.contract import Batch, BatchInfo
+from engine.contract import Batch, BatchInfo, StepInfo
 from engine.data.ahead import to_device
 from engine.data.batches import attach_info
+from engine.errors import LockstepError
 from engine.phases import Phase, phase
 from engine.seeds import sample_seeds
 
 
+class ObservedStep(StepInfo):
+    """The numbers of a StepInfo; `on_read` is called with the name of each number that is read."""
+
+    def __init__(self, info: StepInfo, on_read: Callable[[str], Any]):
+        vars(self).update(vars(info), on_read=on_read)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in StepInfo.__dataclass_fields__:
+            self.on_read(name)
+        return super().__getattribute__(name)
+
+
+def _refuse_several(name: str) -> None:
+    """Raise LockstepError for a number that is read for a group of passes, which may belong to
+    several steps."""
+    raise LockstepError(
+        f"it reads batch['lockstep'].{name} in some of its calls only, and this call prepares "
+        "several steps",
+        "the task's `prepare`",
+        "read it in each call, before any condition; or use cache=none",
+    )
+
+
+SEVERAL_STEPS = ObservedStep(StepInfo(), _refuse_several)
+"""The StepInfo of a group of passes."""
+
+
 class TrainExamples:
-    """The examples of data_loader.TrainLoader, prepared as in a step."""
+    """The examples of data_loader.TrainLoader, prepared as in a step.
+
+    first_step    the number of the first step of the next iteration
+    example_step  the step that the examples belong to; None: the first step of the run
+    """
+
+    first_step: int = 0
+    example_step: StepInfo | None = None
+
+    def step_info(self: Any, micros: list[Any]) -> StepInfo:
+        """Return the step of a pass. The StepInfo of several passes cannot be read."""
+        if len(micros) > 1:
+            return SEVERAL_STEPS
+        sampler = self.sampler
+        taken = (micros[0].consumed - 1 - sampler.position) // sampler.plan.global_batch
+        return sampler.plan.step_info(self.first_step + taken, sampler.epoch)
 
     def example(self: Any, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
         """Return samples `begin` to `end` of the epoch, at most a pass or `least` samples."""
@@ -30,7 +74,7 @@ class TrainExamples:
         with phase.during(Phase.DATA_LOADING):
             return self.prepared(*self.unprepared(slice(begin, end)))
 
-    def unprepared(self: Any, positions: slice) -> tuple[list[Any], Batch, Tensor]:
+    def unprepared(self: Any, positions: slice) -> tuple[list[Any], Batch, Tensor, StepInfo]:
         """Return the arguments of `prepared` for these positions of the epoch's order, without the
         excluded samples."""
         sampler = self.sampler
@@ -42,16 +86,22 @@ class TrainExamples:
         batch = None
         if self.cached is None:
             batch = to_device(self.source.get(micro), self.device)
-        return [micro], batch, self.numbers_of(order, drawn)
+        step = self.example_step or sampler.plan.step_info(0, 0)
+        return [micro], batch, self.numbers_of(order, drawn), step
 
 
 class EvalExamples:
-    """The examples of data_loader.EvalLoader."""
+    """The examples of data_loader.EvalLoader.
+
+    step_info  the place of the evaluation in the run
+    """
+
+    step_info: StepInfo = StepInfo()
 
     def example(self: Any, end: int, begin: int = 0, least: int = 1) -> Batch:
         """Return samples `begin` to `end` of the split's first batch."""
         end = min(end, self.sampler.batch_size, self.sampler.num_samples)
         request = self.source.request([*range(begin, end)])
         index = to_device(torch.tensor(request.indices), self.device)
-        info = BatchInfo(index, index, sample_seeds(0, 0, index))
+        info = BatchInfo(index, index, sample_seeds(0, 0, index), step_info=self.step_info)
         return attach_info(to_device(self.source.get(request), self.device), info)

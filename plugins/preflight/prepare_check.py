@@ -14,6 +14,7 @@ from engine.data.fingerprint import stop_or_warn
 from engine.errors import LockstepError
 from engine.seeds import preserve_rng_state
 from engine.trial import rng_states
+from plugins.preflight import steps
 
 
 def check_prepare(loader: Any, random_samples: str) -> None:
@@ -21,10 +22,18 @@ def check_prepare(loader: Any, random_samples: str) -> None:
     bits, or moves a generator that `prepare` does not seed.
 
     Held data are prepared one by one, too: if that gives the same bits, passes may be prepared
-    together. Not with virtual workers, whose bits would depend on how many a process runs.
+    together. Not with virtual workers, whose bits would depend on how many a process runs; and not
+    if `prepare` reads the number of the step, because passes of several steps are prepared
+    together. A `prepare` that reads the number is tried in the last step of the run, too.
     """
-    if loader.prepare is None:
-        return
+    if loader.prepare is not None:
+        alike = steps.at_both_ends(loader, lambda: _check(loader, random_samples))
+        loader.together = alike == [True]
+
+
+def _check(loader: Any, random_samples: str) -> bool:
+    """Check the samples in one step. Return whether held data that are prepared one by one have the
+    same bits."""
     plan = loader.sampler.plan
     samples = min(4, plan.num_samples, plan.micro_batch if loader.cached is None else 4)
 
@@ -61,9 +70,10 @@ def check_prepare(loader: Any, random_samples: str) -> None:
         with contextlib.suppress(Exception):
             if loader.cached is not None and not plan.workers:
                 ones = [prepared(n, n + 1)[0] for n in range(samples)]
-                loader.together = all(
+                return all(
                     same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole
                 )
+    return False
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -354,6 +354,52 @@ def test_passes_that_are_prepared_together_have_the_same_bits(monkeypatch, size)
             assert all(map(torch.equal, tensors(batch), tensors(other)))
 
 
+class Ramped(Noisy):
+    """Its `prepare` reads the number of the step."""
+
+    def prepare(self, batch):
+        info = batch["lockstep"]
+        return super().prepare(batch) | {"time": info.index * 0 + info.step + 100 * info.epoch + info.progress}
+
+
+@pytest.mark.parametrize("cache", ["none", "host"])
+@pytest.mark.parametrize("task", [Noisy, Ramped, None])
+def test_each_pass_has_the_number_of_its_step(monkeypatch, cache, task):
+    """In groups of passes that are prepared at once, too; a `prepare` that reads the number gets no such group."""
+    monkeypatch.setitem(cached_data.AT_ONCE, "cpu", 16 * 2 * (11 * 4 + 8))
+    the_plan = make_plan(61, 2, batch=2, accumulation=2)
+    cfg, own = config.Config(batch_size=2, cache=cache, seed=9), task and task()
+    loader, _ = create_data_loaders(cfg, world(1, 2), the_plan, Windows(), None, own)
+    assert loader.together is (task is None or (task is Noisy and cache == "host"))
+    loader.set_epoch(1, 3 * the_plan.global_batch, 70)
+    numbers = []
+    for step, passes in enumerate(loader, 70):
+        for batch, _ in passes:
+            info = batch["lockstep"]
+            assert (info.step, info.epoch, info.progress) == (step, 1, step / the_plan.total_steps)
+            assert info.clock.tolist() == [step, 1, step / the_plan.total_steps] and info.clock is info.clock
+            if task is Ramped:
+                assert {*batch["time"].tolist()} == {torch.tensor(step + 100 + info.progress).item()}
+            numbers.append(step)
+    assert numbers == sorted([*range(70, 70 + the_plan.steps_per_epoch - 3)] * 2)[: len(numbers)] and len(numbers) > 7
+
+
+def test_a_prepare_that_reads_the_number_only_sometimes(monkeypatch):
+    """No group of passes gets the number of another step."""
+
+    class Sometimes(Noisy):
+        def prepare(self, batch):
+            if len(batch["x"]) > 4:
+                assert batch["lockstep"].clock.sum() >= 0
+            return super().prepare(batch)
+
+    monkeypatch.setitem(cached_data.AT_ONCE, "cpu", 16 * 2 * (11 * 4 + 8))
+    the_plan, cfg = make_plan(61, 1, batch=2), config.Config(batch_size=2, cache="host")
+    loader, _ = create_data_loaders(cfg, world(0, 1), the_plan, Windows(), None, Sometimes())
+    with pytest.raises(LockstepError, match="step in some of its calls only"):
+        list(loader.passes())
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_mean_weight_of_a_step_is_that_of_its_own_samples(size):
     """Of those that all ranks have in it, and not of those that stand at the same places of the dataset."""

@@ -94,7 +94,8 @@ def endless(run: Run) -> Iterator[AfterStep]:
     of the steps."""
     take_step = performance.fast_step(run, train.train_step)
     while True:
-        run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
+        progress = run.progress
+        run.loaders.train.set_epoch(progress.epoch, progress.position, progress.step)
         for passes in run.steps():
             due = take_step(run, passes)
             resilience.check_outcomes(run, due.outcomes)
