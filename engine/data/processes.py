@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import multiprocessing
 import os
 import signal
@@ -69,8 +70,12 @@ processes ignore the signals."""
 def starting_processes() -> Iterator[None]:
     """Block signals while processes start: a process cannot ignore signals at once.
 
+    Garbage of this process is collected first, and what is left is never collected in the started
+    processes: a decoder that is closed there waits for threads that exist only here, for ever.
     Raises LockstepError if /dev/shm is full or cannot be used.
     """
+    gc.collect()
+    gc.freeze()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import multiprocessing
 import operator
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import succeed
-from loading import LABELS, Rows, epoch_of, make_plan, steps_of, world
+from loading import LABELS, Rows, epoch_of, loaders_of, make_plan, steps_of, world
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -171,6 +172,38 @@ def test_a_reader_that_disconnects_leaves_no_traceback(capfd):
     done.set()
     worker.join()
     assert worker.exitcode == 0 and capfd.readouterr().err == ""
+
+
+class Decoder:
+    """A file that a decoder has open: closed in another process, it waits for threads that are not there."""
+
+    def __init__(self, closed_elsewhere):
+        self.itself, self.owner, self.closed_elsewhere = self, os.getpid(), closed_elsewhere
+
+    def __del__(self):
+        if os.getpid() != self.owner:
+            self.closed_elsewhere.touch()
+
+
+class Collecting(Rows):
+    def __getitem__(self, i):
+        gc.collect()
+        return super().__getitem__(i)
+
+
+def test_garbage_of_the_rank_is_not_collected_in_a_loader_process(tmp_path):
+    loader, _ = loaders_of(Collecting(), workers=1)
+    gc.collect()
+    gc.disable()  # so that the decoder is still there when the processes start
+    try:
+        Decoder(tmp_path / "closed")
+        passes = len([*loader.passes()])
+    finally:
+        gc.enable()
+    del loader  # its process ends
+    gc.collect()
+    assert passes == 3
+    assert not (tmp_path / "closed").exists()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from lerobot_data import CAMERA, DELTAS, FRAMES, LENGTHS, MAKERS, V3, flat, gray
 from refusals import refused
 
 from engine.contract import LockstepError
+from engine.data.processes import starting_processes
 from formats.robots import frames as frames_module
 from formats.robots import lerobot_mix
 from formats.robots.frames import Frames
@@ -515,7 +516,9 @@ def test_loader_processes_read_the_same(made, tmp_path, kind, cache, context):
     loader = torch.utils.data.DataLoader(
         chunks, batch_size=4, num_workers=workers, collate_fn=_as_it_is, multiprocessing_context=context, timeout=600
     )
-    batches = list(loader)
+    with starting_processes():
+        started = iter(loader)
+    batches = list(started)
     assert all(torch.equal(torch.cat([batch[name] for batch in batches]), expected[name]) for name in expected)
     assert torch.equal(chunks.__getitems__([5])[CAMERA], expected[CAMERA][[5]])
 
