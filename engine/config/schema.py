@@ -86,6 +86,12 @@ class Optim:
             "backbone.*:0.1,head:10; ?*x: if any"
         ),
     )
+    layer_decay: float = option(
+        1.0,
+        "layer-wise rate decay: the factor of the rate from a block to the block before; 1 = none",
+        above=0,
+        high=1,
+    )
     freeze: list[str] = option(
         [], "weights and modules that are not trained, by name, such as backbone.*"
     )

@@ -15,6 +15,7 @@ from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, few
 from engine.hooks import check
 from engine.optim.fused import SGD, AdamW
+from engine.optim.layers import layer_factors
 
 Named = dict[str, Tensor]
 
@@ -121,7 +122,8 @@ def _muon(
 
 
 def _rate_factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
-    """Return {weight: factor of the learning rate} by `optim.lr_scale`.
+    """Return {weight: factor of the learning rate} by `optim.lr_scale`, times the factor of the
+    weight's layer by `optim.layer_decay`.
 
     The first of several matching patterns counts. Raises LockstepError for a bad pattern.
     """
@@ -140,6 +142,9 @@ def _rate_factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
             )
         for name in _matching_names(model, pattern.strip(), "optim.lr_scale"):
             factors.setdefault(name, factor)
+    if cfg.layer_decay != 1:
+        for name, factor in layer_factors(model, cfg.layer_decay).items():
+            factors[name] = factor * factors.get(name, 1.0)
     return factors
 
 

@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from engine.contract import LOGGED, Loss, Task, per_sample
 from engine.errors import LockstepError, amount
 from plugins.preflight.optimizers import check_optimizer
-from plugins.preflight.values import check_rows, check_sample, check_trained, check_weights
+from plugins.preflight.values import (
+    check_blocks,
+    check_rows,
+    check_sample,
+    check_trained,
+    check_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -337,6 +343,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "split": check_scored,
     "optimizer": check_optimizer,
     "parameters": check_trained,
+    "blocks": check_blocks,
     "init_from": check_weights,
     "sample": check_sample,
     "batch": check_rows,

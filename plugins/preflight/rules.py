@@ -366,6 +366,12 @@ RULES = (
         where="{setting}",
     ),
     OptimizerRule(
+        setting=Condition(
+            "optim.layer_decay={optim.layer_decay:g}", lambda facts: facts.optim.layer_decay != 1
+        ),
+        where="{setting}",
+    ),
+    OptimizerRule(
         setting=Condition("optim.name={optim.name}", lambda facts: facts.optim.name != "adamw"),
         where="{setting}",
     ),

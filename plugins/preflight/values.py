@@ -21,6 +21,25 @@ HUGE = 1e19
 # --------------------------------------------------------------------------------------------------
 
 
+def check_blocks(groups: list[list[str]], model: nn.Module) -> None:
+    """Raise LockstepError for a model without blocks, and for a second group with at least half as
+    many blocks as the first, such as a decoder: the names do not show which group runs first."""
+    if groups and (len(groups) == 1 or 2 * len(groups[1]) < len(groups[0])):
+        return
+    parts = [name for name, part in model.named_children() if [*part.parameters()]]
+    what = f"the model has no list of blocks; it has {few(parts, 4)}"
+    if groups:
+        parts = [names[0].rpartition(".")[0] or names[0] for names in groups]
+        what = f"the model has {len(groups)} lists of blocks, {few(parts, 4)}"
+    names = parts or [name for name, _ in model.named_parameters()]
+    raise LockstepError(
+        f"{what}: a layer-wise decay needs one list (nn.ModuleList, nn.Sequential) of at least two "
+        "modules of one class with parts",
+        "optim.layer_decay",
+        f"give factors by name instead: optim.lr_scale={names[0]}:0.1",
+    )
+
+
 def check_trained(trained: dict[str, Tensor], model: nn.Module) -> None:
     """Raise LockstepError if a model has no weight to train, or a weight without an optimizer."""
     where = "the task's `model`"

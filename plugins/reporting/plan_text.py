@@ -16,6 +16,7 @@ from engine.comm.world import World, on_rank0
 from engine.contract import Task, per_sample
 from engine.environment import environment
 from engine.errors import amount, console, few
+from engine.optim.layers import block_groups, layer_factors
 from engine.plan import Plan, data_parallel_devices
 from engine.run import Run
 from plugins.reporting import mlflow, wandb
@@ -116,6 +117,29 @@ def _rates_of_groups(run: Run) -> str:
     return f"; by groups: {', '.join(rates)}"
 
 
+def _layer_decay(run: Run) -> dict[str, str]:
+    """Return the factors of `optim.layer_decay`, with the weights before and after the blocks."""
+    decay = run.cfg.optim.layer_decay
+    if decay == 1:
+        return {}
+    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    factors = layer_factors(run.model, decay)
+    factors = {name: factor for name, factor in factors.items() if name in trained}
+    blocks = block_groups(run.model)[0]
+    first = decay ** len(blocks)
+    before = [name for name, factor in factors.items() if factor < first]
+    after = [name for name, factor in factors.items() if factor == 1]
+    of_blocks = [factor for factor in factors.values() if first <= factor < 1]
+    texts = [f"{decay:g} over {len(blocks)} blocks, {blocks[0]} to {blocks[-1]}"]
+    if before:
+        texts.append(f"factor {min(factors.values()):.3g} for {few(before, 3)}")
+    if of_blocks:
+        texts.append(f"{min(of_blocks):.3g} to {max(of_blocks):.3g} for the blocks")
+    if after:
+        texts.append(f"1 for {few(after, 3)}")
+    return {"layer decay": "; ".join(texts)}
+
+
 def _rows_of_the_model(run: Run) -> dict[str, str]:
     count = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
@@ -165,6 +189,7 @@ def _rows_of_the_plan(run: Run) -> dict[str, str]:
         **_rows_of_the_partition(run.plan, given=run.cfg.global_batch > 0),
         "optimizer steps": _optimizer_steps(run),
         "learning rate": _learning_rate(run),
+        **_layer_decay(run),
         **_rows_of_the_model(run),
         "memory": _memory(run),
         "checkpoints": _checkpoints(run.cfg),
