@@ -31,7 +31,7 @@ def check_blocks(groups: list[list[str]], model: nn.Module) -> None:
     if groups:
         parts = [names[0].rpartition(".")[0] or names[0] for names in groups]
         what = f"the model has {len(groups)} lists of blocks, {few(parts, 4)}"
-    names = parts or [name for name, _ in model.named_parameters()]
+    names = parts or [*dict(model.named_parameters())]
     raise LockstepError(
         f"{what}: a layer-wise decay needs one list (nn.ModuleList, nn.Sequential) of at least two "
         "modules of one class with parts",

@@ -122,17 +122,24 @@ def _layer_decay(run: Run) -> dict[str, str]:
     decay = run.cfg.optim.layer_decay
     if decay == 1:
         return {}
-    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
-    factors = layer_factors(run.model, decay)
-    factors = {name: factor for name, factor in factors.items() if name in trained}
     blocks = block_groups(run.model)[0]
+    factors = layer_factors(run.model, decay)
     first = decay ** len(blocks)
-    before = [name for name, factor in factors.items() if factor < first]
-    after = [name for name, factor in factors.items() if factor == 1]
-    of_blocks = [factor for factor in factors.values() if first <= factor < 1]
+    before: list[str] = []
+    after: list[str] = []
+    of_blocks: list[float] = []
+    for name, p in run.model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if factors[name] < first:
+            before.append(name)
+        elif factors[name] < 1:
+            of_blocks.append(factors[name])
+        else:
+            after.append(name)
     texts = [f"{decay:g} over {len(blocks)} blocks, {blocks[0]} to {blocks[-1]}"]
     if before:
-        texts.append(f"factor {min(factors.values()):.3g} for {few(before, 3)}")
+        texts.append(f"factor {decay * first:.3g} for {few(before, 3)}")
     if of_blocks:
         texts.append(f"{min(of_blocks):.3g} to {max(of_blocks):.3g} for the blocks")
     if after:
