@@ -237,9 +237,7 @@ def evaluate(run: Run, save_due: bool = False) -> None:
             return
         run.record.metrics, sums = scored
         run.record.log.evaluation(run, run.record.metrics, sums)
-    better = run.progress.note_score(
-        run.record.metrics[run.task.monitor], run.task.higher_is_better
-    )
+    better = run.note_score(run.record.metrics)
     checkpoint.update_progress(state, run)  # an evaluation changes nothing else
     if better or save_due or run.finished:
         save(run, state, best=better)

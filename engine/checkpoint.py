@@ -4,6 +4,7 @@ the disk."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import socket
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from engine.files.archive import FORMAT, CheckpointState
 from engine.files.store import find_checkpoint
 from engine.left_out import check_unchanged, left_out_digests
 from engine.optim import make, make_ema
+from engine.optim.rates import load_scheduler
 from engine.phases import phase
 from engine.private import scaler_with
 from engine.run import Progress, Run
@@ -92,6 +94,7 @@ def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
         "environment",
         "left_out",
         "optimizer_name",
+        "scheduler",
         "changes",
     }
     if missing := {*CheckpointState._fields} - newer - state.keys():
@@ -169,6 +172,7 @@ def capture(run: Run) -> dict[str, Any]:
         "optimizer": optimizer,
         "optimizer_name": make.name_of(run.optimizer),
         "scaler": {},
+        **_scheduler_state(run),
     }
     if copies is None:
         finish(state)
@@ -178,8 +182,17 @@ def capture(run: Run) -> dict[str, Any]:
 
 
 def update_progress(state: dict[str, Any], run: Run) -> None:
-    """Replace the progress in a captured state: an evaluation changes nothing else."""
+    """Replace the progress in a captured state: an evaluation changes nothing else, but for a
+    scheduler that follows the score."""
     state["progress"] = asdict(run.progress)
+    state.update(_scheduler_state(run))
+
+
+def _scheduler_state(run: Run) -> dict[str, Any]:
+    """Return a copy of the state of the task's scheduler, by its key; empty without a scheduler."""
+    if run.scheduler is None:
+        return {}
+    return {"scheduler": copy.deepcopy(run.scheduler.state_dict())}
 
 
 def restore(run: Run, saved: CheckpointState) -> None:
@@ -199,6 +212,13 @@ def restore(run: Run, saved: CheckpointState) -> None:
         what = f"the checkpoint's optimizer is {saved.optimizer_name}, not {optimizer}"
         todo = f"change it back, or start a new run with init_from={saved.path}"
         raise LockstepError(what, str(saved.path), todo, exit_code=3)
+    if (run.scheduler is None) != (saved.scheduler is None):
+        raise LockstepError(
+            "only one of task and checkpoint has a `scheduler` of its own",
+            str(saved.path),
+            f"change it back, or start a new run with init_from={saved.path}",
+            exit_code=3,
+        )
     _load_model(run.model, saved, saved.model)
     with _of_the_same_model(saved):
         if run.ema is not None and saved.ema is not None:
@@ -210,6 +230,8 @@ def restore(run: Run, saved: CheckpointState) -> None:
             run.ema.load_state_dict(own | saved.ema)
         if saved.optimizer:  # a published model has none
             make.load_state(run.optimizer, saved.optimizer, saved.changes)
+        if run.scheduler is not None and saved.scheduler is not None:
+            load_scheduler(run.scheduler, run.optimizer, saved.scheduler)
         if saved.scaler and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(saved.scaler)
     run.progress = Progress(**saved.progress)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from engine.chained_optimizer import ChainedOptimizer as ChainedOptimizer
 from engine.direction import check_direction as check_direction
@@ -269,6 +270,19 @@ class Task(ToolMethods):
         `optim.name`. Called after `optim.freeze` is applied; the groups hold all trained weights.
         The schedule sets the rate of a group to the step's rate times the group's `lr` /
         `optim.lr`."""
+        return None
+
+    total_steps: int = 0
+    """Set before `scheduler` is called: the optimizer steps of the run, or `schedule.horizon`."""
+    steps_per_epoch: int = 0
+    """Set before `scheduler` is called: the optimizer steps of an epoch."""
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return a scheduler of torch for `optimizer`, or None for the schedule of `schedule.*`.
+
+        The scheduler is stepped once per optimizer step, ReduceLROnPlateau after each evaluation
+        with `monitor`. A checkpoint holds its `state_dict()`. `self.total_steps` and
+        `self.steps_per_epoch` are the lengths for schedulers that need one."""
         return None
 
     def fsdp_units(self, model: nn.Module) -> list[nn.Module] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine import hooks
+from engine import hooks, schedules
 from engine.comm.world import World
 from engine.config import Config, Schedule
 from engine.contract import StepInfo
@@ -32,6 +32,8 @@ class Plan:
     horizon: int  # the step at which the schedule ends
     peak_lr: float
     schedule: Schedule
+    period_steps: int = 0  # of the schedule, see `Schedule`
+    milestones: tuple[int, ...] = ()  # of the schedule, in steps of the run
     # GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
     devices: tuple[int, ...] = ()
     sharded: bool = False  # each process holds some rows of the weights (ddp.strategy)
@@ -75,23 +77,16 @@ class Plan:
         return StepInfo(step, epoch, step / self.total_steps)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak,
-        then cosine, linear, or wsd's constant and then linear, down to `final_share` of the peak at
-        the horizon; or constant."""
-        if step < self.warmup_steps:
+        """Return the learning rate of optimizer step `step` (from 0): a linear warm-up to the peak,
+        then the schedule's kind. one-cycle rises in the warm-up in its own way."""
+        if step < self.warmup_steps and self.schedule.kind != "one-cycle":
             return self.peak_lr * (step + 1) / self.warmup_steps
-        kind = self.schedule.kind
-        if kind == "constant":
-            return self.peak_lr
-        begin = self.warmup_steps
-        if kind == "wsd":
-            begin = max(begin, self.decay_begin)
-        progress = min(1.0, max(0, step - begin) / max(1, self.horizon - begin))
-        factor = 1 - progress
-        if kind == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * progress))
-        final = self.schedule.final_share
-        return self.peak_lr * (final + (1 - final) * factor)
+        return self.peak_lr * schedules.share_of_peak(self, step - self.warmup_steps)
+
+    @functools.cached_property
+    def moves_values(self) -> bool:
+        """Return whether the schedule moves momentum or weight decay."""
+        return self.schedule.kind == "one-cycle" or self.schedule.final_weight_decay >= 0
 
     @property
     def decay_begin(self) -> int:
@@ -146,6 +141,12 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         horizon=schedule.horizon or total_steps,
         peak_lr=cfg.optim.lr * scale,
         schedule=schedule,
+        period_steps=schedule.period_steps
+        or max(1, round(schedule.period_epochs * steps_per_epoch)),
+        milestones=tuple(
+            schedule.milestone_steps
+            or (round(each * steps_per_epoch) for each in schedule.milestone_epochs)
+        ),
         devices=devices,
         sharded=cfg.ddp.strategy != "ddp",
         workers=workers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from engine import global_loss, hooks
 from engine.comm.reducer import LocalReducer
@@ -19,6 +21,7 @@ from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
 from engine.optim.ema import EMA
+from engine.optim.rates import make_scheduler, move_values
 from engine.optim.trained import TrainedWeights
 from engine.phases import Phase, phase, split_backward
 from engine.plan import Plan
@@ -38,6 +41,9 @@ class Progress:
     best              best value of the task's monitor
     stale             evaluations since the best one
     evaluation_due    the last step is to be evaluated
+    rate_factor       factor of the rate that schedule.kind=plateau has reached
+    plateau_best      best value of the monitor for plateau
+    plateau_stale     evaluations since that one, or since the rate was lowered
     skipped           steps that were not taken, because the gradient was not finite
     skipped_in_a_row  steps skipped since the last step that was taken
     epoch_totals      training totals of the logged part of this epoch
@@ -50,6 +56,9 @@ class Progress:
     best: float | None = None
     stale: int = 0
     evaluation_due: bool = False
+    rate_factor: float = 1.0
+    plateau_best: float | None = None
+    plateau_stale: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)
@@ -72,6 +81,19 @@ class Progress:
         self.best = value
         self.stale = 0
         return True
+
+    def note_plateau(self, value: float, higher_is_better: bool, schedule: Any) -> None:
+        """Lower the rate if the score has not become better in `plateau_patience` evaluations:
+        torch's ReduceLROnPlateau with a relative threshold and eps=0."""
+        sign = 1 if higher_is_better else -1
+        best = -sign * math.inf if self.plateau_best is None else self.plateau_best
+        self.plateau_stale += 1
+        if sign * value > sign * best * (1 + sign * schedule.plateau_threshold):
+            self.plateau_best = value
+            self.plateau_stale = 0
+        if self.plateau_stale > schedule.plateau_patience:
+            self.rate_factor = max(self.rate_factor * schedule.gamma, schedule.final_share)
+            self.plateau_stale = 0
 
 
 class AfterStep(NamedTuple):
@@ -124,6 +146,10 @@ class Run:
         self.meter = Meter(self.world, len(self.reducer.block))
         self.trained = TrainedWeights(self.model)
         self.record.fresh = hooks.initial_state.first(self)
+        self.scheduler: Any = make_scheduler(
+            self.task, self.optimizer, self.plan.horizon, self.plan.steps_per_epoch
+        )
+        self.follows_score = isinstance(self.scheduler, ReduceLROnPlateau)
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
         if self.world.size > 1:
@@ -133,8 +159,10 @@ class Run:
 
     @property
     def lr(self) -> Any:
-        """The learning rate of the coming step."""
-        return self.plan.lr(self.progress.step)
+        """The learning rate of the coming step; None: the task's scheduler sets the rates."""
+        if self.scheduler is not None:
+            return None
+        return self.plan.lr(self.progress.step) * self.progress.rate_factor
 
     @property
     def step_info(self) -> StepInfo:
@@ -142,8 +170,13 @@ class Run:
         return self.plan.step_info(self.progress.step, self.progress.epoch)
 
     def begin_step(self) -> None:
-        """Clear the gradients, and set training mode after an evaluation; `steps` sets the mode of
-        every module."""
+        """Set the values of the optimizer's groups, clear the gradients, and set training mode
+        after an evaluation; `steps` sets the mode of every module."""
+        if self.plan.moves_values:
+            move_values(self.optimizer, self.cfg.optim, self.plan, self.progress.step)
+        if self.scheduler is not None and self.progress.step and not self.follows_score:
+            # also after a skipped step: the number of the step counts
+            self.scheduler.step()
         if not self.model.training:
             self.net.train()
         for group in self.optimizer.param_groups:
@@ -295,6 +328,16 @@ class Run:
         progress, patience = self.progress, self.cfg.patience
         stale = patience > 0 and progress.stale >= patience
         return stale or progress.step >= self.plan.total_steps
+
+    def note_score(self, metrics: dict[str, float]) -> bool:
+        """Record an evaluation's score, and lower the rate on a plateau. Return whether the score
+        is the best so far."""
+        value, higher_is_better = metrics[self.task.monitor], self.task.higher_is_better
+        if self.plan.schedule.kind == "plateau":
+            self.progress.note_plateau(value, higher_is_better, self.plan.schedule)
+        if self.follows_score:
+            self.scheduler.step(value)
+        return self.progress.note_score(value, higher_is_better)
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:

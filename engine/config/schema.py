@@ -106,18 +106,78 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    kind: Literal["cosine", "linear", "constant", "wsd"] = option(
+    kind: Literal[
+        "cosine",
+        "linear",
+        "constant",
+        "wsd",
+        "polynomial",
+        "exponential",
+        "step",
+        "multistep",
+        "one-cycle",
+        "warm-restarts",
+        "inverse-sqrt",
+        "plateau",
+    ] = option(
         "cosine", "what follows the warm-up; wsd: constant, then linear over the last decay_share"
     )
     decay_share: float = option(
         0.2, "share of the steps, the last ones, in which wsd decays", above=0, high=1
+    )
+    power: float = option(1.0, "exponent of polynomial", above=0)
+    gamma: float = option(
+        0.1,
+        "factor of the rate at each period (exponential, step), milestone (multistep) or plateau",
+        above=0,
+        high=1,
+    )
+    period_epochs: float = option(
+        0.0,
+        "period of exponential, step and warm-restarts (the first one), in epochs",
+        low=0,
+    )
+    period_steps: int = option(
+        0, "this period in optimizer steps; goes before period_epochs", low=0
+    )
+    period_factor: int = option(
+        1, "length of a period of warm-restarts, as a multiple of the period before", low=1
+    )
+    milestone_epochs: list[float] = option(
+        [], "epochs of the run after which multistep lowers the rate, such as 30,80", low=0
+    )
+    milestone_steps: list[int] = option(
+        [], "these milestones in optimizer steps; go before milestone_epochs", low=0
+    )
+    start_share: float = option(
+        0.04, "first rate of one-cycle, as a share of the peak", low=0, high=1
+    )
+    peak_momentum: float = option(
+        0.85,
+        "momentum or beta1 at the peak of one-cycle, if optim.momentum or optim.beta1 is larger",
+        low=0,
+        high=0.99999,
+    )
+    plateau_patience: int = option(
+        10, "evaluations without a better monitor after which plateau lowers the rate", low=0
+    )
+    plateau_threshold: float = option(
+        1e-4, "least relative change of the monitor that plateau counts as better", low=0
+    )
+    final_weight_decay: float = option(
+        -1.0,
+        "weight decay at the end, reached by a cosine from optim.weight_decay; -1 = constant",
+        low=-1,
     )
     warmup_epochs: float = option(0.0, "linear warm-up, in epochs", low=0)
     warmup_steps: int = option(
         0, "linear warm-up, in optimizer steps; goes before warmup_epochs", low=0
     )
     final_share: float = option(
-        0.0, "learning rate at the end, as a share of the peak", low=0, high=1
+        0.0,
+        "learning rate at the end, as a share of the peak; of kinds without an end the least rate",
+        low=0,
+        high=1,
     )
     horizon: int = option(
         0, "optimizer steps the schedule spans; 0 = as long as this run", low=0, free=True

@@ -74,6 +74,7 @@ class CheckpointState(NamedTuple):
     environment: dict[str, str] = {}  # the facts that the last bits depend on
     left_out: dict[str, str] = {}  # digests of the weights that are not in `model`
     optimizer_name: str = ""
+    scheduler: dict[str, Any] | None = None  # of the task
     changes: dict[str, str] = {}  # key -> text of a change since then, which --force allows
 
     @property
@@ -114,8 +115,11 @@ class CheckpointState(NamedTuple):
         return weights
 
     def exact_parts(self) -> dict[str, Any]:
-        """Return the EXACT_PARTS by name."""
-        return {name: getattr(self, name) for name in EXACT_PARTS}
+        """Return the EXACT_PARTS by name, and the state of the task's scheduler if it has one."""
+        parts = {name: getattr(self, name) for name in EXACT_PARTS}
+        if self.scheduler is not None:
+            parts["scheduler"] = self.scheduler
+        return parts
 
     def description(self) -> dict[str, Any]:
         """Return the DESCRIPTION and the facts of the task, by key of the file."""

@@ -21,7 +21,7 @@ def step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     reducer: LocalReducer,
-    lr: float,
+    lr: float | None,
     divisor: Tensor,
     grad_clip: float,
 ) -> tuple[Tensor, Tensor]:
@@ -29,11 +29,14 @@ def step(
     optimizer's kernel can skip a step (AdamW and SGD as shipped, torch's fused Adam and AdamW),
     else one.
 
+    lr  of a group without a factor; None: a scheduler of the task has set the rates of the groups
+
     Return (grad_norm before clipping, 1.0 if the norm is not finite and the step was skipped), two
     scalars on the device. All ranks get the same norm, so all ranks skip or none.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
     grads = [
         p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]

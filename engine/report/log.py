@@ -159,12 +159,15 @@ class Log(NullLog):
         p, plan = run.progress, run.plan
         step_s = (time.perf_counter() - self.began) / (p.step - self.first_step)
         left = timedelta(seconds=round((plan.total_steps - p.step) * step_s))
+        rates = f"{metrics['lr']:.2e}"
+        if "lr_min" in metrics:
+            rates = f"{metrics['lr_min']:.2e} to {rates}"
         parts = (
             time.strftime("%H:%M:%S"),
             f"step {p.step}/{plan.total_steps}",
             f"epoch {p.epoch + 1}/{plan.epochs}",
             _joined(shown, " ", "  "),
-            f"lr {metrics['lr']:.2e}",
+            f"lr {rates}",
             f"grad_norm {metrics['grad_norm']:.3f}",
             f"{metrics['samples_per_s']:.0f} samples/s",
             f"data wait {100 * metrics['data_wait_share']:.0f}%",

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from engine.meter import loading_s, means
+from engine.optim.rates import rates_of
 from engine.phases import phase
 from engine.run import Run
 
@@ -33,12 +34,15 @@ def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
     elapsed = time.perf_counter() - meter.since
     for name, value in meter.totals.items():
         run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
+    rates = rates_of(run.optimizer)
     metrics = means(meter.totals) | {
-        "lr": run.plan.lr(run.progress.step - 1),
+        "lr": rates[-1],
         "grad_norm": meter.grad_norm,
         "skipped_steps": meter.skipped,
         "samples_per_s": meter.timed_samples / elapsed,
         "data_wait_share": min(1.0, loading_s(seconds) / elapsed),
     }
+    if len(rates) > 1:
+        metrics["lr_min"] = rates[0]
     meter.clear()
     return metrics

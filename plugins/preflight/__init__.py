@@ -28,7 +28,7 @@ from engine.gathered import Gathered, check_count
 from engine.hooks import check
 from engine.phases import Phase, phase
 from engine.run import Run
-from plugins.preflight import adds_up, first_pass, optimizers, resume_check
+from plugins.preflight import adds_up, first_pass, optimizers, resume_check, schedulers
 from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.prepare_check import check_prepare
@@ -52,7 +52,9 @@ def compare_ranks(run: Run) -> None:
     Sets `plan.moments`. Raises LockstepError (exit code 6) with the first rank that differs.
     """
     world = run.world
-    optimizers.check_schedulers(run.task, run.optimizer)
+    if run.scheduler is None:
+        optimizers.check_schedulers(run.task, run.optimizer)
+    schedulers.check(run)
     state_bytes = optimizers.state_bytes(run.optimizer)
     if world.size == 1:
         run.plan = replace(run.plan, moments=state_bytes)
@@ -276,4 +278,5 @@ hooks.initial_state.add(optimizers.initial_state)
 hooks.prepare_checks.add(check_prepare)
 hooks.returned.add(check_returned)
 hooks.plan_rows.add(plan_rows)
+hooks.plan_rows.add(schedulers.plan_row)
 hooks.settings.add(find_conflicts)

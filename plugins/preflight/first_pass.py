@@ -93,7 +93,8 @@ CURES = {
     "groups": Cure(
         "a pass changes {names} of the optimizer, and the next step would overwrite it",
         "the task's `loss`",
-        "use optim.* and schedule.*, or a group with an `lr` of its own in `optimizer`",
+        "use optim.* and schedule.*, a group with an `lr` of its own in `optimizer`, or return a "
+        "scheduler of torch from `scheduler`",
     ),
     "collective": Cure(
         "`loss` calls a collective ({names}): its passes would not be those of one process",

@@ -86,9 +86,8 @@ def check_schedulers(task: Task, optimizer: torch.optim.Optimizer) -> None:
             f"{names[0]} is made for the optimizer, and the schedule of the run would overwrite "
             "its rates",
             WHERE,
-            "drop it, and set schedule.kind=cosine, linear, constant or wsd, with "
-            "schedule.warmup_steps and schedule.final_share; a group with an `lr` of its own keeps "
-            "its share of the rate",
+            "return it from the task's `scheduler(optimizer)`, or drop it and set schedule.kind "
+            "and schedule.warmup_steps; a group with an `lr` of its own keeps its share of it",
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
@@ -22,6 +23,13 @@ class PlainDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def closed_form(scheduler: LRScheduler) -> list[Any]:
+    """Return the rates of the groups by a scheduler's closed form; empty without one."""
+    if not hasattr(scheduler, "_get_closed_form_lr"):
+        return []
+    return [*scheduler._get_closed_form_lr()]
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:

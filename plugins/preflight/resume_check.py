@@ -47,6 +47,8 @@ def check(run: Run) -> None:
         _check_model(run, initial.forms)
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
+        if run.scheduler is not None:
+            _check_plain(run.scheduler.state_dict(), "the task's `scheduler`")
         if initial.optimizer is not None:
             _check_optimizer(run.optimizer, initial.optimizer)
     # After a skipped step the optimizer has not begun: check again after the next step.

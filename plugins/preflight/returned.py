@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from engine.contract import LOGGED, Loss, Task, per_sample
 from engine.errors import LockstepError, amount
 from plugins.preflight.optimizers import check_optimizer
+from plugins.preflight.schedulers import check_scheduler
 from plugins.preflight.values import (
     check_blocks,
     check_rows,
@@ -342,6 +343,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "test_dataset": check_test_set,
     "split": check_scored,
     "optimizer": check_optimizer,
+    "scheduler": check_scheduler,
     "parameters": check_trained,
     "blocks": check_blocks,
     "init_from": check_weights,

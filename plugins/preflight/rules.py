@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.config import Schedule
 from engine.errors import LockstepError, amount
 from engine.optim.make import name_of, skips_itself
 
@@ -28,6 +29,7 @@ MOMENTS = {
     "model": "with the model: cfg, model, task, group, processes, precision, through_gloo, torch, "
     "lacking (the missing methods of FSDP2)",
     "optimizer": "with an optimizer of the task: optim (the section of the config)",
+    "scheduler": "with a scheduler of the task: schedule (the section of the config)",
     "graph": "with the run, before its first step: run, on_gpu",
     "record": "with the plan: cfg, plan",
 }
@@ -112,7 +114,71 @@ def _scalar_weight(model: nn.Module) -> str:
     return next((name for name, p in model.named_parameters() if not p.ndim), "")
 
 
+KINDS_OF = {
+    "decay_share": "wsd",
+    "power": "polynomial",
+    "gamma": "exponential step multistep plateau",
+    "period_epochs": "exponential step warm-restarts",
+    "period_steps": "exponential step warm-restarts",
+    "period_factor": "warm-restarts",
+    "milestone_epochs": "multistep",
+    "milestone_steps": "multistep",
+    "start_share": "one-cycle",
+    "peak_momentum": "one-cycle",
+    "plateau_patience": "plateau",
+    "plateau_threshold": "plateau",
+}
+"""{key of `schedule`: the kinds that read it}; all kinds read the keys that are not here."""
+
+
+def _settings(schedule: Schedule) -> dict[str, str]:
+    """Return {key: text} of the settings of `schedule` that are not at their defaults."""
+    texts = {}
+    for name, default in vars(Schedule()).items():
+        value = getattr(schedule, name)
+        if value != default:
+            texts[name] = f"schedule.{name}={value}"
+    return texts
+
+
+def _unread_setting(schedule: Schedule) -> str:
+    """Return the first setting that the kind of schedule does not read, or an empty text."""
+    for name, text in _settings(schedule).items():
+        if schedule.kind not in KINDS_OF.get(name, schedule.kind).split():
+            return text
+    return ""
+
+
+def _setting_of_rates(schedule: Schedule) -> str:
+    """Return the first setting that gives rates, or an empty text. A task's scheduler may read the
+    horizon."""
+    texts = _settings(schedule)
+    texts.pop("horizon", None)
+    return next(iter(texts.values()), "")
+
+
+NEEDS = {
+    "exponential": ("period_epochs", "period_steps"),
+    "step": ("period_epochs", "period_steps"),
+    "warm-restarts": ("period_epochs", "period_steps"),
+    "multistep": ("milestone_epochs", "milestone_steps"),
+    "inverse-sqrt": ("warmup_epochs", "warmup_steps"),
+}
+"""{kind: the keys of `schedule` of which the kind needs one}."""
+
+
+def _missing_length(schedule: Schedule) -> str:
+    """Return the keys of which the kind of schedule needs one and none is given."""
+    names = NEEDS.get(schedule.kind, ())
+    if any(getattr(schedule, name) for name in names):
+        return ""
+    return " or ".join(f"schedule.{name}" for name in names)
+
+
 # ---- the table
+
+KIND = Condition("schedule.kind={cfg.schedule.kind}", lambda facts: True)
+PLATEAU = Condition("schedule.kind=plateau", lambda facts: facts.cfg.schedule.kind == "plateau")
 
 ModelRule = partial(Rule, moment="model", setting=SHARDS, what="{excluded}", where="{setting}")
 OptimizerRule = partial(
@@ -156,6 +222,21 @@ RULES = (
         what="{setting} without schedule.base_batch_size",
         where="config",
         fix="give the global batch at which optim.lr was tuned",
+    ),
+    Rule(
+        moment="config",
+        setting=Condition("{value}", lambda facts: _unread_setting(facts.cfg.schedule)),
+        excluded=KIND,
+        where="config",
+        fix="drop it: this kind does not read it",
+    ),
+    Rule(
+        moment="config",
+        setting=KIND,
+        excluded=Condition("{value}", lambda facts: _missing_length(facts.cfg.schedule)),
+        what="{setting} needs {excluded}",
+        where="config",
+        fix="give one of them",
     ),
     Rule(
         moment="config",
@@ -314,6 +395,13 @@ RULES = (
         what="{setting} without {excluded}",
         fix="drop it: nothing is evaluated",
     ),
+    Rule(
+        moment="data",
+        setting=PLATEAU,
+        excluded=Condition("validation data", lambda facts: facts.val_set is None),
+        what="{setting} without {excluded}",
+        fix="use another kind: nothing is evaluated",
+    ),
     ModelRule(
         # A segmentation fault of two processes on one H200 (torch 2.11).
         excluded=Condition("shards on GPUs through gloo", lambda facts: facts.through_gloo),
@@ -375,6 +463,14 @@ RULES = (
         setting=Condition("optim.name={optim.name}", lambda facts: facts.optim.name != "adamw"),
         where="{setting}",
     ),
+    Rule(
+        moment="scheduler",
+        setting=Condition("{value}", lambda facts: _setting_of_rates(facts.schedule)),
+        excluded=ALWAYS,
+        what="the task brings its own scheduler",
+        where="{setting}",
+        fix="drop the key, or the task's `scheduler`",
+    ),
     GraphRule(excluded=Condition("there is no GPU", lambda facts: not facts.on_gpu)),
     GraphRule(
         excluded=Condition(
@@ -393,6 +489,18 @@ RULES = (
             lambda facts: (
                 facts.run.plan.accumulation > 1 and amount(facts.run.plan.accumulation, "pass")
             ),
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "the task's `scheduler` sets the rates on the host",
+            lambda facts: facts.run.scheduler is not None,
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "the schedule moves momentum or weight decay on the host",
+            lambda facts: facts.run.plan.moves_values,
         )
     ),
     GraphRule(

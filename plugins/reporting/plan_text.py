@@ -97,10 +97,44 @@ def _learning_rate(run: Run) -> str:
     if plan.peak_lr != lr:
         base = f"{schedule.lr_scaling}, tuned at batch {schedule.base_batch_size}"
         text += f" x {plan.peak_lr / lr:g} ({base}) = {plan.peak_lr:g}"
+    if run.scheduler is not None:
+        return f"{text}, and the task's `scheduler` sets it"
     text += f", {plan.warmup_steps} warm-up steps, then {schedule.kind} over {plan.horizon}"
     if schedule.kind == "wsd":
         text += f" (constant up to step {plan.decay_begin})"
     return text + _rates_of_groups(run)
+
+
+def _shape(run: Run) -> str:
+    """Return the first, the highest and the last rate of the schedule, of the group with the
+    largest factor, and the values that move beside the rate."""
+    plan, schedule = run.plan, run.plan.schedule
+    factor = max(group.get("lr_scale", 1.0) for group in run.optimizer.param_groups)
+    last = plan.total_steps - 1
+    steps = [*range(0, last, max(1, last // 1000)), last]
+    if 0 < plan.warmup_steps < last:
+        steps.append(plan.warmup_steps - 1)
+    peak = max(sorted(steps), key=plan.lr)
+    places = ((0, ""), (peak, "at most "), (last, ""))
+    text = ", ".join(
+        f"{most}{plan.lr(step) * factor:.4g} at step {step + 1}" for step, most in places
+    )
+    if schedule.kind == "plateau":
+        text += f"; times {schedule.gamma:g} after {schedule.plateau_patience} evaluations without "
+        text += f"a better {run.task.monitor}"
+    return text + _values_beside_the_rate(run)
+
+
+def _values_beside_the_rate(run: Run) -> str:
+    """Return the text about momentum and weight decay that move, or an empty text."""
+    schedule = run.plan.schedule
+    optim = run.cfg.optim
+    text = ""
+    if schedule.kind == "one-cycle":
+        text += f"; momentum {schedule.peak_momentum:g} at the peak, if less than before"
+    if schedule.final_weight_decay >= 0:
+        text += f"; weight decay {optim.weight_decay:g}, {schedule.final_weight_decay:g} at the end"
+    return text
 
 
 def _rates_of_groups(run: Run) -> str:
@@ -196,6 +230,7 @@ def _rows_of_the_plan(run: Run) -> dict[str, str]:
         **_rows_of_the_partition(run.plan, given=run.cfg.global_batch > 0),
         "optimizer steps": _optimizer_steps(run),
         "learning rate": _learning_rate(run),
+        "schedule": _shape(run) if run.scheduler is None else "by the task's `scheduler`",
         **_layer_decay(run),
         **_rows_of_the_model(run),
         "memory": _memory(run),
@@ -311,10 +346,10 @@ def resumed(run: Run) -> None:
     )
     if saved.horizon != run.plan.horizon:
         change = f"{run.plan.horizon} steps instead of {saved.horizon}"
-        console.info(
-            f"  note: the schedule now spans {change}; schedule.horizon={saved.horizon} keeps it "
-            "as it was"
-        )
+        keep = f"schedule.horizon={saved.horizon} keeps it as it was"
+        if run.scheduler is not None:
+            keep = "the task's `scheduler` keeps the settings that it was made with"
+        console.info(f"  note: the schedule now spans {change}; {keep}")
     now = environment(run)
     # An old checkpoint lacks entries.
     before = now | saved.environment

@@ -39,6 +39,7 @@ from engine.data.batches import tree_leaves
 from engine.environment import environment
 from engine.errors import console
 from engine.files.atomic import write_atomically
+from engine.optim.rates import rates_of
 from engine.run import Run
 
 SIGNS, COLUMNS = 8, 1 << 17
@@ -169,7 +170,7 @@ class StepRecord:
         about = {
             "step": self.number,
             "processes": run.world.size,
-            "lr": run.plan.lr(self.number - 1),
+            "lr": rates_of(run.optimizer)[-1],
             "config": config.to_dict(run.cfg),
             "environment": environment(run),
             **code_digest.described(run.record.code),

@@ -170,7 +170,7 @@ def optimizer(self, model):
 def loss(self, net, batch):
   for group in self.own.param_groups: group['lr'] *= .9
   return super().loss(net, batch)
-# a schedule of its own: OneCycleLR is made for the optimizer, .*: drop it, and set schedule.kind=
+# a schedule of its own: OneCycleLR is made for the optimizer, .*: return it from the task.s `scheduler
 def optimizer(self, model):
   own = torch.optim.SGD(model.parameters(), lr=.1)
   self.own = torch.optim.lr_scheduler.OneCycleLR(own, .1, total_steps=9); return own
