@@ -237,6 +237,7 @@ def evaluate(run: Run, save_due: bool = False) -> None:
             return
         run.record.metrics, sums = scored
         run.record.log.evaluation(run, run.record.metrics, sums)
+        run.after_evaluation()  # of the task, which may change its state or end the run
     better = run.note_score(run.record.metrics)
     checkpoint.update_progress(state, run)  # an evaluation changes nothing else
     if better or save_due or run.finished:

@@ -22,6 +22,8 @@ from engine.comm.host_copies import copy_nothing, copy_to_host, copy_values, cop
 from engine.comm.session import recall
 from engine.comm.shards import shard_like
 from engine.comm.world import World, on_rank0, sync_errors
+from engine.contract import Task
+from engine.data.batches import map_tensors
 from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
@@ -96,6 +98,7 @@ def parse_state(state: dict[str, Any], path: Path) -> CheckpointState:
         "optimizer_name",
         "scheduler",
         "changes",
+        "task",
     }
     if missing := {*CheckpointState._fields} - newer - state.keys():
         raise LockstepError(
@@ -124,11 +127,12 @@ def capture(run: Run) -> dict[str, Any]:
     # With shards the copies below gather rows, so every rank takes part.
     copies = hooks.device_copies.first(run) if device.type == "cuda" and main else None
     to_host = copies or (copy_to_host if main else copy_nothing)
-    sums = to_host(run.reducer.sum_of_bits()) if run.cfg.digest_every else None
+    sums = to_host(run.sum_of_bits()) if run.cfg.digest_every else None
     model = copy_weights(run.model.state_dict(keep_vars=True), run.record.left_out, to_host)
     without = {f"module.{name}" for name in run.record.left_out}
     ema = copy_weights(run.ema.state_dict(), without, to_host) if run.ema is not None else {}
     optimizer = copy_values(optimizer, to_host)
+    task = copy_values(run.task.state_dict(), to_host)
     if not main:
         return {}
     scaler = scaler_with(run.scaler, to_host)
@@ -163,6 +167,7 @@ def capture(run: Run) -> dict[str, Any]:
         "digest": "",
         "known": run.task.metadata(),  # CheckpointState.metadata
         **({"test": run.task.set_aside} if run.task.set_aside else {}),
+        **({"task": task} if task else {}),
         "memory_format": run.plan.memory_format,
         "environment": environment(run),
         "tally": run.meter.state(),
@@ -182,10 +187,12 @@ def capture(run: Run) -> dict[str, Any]:
 
 
 def update_progress(state: dict[str, Any], run: Run) -> None:
-    """Replace the progress in a captured state: an evaluation changes nothing else, but for a
-    scheduler that follows the score."""
+    """Replace the progress in a captured state. An evaluation changes nothing else, but for a
+    scheduler that follows the score, and the state that the task changes."""
     state["progress"] = asdict(run.progress)
     state.update(_scheduler_state(run))
+    if "task" in state and type(run.task).after_evaluation is not Task.after_evaluation:
+        state["task"] = copy_values(run.task.state_dict(), copy_to_host)
 
 
 def _scheduler_state(run: Run) -> dict[str, Any]:
@@ -234,11 +241,23 @@ def restore(run: Run, saved: CheckpointState) -> None:
             load_scheduler(run.scheduler, run.optimizer, saved.scheduler)
         if saved.scaler and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(saved.scaler)
+    restore_task(run.task, saved, run.world.device)
     run.progress = Progress(**saved.progress)
     phase.step = run.progress.step
     run.meter.load(saved.tally)
     # or the file's tensors would stay in memory
     run.record.resumed = saved.without_tensors()
+
+
+def restore_task(task: Task, saved: CheckpointState, device: torch.device) -> None:
+    """Restore the state of a task. Raises LockstepError if the names of the state have changed."""
+    names = [", ".join(sorted(state)) or "none" for state in (saved.task, task.state_dict())]
+    if names[0] != names[1]:
+        what = f"the state of the task in the checkpoint is {names[0]}, and of this task {names[1]}"
+        todo = f"change the task back, or start a new run with init_from={saved.path}"
+        raise LockstepError(what, str(saved.path), todo, exit_code=3)
+    with _of_the_same_model(saved):
+        task.load_state_dict(map_tensors(saved.task, lambda value: value.to(device, copy=True)))
 
 
 def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:

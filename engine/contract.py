@@ -6,7 +6,7 @@ returns *sums*, and the engine adds the sums up over micro-batches and ranks bef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from engine.global_loss import Loss as Loss
 from engine.global_loss import Sums as Sums
 from engine.global_loss import gather_batch as gather_batch
 from engine.global_loss import join as join
+from engine.global_loss import rows_of_global_batch as rows_of_global_batch
 from engine.seeds import mix as mix
 from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
@@ -135,6 +136,7 @@ class Task(ToolMethods):
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`; a monitor other than `loss` needs one
     collect_limit_mb  the limit on what `collect` returns for all samples together
+    state_attributes  names of the attributes that are state, see `after_step`
     """
 
     Settings: ClassVar[type] = Settings
@@ -145,6 +147,7 @@ class Task(ToolMethods):
     monitor: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
     collect_limit_mb: ClassVar[float] = 4096
+    state_attributes: tuple[str, ...] = ()
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
@@ -284,6 +287,41 @@ class Task(ToolMethods):
         with `monitor`. A checkpoint holds its `state_dict()`. `self.total_steps` and
         `self.steps_per_epoch` are the lengths for schedulers that need one."""
         return None
+
+    step_sums: Mapping[str, Tensor] = {}
+    """Set before `after_step`: the sums of `Loss.for_state` over the global batch, in float64."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """Change the state of the task, such as a teacher, a centre or a queue: a function of the
+        state, of the weights of `model`, and of `step_sums`. Called on all ranks without gradients
+        after each step that was taken, before the average of weights takes the step. `step` is the
+        number of the step, from 0; random numbers are seeded by the step.
+
+        The state is in attributes that `state_attributes` names, made in `__init__` or `model`:
+        modules, tensors, numbers, texts, and lists and dicts of the last three. They are moved to
+        the run's device after `model`, saved, restored, and compared between ranks. On a GPU the
+        host waits for each step of a task with this method."""
+
+    def after_evaluation(self, metrics: dict[str, float]) -> str | None:
+        """Return a reason to end the run, or None. Called on all ranks after each evaluation of a
+        training; may change the state."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as tensors, numbers, texts, dicts and lists, with the same keys at all
+        times."""
+        state = {name: getattr(self, name) for name in self.state_attributes}
+        modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+        return state | {name: module.state_dict() for name, module in modules.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the values of `state_dict`, whose tensors are on the run's device."""
+        for name in self.state_attributes:
+            value = getattr(self, name)
+            if isinstance(value, nn.Module):
+                value.load_state_dict(state[name])
+            else:
+                setattr(self, name, state[name])
 
     def fsdp_units(self, model: nn.Module) -> list[nn.Module] | None:
         """Return the units of ddp.strategy=fsdp or hsdp: modules that are gathered one at a time,

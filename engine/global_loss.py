@@ -38,18 +38,21 @@ class Loss(NamedTuple):
     sums    totals to log in training, e.g. `{"accuracy": hits, "count": ...}`: shown as means over
             `count`; no graph
     factor  of one of several terms, see `Task.losses`
+    for_state  sums for `Task.after_step` by name: tensors of any shape, the same for every batch,
+            added up over the global batch in float64; no graph
     """
 
     total: Tensor
     weight: Tensor
     sums: Sums = Sums()
     factor: float = 1.0
+    for_state: Mapping[str, Tensor] = MappingProxyType({})
 
 
-current_pass: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+current_pass: tuple[Any, Any] | Callable[..., tuple[Tensor, Tensor]] | None = None
 """The `Run` and `MicroBatch` of the current pass of a training; None outside of a step. In
-plugins/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces
-`gather_batch`."""
+plugins/preflight, where parts of a batch stand for the ranks, a function that replaces
+`gather_batch`; with a second argument False it returns zeros for the rows of all samples."""
 
 
 def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,17 +84,47 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
         )
         raise LockstepError(what, "the task's `loss`", todo, everywhere=True)
     check_rows(tensor, len(micro.indices))
-    first = run.progress.position
-    rows = slice(micro.positions.start - first, micro.positions.stop - first, micro.positions.step)
+    rows = _rows_of_pass(run, micro)
     whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.samples, micro.empty)
     return whole, torch.arange(rows.start, rows.stop, rows.step or 1, device=tensor.device)
 
 
-def check_rows(tensor: Tensor, samples: int) -> None:
+def _rows_of_pass(run: Any, micro: Any) -> slice:
+    """Return the rows of the global batch that the samples of a pass are."""
+    first = run.progress.position
+    return slice(micro.positions.start - first, micro.positions.stop - first, micro.positions.step)
+
+
+def rows_of_global_batch(values: Tensor) -> Tensor:
+    """Return (N, ...) zeros with the values of this pass's samples in their rows of the global
+    batch, without a graph. N is the size of a full global batch; a shorter step leaves the last
+    rows zero. In `Loss.for_state`, the sum over the passes and ranks holds the rows of all samples
+    in the batch's order.
+
+    values  (B, ...): one row for each sample of the batch of `Task.loss`
+
+    Outside of a training step return `values`.
+    """
+    rows: Any = slice(0)  # the sample of an empty pass belongs to another rank
+    if current_pass is None:
+        return values.detach()
+    if callable(current_pass):
+        whole, rows = current_pass(values, False)
+    else:
+        run, micro = current_pass
+        check_rows(values, len(micro.indices), "rows_of_global_batch")
+        whole = values.new_zeros(run.plan.global_batch, *values.shape[1:])
+        if not micro.empty:
+            rows = _rows_of_pass(run, micro)
+    whole[rows] = values.detach()
+    return whole
+
+
+def check_rows(tensor: Tensor, samples: int, function: str = "gather_batch") -> None:
     """Raise LockstepError unless there is one row per sample."""
     if len(tensor) != samples:
         what = (
-            f"gather_batch was given {amount(len(tensor), 'row')} in a batch of "
+            f"{function} was given {amount(len(tensor), 'row')} in a batch of "
             f"{amount(samples, 'sample')}"
         )
         raise LockstepError(what, "the task's `loss`", "give it one row for each sample")
@@ -135,15 +168,17 @@ def join(terms: Mapping[str, Any]) -> Loss:
         )
     total: Any = 0.0
     sums = Sums()
+    for_state: dict[str, Tensor] = {}
     for (name, term), weight in zip(terms.items(), weights.unbind(), strict=True):
         kind = torch.promote_types(term.total.dtype, torch.float32)
         share = term.total.to(kind) * torch.where(weight == 0, 0.0, samples / weight).to(kind)
         total = total + term.factor * share
         sums |= {name: share.detach()} | term.sums
+        for_state |= term.for_state
     # The engine adds up the totals of all passes and divides by the number of all samples: the
     # result is the sum of the quotients.
     count = torch.full((), size, dtype=torch.int64, device=here)
-    return Loss(total, count, Sums(sums, count=count))
+    return Loss(total, count, Sums(sums, count=count), for_state=for_state)
 
 
 def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
@@ -225,8 +260,8 @@ class Terms:
 
 
 def same_names(
-    found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str
-) -> list[str]:
+    found: list[Any], names: list[Any] | None, gather: Callable[[Any], list[Any]], what: str
+) -> list[Any]:
     """Return the names `found` of a loss's sums or terms. Raises LockstepError if the names change.
 
     names   names of the first loss of the run; None for the first loss, whose names are compared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from engine import global_loss, hooks
+from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss, StepInfo, Task
+from engine.data.batches import tree_leaves, tree_map
 from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
@@ -47,6 +49,7 @@ class Progress:
     skipped           steps that were not taken, because the gradient was not finite
     skipped_in_a_row  steps skipped since the last step that was taken
     epoch_totals      training totals of the logged part of this epoch
+    ended             the reason of the task's `after_evaluation` to end the run
     """
 
     step: int = 0
@@ -62,6 +65,7 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)
+    ended: str | None = None  # None is in no digest of a state
 
     def next_epoch(self) -> None:
         self.epoch += 1
@@ -112,6 +116,17 @@ class AfterStep(NamedTuple):
     save: bool
 
 
+@torch.no_grad()
+def move_state(task: Task, device: torch.device) -> None:
+    """Move the state of a task to the device."""
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, (Tensor, nn.Module)) else leaf
+
+    for name in task.state_attributes:
+        setattr(task, name, tree_map(getattr(task, name), moved))
+
+
 @dataclass
 class Run:
     """The parts of one training, which the functions of train.py take as one value.
@@ -121,6 +136,8 @@ class Run:
     loaders  data_loader.Loaders: of the data to train on, and of those to score, or None
     stop     a StopRequest
     stopped  the reason of the first rank that has a reason, once all ranks have agreed to stop
+    has_after_step  the task overrides `after_step`
+    for_state  names and shapes of `Loss.for_state`, once all ranks have compared them
     """
 
     cfg: Any
@@ -152,6 +169,9 @@ class Run:
         self.follows_score = isinstance(self.scheduler, ReduceLROnPlateau)
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
+        self.has_after_step = type(self.task).after_step is not Task.after_step
+        self.for_state: list[tuple[str, torch.Size]] | None = None
+        move_state(self.task, self.world.device)
         if self.world.size > 1:
             split_backward(self.model)
 
@@ -234,6 +254,8 @@ class Run:
                 check("loss", loss)
             parts.append(part if part.device == device else scalar_on(device, part))
         numbers = torch.stack(parts)
+        if self.has_after_step:
+            numbers = self._with_state_sums(numbers, loss.for_state)
         if micro.empty:
             numbers = torch.zeros_like(numbers)
         else:
@@ -261,7 +283,7 @@ class Run:
         """End a step: update buffers, the average of weights, totals and progress. Return the
         actions that follow.
 
-        totals     (3 + sums,) of all ranks, as in `loss_vector`
+        totals     (3 + sums + for_state,) of all ranks, as in `loss_vector`
         grad_norm  before clipping
         skipped    1.0 if the optimizer has left the weights alone
         consumed   samples of the epoch that all ranks have seen
@@ -269,6 +291,8 @@ class Run:
         cfg, plan, progress, meter = self.cfg, self.plan, self.progress, self.meter
         samples = consumed - progress.position
         self.reducer.end_step(skipped)
+        if self.has_after_step:
+            totals = self._change_state(totals, skipped)
         if self.ema is not None:
             self.ema.update(skipped)
         meter.timed_samples += samples
@@ -306,6 +330,44 @@ class Run:
         reported = skipped_before or any(outcome.skipped for outcome in outcomes)
         return AfterStep(outcomes if reported else [], log, compare, save)
 
+    def _with_state_sums(self, numbers: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
+        """(all ranks, for the first loss of a run) Return the numbers of a pass with the values of
+        `Loss.for_state` behind them."""
+        forms = [(name, value.shape) for name, value in sums.items()]
+        self.for_state = same_names(forms, self.for_state, self.world.gather, "sums in `for_state`")
+        values = [value.detach().to(numbers).flatten() for value in sums.values()]
+        return torch.cat([numbers, *values])
+
+    @torch.no_grad()
+    def _change_state(self, totals: Tensor, skipped: Tensor) -> Tensor:
+        """Call the task's `after_step` with the sums behind the numbers of a step, unless the step
+        was skipped. Return the numbers. On a GPU a sync point."""
+        forms, step = self.for_state or [], self.progress.step
+        sizes = [shape.numel() for _, shape in forms]
+        numbers, *sums = totals.split([len(totals) - sum(sizes), *sizes])
+        pairs = zip(forms, sums, strict=True)
+        self.task.step_sums = {name: values.view(shape) for (name, shape), values in pairs}
+        with self.world.host_sync():
+            taken = not skipped
+        if taken:
+            # the same random numbers on every rank, with any partition, and after a resume
+            seed_generators(self.world.device, "after step", self.cfg.seed, step)
+            self.task.after_step(self.model, step)
+        return numbers
+
+    @torch.no_grad()
+    def after_evaluation(self) -> None:
+        """(all ranks) Call the task's `after_evaluation`. The run ends for the reason of the first
+        rank that has a reason."""
+        if type(self.task).after_evaluation is not Task.after_evaluation:
+            step = self.progress.step
+            seed_generators(self.world.device, "after evaluation", self.cfg.seed, step)
+            reason = self.task.after_evaluation(dict(self.record.metrics))
+            check("after_evaluation", reason)
+            self.progress.ended = self.world.reduce_on_rank0(
+                reason, lambda everyone: next(filter(None, everyone), None)
+            )
+
     def excludes_step(self, outcome: StepResult) -> bool:
         """Return whether `exclude` has left no sample of a step."""
         return bool(self.cfg.exclude) and outcome.weight == 0
@@ -324,10 +386,24 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is taken, or `patience` has ended."""
+        """Whether the last step is taken, `patience` has ended, or the task has ended the run."""
         progress, patience = self.progress, self.cfg.patience
         stale = patience > 0 and progress.stale >= patience
-        return stale or progress.step >= self.plan.total_steps
+        return stale or progress.ended is not None or progress.step >= self.plan.total_steps
+
+    def digest(self) -> str:
+        """(all ranks, with shards) Return a digest of all weights, and of the task's state if there
+        is one."""
+        return digests.as_text(self.sum_of_bits())
+
+    def sum_of_bits(self) -> Tensor:
+        """(all ranks, with shards) Return the number of `digest`, on the device, without a
+        wait."""
+        sums = self.reducer.sum_of_bits()
+        state = []
+        for _, leaf in tree_leaves(self.task.state_dict()):
+            state.append(digests.as_tensor(leaf).to(sums.device))
+        return sums + digests.sum_of_bits(state) if state else sums
 
     def note_score(self, metrics: dict[str, float]) -> bool:
         """Record an evaluation's score, and lower the rate on a plateau. Return whether the score

@@ -68,13 +68,9 @@ class LocalReducer:
         """Add up, in place, over the ranks that hold rows of one weight. Here each rank holds all
         rows."""
 
-    def digest(self) -> str:
-        """(all ranks, with shards) Return a digest of all weights."""
-        return digests.as_text(self.sum_of_bits())
-
     def sum_of_bits(self) -> Tensor:
-        """(all ranks, with shards) Return the number of `digest`, on the device, without a
-        wait."""
+        """(all ranks, with shards) Return the number of a digest of all weights, on the device,
+        without a wait."""
         return digests.sum_of_bits(self.model.parameters())
 
     def any(self, here: bool) -> bool:

@@ -20,7 +20,7 @@ from engine.files.atomic import sha256_of
 FORMAT = 3
 """Format 2 also held the random state of each rank; now every pass is seeded."""
 
-EXACT_PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress")
+EXACT_PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress", "task")
 """The parts of a checkpoint that have equal bits on any number of processes with
 `virtual_workers`."""
 
@@ -69,6 +69,7 @@ class CheckpointState(NamedTuple):
     optimizer: dict[str, Any] = {}
     scaler: dict[str, Any] = {}
     metadata: dict[str, Any] | None = None  # of the task
+    task: dict[str, Any] = {}  # the task's state
     test: dict[str, Any] = {}  # see `splits.set_aside`; empty without a test set
     memory_format: str = "auto"
     environment: dict[str, str] = {}  # the facts that the last bits depend on
@@ -129,7 +130,7 @@ class CheckpointState(NamedTuple):
     def without_tensors(self) -> CheckpointState:
         """Return the state without weights, averages and the optimizer's state, which take the
         memory."""
-        return self._replace(model={}, ema=None, optimizer={})
+        return self._replace(model={}, ema=None, optimizer={}, task={})
 
 
 def published_state(

@@ -14,6 +14,7 @@ from engine import config, hooks, launch
 from engine.comm import digests
 from engine.comm.session import remember
 from engine.comm.world import on_rank0, sync_errors
+from engine.data.batches import tree_leaves
 from engine.errors import DONE, STOPPED, console
 from engine.files import run_folder
 from engine.files.store import LAST
@@ -28,7 +29,9 @@ def already_complete(run: Run) -> bool:
     p = run.progress
     if not run.finished or p.evaluation_due:
         return False
-    if p.step < run.plan.total_steps:
+    if p.ended:
+        more = f": the task has ended the run: {p.ended}"
+    elif p.step < run.plan.total_steps:
         more = f": no better evaluation in the last {p.stale}; raise patience to continue"
     else:
         key = "steps" if run.cfg.steps == run.plan.total_steps else "epochs"
@@ -123,7 +126,8 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
 
 
 def _report_end(run: Run, state: str) -> None:
-    facts: dict[str, Any] = {"exit_code": STOPPED if run.stopped else DONE, "reason": run.stopped}
+    facts: dict[str, Any] = {"exit_code": STOPPED if run.stopped else DONE}
+    facts["reason"] = run.stopped or run.progress.ended or ""
     if found := baselines(run.task, run.record.metrics):
         facts |= {"baselines": found, "higher_is_better": run.task.higher_is_better}
     hooks.event("status", state=state, step=run.progress.step, **facts)
@@ -160,6 +164,8 @@ def ended(run: Run, path: Path, sha256: str) -> str:
         result = f"Done: {p.step} steps"
         if p.skipped:
             result += f" ({p.skipped} of them skipped)"
+        if p.ended:
+            result += f", ended by the task: {p.ended}"
         result += f", {p.samples} samples"
         if p.best is not None:
             result += f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
@@ -168,5 +174,7 @@ def ended(run: Run, path: Path, sha256: str) -> str:
         board = f"tensorboard --logdir {path / 'logs'}"
         rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}
     rows["weights"] = f"sha256 {sha256}"
+    if state := run.task.state_dict():
+        rows["state"] = f"sha256 {digests.of_tensors(tree_leaves(state))[:16]}"
     lines = [f"  {name:<12} {value}" for name, value in rows.items()]
     return "\n".join([f"\n{result}", *lines])

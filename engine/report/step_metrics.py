@@ -20,7 +20,7 @@ def log_metrics(run: Run) -> None:
     every, step = run.cfg.digest_every, run.progress.step
     if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
         with run.world.host_sync():
-            metrics["digest"] = run.reducer.digest()
+            metrics["digest"] = run.digest()
     run.record.log.train(run, metrics)
 
 

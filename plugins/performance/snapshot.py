@@ -45,7 +45,7 @@ Pair = tuple[Tensor, Tensor]
 Staged = tuple[Tensor, list[Tensor]]
 """A copy on the GPU, and the targets on the host that the copy fills one after the other."""
 
-TENSORS = ("model", "ema", "optimizer", "digest", "scaler")
+TENSORS = ("model", "ema", "optimizer", "task", "digest", "scaler")
 """Parts of a state that are known once the tensors have arrived."""
 
 

@@ -19,7 +19,7 @@ from engine.comm.differences import first_difference
 from engine.comm.world import World, sync_errors
 from engine.contract import LockstepError, Task
 from engine.data import fingerprint
-from engine.data.batches import batch_info
+from engine.data.batches import batch_info, tree_leaves
 from engine.data.order import LazyOrder
 from engine.environment import environment
 from engine.errors import console
@@ -38,6 +38,11 @@ from plugins.preflight.rules import find_conflicts
 from plugins.preflight.snapshot import snapshot_of
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
+
+STATE = (
+    "change it in `after_step` alone, by the weights, `step_sums` and random numbers of torch; the "
+    "running statistics of norms differ between ranks (virtual_workers=N makes them equal)"
+)
 
 REHEARSED = 4
 """Samples that are scored before the first step on a CPU. A GPU, or loader processes, score a whole
@@ -112,9 +117,11 @@ def compare_weights(run: Run) -> None:
 def _compare_weights(run: Run) -> None:
     world = run.world
     check_buffers(world, run.reducer.buffers)
-    if world.differs_across_ranks(run.reducer.digest()):
+    if world.differs_across_ranks(run.digest()):
         digest_of = digests.each(run.model.named_parameters())
         _compare(world, {f"parameter {name}": digest for name, digest in digest_of.items()}, ALIKE)
+        state = digests.each(tree_leaves(run.task.state_dict()))
+        _compare(world, {f"the state {name}": digest for name, digest in state.items()}, STATE)
 
 
 def _compare_data(run: Run) -> None:

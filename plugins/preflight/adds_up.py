@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine import global_loss
 from engine.comm.shards import to_local
-from engine.contract import Batch, LockstepError, Task
+from engine.contract import Batch, LockstepError, Loss, Task
 from engine.data.batches import batch_info
 from engine.hooks import check as check_returned
 from engine.run import Run
@@ -59,11 +59,12 @@ def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the sums of a training loss, or of each of the terms, by the names for messages."""
     if type(task).losses is Task.losses:
         loss = check_returned("loss", task.loss(model, batch))
-        return {"the loss": loss.total, "the weight": loss.weight} | _quoted(loss.sums)
+        totals = {"the loss": loss.total, "the weight": loss.weight}
+        return totals | _quoted(loss.sums) | _of_state(loss)
     sums: dict[str, Any] = {}
     for name, term in check_returned("losses", task.losses(model, batch)).items():
         sums |= {f"the loss {name!r}": term.total, f"the weight of {name!r}": term.weight}
-        sums |= _quoted(term.sums)
+        sums |= _quoted(term.sums) | _of_state(term)
     return sums
 
 
@@ -75,6 +76,10 @@ def of_score(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 def _quoted(named: dict[str, Any]) -> dict[str, Any]:
     return {f"`{name}`": value for name, value in named.items()}
+
+
+def _of_state(loss: Loss) -> dict[str, Any]:
+    return {f"`for_state` {name!r}": value for name, value in loss.for_state.items()}
 
 
 def check(run: Run, loader: Any, sums: Sums) -> str:
@@ -198,10 +203,13 @@ class SumCheck:
         is_whole = end - begin == self.samples
         calls = iter(range(sys.maxsize))
 
-        def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
+        def gather(rows: Tensor, gathers: bool = True) -> tuple[Tensor, Tensor]:
             """Replace the gathering over ranks. A part receives the rows of the other part as the
-            computation of all samples gave them."""
+            computation of all samples gave them; without `gathers`, zeros."""
             global_loss.check_rows(rows, end - begin)
+            if not gathers:
+                zeros = rows.new_zeros(self.samples, *rows.shape[1:])
+                return zeros, torch.arange(begin, end, device=rows.device)
             if is_whole:
                 self.gathered.append(rows.detach())
                 return rows, torch.arange(end, device=rows.device)

@@ -327,8 +327,12 @@ class PassTrial:
         run.model.train()
         batch = run.loaders.train.example(end, first, least=2)
 
-        def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
-            return rows, torch.arange(len(rows), device=rows.device)
+        def gather(rows: Tensor, gathers: bool = True) -> tuple[Tensor, Tensor]:
+            numbers = torch.arange(len(rows), device=rows.device)
+            if gathers:
+                return rows, numbers
+            size = max(run.plan.global_batch, len(rows))
+            return rows.new_zeros(size, *rows.shape[1:]), numbers
 
         global_loss.current_pass = gather
         seed_generators(run.world.device, "look at a pass", first)

@@ -81,6 +81,13 @@ def number_error(value: Any) -> str:
     return "" if is_number else describe(value)
 
 
+def real_error(value: Any) -> str:
+    """Accept a tensor of real numbers."""
+    if not isinstance(value, Tensor) or value.numel() == 0:
+        return describe(value)
+    return "a complex tensor" if value.is_complex() else ""
+
+
 def metric_error(value: Any) -> str:
     """Accept a value that `float` accepts, such as a number of NumPy or a tensor of one element."""
     try:
@@ -98,6 +105,8 @@ def loss_error(loss: Any) -> str:
         "total is": type_error(Tensor)(loss.total) or number_error(loss.total),
         "weight is": number_error(loss.weight),
         "sums are": type_error(dict)(loss.sums) or first_error(loss.sums, number_error),
+        "for_state is": type_error(Mapping)(loss.for_state)
+        or first_error(loss.for_state, real_error),
     }
     return next((f"a Loss whose {part} {fault}" for part, fault in faults.items() if fault), "")
 
@@ -198,7 +207,7 @@ METHODS: dict[str, Method] = {
     "model": Method(fix="return the nn.Module", rules=(Rule("{}", type_error(nn.Module)),)),
     "loss": Method(
         fix="return Loss(total, weight): a scalar with a graph, the sum over the batch, and a "
-        "number to divide it by; `sums` are numbers, too",
+        "number to divide it by; `sums` are numbers, too, and `for_state` tensors",
         rules=(
             Rule("{}", loss_error),
             Rule(
@@ -241,6 +250,10 @@ METHODS: dict[str, Method] = {
     "trials": Method(fix=FIX_SUMS, rules=SUMS),
     "collect": Method(fix=FIX_VALUES, rules=VALUES),
     "predict": Method(fix=FIX_VALUES, rules=VALUES),
+    "after_evaluation": Method(
+        fix="return the reason to end the run, a text, or None",
+        rules=(Rule("{}", type_error(str, type(None))),),
+    ),
     "report": Method(
         fix="return one number by each name, `loss` and the monitor among them; in `score`, add up "
         "what is of each sample",

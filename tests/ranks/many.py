@@ -54,7 +54,7 @@ def main() -> None:
         else:
             with open_log(run):
                 train.train(run)
-        checksums = world.gather(run.reducer.digest())
+        checksums = world.gather(run.digest())
         assert len(set(checksums)) == 1, "the ranks' weights differ"
     del run  # and DDP with it, before its process group
     launch.leave()

@@ -32,7 +32,7 @@ def outcome(args, world):
             train.train(run)
     except LockstepError as error:
         return {"refused": str(error)}
-    return {"digest": run.reducer.digest(), "reduced": (entered - before)["reduce_scatter"]}
+    return {"digest": run.digest(), "reduced": (entered - before)["reduce_scatter"]}
 
 
 def main() -> None:

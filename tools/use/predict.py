@@ -60,6 +60,7 @@ from engine.files import run_folder
 from engine.files.atomic import write_atomically
 from engine.gathered import packed
 from engine.hooks import check
+from engine.run import move_state
 from engine.seeds import seed_everything
 from formats.arrays import load_npz, stays_below
 from formats.clock import Clock
@@ -262,6 +263,8 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     seed_everything(cfg.seed)
     model = check("model", task.model()).to(world.device)
     checkpoint.load_evaluated(model, saved)
+    move_state(task, world.device)
+    checkpoint.restore_task(task, saved, world.device)
     kernels.apply_memory_format(model, saved.memory_format)
     amp = precision.resolve(cfg, world, saved.precision)
     return LoadedModel(task, model.eval(), amp, saved.path, saved.step), dataset
