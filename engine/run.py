@@ -18,7 +18,7 @@ from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss, StepInfo, Task
-from engine.data.batches import tree_leaves, tree_map
+from engine.data.batches import tensors, tree_map
 from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
@@ -391,18 +391,11 @@ class Run:
         stale = patience > 0 and progress.stale >= patience
         return stale or progress.ended is not None or progress.step >= self.plan.total_steps
 
-    def digest(self) -> str:
-        """(all ranks, with shards) Return a digest of all weights, and of the task's state if there
-        is one."""
-        return digests.as_text(self.sum_of_bits())
-
     def sum_of_bits(self) -> Tensor:
-        """(all ranks, with shards) Return the number of `digest`, on the device, without a
-        wait."""
+        """(all ranks, with shards) Return the number of a digest of all weights, and of the tensors
+        of the task's state."""
+        state = [*tensors(self.task.state_dict())]
         sums = self.reducer.sum_of_bits()
-        state = []
-        for _, leaf in tree_leaves(self.task.state_dict()):
-            state.append(digests.as_tensor(leaf).to(sums.device))
         return sums + digests.sum_of_bits(state) if state else sums
 
     def note_score(self, metrics: dict[str, float]) -> bool:

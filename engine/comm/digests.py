@@ -144,13 +144,6 @@ def each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: hashlib.sha256(content(tensor)).hexdigest()[:12] for name, tensor in tensors}
 
 
-def as_tensor(value: Any) -> Tensor:
-    """Return a tensor itself, and the bytes of the text of a plain value."""
-    if isinstance(value, Tensor):
-        return value
-    return torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
-
-
 def content(tensor: Any) -> bytes:
     """(all ranks, of a shard) Return the bytes to hash of a tensor, or of a plain value."""
     if not isinstance(tensor, Tensor):  # the extra state of a module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from engine.comm import digests
 from engine.meter import loading_s, means
 from engine.optim.rates import rates_of
 from engine.phases import phase
@@ -20,7 +21,7 @@ def log_metrics(run: Run) -> None:
     every, step = run.cfg.digest_every, run.progress.step
     if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):
         with run.world.host_sync():
-            metrics["digest"] = run.digest()
+            metrics["digest"] = digests.as_text(run.sum_of_bits())
     run.record.log.train(run, metrics)
 
 

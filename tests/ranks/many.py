@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tasks
 import train
 from engine import config, launch
+from engine.comm import digests
 from engine.report.open_log import open_log
 
 
@@ -54,7 +55,7 @@ def main() -> None:
         else:
             with open_log(run):
                 train.train(run)
-        checksums = world.gather(run.digest())
+        checksums = world.gather(digests.as_text(run.sum_of_bits()))
         assert len(set(checksums)) == 1, "the ranks' weights differ"
     del run  # and DDP with it, before its process group
     launch.leave()

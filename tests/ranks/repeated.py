@@ -15,6 +15,7 @@ import torch
 import tasks
 import train
 from engine import config, launch
+from engine.comm import digests
 from engine.errors import LockstepError
 from engine.phases import phase
 from engine.report.open_log import open_log
@@ -32,7 +33,7 @@ def outcome(args, world):
             train.train(run)
     except LockstepError as error:
         return {"refused": str(error)}
-    return {"digest": run.digest(), "reduced": (entered - before)["reduce_scatter"]}
+    return {"digest": digests.as_text(run.sum_of_bits()), "reduced": (entered - before)["reduce_scatter"]}
 
 
 def main() -> None:
