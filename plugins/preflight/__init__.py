@@ -118,12 +118,17 @@ def _compare_weights(run: Run) -> None:
     world = run.world
     check_buffers(world, run.reducer.buffers)
     leaves = [*tree_leaves(run.task.state_dict())]
-    numbers = [leaf for _, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    # the tensors are in the sum of bits
+    numbers = [str(leaf) for _, leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if world.differs_across_ranks((digests.as_text(run.sum_of_bits()), numbers)):
-        digest_of = digests.each(run.model.named_parameters())
-        _compare(world, {f"parameter {name}": digest for name, digest in digest_of.items()}, ALIKE)
-        state = digests.each(leaves)
-        _compare(world, {f"the state {name}": digest for name, digest in state.items()}, STATE)
+        _compare_tensors(world, "parameter", run.model.named_parameters(), ALIKE)
+        _compare_tensors(world, "the state", leaves, STATE)
+
+
+def _compare_tensors(world: World, kind: str, named: Iterable[tuple[str, Any]], todo: str) -> None:
+    """(all ranks) Raise LockstepError if a tensor or a number differs from that of rank 0."""
+    digest_of = digests.each(named)
+    _compare(world, {f"{kind} {name}": digest for name, digest in digest_of.items()}, todo)
 
 
 def _compare_data(run: Run) -> None:
