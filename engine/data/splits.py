@@ -25,7 +25,7 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
         datasets = (task.full_dataset(),) * 2
     else:
         datasets = task.datasets()
-    train_set, val_set = check("datasets", datasets)
+    train_set, val_set = check("datasets", datasets, task)
     tested = None
     if split in ("", "test"):
         tested = test_set(task, train_set, val_set, needed=split == "test")

@@ -5,9 +5,12 @@ METHODS is the table: by method the rules of a returned value. CHECKS has furthe
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -278,35 +281,58 @@ METHODS: dict[str, Method] = {
 NOT_INDEXED: dict[tuple[type, ...], str] = {
     (DataLoader,): "give the dataset in it: batches are made here, by a method `collate` of the "
     "dataset if it has one",
-    (IterableDataset, Iterator): "give one with __len__ and __getitem__; shards are read by "
-    "formats/shards/",
     (Mapping,): "give a list of its samples, or torch.utils.data.StackDataset(**columns)",
 }
 """Types that give no sample by its number, each with an instruction to the user."""
 
 
-def check_datasets(pair: Any, first: str = "training") -> None:
+def check_datasets(pair: Any, task: Any = None, first: str = "training") -> None:
     """Raise LockstepError unless the training set and the validation set give a sample by its
     number.
 
     pair   (train, val) of the task; val may be None
+    task   whose streams tools/write_shards.py can write
     first  the name of the first set in messages
     """
     train_set, val_set = pair
-    _check_indexed(train_set, first)
+    _check_indexed(train_set, first, task)
     if val_set is not None:
-        _check_indexed(val_set, "validation")
+        _check_indexed(val_set, "validation", task)
 
 
-def _check_indexed(dataset: Any, name: str) -> None:
-    fix = next((fix for types, fix in NOT_INDEXED.items() if isinstance(dataset, types)), "")
+def _check_indexed(dataset: Any, name: str, task: Any = None) -> None:
     has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if _is_stream(dataset):
+        fix = _stream_fix(task)
+    else:
+        fix = next((fix for types, fix in NOT_INDEXED.items() if isinstance(dataset, types)), "")
     if fix or not has_items or not hasattr(dataset, "__len__"):
         raise LockstepError(
             f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number",
             "the task's `datasets`",
             fix or "give a dataset with __len__ and __getitem__; a list of dicts will do",
         )
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Return whether a dataset gives samples in its own order only; also in a DataLoader."""
+    if isinstance(dataset, DataLoader):
+        dataset = dataset.dataset
+    has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_items)
+
+
+def _stream_fix(task: Any) -> str:
+    """Return the command that writes the streams of a task to shards."""
+    words = [task.cfg.task if task else "TASK"]
+    if Path(sys.argv[0]).name in ("train.py", "train_ddp.py"):
+        words = sys.argv[1:] or words  # with the settings that the streams depend on
+    folder = f"data/{Path(words[0] if task is None else task.cfg.task).stem}_shards"
+    return (
+        "a stream has no length, and its order depends on the number of processes; write it once: "
+        f"python tools/write_shards.py {shlex.join(words)} --to {folder}, and return "
+        f"stored({folder!r}) (from formats.shards.stream import stored)"
+    )
 
 
 def check_test_set(test_set: Any, train_set: Any, val_set: Any) -> None:

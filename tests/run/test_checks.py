@@ -19,6 +19,7 @@ ONE = torch.ones(())
 LOSS = Loss(torch.ones((), requires_grad=True), 1)
 ROWS = [{"x": torch.zeros(3)}] * 10
 NOT_BY_NUMBER = ", which gives no sample by its number (the task's `datasets`): give "
+NOT_BY_NUMBER_OF_A_STREAM = NOT_BY_NUMBER.removesuffix("give ") + "a stream has no length"
 
 
 def a_loss(**changes):
@@ -132,9 +133,9 @@ class Stream(torch.utils.data.IterableDataset):
     [
         (DataLoader(ROWS), "DataLoader" + NOT_BY_NUMBER + "the dataset in it"),
         ({"x": ONE}, "dict" + NOT_BY_NUMBER + "a list of its samples"),
-        (Stream(), "Stream" + NOT_BY_NUMBER + "one with __len__ and __getitem__; shards are read by formats/shards/"),
-        (ChainDataset([]), "ChainDataset" + NOT_BY_NUMBER + "one with"),
-        ((n for n in ()), "generator" + NOT_BY_NUMBER + "one with"),
+        (Stream(), "Stream" + NOT_BY_NUMBER_OF_A_STREAM),
+        (ChainDataset([]), "ChainDataset" + NOT_BY_NUMBER_OF_A_STREAM),
+        ((n for n in ()), "generator" + NOT_BY_NUMBER_OF_A_STREAM),
         (3, "int" + NOT_BY_NUMBER + "a dataset with __len__ and __getitem__; a list of dicts will do"),
     ],
 )

@@ -303,7 +303,7 @@ class Study:
         """
         task = self.task(cfg)
         with contextlib.redirect_stdout(io.StringIO()):
-            train_set, val_set = check("datasets", task.datasets())
+            train_set, val_set = check("datasets", task.datasets(), task)
             tested = test_set(task, train_set, val_set)
         if not self._cuts and tested is None:
             raise LockstepError(
@@ -342,7 +342,7 @@ class Study:
             return
         task, cut = self.task(config.parse(words, tasks.load).cfg), self.plan["folds"][0]
         with contextlib.redirect_stdout(io.StringIO()):
-            train_set, val_set = check("datasets", task.datasets())
+            train_set, val_set = check("datasets", task.datasets(), task)
             tested = test_set(task, train_set, val_set, needed=True)
         for side, found, key in zip(
             ("val", "test"), (val_set, tested), self.task.split_keys[self.kind], strict=True
