@@ -207,8 +207,11 @@ def restore(run: Run, saved: CheckpointState) -> None:
     `init_from`."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         # a disk may lack the file; with shards the digests below are collectives
+        copies = [] if run.plan.sharded else _copies(run.model, run.task)
         with sync_errors(run.world):
             run.task.started_from = weights.load_file(run.model, source)
+        for copied, part in copies:
+            copied.load_state_dict(part.state_dict())
         run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.record.left_out = left_out_digests(run.model, names) if names else {}
@@ -247,6 +250,24 @@ def restore(run: Run, saved: CheckpointState) -> None:
     run.meter.load(saved.tally)
     # or the file's tensors would stay in memory
     run.record.resumed = saved.without_tensors()
+
+
+def _copies(model: nn.Module, task: Task) -> list[tuple[nn.Module, nn.Module]]:
+    """Return (module, part of the model) for the modules of a task's state that are copies, such as
+    a teacher: `init_from` gives them the weights of the part."""
+    pairs = []
+    for name in task.state_attributes:
+        module = getattr(task, name)
+        parts = model.modules() if isinstance(module, nn.Module) else ()
+        part = next((part for part in parts if _same_weights(module, part)), None)
+        if part is not None:
+            pairs.append((module, part))
+    return pairs
+
+
+def _same_weights(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and digests.each(a.items()) == digests.each(b.items())
 
 
 def restore_task(task: Task, saved: CheckpointState, device: torch.device) -> None:

@@ -58,6 +58,7 @@ class Meter:
 
     stragglers     finds the rank that all ranks wait for; None without that plugin
     names          names of the task's sums, once all ranks have compared them
+    for_state      names and shapes of `Loss.for_state`, once all ranks have compared them
     losses         a MicroBatch and its loss for each pass of this rank in the current step
     terms          a `Terms`, for a task with `losses`
     pending        numbers of steps that are being copied to the host
@@ -73,6 +74,7 @@ class Meter:
         self.world = world
         self.on_gpu = world.device.type == "cuda"
         self.names: list[str] | None = None
+        self.for_state: list[tuple[str, torch.Size]] | None = None
         self.losses: list[tuple[Any, Tensor]] = []
         self.terms: Any = None
         self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)

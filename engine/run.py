@@ -137,7 +137,6 @@ class Run:
     stop     a StopRequest
     stopped  the reason of the first rank that has a reason, once all ranks have agreed to stop
     has_after_step  the task overrides `after_step`
-    for_state  names and shapes of `Loss.for_state`, once all ranks have compared them
     """
 
     cfg: Any
@@ -170,7 +169,6 @@ class Run:
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
         self.has_after_step = type(self.task).after_step is not Task.after_step
-        self.for_state: list[tuple[str, torch.Size]] | None = None
         move_state(self.task, self.world.device)
         if self.world.size > 1:
             split_backward(self.model)
@@ -333,8 +331,9 @@ class Run:
     def _with_state_sums(self, numbers: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
         """(all ranks, for the first loss of a run) Return the numbers of a pass with the values of
         `Loss.for_state` behind them."""
+        meter, gather = self.meter, self.world.gather
         forms = [(name, value.shape) for name, value in sums.items()]
-        self.for_state = same_names(forms, self.for_state, self.world.gather, "sums in `for_state`")
+        meter.for_state = same_names(forms, meter.for_state, gather, "sums in `for_state`")
         values = [value.detach().to(numbers).flatten() for value in sums.values()]
         return torch.cat([numbers, *values])
 
@@ -342,7 +341,7 @@ class Run:
     def _change_state(self, totals: Tensor, skipped: Tensor) -> Tensor:
         """Call the task's `after_step` with the sums behind the numbers of a step, unless the step
         was skipped. Return the numbers. On a GPU a sync point."""
-        forms, step = self.for_state or [], self.progress.step
+        forms, step = self.meter.for_state or [], self.progress.step
         sizes = [shape.numel() for _, shape in forms]
         numbers, *sums = totals.split([len(totals) - sum(sizes), *sizes])
         pairs = zip(forms, sums, strict=True)

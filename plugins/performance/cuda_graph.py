@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine import hooks
+from engine.contract import Task
 from engine.data.batches import map_tensors, tensors, tree_leaves
 from engine.errors import amount, console, headline
 from engine.optim.make import parameters_of
@@ -71,6 +72,7 @@ class StepGraph:
     and for a batch of a different form. All steps run on the stream of the recording.
 
     form   of the recorded batch: the shape and type of each tensor
+    state  the places in memory of the task's state at the recording, see `_places`
     taken  number of steps of that form
     """
 
@@ -89,6 +91,12 @@ class StepGraph:
         if self.given_up:
             return self.step(run, passes)
         ((batch, micro),) = passes
+        if self.graph is not None and self.state != _places(run.task):
+            self._give_up(
+                "the state of the task is in other tensors than at the recording, or has other "
+                "numbers: a graph reads tensors that change in place (copy_, lerp_)"
+            )
+            return self.step(run, passes)
         rate = run.lr
         self.inside.lr.fill_(rate)
         outcome = self._take(batch, micro)
@@ -174,6 +182,7 @@ class StepGraph:
             phase.listeners = listeners
             self.inside.recording = False
         self.graph, self.outcome = graph, self.inside.outcome
+        self.state = _places(self.run.task)
         self.loss = self.run.meter.losses[0][1]
         self.inputs = [*tensors(self.batch)]
         console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
@@ -242,6 +251,14 @@ def _form_of(batch: Any) -> dict[str, Any]:
         name: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
         for name, leaf in tree_leaves(batch)
     }
+
+
+def _places(task: Task) -> dict[str, Any]:
+    """Return the place in memory of each tensor of the task's state, and its other values."""
+    places = {}
+    for name, leaf in tree_leaves(task.state_dict()):
+        places[name] = leaf.data_ptr() if isinstance(leaf, Tensor) else leaf
+    return places
 
 
 def _is_power_of_two(number: int) -> bool:

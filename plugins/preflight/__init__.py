@@ -36,6 +36,7 @@ from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import find_conflicts
 from plugins.preflight.snapshot import snapshot_of
+from plugins.preflight.state_trial import try_after_evaluation
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
 
@@ -274,10 +275,14 @@ def _rehearse_report(run: Run, scored: Gathered, collected: Gathered, samples: i
     if not run.task.num_trials:  # the totals of trials are not there yet
         certain += (KeyError,)
     try:
-        reported(run.task, totals)
+        metrics = reported(run.task, totals)
     except Exception as error:
         if isinstance(error, certain):
             raise
+        return
+    if run.cfg.check_resume and type(run.task).after_evaluation is not Task.after_evaluation:
+        for note in try_after_evaluation(run, metrics):
+            console.warning(f"{note}\n")
 
 
 def plan_rows(run: Run) -> dict[str, str]:

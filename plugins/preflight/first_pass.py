@@ -13,6 +13,7 @@ another pass and without it.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from engine.trial import project_gradients, rng_states
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.private import PlainDispatchMode
 from plugins.preflight.snapshot import Snapshot, isolated, snapshot_of
+from plugins.preflight.state_trial import try_after_step
 
 SAMPLES = 5
 
@@ -49,8 +51,9 @@ COLLECTIVES = {
 SKIP = "check_resume=false trains a run that is never resumed"
 SKIP_SUMS = "(check_sums=false skips this check)"
 ONCE_A_STEP = (
-    "keep it in the model (register_buffer, or a module without gradients), and change it once a "
-    "step, in `optimizer`: optimizer.register_step_post_hook(lambda *_: ...)"
+    "name it in `state_attributes`, and change it once a step, in `after_step`, from the weights "
+    "and from sums of the global batch (`for_state` of the Loss); the number of the step is "
+    "batch['lockstep'].step"
 )
 
 
@@ -113,14 +116,20 @@ CURES = {
         "a forward pass changes the weight {names}: another number of passes or processes, other "
         "weights",
         "the task's `loss`, or the model",
-        "change it once a step, in `optimizer`: "
-        "optimizer.register_step_post_hook(lambda *_: ...); what is computed from the first batch "
-        "goes into `model`",
+        "change it once a step, in `after_step`, from the weights and from sums of the global "
+        "batch (`for_state` of the Loss); what is computed from the first batch goes into `model`",
     ),
     "state": Cure(
         "the loss depends on {names}, which a pass changes and no checkpoint holds",
         "the task's `loss`, or the model",
         f"{ONCE_A_STEP}; {SKIP}",
+    ),
+    "declared": Cure(
+        "a pass changes {names}, a state of the task: another number of passes or processes, "
+        "another state",
+        "the task's `loss`",
+        "change it in `after_step`, from the weights and from sums of the global batch "
+        "(`for_state` of the Loss); give a module with statistics `.eval()`",
     ),
     "hidden": Cure(
         "the loss of the same {names} samples is different the second time, in training mode",
@@ -277,6 +286,7 @@ class PassTrial:
     begin    the values of model and task at the start
     trained  names of the weights that require a gradient
     drawn    the generators that the last pass has drawn from
+    for_state  the sums of the last pass for the task's `after_step`
     one      the samples of a pass
     other    the samples of another pass; the same samples, if there are too few
     """
@@ -291,6 +301,7 @@ class PassTrial:
         if run.cfg.check_sums and not run.plan.sharded:
             self.net = Net(run.model)
         self.drawn: list[str] = []
+        self.for_state: dict[str, Tensor] = {}
         samples = 1
         with contextlib.suppress(Exception):  # two samples are no batch if a pass is one sample
             samples = len(batch_info(run.loaders.train.example(2 * SAMPLES, least=2)).index)
@@ -346,6 +357,7 @@ class PassTrial:
             return Outcome({}, self._trained(), type(error).__name__)
         now = rng_states(run.world.device)
         self.drawn = [name for name in now if now[name] != states[name]]
+        self.for_state = dict(loss.for_state)
         numbers = {"": torch.stack([_double(loss.total), _double(loss.weight)])}
         for name, value in loss.sums.items():
             numbers[f"sum {name}"] = _double(value).reshape(1)
@@ -384,10 +396,14 @@ class PassTrial:
         changed = [*before.changes(after)]
         # A write counts, even of equal values: a teacher that equals the weights at first.
         raise_changed_weights(run, [*changed, *before.written(after)])
+        self._raise_faults_of_state([*changed, *before.written(after)])
         notes = self._note_draws()
         if not run.cfg.check_resume:
             return notes
         again = self.compute_after(Pass(self.one, 1))
+        if run.has_after_step:
+            notes += try_after_step(run, self.for_state)
+            self.begin.put_back()
         noise = outcome.distance(again)
         close = max(5e-2 if self.half else CLOSE, 10 * noise)
         if noise > 1e-3:
@@ -414,6 +430,20 @@ class PassTrial:
         norms = any(isinstance(module, nn.SyncBatchNorm) for module in run.model.modules())
         if collectives and not norms and not run.plan.sharded:
             raise CURES["collective"].error(collectives[0])
+
+    def _raise_faults_of_state(self, changed: list[str]) -> None:
+        """Raise LockstepError if a pass changes a declared state, or computes sums for nobody."""
+        for attribute in self.run.task.state_attributes:
+            place = re.compile(rf"(len\()?self\.{attribute}\b")
+            names = [name for name in dict.fromkeys(changed) if place.match(name)]
+            if names:
+                raise CURES["declared"].error(few(names, 1))
+        if self.for_state and not self.run.has_after_step:
+            raise LockstepError(
+                f"the sum {few([*self.for_state], 1)} is for `after_step`, which the task lacks",
+                "`for_state` of the task's `loss`",
+                "write `after_step`, or log it: `sums`",
+            )
 
     def _note_draws(self) -> list[str]:
         """Return a note on draws that no part of the model explains."""
@@ -471,7 +501,7 @@ class PassTrial:
             notes.append(
                 f"the cut matters: each training pass changes the buffer {few(moved, 1)}: other "
                 "processes or another batch_size, other numbers (change it once a step, in "
-                "`optimizer`: optimizer.register_step_post_hook)"
+                "`after_step`)"
             )
         counters = self._counters(kept, after, persistent)
         if counters:

@@ -46,9 +46,10 @@ def check(run: Run) -> None:
     with sync_errors(run.world):
         _check_model(run, initial.forms)
         if run.world.main:
-            _check_plain(run.task.metadata(), "the task's `metadata`")
+            check_plain(run.task.metadata(), "the task's `metadata`")
+            check_plain(run.task.state_dict(), "the task's `state_dict`")
         if run.scheduler is not None:
-            _check_plain(run.scheduler.state_dict(), "the task's `scheduler`")
+            check_plain(run.scheduler.state_dict(), "the task's `scheduler`")
         if initial.optimizer is not None:
             _check_optimizer(run.optimizer, initial.optimizer)
     # After a skipped step the optimizer has not begun: check again after the next step.
@@ -72,10 +73,10 @@ def _check_model(run: Run, before: dict[str, str]) -> None:
                 "the task's `model`",
                 "give it that form in `__init__`, or register it with persistent=False",
             )
-    _check_plain(dict(run.model.state_dict()), "the extra state of a module")
+    check_plain(dict(run.model.state_dict()), "the extra state of a module")
 
 
-def _check_plain(state: Any, where: str) -> None:
+def check_plain(state: Any, where: str) -> None:
     """Raise LockstepError if `weights_only=True` would not load the state. The check replaces each
     tensor by an empty one."""
     file = io.BytesIO()
@@ -117,12 +118,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
             f"{kind} cannot save its state: {type(error).__name__}: {headline(error)}",
             "call super().__init__(parameters, defaults), or mend its state_dict",
         ) from error
-    _check_plain(state, f"what {kind} keeps")
+    check_plain(state, f"what {kind} keeps")
     shared = _shared(state)
     restored = _restored(optimizer, twin, state, shared)
     after = dict(batches.tree_leaves(restored))
     for name, value in batches.tree_leaves(state):
-        if not _same(value, after.get(name)):
+        if not same(value, after.get(name)):
             raise _error(
                 f"{kind} does not get {name} back as it was saved", "mend its load_state_dict"
             )
@@ -158,7 +159,7 @@ def _check_part(
     for p, kept in part.state.items():
         values = dict(batches.tree_leaves(other.state.get(p, {})))
         for name, value in batches.tree_leaves(kept):
-            if isinstance(value, Tensor) and not _same(value, values.get(name)):
+            if isinstance(value, Tensor) and not same(value, values.get(name)):
                 raise _error(
                     f"a checkpoint does not hold {name!r} of {kind}, an optimizer inside of "
                     f"{type(whole).__name__}",
@@ -232,11 +233,11 @@ def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
             yield from _changed(place, part, others.get(key))
     elif isinstance(now, (bool, nn.Parameter)):
         return
-    elif isinstance(now, (int, float, list, Tensor)) and not _same(now, then):
+    elif isinstance(now, (int, float, list, Tensor)) and not same(now, then):
         yield name
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Return whether two values have one type and the same bits; NaN equals NaN."""
     if not isinstance(a, Tensor):
         return type(a) is type(b) and (a == b or a != a)

@@ -21,6 +21,7 @@ from engine.contract import LOGGED, Loss, Task, per_sample
 from engine.errors import LockstepError, amount
 from plugins.preflight.optimizers import check_optimizer
 from plugins.preflight.schedulers import check_scheduler
+from plugins.preflight.state_trial import check_state
 from plugins.preflight.values import (
     check_blocks,
     check_rows,
@@ -383,6 +384,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "split": check_scored,
     "optimizer": check_optimizer,
     "scheduler": check_scheduler,
+    "model": check_state,
     "parameters": check_trained,
     "blocks": check_blocks,
     "init_from": check_weights,

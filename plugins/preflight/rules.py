@@ -13,9 +13,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from engine.config import Schedule
+from engine.contract import Task
 from engine.errors import LockstepError, amount
 from engine.optim.make import name_of, skips_itself
 
@@ -112,6 +114,21 @@ def _several_types(model: nn.Module) -> str:
 def _scalar_weight(model: nn.Module) -> str:
     """Return the name of the first weight without an axis, or an empty text."""
     return next((name for name, p in model.named_parameters() if not p.ndim), "")
+
+
+def _whole_copy(model: nn.Module, task: Task) -> str:
+    """Return the name of the first module in the task's state that has weights with names and
+    shapes of a part of the model, or an empty text."""
+    parts = {_forms(part) for part in model.modules()} - {()}
+    for name in task.state_attributes:
+        value = getattr(task, name)
+        if isinstance(value, nn.Module) and _forms(value) in parts:
+            return name
+    return ""
+
+
+def _forms(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, p.shape) for name, p in module.named_parameters())
 
 
 KINDS_OF = {
@@ -431,6 +448,14 @@ RULES = (
             "ddp.find_unused_parameters=true", lambda facts: facts.cfg.ddp.find_unused_parameters
         ),
         fix="use every weight, or ddp.strategy=ddp",
+    ),
+    ModelRule(
+        excluded=Condition(
+            "{value} of the task's state is a whole copy of weights, of which each process holds "
+            "some rows",
+            lambda facts: _whole_copy(facts.model, facts.task),
+        ),
+        fix="use ddp.strategy=ddp, or keep tensors that are no copies, such as a centre",
     ),
     ModelRule(
         excluded=Condition(

@@ -275,6 +275,12 @@ def _opened(args: config.Args, options: argparse.Namespace) -> CheckpointState:
             args.cfg.task,
             "return numbers, texts, lists, and dicts by text",
         )
+    if saved.task:
+        raise LockstepError(
+            f"the task keeps a state ({', '.join(saved.task)}), which a published model lacks",
+            str(path),
+            "hand on the checkpoint itself",
+        )
     if saved.init_from:
         name = Path(saved.init_from).name
         raise LockstepError(

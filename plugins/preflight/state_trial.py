@@ -1,0 +1,140 @@
+"""Try the methods that change the state of a task, before the first step: would a checkpoint hold
+what they change?
+
+A trial compares the values of model and task before and after `after_step`, then loads the former
+state. A value that has changed, and that is in no checkpoint, or that `load_state_dict` does not
+give back, is lost in a resumed run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.contract import Task
+from engine.data.batches import map_tensors, tree_leaves
+from engine.errors import LockstepError, few, headline
+from engine.run import Run
+from engine.seeds import seed_generators
+from plugins.preflight import resume_check
+from plugins.preflight.snapshot import Snapshot, snapshot_of
+
+ROUND = 7200
+"""A number of steps that most periods divide: the last of so many steps is tried, too."""
+
+SKIP = "check_resume=false trains a run that is never resumed"
+
+
+def check_state(model: nn.Module, *tasks: Task) -> None:
+    """Raise LockstepError for a state that is not there, or that no checkpoint holds."""
+    for task in tasks:
+        missing = [name for name in task.state_attributes if not hasattr(task, name)]
+        if missing:
+            raise LockstepError(
+                f"the task has no attribute {missing[0]!r}",
+                "the task's `state_attributes`",
+                "name attributes, ('teacher',), that `__init__` or `model` makes",
+            )
+        resume_check.check_plain(task.state_dict(), "the task's `state_dict`")
+
+
+def try_after_step(run: Run, for_state: dict[str, Tensor]) -> list[str]:
+    """(all ranks, with shards) Call `after_step` for two steps, and load the state. Return notes.
+
+    Raises LockstepError for a value that a resumed run would lose. The caller puts back all values.
+
+    for_state  the sums of a pass of a few samples
+    """
+    task = run.task
+    task.step_sums = {name: value.detach().double() for name, value in for_state.items()}
+    first = run.progress.step
+    last = min(run.plan.total_steps, ROUND) - 1
+
+    def change() -> None:
+        for step in sorted({first, max(first, last)}):
+            seed_generators(run.world.device, "after step", run.cfg.seed, step)
+            task.after_step(run.model, step)
+
+    return _try(run, "after_step", change)
+
+
+def try_after_evaluation(run: Run, metrics: dict[str, float]) -> list[str]:
+    """Call `after_evaluation` with the metrics of a few samples, and load the state. Return notes.
+
+    Raises LockstepError as `try_after_step` does.
+    """
+    return _try(run, "after_evaluation", lambda: run.task.after_evaluation(dict(metrics)))
+
+
+@torch.no_grad()
+def _try(run: Run, method: str, change: Callable[[], Any]) -> list[str]:
+    """Call a method of the task, and look at the values that it changes. Return notes."""
+    task = run.task
+    former = _copy_of(task.state_dict())
+    before = snapshot_of(run, copies=False)
+    try:
+        change()
+    except LockstepError:
+        raise
+    except Exception as error:  # perhaps because the samples are few; else the run will name it
+        return [f"`{method}` could not be tried: {type(error).__name__}: {headline(error)}"]
+    changed = [*before.changes(snapshot_of(run, copies=False))]
+    resume_check.check_plain(task.state_dict(), "the task's `state_dict`")
+    _load(run, _copy_of(task.state_dict()))
+    _load(run, former)
+    lost = _lost(run, changed, before, snapshot_of(run, copies=False))
+    if lost:
+        raise LockstepError(
+            f"`{method}` changes {few(lost, 2)}, which no checkpoint holds",
+            f"the task's `{method}`",
+            _cure(run, lost[0]),
+        )
+    return []
+
+
+def _load(run: Run, state: dict[str, Any]) -> None:
+    """Load a state into the task. Raises LockstepError unless the task then has the state."""
+    run.task.load_state_dict(_copy_of(state))
+    now = dict(tree_leaves(run.task.state_dict()))
+    then = dict(tree_leaves(state))
+    for name in then | now:
+        if not resume_check.same(then.get(name), now.get(name)):
+            raise LockstepError(
+                f"the state {name} is not given back as it was saved",
+                "the task's `load_state_dict`",
+                f"mend it, or `state_dict`: the two have the same keys at all times; {SKIP}",
+            )
+
+
+def _lost(run: Run, changed: list[str], before: Snapshot, loaded: Snapshot) -> list[str]:
+    """Return the changed values that neither the model's checkpoint nor the loaded state gives
+    back."""
+    saved = {name for name in run.model.state_dict() if run.task.saved(name)}
+    differs = {*before.changes(loaded)}
+    lost = []
+    for name in changed:
+        if name in differs and name not in saved and "self.step_sums" not in name:
+            lost.append(name)
+    # a container whose length has changed names its items, too
+    return [name for name in lost if not name.startswith("len(")] or lost
+
+
+def _cure(run: Run, name: str) -> str:
+    """Return the cure for a lost value, by its place."""
+    attribute = name.removeprefix("len(").partition("self.")[2]
+    if attribute:
+        attribute = attribute.replace("[", ".").replace(")", ".").partition(".")[0]
+        return f'add "{attribute}" to `state_attributes`; {SKIP}'
+    if name.startswith("param_groups"):
+        return "use schedule.* or the task's `scheduler`"
+    if name in dict(run.model.named_buffers()):
+        return f"register it with persistent=True; {SKIP}"
+    return f"keep it in an attribute of the task, and name it in `state_attributes`; {SKIP}"
+
+
+def _copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(map_tensors(state, Tensor.detach))
