@@ -207,7 +207,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
     `init_from`."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         # a disk may lack the file; with shards the digests below are collectives
-        copies = [] if run.plan.sharded else _copies(run.model, run.task)
+        copies = _copies(run.model, run.task)
         with sync_errors(run.world):
             run.task.started_from = weights.load_file(run.model, source)
         for copied, part in copies:
