@@ -35,7 +35,7 @@ MADE = {
     "ChainedScheduler": lambda o, task: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(o, 0.25, 1.0, 3), lr_scheduler.StepLR(o, 5, 0.5)]
     ),
-    "ReduceLROnPlateau": lambda o, task: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.2),
+    "ReduceLROnPlateau": lambda o, task: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.9),
 }
 """{class: function of the optimizer and the task}."""
 
@@ -73,7 +73,8 @@ MISTAKES = {
 @dataclass
 class Own:
     scheduler: str = option("", "which one; empty: that of schedule.kind")
-    optimizer: str = option("", "sgd, groups or muon; empty: that of optim.name")
+    optimizer: str = option("", "sgd or groups; empty: that of optim.name")
+    val: bool = option(True, "evaluate")
 
 
 @dataclass
@@ -83,6 +84,10 @@ class Settings(faulty.Settings):
 
 class Task(faulty.Task):
     Settings = Settings
+
+    def datasets(self):
+        data, val = super().datasets()
+        return data, val if self.cfg.own.val else None
 
     def optimizer(self, model):
         weights = [*model.parameters()]
