@@ -222,7 +222,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
         what = f"the checkpoint's optimizer is {saved.optimizer_name}, not {optimizer}"
         todo = f"change it back, or start a new run with init_from={saved.path}"
         raise LockstepError(what, str(saved.path), todo, exit_code=3)
-    if (run.scheduler is None) != (saved.scheduler is None):
+    if (run.scheduler is not None) != bool(saved.scheduler):
         raise LockstepError(
             "only one of task and checkpoint has a `scheduler` of its own",
             str(saved.path),
@@ -240,7 +240,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
             run.ema.load_state_dict(own | saved.ema)
         if saved.optimizer:  # a published model has none
             make.load_state(run.optimizer, saved.optimizer, saved.changes)
-        if run.scheduler is not None and saved.scheduler is not None:
+        if saved.scheduler:
             load_scheduler(run.scheduler, run.optimizer, saved.scheduler)
         if saved.scaler and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(saved.scaler)

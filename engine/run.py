@@ -43,9 +43,8 @@ class Progress:
     best              best value of the task's monitor
     stale             evaluations since the best one
     evaluation_due    the last step is to be evaluated
-    rate_factor       factor of the rate that schedule.kind=plateau has reached
-    plateau_best      best value of the monitor for plateau
-    plateau_stale     evaluations since that one, or since the rate was lowered
+    plateau           of schedule.kind=plateau: the `factor` of the rate, the `best` value of the
+                      monitor, and `stale`, evaluations since that one or since a lower rate
     skipped           steps that were not taken, because the gradient was not finite
     skipped_in_a_row  steps skipped since the last step that was taken
     epoch_totals      training totals of the logged part of this epoch
@@ -59,9 +58,7 @@ class Progress:
     best: float | None = None
     stale: int = 0
     evaluation_due: bool = False
-    rate_factor: float = 1.0
-    plateau_best: float | None = None
-    plateau_stale: int = 0
+    plateau: dict[str, float] = field(default_factory=dict)
     skipped: int = 0
     skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)
@@ -86,18 +83,23 @@ class Progress:
         self.stale = 0
         return True
 
+    @property
+    def rate_factor(self) -> float:
+        """Return the factor of the rate: 1, unless schedule.kind=plateau has lowered the rate."""
+        return self.plateau.get("factor", 1.0)
+
     def note_plateau(self, value: float, higher_is_better: bool, schedule: Any) -> None:
         """Lower the rate if the score has not become better in `plateau_patience` evaluations:
         torch's ReduceLROnPlateau with a relative threshold and eps=0."""
         sign = 1 if higher_is_better else -1
-        best = -sign * math.inf if self.plateau_best is None else self.plateau_best
-        self.plateau_stale += 1
-        if sign * value > sign * best * (1 + sign * schedule.plateau_threshold):
-            self.plateau_best = value
-            self.plateau_stale = 0
-        if self.plateau_stale > schedule.plateau_patience:
-            self.rate_factor = max(self.rate_factor * schedule.gamma, schedule.final_share)
-            self.plateau_stale = 0
+        state = {"factor": 1.0, "best": -sign * math.inf, "stale": 0} | self.plateau
+        state["stale"] += 1
+        if sign * value > sign * state["best"] * (1 + sign * schedule.plateau_threshold):
+            state |= {"best": value, "stale": 0}
+        if state["stale"] > schedule.plateau_patience:
+            lower = max(state["factor"] * schedule.gamma, schedule.final_share)
+            state |= {"factor": lower, "stale": 0}
+        self.plateau = state
 
 
 class AfterStep(NamedTuple):

@@ -20,7 +20,7 @@ from engine.files.atomic import sha256_of
 FORMAT = 3
 """Format 2 also held the random state of each rank; now every pass is seeded."""
 
-EXACT_PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress", "task")
+EXACT_PARTS = ("model", "ema", "optimizer", "scaler", "tally", "progress", "task", "scheduler")
 """The parts of a checkpoint that have equal bits on any number of processes with
 `virtual_workers`."""
 
@@ -75,7 +75,7 @@ class CheckpointState(NamedTuple):
     environment: dict[str, str] = {}  # the facts that the last bits depend on
     left_out: dict[str, str] = {}  # digests of the weights that are not in `model`
     optimizer_name: str = ""
-    scheduler: dict[str, Any] | None = None  # of the task
+    scheduler: dict[str, Any] = {}  # of the task
     changes: dict[str, str] = {}  # key -> text of a change since then, which --force allows
 
     @property
@@ -116,11 +116,8 @@ class CheckpointState(NamedTuple):
         return weights
 
     def exact_parts(self) -> dict[str, Any]:
-        """Return the EXACT_PARTS by name, and the state of the task's scheduler if it has one."""
-        parts = {name: getattr(self, name) for name in EXACT_PARTS}
-        if self.scheduler is not None:
-            parts["scheduler"] = self.scheduler
-        return parts
+        """Return the EXACT_PARTS by name."""
+        return {name: getattr(self, name) for name in EXACT_PARTS}
 
     def description(self) -> dict[str, Any]:
         """Return the DESCRIPTION and the facts of the task, by key of the file."""

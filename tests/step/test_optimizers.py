@@ -276,7 +276,7 @@ def test_any_optimizer_learns_in_the_same_bits_on_any_processes(folder, name):
     assert losses[-1] < losses[0]
     resumed = load(folder / "way" / name)
     for part in EXACT_PARTS:
-        assert_same(resumed[part], straight[part], part)
+        assert_same(resumed.get(part), straight.get(part), part)
 
 
 @pytest.mark.slow

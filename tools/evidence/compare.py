@@ -61,7 +61,7 @@ from tools.running import folder_of, train_in
 from tools.use.evaluate import TRUST, aligned, of_run
 
 TIMES = ("event", "step", "time_s", "samples_per_s", "data_wait_share")
-OF_THE_STEP = ("digest", "grad_norm", "lr", "samples", "epoch")
+OF_THE_STEP = ("digest", "grad_norm", "lr", "lr_min", "samples", "epoch")
 """Entries of the last step alone. The other entries are means since the last log point. TIMES are
 never compared."""
 

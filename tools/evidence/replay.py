@@ -73,11 +73,11 @@ Log = dict[tuple[int, str], dict[str, Any]]
 """{(step, event): line of metrics.jsonl}, in order."""
 
 TIMES = ("event", "time_s", "samples_per_s", "data_wait_share")
-OF_ITS_STEP = ("step", "epoch", "samples", "lr", "grad_norm", "digest")
+OF_ITS_STEP = ("step", "epoch", "samples", "lr", "lr_min", "grad_norm", "digest")
 """Entries of a line about one step alone. The other entries are about all steps since the line
 before."""
 
-SMOOTH = ("loss", "grad_norm", "lr")
+SMOOTH = ("loss", "grad_norm", "lr", "lr_min")
 """Numbers, beside the weights, that decide between rounding and other differences."""
 
 EVENTS, STATE = ("train", "eval"), "state"
@@ -804,6 +804,7 @@ def _compare_ends(
     leave_out = set[str]()
     if one.progress["evaluation_due"]:
         leave_out |= {"progress/best", "progress/stale", "progress/evaluation_due"}
+        leave_out |= {"progress/plateau", "scheduler"}
     if comparison.missing or unlogged:
         # sums since the line before, and the lines before differ
         leave_out |= {"tally", "progress/epoch_totals"}
@@ -1179,7 +1180,7 @@ def _yardstick(taker: Taker, stretch: Stretch, folder: Path) -> Compared:
     a rounding error."""
     other = taker.take(stretch, _nudge(stretch.known))
     ends = _at_end(stretch, folder), _at_end(stretch, other)
-    return compare(stretch, log_of(folder)[0], log_of(other)[0], ends, but=("lr",))
+    return compare(stretch, log_of(folder)[0], log_of(other)[0], ends, but=("lr", "lr_min"))
 
 
 def _nudge(known: CheckpointState) -> float:

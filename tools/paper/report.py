@@ -492,7 +492,7 @@ def _processes(environment: dict[str, Any]) -> str:
 
 
 NO_CURVES = frozenset(
-    "count event step epoch samples time_s digest skipped_steps data_wait_share".split()
+    "count event step epoch samples time_s digest skipped_steps data_wait_share lr_min".split()
 )
 """Names in the log without a panel."""
 
@@ -539,7 +539,8 @@ def _panel_names(runs: list[Run]) -> list[str]:
 
 
 def _curves(runs: list[Run], name: str) -> list[figures.Curve]:
-    """Return the curves of a metric; in the panel of the loss also the skipped steps."""
+    """Return the curves of a metric; in the panel of the loss also the skipped steps, in the panel
+    of the learning rate also the smallest rate of an optimizer's groups."""
     curves = []
     for n, run in enumerate(runs):
         for event, kind in (("train", "train"), ("eval", "val")):
@@ -547,6 +548,9 @@ def _curves(runs: list[Run], name: str) -> list[figures.Curve]:
             if np.isfinite(y).any():
                 curves.append(figures.Curve(n, kind, x, y))
         steps = np.array([number(line.get("skipped_step")) for line in run.of("skipped")])
+        x, y = run.column("train", "lr_min")
+        if name == "lr" and np.isfinite(y).any():
+            curves.append(figures.Curve(n, "train", x, y))
         if name == "loss" and len(steps):
             curves.append(figures.Curve(n, "mark", steps[np.isfinite(steps)], np.array([])))
     return curves
