@@ -423,6 +423,7 @@ def create_data_loaders(
         loaders = [in_processes(Fetcher(data), batches, cfg) for data, batches in pairs]
     prepare = task.prepare if task and type(task).prepare is not Task.prepare else None
     train = TrainLoader(sets[0], samplers[0], world, loaders[0], prepare)
+    train.turn = task.turn if task and task.turns else None
     val = EvalLoader(sets[1], samplers[1], world, loaders[1]) if val_set is not None else None
     announce_batches(train, val)
     hooks.prepare_checks.each(train, cfg.random_samples)

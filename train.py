@@ -118,7 +118,8 @@ def build(
 
 def prepare(run: Run, strict: bool) -> None:
     """(all ranks) Wrap the model, compare the ranks, try an evaluation, set the threads."""
-    run.net = wrap_ddp(run, always=strict)
+    for turn in run.trained.turns():  # of a task with turns: a DDP for the weights of each turn
+        run.net = run.nets[turn] = wrap_ddp(run, always=strict)
     resilience.prepare_advice(run)  # batches that need less memory
     preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere
     parallel.check_strategy(run)  # with shards: checkpoints and the optimizer allow them
@@ -188,9 +189,9 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
     the all-reduce the gradients are d(total) / global_batch, which has the size of a mean, as fp16
     needs. `divisor` turns them into d(total) / weight.
     """
+    run.begin_step()  # the step's turn, no gradients, training mode
     world, net, plan = run.world, run.net, run.plan
     in_ddp = isinstance(net, DistributedDataParallel)
-    run.begin_step()  # no gradients, training mode
     totals: Any = 0
     for batch, micro in passes:
         # Also around the forward pass: there DDP decides whether the backward pass sums gradients.

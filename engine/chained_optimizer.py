@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, such as Muon for matrices and AdamW for the rest: each updates its
     own groups. `param_groups` and `state` hold the same objects as theirs, and a checkpoint holds
-    them in this order."""
+    them in this order. An optimizer takes a step if a weight of its groups has a gradient."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
         super().__init__([group for each in optimizers for group in each.param_groups], {})
@@ -20,7 +21,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for each in self.optimizers:
-            each.step()
+            weights = itertools.chain(*(group["params"] for group in each.param_groups))
+            if any(p.grad is not None for p in weights):
+                each.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = list(state_dict["param_groups"])

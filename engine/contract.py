@@ -6,7 +6,7 @@ returns *sums*, and the engine adds the sums up over micro-batches and ranks bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -55,11 +55,13 @@ class StepInfo:
     epoch     from 0
     progress  step / steps of the run: 0.0 at the first step, below 1.0 in training, 1.0 in the
               evaluation at the end
+    turn      the turn of the step, see `Task.turns`; empty in an evaluation, and without turns
     """
 
     step: int = 0
     epoch: int = 0
     progress: float = 0.0
+    turn: str = ""
 
 
 @dataclass(slots=True)
@@ -73,7 +75,8 @@ class BatchInfo:
                  (seed, epoch, position), in an evaluation of the index alone
     mean_weight  (B,) float64, in training if the dataset has `weights`: the mean weight over the
                  global batch, one number repeated for each sample; else None
-    step_info    the batch's place in the run: `step`, `epoch` and `progress`, see `StepInfo`
+    step_info    the batch's place in the run: `step`, `epoch`, `progress` and `turn`, see
+                 `StepInfo`
     """
 
     OF_SAMPLES: ClassVar = ("index", "position", "seed", "mean_weight")
@@ -96,6 +99,10 @@ class BatchInfo:
     @property
     def progress(self) -> float:
         return self.step_info.progress
+
+    @property
+    def turn(self) -> str:
+        return self.step_info.turn
 
     @property
     def clock(self) -> Tensor:
@@ -268,9 +275,10 @@ class Task(ToolMethods):
         reaches, such as the commonest class. A run prints the values beside the model's score."""
         return {}
 
-    def optimizer(self, model: nn.Module) -> Optimizer | None:
+    def optimizer(self, model: nn.Module) -> Optimizer | dict[str, Optimizer] | None:
         """Return an optimizer (several in a `ChainedOptimizer`), or None for the optimizer of
         `optim.name`. Called after `optim.freeze` is applied; the groups hold all trained weights.
+        A task with `turns` may return {turn: optimizer}, if no weight belongs to several turns.
         The schedule sets the rate of a group to the step's rate times the group's `lr` /
         `optim.lr`."""
         return None
@@ -322,6 +330,21 @@ class Task(ToolMethods):
                 value.load_state_dict(state[name])
             else:
                 setattr(self, name, state[name])
+
+    turns: Mapping[str, Sequence[str]] = {}
+    """The turns of a training, {name: patterns of the weights that the turn trains}, as in
+    `optim.freeze`. A step belongs to one turn, named in `batch["lockstep"].turn`: the weights of
+    the other turns require no gradient, and stay unchanged. A weight may belong to several
+    turns. See "Train two networks in turns" in docs/your-own-data.md."""
+
+    def turn(self, step: int, epoch: int) -> str:
+        """Return the turn of a step; without an override the turns in order, again and again.
+
+        The turn must depend on the arguments alone, such as `"head" if epoch < 3 else "all"`. Both
+        numbers count from 0.
+        """
+        names = [*self.turns] or [""]
+        return names[step % len(names)]
 
     def fsdp_units(self, model: nn.Module) -> list[nn.Module] | None:
         """Return the units of ddp.strategy=fsdp or hsdp: modules that are gathered one at a time,

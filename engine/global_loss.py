@@ -202,13 +202,13 @@ def scalar_on(device: torch.device, number: Tensor) -> Tensor:
 class Terms:
     """Add up the weights of the terms of a step, over its passes and the ranks.
 
-    names  names of the terms, once all ranks have compared them
+    names  names of the terms by turn, once all ranks have compared them
     known  (terms,) the weights of the current step, if the step has several passes
     """
 
     def __init__(self, run: Any):
         self.run = run
-        self.names: list[str] | None = None
+        self.names: dict[str, list[str]] = {}
         self.known: Tensor | None = None
 
     def weights(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
@@ -247,8 +247,10 @@ class Terms:
         """(terms,) the weights of a pass, zeros for an empty pass; with virtual workers a row for
         each worker."""
         run = self.run
-        if self.names != [*terms]:
-            self.names = same_names([*terms], self.names, run.world.gather, "terms")
+        turn = run.meter.turn
+        names = self.names.get(turn)
+        if names != [*terms]:
+            self.names[turn] = same_names([*terms], names, run.world.gather, "terms")
         weights = weights_of(terms, run.world.device)
         if micro.empty:
             weights = torch.zeros_like(weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +44,11 @@ class StepResult(NamedTuple):
 class Pending(NamedTuple):
     """The numbers of a step on their way to the host.
 
+    names   of the step's totals
     copied  the event after the copy from a GPU
     """
 
+    names: list[str]
     numbers: Tensor
     step: int
     losses: list[tuple[Any, Tensor]]
@@ -57,13 +60,15 @@ class Meter:
     read one step late, so that neither host nor device waits.
 
     stragglers     finds the rank that all ranks wait for; None without that plugin
-    names          names of the task's sums, once all ranks have compared them
-    for_state      names and shapes of `Loss.for_state`, once all ranks have compared them
+    turn           the turn of the current step; empty without turns
+    names          names of the task's sums by turn, once all ranks have compared them
+    for_state      names and shapes of `Loss.for_state` by turn, once all ranks have compared them
     losses         a MicroBatch and its loss for each pass of this rank in the current step
     terms          a `Terms`, for a task with `losses`
     pending        numbers of steps that are being copied to the host
     grad_norm      of the last step
-    totals         the loss, its weight and the task's sums: of all ranks, without skipped steps
+    totals         the loss, its weight and the task's sums: of all ranks, without skipped steps.
+                   With turns, a name ends with the turn, as in `loss/critic`
     skipped        number of skipped steps
     since          time of the last log point, time.perf_counter()
     timed_samples  samples since that time
@@ -73,8 +78,9 @@ class Meter:
         self.stragglers: Any = hooks.stragglers.first(world, workers)
         self.world = world
         self.on_gpu = world.device.type == "cuda"
-        self.names: list[str] | None = None
-        self.for_state: list[tuple[str, torch.Size]] | None = None
+        self.turn = ""
+        self.names: dict[str, list[str]] = {}
+        self.for_state: dict[str, list[tuple[str, torch.Size]]] = {}
         self.losses: list[tuple[Any, Tensor]] = []
         self.terms: Any = None
         self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -104,8 +110,10 @@ class Meter:
             copied = torch.cuda.Event()
             copied.record()
             phase.posted = copied
-        self.pending.append(Pending(numbers, step, self.losses, copied))
-        names = ["loss", "weight", *(self.names or [])]
+        names = ["loss", "weight", *self.names.get(self.turn, [])]
+        if self.turn:
+            names = [f"{name}/{self.turn}" for name in names]
+        self.pending.append(Pending(names, numbers, step, self.losses, copied))
         # The newest numbers are still on their way from the GPU: leave them for the next call,
         # unless the caller needs the numbers of every step.
         left = 1 if self.on_gpu and not wait else 0
@@ -117,7 +125,7 @@ class Meter:
                     # copied a step ago: waits only if the host is a whole step ahead
                     row.copied.synchronize()
             votes, *sums, skipped, self.grad_norm = row.numbers.tolist()
-            for name, value in zip(names, sums, strict=True):
+            for name, value in zip(row.names, sums, strict=True):
                 total = self.totals.get(name, 0.0)
                 self.totals[name] = total if skipped else total + value
             self.skipped += skipped
@@ -143,11 +151,18 @@ def loading_s(seconds: dict[str, float]) -> float:
     return seconds.get(Phase.DATA_LOADING, 0.0) + seconds.get(Phase.HOST_TO_DEVICE, 0.0)
 
 
-def means(totals: dict[str, float]) -> dict[str, float]:
+def means(totals: dict[str, float], turns: Iterable[str] = ()) -> dict[str, float]:
     """Return the means of training totals: the loss over its weight, the task's sums over `count`.
-    Without totals return an empty dict."""
-    if not totals:
-        return {}
+    Without totals return an empty dict. With turns return the means of each turn, such as
+    `loss/critic`."""
+    of_turns: dict[str, float] = {}
+    for turn in turns:
+        end = f"/{turn}"
+        names = [name.removesuffix(end) for name in totals if name.endswith(end)]
+        found = means({name: totals[name + end] for name in names})
+        of_turns |= {name + end: mean for name, mean in found.items()}
+    if turns or not totals:
+        return of_turns
     weight = totals["weight"]
     means_by_name = {"loss": totals["loss"] / weight if weight else math.nan}
     count = totals.get("count")

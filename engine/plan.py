@@ -71,10 +71,10 @@ class Plan:
         averaged_over = 1 if self.workers or self.sharded else self.processes
         return averaged_over / self.global_batch
 
-    def step_info(self, step: int, epoch: int) -> StepInfo:
+    def step_info(self, step: int, epoch: int, turn: str = "") -> StepInfo:
         """Return the place in the run of optimizer step `step`, or of an evaluation after `step`
         steps."""
-        return StepInfo(step, epoch, step / self.total_steps)
+        return StepInfo(step, epoch, step / self.total_steps, turn)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (from 0): a linear warm-up to the peak,

@@ -55,6 +55,7 @@ class Record:
     code            digests of the source files, see `code_digest.code_of`
     left_out        digests of the weights that no checkpoint holds
     fresh           the state before a checkpoint is loaded, until it has been compared
+    compared        turns in which it has been compared
     """
 
     log: NullLog = field(default_factory=NullLog)
@@ -67,3 +68,4 @@ class Record:
     code: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     fresh: Any = None
+    compared: set[str] = field(default_factory=set)

@@ -23,6 +23,7 @@ from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
 from engine.optim.ema import EMA
+from engine.optim.make import weights_by_turn
 from engine.optim.rates import make_scheduler, move_values
 from engine.optim.trained import TrainedWeights
 from engine.phases import Phase, phase, split_backward
@@ -136,6 +137,7 @@ class Run:
     model    the bare network
     net      the nn.Module that the loss calls: `model`, perhaps wrapped
     loaders  data_loader.Loaders: of the data to train on, and of those to score, or None
+    nets     `net` by turn, of a task with turns
     stop     a StopRequest
     stopped  the reason of the first rank that has a reason, once all ranks have agreed to stop
     has_after_step  the task overrides `after_step`
@@ -156,13 +158,14 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     record: Record = field(default_factory=Record)
     stopped: str = ""
+    nets: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reducer: LocalReducer = hooks.reducers.first(self) or LocalReducer(
             self.world, self.model, self.cfg.ddp.buffers
         )
         self.meter = Meter(self.world, len(self.reducer.block))
-        self.trained = TrainedWeights(self.model)
+        self.trained = TrainedWeights(self.model, weights_by_turn(self.model, self.task))
         self.record.fresh = hooks.initial_state.first(self)
         self.scheduler: Any = make_scheduler(
             self.task, self.optimizer, self.plan.horizon, self.plan.steps_per_epoch
@@ -190,13 +193,15 @@ class Run:
         return self.plan.step_info(self.progress.step, self.progress.epoch)
 
     def begin_step(self) -> None:
-        """Set the values of the optimizer's groups, clear the gradients, and set training mode
-        after an evaluation; `steps` sets the mode of every module."""
+        """Begin the step's turn, set the values of the optimizer's groups, clear the gradients, and
+        set training mode after an evaluation; `steps` sets the mode of every module."""
         if self.plan.moves_values:
             move_values(self.optimizer, self.cfg.optim, self.plan, self.progress.step)
         if self.scheduler is not None and self.progress.step and not self.follows_score:
             # also after a skipped step: the number of the step counts
             self.scheduler.step()
+        if self.task.turns:
+            self.begin_turn(self.task.turn(self.progress.step, self.progress.epoch))
         if not self.model.training:
             self.net.train()
         for group in self.optimizer.param_groups:
@@ -204,6 +209,12 @@ class Run:
                 p.grad = None
         self.meter.losses = []
         self.reducer.begin_step()
+
+    def begin_turn(self, turn: str) -> None:
+        """Let only the weights of a turn require a gradient, and take the `net` of the turn."""
+        self.trained.begin(turn)
+        self.net = self.nets.get(turn, self.net)
+        self.meter.turn = turn
 
     def seed_pass(self, micro: Any) -> None:
         """Seed all generators by the position of the pass's first sample in the epoch: the random
@@ -242,11 +253,12 @@ class Run:
         self.trained.check()
         if reducer.follows_passes:
             reducer.end_forward()
-        usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
+        known = meter.names.get(meter.turn)
+        usual = isinstance(loss, Loss) and [*loss.sums] == known and loss.weight is not None
         # `same_names` communicates for the first loss of a run only, on all ranks.
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             names = [*check("loss", loss).sums]
-            meter.names = same_names(names, meter.names, self.world.gather, "sums")
+            meter.names[meter.turn] = same_names(names, known, self.world.gather, "sums")
         parts = [meter.no_vote]  # float64, so `stack` converts the other numbers
         for number in (loss.total, loss.weight, *loss.sums.values()):
             part = torch.as_tensor(number).detach()
@@ -294,7 +306,7 @@ class Run:
         if self.has_after_step:
             totals = self._change_state(totals, skipped)
         if self.ema is not None:
-            self.ema.update(skipped)
+            self.ema.update(skipped, by_turn=bool(self.task.turns))
         meter.timed_samples += samples
         progress.samples += samples
         progress.position = consumed
@@ -311,7 +323,8 @@ class Run:
             progress.evaluation_due = finished or due
         log = pauses or progress.evaluation_due or step % plan.log_every == 0
         # also after a resume, even if its first steps are skipped
-        first = step == 1 or self.record.fresh is not None
+        compared = self.record.fresh is None or meter.turn in self.record.compared
+        first = step == 1 or not compared
         compare = first or (cfg.check_every > 0 and step % cfg.check_every == 0)
         self.reducer.check = compare  # in the coming step; AfterStep.check is of this step
         numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
@@ -335,7 +348,8 @@ class Run:
         `Loss.for_state` behind them."""
         meter, gather = self.meter, self.world.gather
         forms = [(name, value.shape) for name, value in sums.items()]
-        meter.for_state = same_names(forms, meter.for_state, gather, "sums in `for_state`")
+        known = meter.for_state.get(meter.turn)
+        meter.for_state[meter.turn] = same_names(forms, known, gather, "sums in `for_state`")
         values = [value.detach().to(numbers).flatten() for value in sums.values()]
         return torch.cat([numbers, *values])
 
@@ -343,7 +357,7 @@ class Run:
     def _change_state(self, totals: Tensor, skipped: Tensor) -> Tensor:
         """Call the task's `after_step` with the sums behind the numbers of a step, unless the step
         was skipped. Return the numbers. On a GPU a sync point."""
-        forms, step = self.meter.for_state or [], self.progress.step
+        forms, step = self.meter.for_state[self.meter.turn], self.progress.step
         sizes = [shape.numel() for _, shape in forms]
         numbers, *sums = totals.split([len(totals) - sum(sizes), *sizes])
         pairs = zip(forms, sums, strict=True)

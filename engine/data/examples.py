@@ -54,9 +54,11 @@ class TrainExamples:
 
     first_step    the number of the first step of the next iteration
     example_step  the step that the examples belong to; None: the first step of the run
+    turn          the task's function, if it has turns
     """
 
     first_step: int = 0
+    turn: Any = None
     example_step: StepInfo | None = None
 
     def step_info(self: Any, micros: list[Any]) -> StepInfo:
@@ -65,7 +67,12 @@ class TrainExamples:
             return SEVERAL_STEPS
         sampler = self.sampler
         taken = (micros[0].consumed - 1 - sampler.position) // sampler.plan.global_batch
-        return sampler.plan.step_info(self.first_step + taken, sampler.epoch)
+        return self.step_info_at(self.first_step + taken, sampler.epoch)
+
+    def step_info_at(self: Any, step: int, epoch: int) -> StepInfo:
+        """Return the place in the run of optimizer step `step`."""
+        turn = self.turn(step, epoch) if self.turn else ""
+        return self.sampler.plan.step_info(step, epoch, turn)
 
     def example(self: Any, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
         """Return samples `begin` to `end` of the epoch, at most a pass or `least` samples."""
@@ -86,7 +93,7 @@ class TrainExamples:
         batch = None
         if self.cached is None:
             batch = to_device(self.source.get(micro), self.device)
-        step = self.example_step or sampler.plan.step_info(0, 0)
+        step = self.example_step or self.step_info_at(0, 0)
         return [micro], batch, self.numbers_of(order, drawn), step
 
 

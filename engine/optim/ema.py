@@ -55,13 +55,17 @@ class EMA:
                 yield name, to_local(average), to_local(value.detach())
 
     @torch.no_grad()
-    def update(self, skipped: Tensor) -> None:
+    def update(self, skipped: Tensor, by_turn: bool = False) -> None:
         """Take a step of the average, unless the optimizer has skipped the step. No sync point.
 
         The first step copies the values.
+
+        by_turn  the averages of weights that require no gradient stay unchanged
         """
         averages, values, copies, sources = list[Tensor](), list[Tensor](), [], []
         for name, average, value in self._pairs():
+            if by_turn and name in self.parameters and not self.parameters[name].requires_grad:
+                continue
             if name in self.copied:
                 copies.append(average)
                 sources.append(value)

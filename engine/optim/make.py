@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -38,19 +39,34 @@ def make_optimizer(
             model.get_parameter(name).requires_grad_(False)
     trained: Named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     check("parameters", trained, model)
-    optimizer = task.optimizer(model) if task else None
+    optimizer: Any = task.optimizer(model) if task else None
     if optimizer is None:
         optimizer = _shipped(model, trained, cfg)
     else:
-        check("optimizer", optimizer, model, trained, cfg)
+        check("optimizer", optimizer, model, trained, cfg, task)
+        if isinstance(optimizer, dict):  # by turn
+            optimizer = ChainedOptimizer(*itertools.chain(*map(chain, optimizer.values())))
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p.requires_grad]
     for group in optimizer.param_groups:
         scale = float(group["lr"]) / cfg.lr
         if scale != 1:
             group["lr_scale"] = scale
-    optimizer.skips_in_kernel = skips_itself(optimizer)  # type: ignore[attr-defined]
+    optimizer.skips_in_kernel = skips_itself(optimizer)
     return optimizer
+
+
+def weights_by_turn(model: nn.Module, task: Task) -> dict[str, set[Tensor]]:
+    """Return {turn: weights that the turn trains}; empty without turns.
+
+    Raises LockstepError if a pattern matches no weight, or if a weight belongs to no turn.
+    """
+    by_turn = {}
+    for turn, patterns in check("turns", task.turns, task).items():
+        names = [_matching_names(model, each, f"turns[{turn!r}]") for each in patterns]
+        weights = map(model.get_parameter, itertools.chain(*names))
+        by_turn[turn] = {p for p in weights if p.requires_grad}
+    return check("weights_by_turn", by_turn, model)
 
 
 def _matching_names(model: nn.Module, pattern: str, key: str) -> list[str]:

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import Tensor, nn
 
 from engine.errors import LockstepError, few
 from engine.phases import phase
 
 
 class TrainedWeights:
-    """The parameters of a model, with `requires_grad` as it was at the start of the run."""
+    """The parameters of a model, with `requires_grad` as it was at the start of the run.
 
-    def __init__(self, model: nn.Module):
+    by_turn   {turn: whether each parameter requires a gradient}. Under "" the weights of
+              all turns do
+    required  of the current turn
+    """
+
+    def __init__(self, model: nn.Module, turns: Mapping[str, Collection[Tensor]]):
         named = dict(model.named_parameters())
         self.names = [*named]
         self.parameters = [*named.values()]
         self.required = self._required()
+        self.by_turn = {"": self.required}
+        for turn, weights in turns.items():
+            self.by_turn[turn] = [p in weights for p in self.parameters]
 
     def _required(self) -> list[bool]:
         return [p.requires_grad for p in self.parameters]
+
+    def begin(self, turn: str) -> None:
+        """Let only the weights of a turn require a gradient; with "", the weights of all turns."""
+        self.check()
+        self.required = self.by_turn[turn]
+        for p, required in zip(self.parameters, self.required, strict=True):
+            p.requires_grad_(required)
+
+    def turns(self) -> Iterator[str]:
+        """Begin each turn, and yield its name; an empty name without turns. At the end the weights
+        of all turns require a gradient."""
+        for turn in [*self.by_turn][1:] or [""]:
+            self.begin(turn)
+            yield turn
+        self.begin("")
 
     def check(self) -> None:
         """Raise LockstepError if a weight was frozen, or set free, since the start.
@@ -40,7 +65,8 @@ class TrainedWeights:
             f"the weight {others} was {state} during the training, and the optimizer and DDP were "
             "made for the weights of the start",
             f"step {phase.step}, by the task",
-            "train in two runs: freeze in `model` or by optim.freeze=PATTERN, and give the second "
-            "run init_from=CHECKPOINT of the first",
+            "name the weights of each part of the training in the task's `turns`, and let `turn` "
+            'return the part of a step, such as "head" if epoch < 3 else "all" '
+            "(docs/your-own-data.md)",
             everywhere=True,
         )

@@ -148,7 +148,7 @@ class Log(NullLog):
     def train(self, run: Run, metrics: dict[str, Any]) -> None:
         """Log the metrics of the training since the last log point."""
         self._write("train", run, metrics)
-        shown = {name.lower(): value for name, value in _shown(metrics).items()}
+        shown = {name.lower(): value for name, value in _shown(metrics, run.task.turns).items()}
         if self.bars:
             self.bar.set_postfix_str(_joined(shown, "=", ", "), refresh=False)
         else:
@@ -177,12 +177,12 @@ class Log(NullLog):
 
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
         """Log an evaluation: the metrics, and the pictures of the task."""
-        p, monitor = run.progress, run.task.monitor
+        p, monitor, turns = run.progress, run.task.monitor, run.task.turns
         self._write("eval", run, metrics)
         shown = _shown(metrics)
         if monitor not in SHORT_NAMES:
             shown[monitor] = f"{metrics[monitor]:.4f}"
-        trained = _joined(_shown(means(p.epoch_totals)), ": ", ", ")
+        trained = _joined(_shown(means(p.epoch_totals, turns), turns), ": ", ", ")
         scored = _joined(shown, ": ", ", ")
         if found := baselines(run.task, metrics):
             scored += f" ({as_text(found)})"
@@ -310,14 +310,14 @@ def _tagged(event: str, values: dict[str, Any]) -> dict[str, float]:
     return tagged
 
 
-def _shown(metrics: dict[str, float]) -> dict[str, str]:
-    """Return the metrics with a short name, formatted as in the guides."""
+def _shown(metrics: dict[str, float], turns: Iterable[str] = ()) -> dict[str, str]:
+    """Return the metrics with a short name, formatted as in the guides; of each of the turns."""
     shown = {}
-    for name, short in SHORT_NAMES.items():
-        if name in metrics:
-            shown[short] = (
-                f"{metrics[name]:.2%}" if short in ("Acc", "Success") else f"{metrics[name]:.4f}"
-            )
+    for end in [f"/{turn}" for turn in turns] or [""]:
+        for name, short in SHORT_NAMES.items():
+            if name + end in metrics:
+                form = ".2%" if short in ("Acc", "Success") else ".4f"
+                shown[short + end] = f"{metrics[name + end]:{form}}"
     if "success_rate_low" in metrics:
         shown["Success"] = of_trials(metrics)
     return shown

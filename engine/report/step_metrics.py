@@ -25,7 +25,7 @@ def log_metrics(run: Run) -> None:
     run.record.log.train(run, metrics)
 
 
-def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
+def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, Any]:
     """Return the metrics since the last log point, the same on every rank except for times, and
     clear the meter.
 
@@ -36,7 +36,7 @@ def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
     for name, value in meter.totals.items():
         run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
     rates = rates_of(run.optimizer)
-    metrics = means(meter.totals) | {
+    metrics: dict[str, Any] = means(meter.totals, run.task.turns) | {
         "lr": rates[-1],
         "grad_norm": meter.grad_norm,
         "skipped_steps": meter.skipped,
@@ -45,5 +45,7 @@ def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
     }
     if len(rates) > 1:
         metrics["lr_min"] = rates[0]
+    if meter.turn:
+        metrics["turn"] = meter.turn  # of the last step, which has this `grad_norm`
     meter.clear()
     return metrics

@@ -297,7 +297,8 @@ class WorkerReducer(VirtualWorkers):
         sums: list[Any] = []
         for number, p in enumerate(self.parameters):
             if number not in self.added:
-                sums.append(torch.zeros_like(p))
+                # the weights of other turns get no gradient, and zeros without axes
+                sums.append(torch.zeros_like(p) if p.requires_grad else p.new_zeros(()))
                 continue
             sums.append(p.grad)
             # A gradient added to -0.0 keeps its bits, even if it is -0.0.

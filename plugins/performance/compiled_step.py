@@ -70,19 +70,21 @@ class CompiledStep:
     """Take the steps of a run with the compiled model; after a failed comparison with the bare
     model.
 
-    sizes  global batches that have been compared: the last batch of an epoch may be shorter
+    sizes  global batches and turns that have been compared: the last batch of an epoch may be
+           shorter
     """
 
     def __init__(self, run: Run, step: Callable[[Run, Any], AfterStep]):
         self.run, self.step = run, step
         self.model = compiler.Compiled(run.model, run.plan.compile, run.world.device)
-        self.sizes: set[int] = set()
+        self.sizes: set[tuple[int, str]] = set()
         self.given_up = False
 
     def __call__(self, run: Run, passes: Any) -> AfterStep:
         """(all ranks) Take a step."""
         plan = self.run.plan
-        size = min(plan.global_batch, plan.epoch_samples - self.run.progress.position)
+        samples = min(plan.global_batch, plan.epoch_samples - run.progress.position)
+        size = samples, run.task.turn(run.progress.step, run.progress.epoch)
         if not self.given_up and size not in self.sizes:
             passes = [*passes]
             self._compare(passes)

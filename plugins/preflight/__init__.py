@@ -28,7 +28,7 @@ from engine.gathered import Gathered, check_count
 from engine.hooks import check
 from engine.phases import Phase, phase
 from engine.run import Run
-from plugins.preflight import adds_up, first_pass, optimizers, resume_check, schedulers
+from plugins.preflight import adds_up, first_pass, optimizers, resume_check, schedulers, turns
 from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.prepare_check import check_prepare
@@ -61,6 +61,7 @@ def compare_ranks(run: Run) -> None:
     if run.scheduler is None:
         optimizers.check_schedulers(run.task, run.optimizer)
     schedulers.check(run)
+    turn_facts = turns.check_steps(run)
     state_bytes = optimizers.state_bytes(run.optimizer)
     if world.size == 1:
         run.plan = replace(run.plan, moments=state_bytes)
@@ -74,6 +75,7 @@ def compare_ranks(run: Run) -> None:
         "number of training samples": str(run.plan.num_samples),
         "order of the samples": digests.digest(_parts(run.loaders.train.sampler.order())),
         "order of convolutions": run.plan.memory_format,
+        **turn_facts,
     }
     _compare(world, facts, ALIKE)
     _compare_data(run)
@@ -181,15 +183,17 @@ def check_sums(run: Run) -> None:
     the last before the first step. On a GPU the cached memory of the checks is returned at the end:
     a batch that fits without the checks then fits after the checks.
     """
-    if run.cfg.check_sums:
-        with sync_errors(run.world):
-            line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
-        console.info(f"{line}\n")
-    if run.cfg.check_sums or run.cfg.check_resume:
-        with sync_errors(run.world):
-            notes = first_pass.look(run)
-        for note in notes:
-            console.warning(f"{note}\n")
+    for turn in turns.each_turn(run):
+        place = f"turn {turn}: " if turn else ""
+        if run.cfg.check_sums:
+            with sync_errors(run.world):
+                line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
+            console.info(f"{place}{line}\n")
+        if run.cfg.check_sums or run.cfg.check_resume:
+            with sync_errors(run.world):
+                notes = first_pass.look(run)
+            for note in notes:
+                console.warning(f"{place}{note}\n")
     if run.world.device.type == "cuda":
         # Some ms, once. The allocator returns free blocks by itself when memory runs out, but no
         # block of which the first step holds a piece, such as a gradient.
@@ -286,11 +290,13 @@ def _rehearse_report(run: Run, scored: Gathered, collected: Gathered, samples: i
 
 
 def plan_rows(run: Run) -> dict[str, str]:
-    """Return the row of the plan about parts of the model that depend on the partition."""
+    """Return the rows of the plan about turns, and about parts of the model that depend on the
+    partition."""
+    rows = turns.plan_row(run)
     parts = "" if run.plan.workers else partition_dependent(run.model, run.plan.accumulation)
-    if not parts:
-        return {}
-    return {"the cut matters": f"{parts}: other processes or another batch_size, other numbers"}
+    if parts:
+        rows["the cut matters"] = f"{parts}: other processes or another batch_size, other numbers"
+    return rows
 
 
 hooks.initial_state.add(optimizers.initial_state)

@@ -16,7 +16,7 @@ from engine.comm.shards import to_local
 from engine.config import Optim
 from engine.contract import Task
 from engine.errors import LockstepError, few
-from engine.optim.make import chain, parameters_of
+from engine.optim.make import chain, parameters_of, weights_by_turn
 from engine.run import Run
 
 SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -27,8 +27,13 @@ WHERE = "the task's `optimizer`"
 # --------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(own: Any, model: nn.Module, trained: dict[str, Tensor], cfg: Optim) -> None:
+def check_optimizer(
+    own: Any, model: nn.Module, trained: dict[str, Tensor], cfg: Optim, task: Task
+) -> None:
     """Raise LockstepError if a task's own optimizer cannot be used, or if a key has no effect."""
+    if isinstance(own, dict) and task.turns:
+        _check_by_turn(own, model, trained, cfg, task)
+        return
     if not isinstance(own, torch.optim.Optimizer):
         raise LockstepError(
             f"it returns a {type(own).__name__}", WHERE, "return a torch.optim.Optimizer, or None"
@@ -45,6 +50,42 @@ def check_optimizer(own: Any, model: nn.Module, trained: dict[str, Tensor], cfg:
         )
     hooks.check_settings("optimizer", optim=cfg)
     _check_parameters(own, model, trained)
+
+
+def _check_by_turn(
+    own: dict[str, Any], model: nn.Module, trained: dict[str, Tensor], cfg: Optim, task: Task
+) -> None:
+    """Raise LockstepError unless there is one optimizer for each turn, with the weights of the
+    turn, and no weight belongs to two turns."""
+    if own.keys() != task.turns.keys():
+        raise LockstepError(
+            f"it returns optimizers for {few([*own])}, and the turns are {few([*task.turns])}",
+            WHERE,
+            "return {turn: optimizer} for the names of `turns`, or one optimizer for all",
+        )
+    by_turn = weights_by_turn(model, task)
+    owners: dict[str, str] = {}
+    for turn, optimizer in own.items():
+        of_turn = {name: p for name, p in trained.items() if p in by_turn[turn]}
+        for name in of_turn:
+            if name in owners:
+                raise LockstepError(
+                    f"the weight {name} belongs to the turns {owners[name]} and {turn}, and has an "
+                    "optimizer in each",
+                    WHERE,
+                    "return one optimizer for all turns, or let no turn train it twice",
+                )
+        owners |= dict.fromkeys(of_turn, turn)
+        check_optimizer(optimizer, model, of_turn, cfg, task)
+        held = set(parameters_of(optimizer))
+        others = [name for name, p in trained.items() if p in held and name not in of_turn]
+        if others:
+            raise LockstepError(
+                f"the optimizer of the turn {turn} holds {few(others, 1)}, which the turn does not "
+                "train",
+                WHERE,
+                "give it the weights that `turns` names for the turn",
+            )
 
 
 def _check_parameters(

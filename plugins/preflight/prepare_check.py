@@ -27,7 +27,9 @@ def check_prepare(loader: Any, random_samples: str) -> None:
     together. A `prepare` that reads the number is tried in the last step of the run, too.
     """
     if loader.prepare is not None:
-        alike = steps.at_both_ends(loader, lambda: _check(loader, random_samples))
+        alike = []
+        for _ in steps.in_each_turn(loader):
+            alike += steps.at_both_ends(loader, lambda: _check(loader, random_samples))
         loader.together = alike == [True]
 
 

@@ -41,7 +41,7 @@ def check(run: Run) -> None:
     """(all ranks) After the first step, raise LockstepError if a checkpoint would not restore the
     running state."""
     initial = run.record.fresh
-    if initial is None:
+    if initial is None or run.meter.turn in run.record.compared:
         return
     with sync_errors(run.world):
         _check_model(run, initial.forms)
@@ -53,7 +53,10 @@ def check(run: Run) -> None:
         if initial.optimizer is not None:
             _check_optimizer(run.optimizer, initial.optimizer)
     # After a skipped step the optimizer has not begun: check again after the next step.
-    if not run.progress.skipped_in_a_row:
+    if run.progress.skipped_in_a_row:
+        return
+    run.record.compared.add(run.meter.turn)  # the optimizer of another turn has no state yet
+    if len(run.record.compared) >= len(run.task.turns):
         run.record.fresh = None
 
 

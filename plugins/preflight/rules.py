@@ -444,6 +444,11 @@ RULES = (
         fix="give all of them one type",
     ),
     ModelRule(
+        # FSDP2 keeps the `requires_grad` of the first gathered weights.
+        excluded=Condition("turns, which free and freeze weights", lambda facts: facts.task.turns),
+        fix="use ddp.strategy=ddp, or drop the turns",
+    ),
+    ModelRule(
         excluded=Condition(
             "ddp.find_unused_parameters=true", lambda facts: facts.cfg.ddp.find_unused_parameters
         ),
@@ -526,6 +531,11 @@ RULES = (
         excluded=Condition(
             "the schedule moves momentum or weight decay on the host",
             lambda facts: facts.run.plan.moves_values,
+        )
+    ),
+    GraphRule(
+        excluded=Condition(
+            "the turns of the task train other weights in each", lambda facts: facts.run.task.turns
         )
     ),
     GraphRule(
