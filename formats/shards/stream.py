@@ -18,10 +18,10 @@ was: a dict of fields, a tuple (fields 0, 1, ...), or a single value.
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from engine.contract import LockstepError, amount
-from engine.files.atomic import sha256_of, write_atomically
 from formats.shards import Options, Shards, pair
 from formats.shards import cache as shard_cache
 
@@ -278,7 +277,7 @@ def write(stream: Iterable[Any], folder: Path, limits: Limits) -> int:
         data = tar.contents()
         if not path.exists():
             _write(path, data)
-        elif sha256_of(path) != hashlib.sha256(data).hexdigest():
+        elif path.read_bytes() != data:
             raise _differs(path)
         names.add(path.name)
         total += tar.samples
@@ -291,7 +290,13 @@ def write(stream: Iterable[Any], folder: Path, limits: Limits) -> int:
 
 
 def _write(path: Path, data: bytes) -> None:
-    write_atomically(path, lambda file: file.write(data))
+    """Write a file under a temporary name, and rename it: a shard is whole or absent."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def _differs(path: Path) -> LockstepError:
