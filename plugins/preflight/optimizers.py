@@ -66,23 +66,33 @@ def _check_by_turn(
     by_turn = weights_by_turn(model, task)
     owners: dict[str, str] = {}
     for turn, optimizer in own.items():
-        of_turn = {name: p for name, p in trained.items() if p in by_turn[turn]}
-        for name in of_turn:
-            if name in owners:
+        of_turn = dict[str, Tensor]()
+        for name, p in trained.items():
+            if p in by_turn[turn]:
+                of_turn[name] = p
+            if p in by_turn[turn] and owners.setdefault(name, turn) != turn:
                 raise LockstepError(
                     f"the weight {name} belongs to the turns {owners[name]} and {turn}, and has an "
                     "optimizer in each",
                     WHERE,
                     "return one optimizer for all turns, or let no turn train it twice",
                 )
-        owners |= dict.fromkeys(of_turn, turn)
         check_optimizer(optimizer, model, of_turn, cfg, task)
-        held = set(parameters_of(optimizer))
-        others = [name for name, p in trained.items() if p in held and name not in of_turn]
-        if others:
+        _check_others(optimizer, turn, trained, of_turn)
+
+
+def _check_others(
+    optimizer: torch.optim.Optimizer, turn: str, trained: dict[str, Tensor], own: dict[str, Tensor]
+) -> None:
+    """Raise LockstepError if the optimizer of a turn holds a weight of another turn.
+
+    own  the weights of the turn
+    """
+    held = set(parameters_of(optimizer))
+    for name, p in trained.items():
+        if p in held and name not in own:
             raise LockstepError(
-                f"the optimizer of the turn {turn} holds {few(others, 1)}, which the turn does not "
-                "train",
+                f"the optimizer of the turn {turn} holds {name}, which the turn does not train",
                 WHERE,
                 "give it the weights that `turns` names for the turn",
             )

@@ -60,9 +60,10 @@ def check_weights_by_turn(turns: Mapping[str, Collection[Tensor]], model: nn.Mod
                 WHERE,
                 "name weights that require a gradient, or drop the turn",
             )
+    trained = set[Tensor]().union(*turns.values())
     lost = []
     for name, p in model.named_parameters():
-        if turns and p.requires_grad and not any(p in weights for weights in turns.values()):
+        if turns and p.requires_grad and p not in trained:
             lost.append(name)
     if lost:
         raise LockstepError(
@@ -96,7 +97,8 @@ def check_steps(run: Run) -> dict[str, str]:
                     OF_A_STEP,
                     PURE,
                 )
-    return {f"the turn of step {step}": name for step, name in names.items()}
+    facts = map("the turn of step {}".format, names)
+    return dict(zip(facts, names.values(), strict=True))
 
 
 def _names(run: Run, numbers: Any) -> dict[int, str]:
@@ -132,8 +134,10 @@ def plan_row(run: Run) -> dict[str, str]:
     whole = run.plan.total_steps <= steps.MOST
     texts = []
     for turn, required in [*run.trained.by_turn.items()][1:]:
-        numbers = zip(run.trained.parameters, required, strict=True)
-        text = f"{turn} {sum(p.numel() for p, trained in numbers if trained):,} parameters"
+        count = 0
+        for p, trained in zip(run.trained.parameters, required, strict=True):
+            count += p.numel() * trained
+        text = f"{turn} {count:,} parameters"
         if turn not in counted:
             text += ", no step"
         elif whole:
