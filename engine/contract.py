@@ -63,6 +63,14 @@ class StepInfo:
     progress: float = 0.0
     turn: str = ""
 
+    def clock(self, device: torch.device) -> Tensor:
+        """Return (3,) float64 [step, epoch, progress] on a device."""
+        numbers = (self.step, self.epoch, self.progress)
+        # filled in: a copy to a GPU is a sync point
+        return torch.stack(
+            [torch.full((), number, dtype=torch.float64, device=device) for number in numbers]
+        )
+
 
 @dataclass(slots=True)
 class BatchInfo:
@@ -86,7 +94,6 @@ class BatchInfo:
     seed: Tensor
     mean_weight: Tensor | None = None
     step_info: StepInfo = field(default=StepInfo(), kw_only=True)
-    cached_clock: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def step(self) -> int:
@@ -106,15 +113,9 @@ class BatchInfo:
 
     @property
     def clock(self) -> Tensor:
-        """(3,) float64 [step, epoch, progress] on the batch's device. For code that is compiled or
-        recorded as a CUDA graph, where a number of the host would be a constant."""
-        if self.cached_clock is None:
-            numbers = (self.step, self.epoch, self.progress)
-            # filled in: a copy to a GPU is a sync point
-            self.cached_clock = torch.stack(
-                [self.index.new_full((), number, dtype=torch.float64) for number in numbers]
-            )
-        return self.cached_clock
+        """(3,) float64 [step, epoch, progress] on the batch's device, for code that is compiled or
+        recorded as a CUDA graph: a number of the host would be a constant there."""
+        return self.step_info.clock(self.index.device)
 
 
 def inputs(batch: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.contract import Batch, BatchInfo, StepInfo
 from engine.data.ahead import to_device
 from engine.data.batches import attach_info
-from engine.errors import LockstepError
 from engine.phases import Phase, phase
 from engine.seeds import sample_seeds
 
@@ -32,21 +31,6 @@ class ObservedStep(StepInfo):
         if name in StepInfo.__dataclass_fields__:
             self.on_read(name)
         return super().__getattribute__(name)
-
-
-def _refuse_several(name: str) -> None:
-    """Raise LockstepError for a number that is read for a group of passes, which may belong to
-    several steps."""
-    raise LockstepError(
-        f"it reads batch['lockstep'].{name} in some of its calls only, and this call prepares "
-        "several steps",
-        "the task's `prepare`",
-        "read it in each call, before any condition; or use cache=none",
-    )
-
-
-SEVERAL_STEPS = ObservedStep(StepInfo(), _refuse_several)
-"""The StepInfo of a group of passes."""
 
 
 class TrainExamples:
@@ -64,7 +48,7 @@ class TrainExamples:
     def step_info(self: Any, micros: list[Any]) -> StepInfo:
         """Return the step of a pass. The StepInfo of several passes cannot be read."""
         if len(micros) > 1:
-            return SEVERAL_STEPS
+            return self.cached.several_steps
         sampler = self.sampler
         taken = (micros[0].consumed - 1 - sampler.position) // sampler.plan.global_batch
         return self.step_info_at(self.first_step + taken, sampler.epoch)

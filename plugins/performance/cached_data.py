@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.comm.digests import same_bits
-from engine.contract import Batch
+from engine.contract import Batch, StepInfo
 from engine.data.batches import map_tensors, tensors, tree_leaves
+from engine.data.examples import ObservedStep
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, amount, console
 from engine.launch import processes_sharing
@@ -32,14 +33,26 @@ AT_ONCE = {"cpu": 256 << 10, "cuda": 16 << 20}
 no more than stays in its cache."""
 
 
+def _refuse(name: str) -> None:
+    """Raise LockstepError for a number of the step that is read for several passes at once."""
+    raise LockstepError(
+        f"it reads batch['lockstep'].{name} in some of its calls only, and this call prepares "
+        "several steps",
+        "the task's `prepare`",
+        "read it in each call, before any condition; or use cache=none",
+    )
+
+
 class InMemoryDataset:
     """All samples of a fetcher in the memory of `device`.
 
-    columns  a batch of all samples
-    bytes    size of the tensors
+    columns        a batch of all samples
+    bytes          size of the tensors
+    several_steps  the StepInfo of several passes that are prepared at once
     """
 
     in_memory = True
+    several_steps = ObservedStep(StepInfo(), _refuse)
 
     def __init__(self, fetcher: Fetcher, sample_bytes: int, device: torch.device):
         self.device, self.length = device, len(fetcher)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,7 +29,15 @@ from engine.gathered import Gathered, check_count
 from engine.hooks import check
 from engine.phases import Phase, phase
 from engine.run import Run
-from plugins.preflight import adds_up, first_pass, optimizers, resume_check, schedulers, turns
+from plugins.preflight import (
+    adds_up,
+    first_pass,
+    optimizers,
+    resume_check,
+    schedulers,
+    steps,
+    turns,
+)
 from plugins.preflight import explain as explain
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.prepare_check import check_prepare
@@ -183,16 +192,19 @@ def check_sums(run: Run) -> None:
     the last before the first step. On a GPU the cached memory of the checks is returned at the end:
     a batch that fits without the checks then fits after the checks.
     """
+    loader = run.loaders.train
     for turn in turns.each_turn(run):
         place = f"turn {turn}: " if turn else ""
         if run.cfg.check_sums:
             with sync_errors(run.world):
-                line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
-            console.info(f"{place}{line}\n")
+                lines = steps.at_both_ends(
+                    loader, lambda: adds_up.check(run, loader, adds_up.of_loss)
+                )
+            console.info(f"{place}{_clearest(lines)}\n")
         if run.cfg.check_sums or run.cfg.check_resume:
             with sync_errors(run.world):
-                notes = first_pass.look(run)
-            for note in notes:
+                notes = steps.at_both_ends(loader, lambda: first_pass.look(run))
+            for note in dict.fromkeys(itertools.chain(*notes)):
                 console.warning(f"{place}{note}\n")
     if run.world.device.type == "cuda":
         # Some ms, once. The allocator returns free blocks by itself when memory runs out, but no
@@ -200,12 +212,22 @@ def check_sums(run: Run) -> None:
         release_device_cache()
 
 
+def _clearest(lines: list[str]) -> str:
+    """Return the line of the last step in which the loss adds up; without such a step the last
+    line."""
+    certain = [line for line in lines if "adds up: " in line]
+    return (certain or lines)[-1]
+
+
 def _rehearse_unchanged(run: Run) -> float:
     """(rank 0, or all ranks) Rehearse an evaluation, and put back what the evaluation changes.
 
-    Raises LockstepError for a weight that the evaluation changes. Other ranks would not change the
-    weight, and a plain loop would begin with another.
+    The samples are scored as in the evaluation at the end of the run. Raises LockstepError for a
+    weight that the evaluation changes. Other ranks would not change the weight, and a plain loop
+    would begin with another.
     """
+    plan = run.plan
+    run.loaders.val.step_info = plan.step_info(plan.total_steps, plan.epochs - 1)
     before = snapshot_of(run)
     try:
         gflop = _rehearse(run)
