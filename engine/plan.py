@@ -120,8 +120,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         accumulation *= -(-workers // world.size)
     steps_per_epoch, dropped = divide_epoch(num_samples, global_batch, cfg.drop_last)
     hooks.check_settings("plan", cfg=cfg, world=world, accumulation=accumulation, devices=devices)
-    # at least one is given; the run ends at the smaller one
-    total_steps = min(filter(None, (cfg.epochs * steps_per_epoch, cfg.steps)))
+    total_steps = count_steps(cfg.epochs, cfg.steps, steps_per_epoch)
     schedule = cfg.schedule
     growth = global_batch / (schedule.base_batch_size or global_batch)
     # linear: Goyal et al. 2017
@@ -169,6 +168,12 @@ def divide_epoch(num_samples: int, global_batch: int, drop_last: bool) -> tuple[
             todo = "use a smaller batch, or drop_last=false"
         raise LockstepError(what, "batch_size", todo)
     return steps, dropped
+
+
+def count_steps(epochs: int, steps: int, steps_per_epoch: int) -> int:
+    """Return the steps of a run, which ends at the smaller of the two limits; 0 is no limit, and
+    one is given."""
+    return min(filter(None, (epochs * steps_per_epoch, steps)))
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:

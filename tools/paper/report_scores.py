@@ -181,7 +181,8 @@ def _batch(loaded: LoadedModel, dataset: Any, indices: list[int]) -> Batch:
     """Return samples as a batch of an evaluation, on the device."""
     fetcher, index = Fetcher(dataset), torch.tensor(indices, device=loaded.device)
     batch = to_device(fetcher.fetch(indices), loaded.device)
-    return attach_info(batch, BatchInfo(index, index, sample_seeds(0, 0, index)))
+    info = BatchInfo(index, index, sample_seeds(0, 0, index), step_info=loaded.place)
+    return attach_info(batch, info)
 
 
 class _Totals:

@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ from plugins.resilience import status
 from plugins.resilience.signals import StopRequest
 from tasks import har
 from tools.running import folder_of, guarded, in_world, stdout_aside
+from tools.use.place import planned_steps
 from tools.use.published import as_run, shown
 from tools.use.tables import finite
 
@@ -233,6 +235,9 @@ def _score(
 ) -> Scores | None:
     """(all ranks) Score the split. Return None on all ranks but rank 0, and after a stop."""
     found = train.build(args, world, stop, split=split)
+    saved = found.record.resumed
+    # the progress of the evaluation is that of the training
+    found.plan = replace(found.plan, total_steps=planned_steps(saved, args.cfg))
     plan_text.print_plan(found, steps=False)
     if world.main:
         _print_doubts(found)
@@ -248,7 +253,6 @@ def _score(
     parts = _part_by_part(found, names) if scored and names is not None else {}
     if not scored or parts is None or not world.main:
         return None
-    saved = found.record.resumed
     path = Path(str(saved.path))
     changed = code_digest.changes(saved.code, str(saved.config.get("task")), args.cfg.task)
     return Scores(*scored, path, found.progress.step, found.task, parts, saved.code, changed)

@@ -52,6 +52,7 @@ import tasks
 from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, errors, kernels, precision, resume
 from engine.comm.world import World
+from engine.contract import StepInfo
 from engine.data.batches import batch_info
 from engine.data.fingerprint import fingerprint
 from engine.data.splits import test_set
@@ -83,6 +84,7 @@ from tools.running import alone, guarded, in_world, warn_once
 from tools.use import bout_files, decisions
 from tools.use.decisions import Decision
 from tools.use.evaluate import TRUST, aligned, of_run
+from tools.use.place import place_of
 from tools.use.published import shown
 from tools.use.tables import Part, write_table
 
@@ -201,8 +203,12 @@ class LoadedModel:
     model: torch.nn.Module  # on the device, in evaluation mode
     precision: precision.Precision
     checkpoint: Path
-    step: int
+    place: StepInfo  # of the checkpoint in its run
     temperature: float | None = None
+
+    @property
+    def step(self) -> int:
+        return self.place.step
 
     @property
     def device(self) -> torch.device:
@@ -267,7 +273,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     checkpoint.restore_task(task, saved, world.device)
     kernels.apply_memory_format(model, saved.memory_format)
     amp = precision.resolve(cfg, world, saved.precision)
-    return LoadedModel(task, model.eval(), amp, saved.path, saved.step), dataset
+    return LoadedModel(task, model.eval(), amp, saved.path, place_of(saved, cfg)), dataset
 
 
 def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
@@ -325,7 +331,9 @@ def _predict_samples(args: config.Args, options: argparse.Namespace) -> int:
 def _outputs(loaded: LoadedModel, dataset: Any) -> Iterator[Part]:
     """Yield the task's predictions of each batch."""
     world = World(0, 0, 1, loaded.device)
-    for batch in EvalLoader(dataset, EvalSampler(dataset, world, loaded.batch_size), world, None):
+    loader = EvalLoader(dataset, EvalSampler(dataset, world, loaded.batch_size), world, None)
+    loader.step_info = loaded.place
+    for batch in loader:
         with torch.inference_mode(), loaded.precision.autocast():
             output = loaded.task.predict(loaded.model, batch)
         index = batch_info(batch).index

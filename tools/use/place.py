@@ -1,0 +1,25 @@
+"""The place of a checkpoint in its run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import api
+from engine.contract import StepInfo
+from engine.files.archive import CheckpointState
+from engine.plan import count_steps, divide_epoch
+
+
+def place_of(saved: CheckpointState, cfg: Any) -> StepInfo:
+    """Return the place in the run of the evaluation of a checkpoint.
+
+    cfg  any config of the task, for keys that the checkpoint lacks
+    """
+    return StepInfo(saved.step, saved.progress["epoch"], saved.step / planned_steps(saved, cfg))
+
+
+def planned_steps(saved: CheckpointState, cfg: Any) -> int:
+    """Return the steps of the checkpoint's run. Data, batch and processes of a tool may differ."""
+    settings = api.settings_of(saved, cfg)
+    per_epoch, _ = divide_epoch(saved.num_samples, saved.global_batch, settings["drop_last"])
+    return count_steps(settings["epochs"], settings["steps"], per_epoch)
