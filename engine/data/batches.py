@@ -189,6 +189,12 @@ def batch_info(batch: Batch) -> BatchInfo:
     return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
 
 
+def find_info(batch: Batch) -> BatchInfo | None:
+    """Return the loader's own numbers of a batch, or None: a task's `prepare` may leave them
+    out."""
+    return batch.get(INFO_KEY) if isinstance(batch, dict) else getattr(batch, INFO_KEY, None)
+
+
 def split_rows(
     batch: Batch, micros: list[Any], step_info: Callable[[list[Any]], StepInfo]
 ) -> Iterator[Batch]:
@@ -199,8 +205,8 @@ def split_rows(
         begin = end
         end += len(micro.indices)
         part = map_tensors(batch, functools.partial(aligned_rows, slice(begin, end)))
-        info = part.get(INFO_KEY) if isinstance(part, dict) else getattr(part, INFO_KEY, None)
-        if info is not None:  # a task's `prepare` may leave it out
+        info = find_info(part)
+        if info is not None:
             info.step_info = step_info([micro])
         yield part
 

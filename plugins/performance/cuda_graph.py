@@ -7,7 +7,8 @@ present seed of the generator), set the learning rate, and count the step.
 
 A graph keeps each Python number at the value of the recording. So launches number 1, 2, 4, 8 and so
 on are undone, and the steps are taken again kernel by kernel. If the results differ, the graph is
-given up.
+given up. A loss that reads the number of the step is not recorded: `batch["lockstep"].clock` is the
+number in memory, which is filled before each launch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +24,16 @@ import torch
 from torch import Tensor
 
 from engine import hooks
-from engine.contract import Task
-from engine.data.batches import map_tensors, tensors, tree_leaves
+from engine.contract import StepInfo, Task
+from engine.data.batches import (
+    attach_info,
+    batch_info,
+    find_info,
+    map_tensors,
+    tensors,
+    tree_leaves,
+)
+from engine.data.examples import ObservedStep
 from engine.errors import amount, console, headline
 from engine.optim.make import parameters_of
 from engine.phases import Phase, phase
@@ -67,6 +77,18 @@ def disable(reason: str) -> None:
     console.info(f"cuda_graph: a step stays many launches, because {reason}")
 
 
+class _RecordedStep(ObservedStep):
+    """The StepInfo of a recorded step. Its clock is memory that is filled before each launch."""
+
+    def __init__(self, info: StepInfo, on_read: Callable[[str], Any], memory: Tensor):
+        super().__init__(info, on_read)
+        self.memory = memory
+
+    def clock(self, device: torch.device) -> Tensor:
+        self.on_read("clock")
+        return self.memory
+
+
 class StepGraph:
     """Take the steps of a run by launches of the graph; or kernel by kernel, before the recording
     and for a batch of a different form. All steps run on the stream of the recording.
@@ -74,6 +96,8 @@ class StepGraph:
     form   of the recorded batch: the shape and type of each tensor
     state  the places in memory of the task's state at the recording, see `_places`
     taken  number of steps of that form
+    reads  the attributes of StepInfo that the loss reads
+    clock  (3,) float64, the memory of `batch["lockstep"].clock`
     """
 
     def __init__(self, run: Run, step: Callable[[Any, Any], Any]):
@@ -85,6 +109,8 @@ class StepGraph:
         self.given_up = False
         self.form: dict[str, Any] = {}
         self.taken = 0
+        self.reads: set[str] = set()
+        self.clock = torch.zeros(3, dtype=torch.float64, device=device)
 
     def __call__(self, run: Run, passes: Any) -> AfterStep:
         """Take a step, of one pass."""
@@ -144,7 +170,7 @@ class StepGraph:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                outcome = self._eager(batch, micro)
+                outcome = self._eager(self._observed(batch), micro)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
@@ -152,14 +178,34 @@ class StepGraph:
             self._give_up(f"{Path(waits[0].filename).name}:{waits[0].lineno} waits for the GPU")
         elif type(batch) is not dict or objects:
             self._give_up("a batch is no dict of nothing but tensors")
+        elif self.reads - {"clock"}:
+            self._give_up(self._describe_read())
         elif before != [*map(id, buffers().values())]:
             self._give_up("the model puts other tensors in the place of its buffers")
         return outcome
 
+    def _observed(self, batch: Any) -> Any:
+        """Return the batch with a clock in `self.clock`; `self.reads` notes reads of the host's
+        numbers."""
+        info = find_info(batch)
+        if info is None:
+            return batch
+        self.clock.copy_(info.clock)
+        step = _RecordedStep(info.step_info, self.reads.add, self.clock)
+        return attach_info(batch, replace(info, step_info=step))
+
+    def _describe_read(self) -> str:
+        """Return the reason to give up for a number of the host."""
+        name = min(self.reads - {"clock"})
+        return (
+            f"the loss reads batch['lockstep'].{name}, which a graph would hold as it "
+            "was: read it from batch['lockstep'].clock, a tensor"
+        )
+
     def _record(self, batch: Any, micro: Any) -> None:
         """Record a step without taking it. The thread of the loader continues, and its work is not
         recorded."""
-        self.batch = map_tensors(batch, torch.clone)
+        self.batch = self._observed(map_tensors(batch, torch.clone))
         graph = torch.cuda.CUDAGraph()
         # a recording that fails does not return to the current stream
         stay = torch.cuda.stream(torch.cuda.current_stream())
@@ -181,6 +227,9 @@ class StepGraph:
         finally:
             phase.listeners = listeners
             self.inside.recording = False
+        if self.reads - {"clock"}:  # not yet in the step before
+            self._give_up(self._describe_read())
+            return
         self.graph, self.outcome = graph, self.inside.outcome
         self.state = _places(self.run.task)
         self.loss = self.run.meter.losses[0][1]
@@ -193,6 +242,8 @@ class StepGraph:
         self.run.seed_pass(micro)
         phase(Phase.FORWARD)
         torch._foreach_copy_(self.inputs, [*tensors(batch)])
+        if self.reads:  # its clock
+            self.clock.copy_(batch_info(batch).clock)
         self.graph.replay()
         # a copy: it is read during the next launch
         self.run.meter.losses = [(micro, self.loss.clone())]

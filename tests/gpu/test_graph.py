@@ -62,8 +62,9 @@ def launched(said):
         [TERMS, "epochs=6"],
         [*ODD, "model.dropout=0.3"],
         [*ODD, "optim.name=sgd", "optim.weight_decay=0"],
+        [*ODD, "own.kind=clock"],
     ],
-    ids=["conv", "perceptron", "bf16", "terms", "norm", "sgd"],
+    ids=["conv", "perceptron", "bf16", "terms", "norm", "sgd", "clock"],
 )
 def test_a_recorded_step_takes_the_same_bits(run, words):
     """Of weights, their average, moments and all that is logged, through warm-up and decay of the learning rate, with
@@ -131,6 +132,7 @@ def test_the_clock_saves_amid_recorded_steps(run, tmp_path):
         (["optim.name=adafactor"], "with Adafactor the host reads whether to skip it"),
         (["own.kind=read"], "graphed.py:{read} waits for the GPU"),
         (["own.kind=object"], "a batch is no dict of nothing but tensors"),
+        (["own.kind=progress"], "the loss reads batch['lockstep'].progress, which a graph would hold as it was: read"),
         (["own.kind=replaced"], "the model puts other tensors in the place of its buffers"),
         (
             ["own.kind=read once", "own.after=3"],

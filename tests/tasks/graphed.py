@@ -85,4 +85,9 @@ class Task(toy.Task):
             loss = loss._replace(total=loss.total * 1.5)
         if kind == "backward" and self.waves.batches > after:
             loss.total.register_hook(lambda grad: grad * 1.5)
+        info = batch["lockstep"]
+        if kind == "clock":  # a ramp
+            loss = loss._replace(total=loss.total * (1 + info.clock[2]))
+        if kind == "progress":
+            loss = loss._replace(total=loss.total * (1 + info.progress))
         return loss
