@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import flop_counter
 
+from engine.data.batches import tensors
 from engine.errors import LockstepError, console
 from engine.phases import phase
 
@@ -79,6 +80,25 @@ class Compiled:
         # Not on CPUs, where each graph takes up to a minute.
         dynamic = None if device.type == "cpu" else False
         self.forward: Any = torch.compile(forward, mode=mode, dynamic=dynamic)
+        if device.type != "cpu":
+            self.forward = self._for_numbers(torch.compile(forward, mode=mode))
+
+    def _for_numbers(self, automatic: Any) -> Any:
+        """Return a function that runs the compiled pass, and with numbers of the host among the
+        inputs `automatic`, where a number becomes a variable when it changes: it would make a graph
+        for each number, such as the step. The shapes of tensors stay constants."""
+        from torch._dynamo import mark_static
+
+        usual = self.forward
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            if not any(type(value) in (int, float) for value in (*inputs, *named.values())):
+                return usual(*inputs, **named)
+            for tensor in tensors((inputs, named)):
+                mark_static(tensor)
+            return automatic(*inputs, **named)
+
+        return forward
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -334,3 +334,30 @@ def test_the_tolerances_are_of_each_precision():
     from engine.precision import DTYPES
 
     assert NEAR.keys() == {"off", *DTYPES} and compiled_step.FLOOR < 1
+
+
+class Timed(nn.Module):
+    """Its output depends on a number that changes with the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, time):
+        return torch.relu(self.layer(x)) * time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("most", "time"), [(3, float), (3, int), (2, lambda n: torch.tensor(float(n)))])
+def test_a_number_of_the_step_makes_no_graph_for_each_step(device, most, time):
+    """Two graphs for a number, one for the clock, and one for the shape of a short batch; on a GPU as in `Compiled`."""
+    torch.compiler.reset()
+    before, net = compiler.graphs(), Timed()
+    compiled = compiler.Compiled(net, "default", torch.device(device))
+    for step, rows in enumerate([16, 16, 16, 3, 16, 16, 3, 16]):
+        x = torch.randn(rows, 8)
+        with compiled.used():
+            found = net(x, time(step))
+        torch.testing.assert_close(found, torch.relu(net.layer(x)) * step)
+    assert compiler.graphs() - before == most
