@@ -8,6 +8,7 @@ from engine import api
 from engine.contract import StepInfo
 from engine.files.archive import CheckpointState
 from engine.plan import count_steps, divide_epoch
+from engine.run import Progress
 
 
 def place_of(saved: CheckpointState, cfg: Any) -> StepInfo:
@@ -15,7 +16,8 @@ def place_of(saved: CheckpointState, cfg: Any) -> StepInfo:
 
     cfg  any config of the task, for keys that the checkpoint lacks
     """
-    return StepInfo(saved.step, saved.progress["epoch"], saved.step / planned_steps(saved, cfg))
+    progress = Progress(**saved.progress)
+    return StepInfo(progress.step, progress.epoch, progress.step / planned_steps(saved, cfg))
 
 
 def planned_steps(saved: CheckpointState, cfg: Any) -> int:
