@@ -22,6 +22,6 @@ def place_of(saved: CheckpointState, cfg: Any) -> StepInfo:
 
 def planned_steps(saved: CheckpointState, cfg: Any) -> int:
     """Return the steps of the checkpoint's run. Data, batch and processes of a tool may differ."""
-    settings = api.settings_of(saved, cfg)
-    per_epoch, _ = divide_epoch(saved.num_samples, saved.global_batch, settings["drop_last"])
+    settings, sizes = api.settings_of(saved, cfg), saved.sizes
+    per_epoch, _ = divide_epoch(sizes.num_samples, sizes.global_batch, settings["drop_last"])
     return count_steps(settings["epochs"], settings["steps"], per_epoch)
