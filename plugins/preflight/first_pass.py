@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine import global_loss
-from engine.data.batches import batch_info
+from engine.data.batches import batch_info, map_tensors
 from engine.errors import LockstepError, few
 from engine.hooks import check as check_returned
 from engine.private import NORM_WITH_STATISTICS, non_persistent_buffers
@@ -357,7 +357,7 @@ class PassTrial:
             return Outcome({}, self._trained(), type(error).__name__)
         now = rng_states(run.world.device)
         self.drawn = [name for name in now if now[name] != states[name]]
-        self.for_state = dict(loss.for_state)
+        self.for_state = map_tensors(dict(loss.for_state), Tensor.detach)
         numbers = {"": torch.stack([_double(loss.total), _double(loss.weight)])}
         for name, value in loss.sums.items():
             numbers[f"sum {name}"] = _double(value).reshape(1)

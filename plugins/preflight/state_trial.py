@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from engine.contract import Task
 from engine.data.batches import map_tensors, tree_leaves
 from engine.errors import LockstepError, few, headline
+from engine.hooks import check
 from engine.run import Run
 from engine.seeds import seed_generators
 from plugins.preflight import resume_check
 from plugins.preflight.snapshot import Snapshot, snapshot_of
 
-ROUND = 7200
-"""A number of steps that most periods divide: the last of so many steps is tried, too."""
+ROUND = (10, 100, 1000, 7200)
+"""Numbers of steps that usual periods divide: the last of so many steps is tried, too."""
 
 SKIP = "check_resume=false trains a run that is never resumed"
 
@@ -32,30 +33,31 @@ SKIP = "check_resume=false trains a run that is never resumed"
 def check_state(model: nn.Module, *tasks: Task) -> None:
     """Raise LockstepError for a state that is not there, or that no checkpoint holds."""
     for task in tasks:
-        missing = [name for name in task.state_attributes if not hasattr(task, name)]
-        if missing:
-            raise LockstepError(
-                f"the task has no attribute {missing[0]!r}",
-                "the task's `state_attributes`",
-                "name attributes, ('teacher',), that `__init__` or `model` makes",
-            )
+        for name in task.state_attributes:
+            if not hasattr(task, name):
+                raise LockstepError(
+                    f"the task has no attribute {name!r}",
+                    "the task's `state_attributes`",
+                    "name attributes, ('teacher',), that `__init__` or `model` makes",
+                )
         resume_check.check_plain(task.state_dict(), "the task's `state_dict`")
 
 
 def try_after_step(run: Run, for_state: dict[str, Tensor]) -> list[str]:
-    """(all ranks, with shards) Call `after_step` for two steps, and load the state. Return notes.
+    """(all ranks, with shards) Call `after_step` for a few steps, and load the state. Return notes.
 
     Raises LockstepError for a value that a resumed run would lose. The caller puts back all values.
 
     for_state  the sums of a pass of a few samples
     """
     task = run.task
-    task.step_sums = {name: value.detach().double() for name, value in for_state.items()}
-    first = run.progress.step
-    last = min(run.plan.total_steps, ROUND) - 1
+    task.step_sums = map_tensors(for_state, Tensor.double)
+    steps = {run.progress.step, run.plan.total_steps - 1}
+    for number in ROUND:
+        steps.add(min(number, run.plan.total_steps) - 1)
 
     def change() -> None:
-        for step in sorted({first, max(first, last)}):
+        for step in sorted(steps):
             seed_generators(run.world.device, "after step", run.cfg.seed, step)
             task.after_step(run.model, step)
 
@@ -67,7 +69,11 @@ def try_after_evaluation(run: Run, metrics: dict[str, float]) -> list[str]:
 
     Raises LockstepError as `try_after_step` does.
     """
-    return _try(run, "after_evaluation", lambda: run.task.after_evaluation(dict(metrics)))
+
+    def change() -> None:
+        check("after_evaluation", run.task.after_evaluation(dict(metrics)))
+
+    return _try(run, "after_evaluation", change)
 
 
 @torch.no_grad()
