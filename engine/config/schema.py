@@ -155,7 +155,7 @@ class Schedule:
     peak_momentum: float = option(
         0.85,
         "momentum or beta1 at the peak of one-cycle, if optim.momentum or optim.beta1 is larger",
-        low=0,
+        above=0,
         high=0.99999,
     )
     plateau_patience: int = option(

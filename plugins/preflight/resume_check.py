@@ -48,8 +48,6 @@ def check(run: Run) -> None:
         if run.world.main:
             check_plain(run.task.metadata(), "the task's `metadata`")
             check_plain(run.task.state_dict(), "the task's `state_dict`")
-        if run.scheduler is not None:
-            check_plain(run.scheduler.state_dict(), "the task's `scheduler`")
         if initial.optimizer is not None:
             _check_optimizer(run.optimizer, initial.optimizer)
     # After a skipped step the optimizer has not begun: check again after the next step.

@@ -12,10 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engine import hooks
 from engine.contract import Task
+from engine.data.batches import tree_leaves
 from engine.errors import LockstepError, headline
 from engine.optim.rates import rates_of
 from engine.run import Run
 from plugins.preflight.private import closed_form
+from plugins.preflight.resume_check import check_plain, same
 
 WHERE = "the task's `scheduler`"
 
@@ -73,6 +75,7 @@ def check(run: Run) -> None:
             WHERE,
             "return validation data from `datasets`, or another scheduler",
         )
+    check_plain(run.scheduler.state_dict(), WHERE)
     follow(run)
 
 
@@ -130,7 +133,8 @@ def _unchanged(run: Run) -> Iterator[None]:
         scheduler.load_state_dict(copy.deepcopy(before))
         for group, saved in zip(run.optimizer.param_groups, groups, strict=True):
             group.update(saved | {"params": group["params"]})
-    if scheduler.state_dict() != before:
+    after = dict(tree_leaves(scheduler.state_dict()))
+    if not all(same(value, after.get(name)) for name, value in tree_leaves(before)):
         raise LockstepError(
             f"{type(scheduler).__name__} does not get back what it has saved",
             WHERE,

@@ -190,7 +190,7 @@ BIT_RUNS = {
 }
 
 WAY = ((2, 7), (3, 14), (1, 18))
-"""Processes, and the step up to which they take each run. The last step of a run is evaluated: here each is in any case,
+"""Processes, and the step up to which they take each run. The last step of a run is evaluated: here each is anyway,
 or plateau would count one evaluation more."""
 
 
@@ -254,6 +254,7 @@ REFUSED = {
     "own.scheduler=max": "ReduceLROnPlateau has mode='max', and `higher_is_better` of loss is False .*mode='min'",
     "own.scheduler=two": "CosineAnnealingLR gives the rate 0.00099.* at step 2, and by its closed form 0.0099",
     "own.scheduler=short": "OneCycleLR fails at step 7 of 18: Tried to step 6 times.*: make it for self.total_steps",
+    "own.scheduler=object": "a checkpoint cannot hold it: .* .the task's `scheduler`.: keep tensors, numbers and texts",
     "own.scheduler=forgetful": "Forgetful does not get back what it has saved .*: mend its state_dict",
     "own.scheduler=StepLR warmup_steps=3": "the task brings its own scheduler .schedule.warmup_steps=3.: drop the key",
     "own.scheduler=StepLR schedule.kind=linear": "own scheduler .schedule.kind=linear.: drop the key, or the task's",
