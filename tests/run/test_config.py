@@ -201,7 +201,7 @@ def test_lines_of_python_in_a_yaml(tmp_path, before):
         ("epochs=0", "the run would never end"),
         ("lr_scaling=linear", "without schedule.base_batch_size"),
         ("schedule.power=2", r"schedule.power=2.0 with schedule.kind=cosine \(config\): drop it"),
-        ("schedule.kind=step schedule.milestone_epochs=3", r"schedule.milestone_epochs=\[3.0\] with schedule.kind=step"),
+        ("schedule.kind=wsd schedule.milestone_epochs=3", r"milestone_epochs=\[3.0\] with schedule.kind=wsd"),
         ("schedule.kind=step", r"kind=step needs schedule.period_epochs or schedule.period_steps \(config\): give"),
         ("schedule.kind=warm-restarts", "needs schedule.period_epochs or schedule.period_steps"),
         ("schedule.kind=multistep", "needs schedule.milestone_epochs or schedule.milestone_steps"),
