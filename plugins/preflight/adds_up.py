@@ -46,6 +46,11 @@ NO_SUM = (
     "number, or weights, as the Loss's weight; a norm of weights: times the samples; each compared "
     "with all: `gather_batch`; padding must not count)"
 )
+NO_SUM_OF_SCORE = (
+    "return sums, and compute in `report` the metric that is no sum: a ratio, such as Dice, from "
+    "its two sums; a metric of all samples, such as AUC, from the values of `collect`; padding "
+    "must not count"
+)
 
 Sums = Callable[[Task, nn.Module, Batch], dict[str, Any]]
 """A function that returns the sums of a batch, by name."""
@@ -388,7 +393,8 @@ def _judge(trial: SumCheck, mismatches: list[SumMismatch]) -> str:
         worst = max(certain, key=lambda mismatch: mismatch.relative)
         slack *= worst.size
         is_mean = min(worst.parts) - slack <= worst.whole <= max(worst.parts) + slack
-        raise trial.error(trial.describe(worst), "a mean? return the sum" if is_mean else NO_SUM)
+        todo = NO_SUM_OF_SCORE if trial.method == "score" else NO_SUM
+        raise trial.error(trial.describe(worst), "a mean? return the sum" if is_mean else todo)
     return f"{trial.name} adds up only to {digits}, {cut}: {why}"
 
 

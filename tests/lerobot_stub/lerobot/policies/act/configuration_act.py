@@ -1,0 +1,5 @@
+from types import SimpleNamespace
+
+
+class ACTConfig(SimpleNamespace):
+    type = "act"
