@@ -122,7 +122,7 @@ class StepGraph:
                 "the state of the task is in other tensors than at the recording, or has other "
                 "numbers: a graph reads tensors that change in place (copy_, lerp_)"
             )
-            return self.step(run, passes)
+            return self.step(run, [(batch, micro)])
         rate = run.lr
         self.inside.lr.fill_(rate)
         outcome = self._take(batch, micro)

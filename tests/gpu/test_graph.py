@@ -149,6 +149,41 @@ def test_what_cannot_be_recorded_is_taken_kernel_by_kernel(run, words, why):
     assert_same(eager, recorded)
 
 
+KEEPING = """
+import torch
+from engine.contract import Loss, rows_of_global_batch
+from tests.tasks import graphed
+class Task(graphed.Task):
+    state_attributes = ("centre", "queue")
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.centre, self.queue = torch.zeros(4), torch.zeros(24, 4)
+    def loss(self, net, batch):
+        out = net(batch["x"])
+        errors = (out - batch["y"] - self.centre).square() + (out * self.queue.mean(0)).square()
+        sums = {"out": out.sum(0), "rows": rows_of_global_batch(out)}
+        return Loss(errors.sum(), batch["mask"].sum(), for_state=sums)
+    def after_step(self, model, step):
+        self.centre.lerp_(self.step_sums["out"].float() / 12, 0.3)
+        queue = torch.cat([self.queue[12:], self.step_sums["rows"].float()])
+        if self.cfg.own.kind == "another tensor":
+            self.queue = queue
+        else:
+            self.queue.copy_(queue)
+"""
+
+
+@pytest.mark.parametrize("kind", ["", "another tensor"])
+def test_a_graph_reads_the_state_that_the_host_changes(run, tmp_path, kind):
+    (tmp_path / "own.py").write_text(KEEPING)
+    words = [str(tmp_path / "own.py"), "dataset.samples=57", "epochs=4", f"own.kind={kind}"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert recorded[2].count("because the state of the task is in other tensors") == bool(kind)
+    assert launched(recorded[2]) == (1 if kind else 13)
+    assert_same(eager, recorded)
+    assert_same_parts(eager[0], recorded[0], "task")
+
+
 def test_batches_of_another_form_are_taken_kernel_by_kernel(run):
     """One that is no dict, too: what the loader adds to it is no part of it."""
     words = [FORMS, "own.form=tuple", "steps=8"]

@@ -4,6 +4,7 @@ loop on any partition, and after a resume; what a checkpoint would lose is refus
 import copy
 import math
 import re
+import textwrap
 
 import numpy as np
 import pytest
@@ -296,3 +297,30 @@ def test_shards_and_a_whole_copy_are_refused(launch, tmp_path):
     words = [*SETTINGS, "ddp.strategy=fsdp", "batch_size=6", f"save_dir={tmp_path}"]
     done = launch.train(*words, processes=2)
     assert done.code and "teacher of the task's state is a whole copy of weights" in done.errors[0]
+
+
+@pytest.mark.slow
+def test_what_the_page_shows_trains(launch, tmp_path):
+    """The README's task with the methods of docs/your-own-data.md, on two processes that accumulate, and resumed."""
+    page = (ROOT / "docs/your-own-data.md").read_text()
+    section = page.partition("### Keep a teacher, a centre, a queue")[2].partition("## Define samples")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    readme = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    begin = "import copy\nfrom engine.contract import rows_of_global_batch\nReadme = Task\n\nclass Task(Readme):\n"
+    methods = textwrap.indent("\n".join(blocks), "    ").replace("> 0.9", "> 0.5")  # the labels are chance
+    (tmp_path / "own.py").write_text(readme + begin + methods)
+    words = [
+        str(tmp_path / "own.py"),
+        "global_batch=32",
+        "epochs=6",
+        "lr=0.001",
+        "amp=off",
+        "eval_every=4",
+        "log_every=1",
+    ]
+    one = succeed(launch.train(*words, "batch_size=32", f"save_dir={tmp_path / 'one'}"))
+    assert "ended by the task: accurate enough" in one.out
+    killed_and_resumed(launch, [*words, "batch_size=8", f"save_dir={tmp_path / 'two'}"], ["step 3/"], processes=2)
+    saved, expected = load(tmp_path / "two"), load(tmp_path / "one")
+    assert saved["progress"]["step"] == expected["progress"]["step"]
+    torch.testing.assert_close(saved["task"], expected["task"], rtol=1e-4, atol=1e-5)
