@@ -64,7 +64,7 @@ def in_the_guides(words):
 
 
 PLANS = {  # command: how many lines of its plan are shown
-    "python train.py har --dry-run global_batch=256 batch_size=64": 7,
+    "python train.py har --dry-run global_batch=256 batch_size=64": 8,
     "torchrun --standalone --nproc_per_node=3 train.py har --dry-run virtual_workers=8": 3,
 }
 

@@ -119,6 +119,22 @@ def test_a_tasks_scheduler_sets_the_rates_of_a_plain_loop(folder, processes, nam
     assert_logged(folder / str(processes) / name, numbers)
 
 
+@pytest.mark.slow
+def test_the_scheduler_of_the_guide_is_that_of_a_plain_loop(launch, tmp_path):
+    page = (ROOT / "docs/your-own-data.md").read_text().partition("### A scheduler of your own")[2]
+    code = page.partition("```python\n")[2].partition("```")[0]
+    imports, _, method = code.partition("\n\n")
+    task = tmp_path / "guide.py"
+    method = "".join(f"    {line}\n" for line in method.splitlines())
+    task.write_text(f"{imports}\nfrom tests.tasks import toy\n\nclass Task(toy.Task):\n{method}")
+    words = [str(task), *COMMON, f"save_dir={tmp_path / 'run'}"]
+    succeed(launch.torchrun(2, MANY, json.dumps([[*words, "batch_size=6"]])))
+    made = tasks.load(str(task)).scheduler
+    truth, numbers = plain_loop([], lambda optimizer, task: made(task, optimizer))
+    assert_near(load(tmp_path / "run")["model"], truth)
+    assert_logged(tmp_path / "run", numbers)
+
+
 # ---- schedule.*, in whole runs --------------------------------------------------------------------------------------
 
 lr_scheduler = torch.optim.lr_scheduler
