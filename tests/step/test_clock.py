@@ -4,6 +4,7 @@ of a plain loop on any number of processes, through kill and resume."""
 import functools
 import json
 import re
+import textwrap
 
 import numpy as np
 import pytest
@@ -176,3 +177,31 @@ def test_a_replay_and_the_proof(launch, tmp_path):
     folder = trained(launch, tmp_path / "run", 2, *words)
     done = succeed(launch.python("tools/replay.py", str(folder), "--all", "--processes", "1"))
     assert re.search("same bits|identical", done.out + done.err), done.out
+
+
+# ---- the page ----
+
+
+def shown():
+    """The methods that docs/your-own-data.md shows, for the task of the README."""
+    page = (ROOT / "docs/your-own-data.md").read_text()
+    section = page.partition("## Change the loss, the samples")[2].partition("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_what_the_page_shows_takes_the_same_steps(launch, tmp_path, number):
+    """On two processes that accumulate, as on one; and other steps than without it."""
+    readme = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    (tmp_path / "plain.py").write_text(readme)
+    begin = "from engine.contract import uniform\nReadme = Task\n\nclass Task(Readme):\n"
+    (tmp_path / "own.py").write_text(readme + begin + textwrap.indent(shown()[number], "    "))
+    losses = {}
+    for name, task, processes, batch in (("one", "own", 1, 32), ("two", "own", 2, 8), ("plain", "plain", 1, 32)):
+        words = [str(tmp_path / f"{task}.py"), "global_batch=32", f"batch_size={batch}", "epochs=3", "amp=off"]
+        words += ["log_every=1", "optim.lr=0.01", f"save_dir={tmp_path / name}"]
+        succeed(launch.train(*words, processes=processes))
+        losses[name] = [line["loss"] for line in records(tmp_path / name, "train")]
+    assert len(shown()) == 3 and losses["one"] == pytest.approx(losses["two"], rel=1e-5)
+    assert losses["one"] != pytest.approx(losses["plain"], rel=1e-3)
