@@ -46,7 +46,8 @@ def check_optimizer(
             f"{type(own).__name__} computes the loss several times a step, and a step here is "
             "one global batch",
             WHERE,
-            "return an optimizer whose step needs no closure",
+            "return an optimizer whose step needs no closure; SAM as two steps of one batch is in "
+            "docs/ports.md",
         )
     hooks.check_settings("optimizer", optim=cfg)
     _check_parameters(own, model, trained)
