@@ -1,0 +1,21 @@
+"""Only the head trains in the first epoch; all layers train from the second epoch on."""
+
+from torch.nn.functional import cross_entropy
+
+from tests.tasks.ports import base
+
+
+class Task(base.Task):
+    turns = {"head": ("2",), "all": ("0", "2")}
+
+    def turn(self, step, epoch):
+        return "head" if epoch < 1 else "all"
+
+
+def plain():
+    model = base.seeded()
+    optimizer = base.sgd(model)
+    for step in base.steps():
+        model[0].requires_grad_(step.epoch >= 1)
+        base.take(optimizer, cross_entropy(model(step.x), step.y))
+    return model.state_dict()
