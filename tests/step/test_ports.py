@@ -3,8 +3,10 @@
 The ports are tests/tasks/ports/; docs/ports.md has the table.
 """
 
+import ast
 import importlib
 import json
+import re
 import textwrap
 
 import pytest
@@ -45,6 +47,29 @@ def test_a_port_ends_in_the_weights_of_the_plain_loop(folder, name, cut):
     assert trained.keys() == truth.keys()
     assert max((trained[key] - truth[key]).abs().max().item() for key in truth) < CLOSE
     assert progress(run / "last.pt")["skipped"] == 0
+
+
+def lines_of(source, node):
+    """The lines of a class or function, without blank lines and its docstring."""
+    text = [line for line in source.splitlines()[node.lineno - 1 : node.end_lineno] if line.strip()]
+    return len(text) - (ast.get_docstring(node) is not None)
+
+
+def lines_of_port(name):
+    """The lines of the loop; and of the task, with its optimizers and datasets. The network is in neither."""
+    source = (FOLDER / f"{name}.py").read_text()
+    tree = ast.parse(source).body
+    (plain,) = [each for each in tree if getattr(each, "name", "") == "plain"]
+    classes = [each for each in tree if isinstance(each, ast.ClassDef) and ast.unparse(each.bases[0]) != "nn.Module"]
+    return lines_of(source, plain), sum(lines_of(source, each) for each in classes)
+
+
+def test_the_page_lists_each_port_with_its_lines():
+    page = (ROOT / "docs" / "ports.md").read_text()
+    rows = re.findall(r"^\| \[.*?\]\(\.\./tests/tasks/ports/(\w+)\.py\) \|.*\| (\d+) \| (\d+) \|$", page, re.M)
+    assert sorted(name for name, _, _ in rows) == PORTS
+    for name, loop, task in rows:
+        assert (int(loop), int(task)) == lines_of_port(name), name
 
 
 HEAD = """
