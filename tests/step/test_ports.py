@@ -254,3 +254,12 @@ def test_random_numbers_of_a_pass_are_named_and_the_same_with_virtual_workers(la
         words = [str(tmp_path / "own.py"), "virtual_workers=4", f"save_dir={tmp_path / place}"]
         succeed(launch.train(*words, processes=processes))
     assert same_bits(weights(tmp_path / "one"), weights(tmp_path / "two"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gan", "moco"])
+def test_prove_tries_a_port(launch, name):
+    """Kills, virtual workers, float64: two optimizers, and a queue in the order of the global batch."""
+    words = ["--processes", "1,2", "--steps", "6", "--seconds", "3000", "--json"]
+    done = succeed(launch.python("tools/prove.py", *words, str(FOLDER / f"{name}.py")))
+    assert json.loads(done.out)["verdict"] == "holds"

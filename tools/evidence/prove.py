@@ -248,6 +248,13 @@ class Trial:
         """The last line of the training in the log."""
         return [line for (event, _), line in self.lines.items() if event == "train"][-1]
 
+    @property
+    def last_loss(self) -> float:
+        """The loss of the last line, also of one turn (`loss/critic`)."""
+        return next(
+            float(value) for name, value in self.last.items() if _without_turn(name) == "loss"
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Return the facts of the training for --json."""
         facts = {
@@ -261,7 +268,7 @@ class Trial:
             "seconds": round(self.took_s, 2),
         }
         if self.lines:
-            facts |= {"loss": self.last["loss"], "digest": self.last["digest"]}
+            facts |= {"loss": self.last_loss, "digest": self.last["digest"]}
         return facts
 
 
@@ -683,7 +690,7 @@ class Proof:
         if each.killed:
             interruption = f"killed at step {each.killed}, resumed at {each.resumed_at}"
             name += f", then {each.after}"
-        self.say(ROW.format(name, interruption, f"{each.last['loss']:.6g}", each.last["digest"]))
+        self.say(ROW.format(name, interruption, f"{each.last_loss:.6g}", each.last["digest"]))
 
     def _look(self, each: Trial, first: Trial) -> None:
         """Compare a run with the first run. Set the finding after a difference; otherwise note the
@@ -1121,6 +1128,11 @@ def _shown(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
+def _without_turn(name: str) -> str:
+    """Return the name of a number of the log without the turn: `loss` of `loss/critic`."""
+    return name.partition("/")[0]
+
+
 def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, float]:
     """Return the largest relative difference of the logged numbers, and of the weights, each by the
     norm."""
@@ -1128,7 +1140,11 @@ def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, fl
     for key, line in one.lines.items():
         for name, value in _numbers_of(line).items():
             theirs = _numbers_of(other.lines.get(key, {})).get(name, value)
-            if key[0] == "train" and isinstance(value, float) and (not names or name in names):
+            if (
+                key[0] == "train"
+                and isinstance(value, float)
+                and (not names or _without_turn(name) in names)
+            ):
                 largest[name] = max(largest.get(name, 0.0), abs(value))
                 apart[name] = max(
                     apart.get(name, 0.0), abs(value - theirs) if theirs is not None else math.inf

@@ -727,7 +727,8 @@ class Compared:
         self.at[point] = 0.0
         # other numbers may jump (an accuracy) or be almost zero (a moment)
         for each in differences:
-            counts = each["name"] in SMOOTH or each["name"].startswith("model/")
+            # of a number by turn, the text before the slash
+            counts = each["name"].partition("/")[0] in (*SMOOTH, "model")
             if not counts or each["relative"] is None:
                 continue
             self.at[point] = max(self.at[point], each["relative"])
