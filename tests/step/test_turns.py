@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -224,6 +225,44 @@ def test_killed_within_a_cycle_it_ends_in_the_same_bits(launch, tmp_path):
     done = succeed(launch.torchrun(2, "train.py", *words, f"save_dir={ours}"))
     assert re.search(r"Resuming .*: step (5|10|15),", done.out), "mostly in the middle of a cycle"
     assert_same_bits(ours, straight)
+
+
+# ---- the page ----
+
+
+def shown():
+    """The blocks of code of the section in docs/your-own-data.md: the GAN, and the unfreezing."""
+    page = (ROOT / "docs/your-own-data.md").read_text()
+    section = page.partition("## Train parts of a model in turns")[2].partition("## Define samples")[0]
+    return re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+
+
+@pytest.mark.slow
+def test_the_gan_of_the_page_makes_points_as_the_data(launch, tmp_path):
+    (tmp_path / "gan.py").write_text(shown()[0])
+    words = [str(tmp_path / "gan.py"), "global_batch=60", "epochs=60", "schedule.kind=constant", "log_every=50"]
+    succeed(launch.torchrun(2, "train.py", *words, "amp=off", f"save_dir={tmp_path / 'run'}"))
+    line = records(tmp_path / "run", "train")[0]
+    assert {"loss/critic", "loss/generator"} <= line.keys() and "loss" not in line
+    task = tasks.load(words[0])(parse(words, tasks.load).cfg)
+    model = task.model()
+    model.load_state_dict(load(tmp_path / "run")["model"])
+    made = model.generator(uniform(torch.arange(500), 4))
+    assert (made.mean(0) - 3).abs().max() < 1, "the data have the mean 3"
+
+
+def test_the_head_of_the_page_trains_before_the_body(launch, tmp_path):
+    body = textwrap.indent(shown()[1], "    ")
+    (tmp_path / "own.py").write_text(f"from tests.tasks import turns as base\nclass Task(base.Task):\n{body}")
+    words = ["train.py", str(tmp_path / "own.py"), "own.kind=unfreeze", "seed=3", "amp=off"]
+    succeed(launch.python(*words, "steps=24", "save_every=18", f"save_dir={tmp_path / 'run'}", "keep_checkpoints=9"))
+    early, late = (
+        torch.load(tmp_path / "run" / name, weights_only=True)["model"] for name in ("step_18.pt", "last.pt")
+    )
+    torch.manual_seed(3)
+    first = tasks.load(words[1])(parse(words[1:], tasks.load).cfg).model().state_dict()
+    moved = lambda a, b: {name.partition(".")[0] for name in a if not torch.equal(a[name], b[name])}  # noqa: E731
+    assert moved(first, early) == {"head"} and moved(early, late) == {"head", "body"}
 
 
 # ---- what cannot be, in one line ----

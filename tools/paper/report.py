@@ -521,7 +521,7 @@ def _panels(runs: list[Run]) -> list[dict[str, Any]]:
             note = NOTES[frozenset(kinds - {"mark"})]
             if "mark" in kinds:
                 note += "; dotted lines: skipped steps"
-            image = figures.curves(curves, name in ("loss", "grad_norm"))
+            image = figures.curves(curves, name.partition("/")[0] in ("loss", "grad_norm"))
             panels.append({"title": TITLES.get(name, name), "image": image, "note": note})
     return panels
 
@@ -551,7 +551,7 @@ def _curves(runs: list[Run], name: str) -> list[figures.Curve]:
         x, y = run.column("train", "lr_min")
         if name == "lr" and np.isfinite(y).any():
             curves.append(figures.Curve(n, "train", x, y))
-        if name == "loss" and len(steps):
+        if name.partition("/")[0] == "loss" and len(steps):
             curves.append(figures.Curve(n, "mark", steps[np.isfinite(steps)], np.array([])))
     return curves
 
