@@ -303,7 +303,7 @@ def test_shards_and_a_whole_copy_are_refused(launch, tmp_path):
 def test_what_the_page_shows_trains(launch, tmp_path):
     """The README's task with the methods of docs/your-own-data.md, on two processes that accumulate, and resumed."""
     page = (ROOT / "docs/your-own-data.md").read_text()
-    section = page.partition("### Keep a teacher, a centre, a queue")[2].partition("## Define samples")[0]
+    section = page.partition("### Keep a teacher, a centre, a queue")[2].partition("## Train parts of a model")[0]
     blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
     readme = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
     begin = "import copy\nfrom engine.contract import rows_of_global_batch\nReadme = Task\n\nclass Task(Readme):\n"
