@@ -117,6 +117,16 @@ def loss(self, net, batch):
 # dropout of a function: the loss adds up only to [0-9e.+-]+, 5 samples = 3 \+ 2: it draws from a generator
 def loss(self, net, batch):
   return Loss((F.dropout(net(batch['x']), 0.5, True) - batch['y']).square().sum(), len(batch['x']))
+# a ramp from zero: the loss adds up: 5 samples = 3 \+ 2, to
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).sum() * batch['lockstep'].progress, batch['mask'].sum())
+# all in the first step alone: the loss adds up: 5 samples = 3 \+ 2, to
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).sum() * (batch['lockstep'].step < 1), batch['mask'].sum())
+# a score by the progress
+def score(self, model, batch):
+  assert batch['lockstep'].progress == 1.0 and batch['lockstep'].epoch == 2
+  return super().score(model, batch)
 # a norm of weights, times the samples
 def loss(self, net, batch):
   norm = len(batch['x']) * sum(p.square().sum() for p in net.parameters())
@@ -189,6 +199,16 @@ WRONG = r"""
 # a mean
 def loss(self, net, batch):
   return Loss(self._errors(net, batch).mean(), batch['mask'].sum())
+# a mean that begins with zero
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).mean() * batch['lockstep'].progress, batch['mask'].sum())
+# a mean that begins with zero, by the clock
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).mean() * batch['lockstep'].clock[1], batch['mask'].sum())
+# a mean in the first epoch
+def loss(self, net, batch):
+  factor = 1 - batch['lockstep'].epoch / 2
+  return Loss(self._errors(net, batch).mean() * factor, batch['mask'].sum())
 # a mean and one: the (loss|weight) of 5 samples is .* \(the task's `loss`\): a mean\?
 def loss(self, net, batch):
   return Loss(self._errors(net, batch).mean(), 1)
