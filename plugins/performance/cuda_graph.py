@@ -174,12 +174,12 @@ class StepGraph:
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
-        if waits:
+        if self.reads - {"clock"}:
+            self._give_up(self._describe_read())
+        elif waits:
             self._give_up(f"{Path(waits[0].filename).name}:{waits[0].lineno} waits for the GPU")
         elif type(batch) is not dict or objects:
             self._give_up("a batch is no dict of nothing but tensors")
-        elif self.reads - {"clock"}:
-            self._give_up(self._describe_read())
         elif before != [*map(id, buffers().values())]:
             self._give_up("the model puts other tensors in the place of its buffers")
         return outcome

@@ -89,5 +89,6 @@ class Task(toy.Task):
         if kind == "clock":  # a ramp
             loss = loss._replace(total=loss.total * (1 + info.clock[2]))
         if kind == "progress":
-            loss = loss._replace(total=loss.total * (1 + info.progress))
+            ramp = 1 + torch.tensor(info.progress).item()  # a wait, too: the number is the cause
+            loss = loss._replace(total=loss.total * ramp)
         return loss
