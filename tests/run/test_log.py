@@ -130,7 +130,7 @@ def test_the_folder_tells_what_was_run(runs):
 def opened(folder, board=False, **more):
     """A log whose only sink is metrics.jsonl, with `board` the trackers, too; and the run that it is of."""
     world, plan = World(0, 0, 1, torch.device("cpu")), SimpleNamespace(epochs=1, total_steps=136)
-    task, record = SimpleNamespace(monitor="loss"), Record()
+    task, record = SimpleNamespace(monitor="loss", turns={}), Record()
     job = SimpleNamespace(cfg=config.Config(digest_every=0), plan=plan, world=world, progress=Progress(**more))
     job.task, job.record = task, record
     found = log.Log(folder, job)
