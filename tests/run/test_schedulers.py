@@ -243,7 +243,7 @@ def test_a_schedule_goes_on_in_the_same_bits_on_any_processes(bits, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal", ["8:begin_step", "14:note_score", "15:end_step"])
+@pytest.mark.parametrize("signal", ["8:begin_step", "14:note_score", "14:end_step"])
 @pytest.mark.parametrize("name", ["plateau", "ReduceLROnPlateau of groups", "OneCycleLR of sgd"])
 def test_a_killed_run_goes_on_with_its_rates(bits, launch, tmp_path, name, signal):
     """Between an evaluation and the next; after an evaluation whose score is not noted; in the step after one."""
