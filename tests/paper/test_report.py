@@ -25,6 +25,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from dev.screenshot import CHROMIUM
+from tools.paper import report
 from tools.paper import report_figures as figures
 
 SHOWN = str(ROOT / "tests" / "tasks" / "shown.py")
@@ -313,6 +314,14 @@ OTHER_FILES = {
     },
 }
 """Whole runs, in which these files are damaged."""
+
+
+def test_the_panel_of_the_rate_shows_the_smallest_and_the_largest_of_the_groups():
+    lines = [{"event": "train", "step": step, "lr": 0.1 * step, "lr_min": 0.01 * step} for step in (1, 2)]
+    run = report.Run("run", Path("run"), "run", lines)
+    largest, smallest = report._curves([run], "lr")
+    assert largest.y.tolist() == [0.1, 0.2] and smallest.y.tolist() == [0.01, 0.02]
+    assert "lr_min" not in report._panel_names([run])
 
 
 def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path):

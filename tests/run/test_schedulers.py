@@ -298,6 +298,7 @@ def test_a_run_keeps_its_kind_of_scheduler(launch, tmp_path):
         assert done.code == 3 and "only one of task and checkpoint has a `scheduler`" in error and "init_from=" in error
 
 
+@pytest.mark.slow
 def test_a_longer_run_keeps_the_settings_of_its_scheduler(launch, tmp_path):
     """One that has an end is refused before a step beyond it; schedule.horizon gives the length at the start."""
     words = ["train.py", OWN, "own.scheduler=OneCycleLR", "save_every=1"]
