@@ -4,7 +4,7 @@
     python tests/kit/port_loop.py plain quickstart FOLDER
 
 A loop shuffles with torch's generator, a task by (seed, epoch). Here `shuffle=True` takes the task's order; the file
-runs as it stands otherwise, and leaves model.pth in FOLDER. All numbers are float64, but for LeRobot's own samples.
+runs as it stands otherwise, and leaves model.pth in FOLDER. All numbers are float64, also of LeRobot's samples.
 """
 
 import os
@@ -36,13 +36,31 @@ def order_of_the_task(sampler):
 def prepare(name):
     """Set the precision, and the path of the project; load what LeRobot needs."""
     sys.path.insert(0, str(PORTS))
-    if name != "lerobot" or "lerobot_stub" in os.environ["PYTHONPATH"]:
-        torch.set_default_dtype(torch.float64)
-    else:
+    torch.set_default_dtype(torch.float64)
+    if name == "lerobot" and "lerobot_stub" not in os.environ["PYTHONPATH"]:
         sys.path.append(str(ROOT / "tests" / "peer"))
         import torchvision_shim
 
         torchvision_shim.load()
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+        LeRobotDataset.__getitem__ = in_float64(LeRobotDataset.__getitem__)
+        torch.nn.Linear.forward = linear  # ACT makes its latent of zeros in float32
+
+
+def linear(module, x):
+    return torch.nn.functional.linear(x.to(module.weight.dtype), module.weight, module.bias)
+
+
+def in_float64(getitem):
+    def sample(data, index):
+        values = getitem(data, index).items()
+        return {
+            name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+            for name, value in values
+        }
+
+    return sample
 
 
 if __name__ == "__main__":
