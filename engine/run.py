@@ -171,6 +171,7 @@ class Run:
             self.task, self.optimizer, self.plan.horizon, self.plan.steps_per_epoch
         )
         self.follows_score = isinstance(self.scheduler, ReduceLROnPlateau)
+        self.scheduled_step = 0
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
         self.has_after_step = type(self.task).after_step is not Task.after_step
@@ -197,9 +198,12 @@ class Run:
         set training mode after an evaluation; `steps` sets the mode of every module."""
         if self.plan.moves_values:
             move_values(self.optimizer, self.cfg.optim, self.plan, self.progress.step)
-        if self.scheduler is not None and self.progress.step and not self.follows_score:
-            # also after a skipped step: the number of the step counts
-            self.scheduler.step()
+        if self.scheduler is not None and self.progress.step > self.scheduled_step:
+            # also after a skipped step: the number of the step counts. A step begins twice where
+            # its passes are computed twice.
+            self.scheduled_step = self.progress.step
+            if not self.follows_score:
+                self.scheduler.step()
         if self.task.turns:
             self.begin_turn(self.task.turn(self.progress.step, self.progress.epoch))
         if not self.model.training:

@@ -328,3 +328,16 @@ def test_the_plan_prints_the_shape_of_the_schedule(launch):
     assert "0.0004 at step 1, at most 0.01 at step 4, 0 at step 18; momentum 0.85 at the peak" in cycle
     own = succeed(launch.python(*plan, "own.scheduler=OneCycleLR")).out
     assert "OneCycleLR of the task: 0.0012 at step 1, at most 0.02983 at step 6, 1.2e-07 at step 18\n" in own
+
+
+@pytest.mark.slow
+def test_a_step_whose_passes_are_computed_twice_moves_the_rate_once(launch, tmp_path):
+    """Several terms of a loss weigh the passes first, and begin the step twice."""
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom tests.tasks import terms\n\nclass Task(terms.Task):\n    def scheduler(self, optimizer):\n"
+        "        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)\n"
+    )
+    words = ["train.py", str(tmp_path / "own.py"), "global_batch=12", "steps=4", "log_every=1", "amp=off"]
+    succeed(launch.python(*words, "batch_size=6", f"save_dir={tmp_path / 'run'}"))
+    rates = [line["lr"] for line in logged(tmp_path / "run") if line["event"] == "train"]
+    assert rates == pytest.approx([0.01 * 0.9**step for step in range(4)])
