@@ -245,7 +245,9 @@ def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
     remove_line(run, 24, "eval")
     code, found, err = replay(run, "--from", 12)
     assert code == 0 and found["points"] == 4 and not found["stretches"][0]["missing"], err
-    assert found["stretches"][0]["left_out"] == "progress/best, progress/evaluation_due, progress/stale"
+    assert found["stretches"][0]["left_out"] == (
+        "progress/best, progress/evaluation_due, progress/plateau, progress/stale, scheduler"
+    )
 
 
 def test_a_run_that_had_optim_zero_is_scored_and_replayed(run, replay, capfd):
