@@ -40,6 +40,13 @@ def check_state(model: nn.Module, *tasks: Task) -> None:
                     "the task's `state_attributes`",
                     "name attributes, ('teacher',), that `__init__` or `model` makes",
                 )
+        for name, leaf in tree_leaves(task.state_dict()):
+            if isinstance(leaf, nn.Module):
+                raise LockstepError(
+                    f"{name} is a module in a list or a dict",
+                    "the task's `state_attributes`",
+                    "make an nn.ModuleList, or an nn.ModuleDict",
+                )
         resume_check.check_plain(task.state_dict(), "the task's `state_dict`")
 
 

@@ -124,7 +124,7 @@ CLIPPED = """
 
 def own(folder, body):
     """A file with a subclass of the task."""
-    lines = "import copy, torch\nfrom collections import deque\nfrom torch import nn\n"
+    lines = "import copy, torch\nimport numpy as np\nfrom collections import deque\nfrom torch import nn\n"
     lines += "from tests.tasks import kept, toy\nclass Task(kept.Task):\n"
     (folder / "own.py").write_text(lines + body)
     return str(folder / "own.py")
@@ -324,3 +324,37 @@ def test_what_the_page_shows_trains(launch, tmp_path):
     saved, expected = load(tmp_path / "two"), load(tmp_path / "one")
     assert saved["progress"]["step"] == expected["progress"]["step"]
     torch.testing.assert_close(saved["task"], expected["task"], rtol=1e-4, atol=1e-5)
+
+
+CENTRE = """
+    state_attributes = ("centre", "queue", "taken", "notes")
+    def datasets(self):
+        train, val = super().datasets()
+        train.sources = np.array([f"s{n % 3}" for n in range(len(train))])
+        return train, val
+    def after_step(self, model, step):
+        count = int(self.step_sums["count"])
+        self.centre.lerp_(self.step_sums["goals"] / count, 0.2)
+        self.queue = torch.cat([self.queue[count:], self.step_sums["keys"][:count]])
+        self.taken += 1
+"""
+
+
+@pytest.mark.slow
+def test_shards_and_excluded_samples_keep_the_state(launch, tmp_path):
+    """The one sample of an epoch's last step is left out: no step is taken, and the state stays."""
+    words = [own(tmp_path, CENTRE), *SETTINGS[1:], "exclude=s1"]
+    runs = {
+        "one": (1, ["batch_size=12"]),
+        "three": (3, ["batch_size=2", "gradient_accumulation_steps=2"]),
+        "shards": (2, ["batch_size=6", "ddp.strategy=fsdp"]),
+        "workers": (3, ["batch_size=3", "virtual_workers=4"]),
+        "sharded workers": (2, ["batch_size=3", "virtual_workers=4", "ddp.strategy=fsdp"]),
+    }
+    for name, (processes, more) in runs.items():
+        succeed(launch.train(*words, *more, f"save_dir={tmp_path / name}", processes=processes))
+    saved = {name: load(tmp_path / name) for name in runs}
+    assert saved["one"]["task"]["taken"] == STEPS - saved["one"]["progress"]["skipped"] < STEPS
+    for name in runs:
+        assert_close(saved[name], {part: saved["one"][part] for part in ("model", "task")})
+    assert_same_parts(saved["workers"], saved["sharded workers"], "model", "task")
