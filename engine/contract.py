@@ -45,10 +45,11 @@ LOGGED = ("event", "step", "epoch", "samples", "time_s")
 """Names in each line of metrics.jsonl, which no metric may have."""
 
 
-@dataclass(frozen=True)
+# not frozen: each pass makes one, and a frozen one takes three times as long
+@dataclass(eq=False)
 class StepInfo:
     """The place of an optimizer step in the run: numbers of the host, the same in all passes of the
-    step and on all ranks.
+    step and on all ranks. Read only.
 
     step      steps taken before this step, so the number of the step from 0; in an evaluation the
               steps taken

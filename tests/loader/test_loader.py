@@ -353,9 +353,13 @@ class Windows:
         return {"x": self.rows[indices], "y": torch.tensor(indices)}
 
 
-class Noisy:
-    """A task of which the loader knows one method."""
+class Prepares:
+    """A task of which the loader knows one method, and that it has no turns."""
 
+    turns = {}
+
+
+class Noisy(Prepares):
     def prepare(self, batch):
         seed = batch["lockstep"].seed
         self.most = max(getattr(self, "most", 0), len(seed))
@@ -450,7 +454,7 @@ def test_the_mean_weight_of_a_step_is_that_of_its_own_samples(size):
 
 @pytest.mark.parametrize("odd", [{"x": torch.zeros(())}, {"names": ["a", "b"]}, {"x": torch.zeros(1, 3)}])
 def test_what_cannot_be_cut_into_passes_is_prepared_pass_by_pass(odd):
-    task = type("Odd", (), {"prepare": lambda self, batch: batch | odd})()
+    task = type("Odd", (Prepares,), {"prepare": lambda self, batch: batch | odd})()
     cfg = config.Config(batch_size=2, cache="host")
     loader, _ = create_data_loaders(cfg, world(), make_plan(61, 1, batch=2), Windows(), None, task)
     for batch, micro in loader.passes():
@@ -458,7 +462,7 @@ def test_what_cannot_be_cut_into_passes_is_prepared_pass_by_pass(odd):
         assert all(batch[name] is value for name, value in odd.items())
 
 
-class Product:
+class Product(Prepares):
     """As exact as a product of matrices: it has other bits for other numbers of rows."""
 
     def prepare(self, batch):
@@ -503,7 +507,7 @@ DRAWS = {  # what a prepare adds, and why it is refused
 @pytest.mark.parametrize("cache", ["none", "host"])
 def test_a_prepare_that_draws_from_a_generator_is_refused(capsys, draw, cache):
     drawn, why = DRAWS[draw]
-    task = type("Draws", (), {"prepare": lambda self, batch: batch | {"x": batch["x"] + drawn()}})()
+    task = type("Draws", (Prepares,), {"prepare": lambda self, batch: batch | {"x": batch["x"] + drawn()}})()
     plan, before = make_plan(61, 1, batch=2), torch.get_rng_state()
     errors.set_up(main=True)
     for random_samples in ("warn", "stop"):
