@@ -76,7 +76,8 @@ def check(run: Run) -> None:
             "return validation data from `datasets`, or another scheduler",
         )
     check_plain(run.scheduler.state_dict(), WHERE)
-    follow(run)
+    if run.progress.step < run.plan.total_steps:
+        follow(run)
 
 
 def follow(run: Run) -> Shape:

@@ -260,6 +260,8 @@ def test_the_number_of_a_step_counts_though_steps_are_skipped(launch, tmp_path):
     succeed(launch.python("train.py", *words, f"save_dir={tmp_path}"))
     assert load(tmp_path)["progress"]["skipped"] == 3
     assert_logged(tmp_path, plain_loop(RUNS["OneCycleLR"])[1])
+    assert "Already complete" in succeed(launch.python("train.py", *words, f"save_dir={tmp_path}")).out
+    assert '"loss"' in succeed(launch.python("tools/evaluate.py", str(tmp_path), "--json")).out
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
