@@ -84,6 +84,7 @@ CUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_state_is_that_of_a_plain_loop(launch, tmp_path, cut):
     processes, words = CUTS[cut]
@@ -108,6 +109,7 @@ def test_virtual_workers_and_a_resume_keep_the_bits(launch, tmp_path):
     assert_same_parts(load(tmp_path / "killed"), load(tmp_path / "one"), "model", "optimizer", "task", "progress")
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_the_state_alone(launch, tmp_path):
     done = succeed(launch.train(*SETTINGS, "own.bad_at=3", "batch_size=6", f"save_dir={tmp_path}", processes=2))
     assert "(1 of them skipped)" in done.out
@@ -145,6 +147,7 @@ def test_clipped_weights_enter_the_average(launch, tmp_path):
     assert max(float(value.abs().max()) for value in saved["model"].values()) == 0.3
 
 
+@pytest.mark.slow
 def test_a_run_ends_for_the_reason_of_the_task(launch, tmp_path):
     words = [*SETTINGS, "eval_every=3", "own.enough=0.6", "batch_size=6", f"save_dir={tmp_path}"]
     done = succeed(launch.train(*words, processes=2))
@@ -157,6 +160,7 @@ def test_a_run_ends_for_the_reason_of_the_task(launch, tmp_path):
     assert load(tmp_path)["progress"]["step"] == step
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_checkpoint_has_the_state(launch, tmp_path):
     """`score` uses the teacher, which is in the checkpoint alone."""
     succeed(launch.train(*SETTINGS, f"save_dir={tmp_path / 'run'}"))
@@ -165,6 +169,7 @@ def test_an_evaluation_of_the_checkpoint_has_the_state(launch, tmp_path):
     assert f"{best:.6f}"[:7] in done.out, done.out
 
 
+@pytest.mark.slow
 def test_copies_of_the_weights_follow_init_from(launch, tmp_path):
     succeed(launch.train(*SETTINGS, f"save_dir={tmp_path / 'first'}"))
     first = load(tmp_path / "first")["model"]
