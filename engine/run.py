@@ -413,8 +413,8 @@ class Run:
     def sum_of_bits(self) -> Tensor:
         """(all ranks, with shards) Return the number of a digest of all weights, and of the tensors
         of the task's state."""
-        state = [*tensors(self.task.state_dict())]
         sums = self.reducer.sum_of_bits()
+        state = [value.to(sums.device) for value in tensors(self.task.state_dict())]
         return sums + digests.sum_of_bits(state) if state else sums
 
     def note_score(self, metrics: dict[str, float]) -> bool:

@@ -805,7 +805,7 @@ def _compare_ends(
     leave_out = set[str]()
     if one.progress["evaluation_due"]:
         leave_out |= {"progress/best", "progress/stale", "progress/evaluation_due"}
-        leave_out |= {"progress/plateau", "scheduler"}
+        leave_out |= {"progress/plateau", "progress/ended", "scheduler", "task"}
     if comparison.missing or unlogged:
         # sums since the line before, and the lines before differ
         leave_out |= {"tally", "progress/epoch_totals"}
