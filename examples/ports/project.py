@@ -124,7 +124,7 @@ class Segmenter(nn.Module):
         return self.head(torch.cat([fine, self.up(coarse).relu()], 1))
 
 
-STREAMS, WINDOW, LETTERS = 8, 16, 12
+STREAMS, WINDOW, LETTERS = 12, 16, 10
 
 
 class Streams(Dataset):

@@ -4,7 +4,7 @@ continues from step to step."""
 import torch
 from torch.nn.functional import cross_entropy
 
-from engine.contract import Loss
+from engine.contract import LockstepError, Loss
 from engine.contract import Task as Base
 
 from project import STREAMS, Recurrent, Streams
@@ -15,7 +15,11 @@ class Task(Base):
     state_attributes = ("hidden",)
 
     def datasets(self):
-        return Streams(), None  # a step has the next window of each stream
+        if self.cfg.global_batch != STREAMS:
+            what = f"a step of {STREAMS} windows, one of each stream"
+            todo = f"give global_batch={STREAMS}"
+            raise LockstepError(what, "recurrent_task.py", todo)
+        return Streams(), None
 
     def model(self):
         model = Recurrent()
