@@ -36,7 +36,7 @@ from engine.comm.world import World, sync_errors
 from engine.data.fingerprint import fingerprint
 from engine.data.splits import load_datasets
 from engine.errors import STOPPED, console, set_up
-from engine.evaluation import evaluate_split
+from engine.evaluation import after_evaluation, evaluate_split
 from engine.guarantees import check_plugins, parallel, performance, preflight, reporting, resilience
 from engine.hooks import check
 from engine.phases import Phase, phase
@@ -238,7 +238,7 @@ def evaluate(run: Run, save_due: bool = False) -> None:
             return
         run.record.metrics, sums = scored
         run.record.log.evaluation(run, run.record.metrics, sums)
-        run.after_evaluation()  # of the task, which may change its state or end the run
+        after_evaluation(run)  # of the task, which may change its state or end the run
     better = run.note_score(run.record.metrics)
     checkpoint.update_progress(state, run)  # an evaluation changes nothing else
     if better or save_due or run.finished:

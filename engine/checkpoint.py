@@ -4,7 +4,6 @@ the disk."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import config, hooks, launch
+from engine import config, hooks, launch, task_state
 from engine.comm import digests
 from engine.comm.buffers import check_buffers, sync_buffers
 from engine.comm.host_copies import copy_nothing, copy_to_host, copy_values, copy_weights
@@ -23,7 +22,6 @@ from engine.comm.session import recall
 from engine.comm.shards import shard_like
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import Task
-from engine.data.batches import map_tensors
 from engine.environment import environment, environment_of
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
@@ -31,7 +29,6 @@ from engine.files.archive import FORMAT, CheckpointState
 from engine.files.store import find_checkpoint
 from engine.left_out import check_unchanged, left_out_digests
 from engine.optim import make, make_ema
-from engine.optim.rates import load_scheduler
 from engine.phases import phase
 from engine.private import scaler_with
 from engine.run import Progress, Run
@@ -177,7 +174,7 @@ def capture(run: Run) -> dict[str, Any]:
         "optimizer": optimizer,
         "optimizer_name": make.name_of(run.optimizer),
         "scaler": {},
-        **_scheduler_state(run),
+        **run.rates.state(),
     }
     if copies is None:
         finish(state)
@@ -190,16 +187,9 @@ def update_progress(state: dict[str, Any], run: Run) -> None:
     """Replace the progress in a captured state. An evaluation changes nothing else, but for a
     scheduler that follows the score, and the state that the task changes."""
     state["progress"] = asdict(run.progress)
-    state.update(_scheduler_state(run))
-    if "task" in state and type(run.task).after_evaluation is not Task.after_evaluation:
+    state.update(run.rates.state())
+    if "task" in state and task_state.changes_after_evaluation(run.task):
         state["task"] = copy_values(run.task.state_dict(), copy_to_host)
-
-
-def _scheduler_state(run: Run) -> dict[str, Any]:
-    """Return a copy of the state of the task's scheduler, by its key; empty without a scheduler."""
-    if run.scheduler is None:
-        return {}
-    return {"scheduler": copy.deepcopy(run.scheduler.state_dict())}
 
 
 def restore(run: Run, saved: CheckpointState) -> None:
@@ -207,7 +197,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
     `init_from`."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         # a disk may lack the file; with shards the digests below are collectives
-        copies = _copies(run.model, run.task)
+        copies = task_state.copies_of(run.model, run.task)
         with sync_errors(run.world):
             run.task.started_from = weights.load_file(run.model, source)
         for copied, part in copies:
@@ -222,13 +212,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
         what = f"the checkpoint's optimizer is {saved.optimizer_name}, not {optimizer}"
         todo = f"change it back, or start a new run with init_from={saved.path}"
         raise LockstepError(what, str(saved.path), todo, exit_code=3)
-    if (run.scheduler is not None) != bool(saved.scheduler):
-        raise LockstepError(
-            "only one of task and checkpoint has a `scheduler` of its own",
-            str(saved.path),
-            f"change it back, or start a new run with init_from={saved.path}",
-            exit_code=3,
-        )
+    run.rates.check(saved.scheduler, saved.path)
     _load_model(run.model, saved, saved.model)
     with _of_the_same_model(saved):
         if run.ema is not None and saved.ema is not None:
@@ -240,8 +224,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
             run.ema.load_state_dict(own | saved.ema)
         if saved.optimizer:  # a published model has none
             make.load_state(run.optimizer, saved.optimizer, saved.changes)
-        if saved.scheduler:
-            load_scheduler(run.scheduler, run.optimizer, saved.scheduler)
+        run.rates.load(saved.scheduler)
         if saved.scaler and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(saved.scaler)
     restore_task(run.task, saved, run.world.device)
@@ -252,33 +235,10 @@ def restore(run: Run, saved: CheckpointState) -> None:
     run.record.resumed = saved.without_tensors()
 
 
-def _copies(model: nn.Module, task: Task) -> list[tuple[nn.Module, nn.Module]]:
-    """Return (module, part of the model) for the modules of a task's state that are copies, such as
-    a teacher: `init_from` gives them the weights of the part."""
-    pairs = []
-    for name in task.state_attributes:
-        module = getattr(task, name)
-        parts = model.modules() if isinstance(module, nn.Module) else ()
-        part = next((part for part in parts if _same_weights(module, part)), None)
-        if part is not None:
-            pairs.append((module, part))
-    return pairs
-
-
-def _same_weights(one: nn.Module, other: nn.Module) -> bool:
-    a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and digests.each(a.items()) == digests.each(b.items())
-
-
 def restore_task(task: Task, saved: CheckpointState, device: torch.device) -> None:
-    """Restore the state of a task. Raises LockstepError if the names of the state have changed."""
-    names = [", ".join(sorted(state)) or "none" for state in (saved.task, task.state_dict())]
-    if names[0] != names[1]:
-        what = f"the state of the task in the checkpoint is {names[0]}, and of this task {names[1]}"
-        todo = f"change the task back, or start a new run with init_from={saved.path}"
-        raise LockstepError(what, str(saved.path), todo, exit_code=3)
+    """Restore the state of a task on the device."""
     with _of_the_same_model(saved):
-        task.load_state_dict(map_tensors(saved.task, lambda value: value.to(device, copy=True)))
+        task_state.restore_task(task, saved, device)
 
 
 def load_evaluated(model: nn.Module, saved: CheckpointState) -> None:

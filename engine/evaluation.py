@@ -14,6 +14,7 @@ from engine.hooks import check
 from engine.phases import Phase, phase
 from engine.run import Run
 from engine.seeds import seed_generators
+from engine.task_state import changes_after_evaluation
 from engine.task_trials import num_trials, run_trials
 
 
@@ -64,6 +65,20 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         else:
             metrics = reported(task, sums)
         return metrics | {"count": int(sums["count"])}, sums
+
+
+@torch.no_grad()
+def after_evaluation(run: Run) -> None:
+    """(all ranks) Call the task's `after_evaluation`. The run ends for the reason of the first rank
+    that has a reason."""
+    if not changes_after_evaluation(run.task):
+        return
+    seed_generators(run.world.device, "after evaluation", run.cfg.seed, run.progress.step)
+    reason = run.task.after_evaluation(dict(run.record.metrics))
+    check("after_evaluation", reason)
+    run.progress.ended = run.world.reduce_on_rank0(
+        reason, lambda everyone: next(filter(None, everyone), None)
+    )
 
 
 def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:

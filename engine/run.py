@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from engine import global_loss, hooks
+from engine import global_loss, hooks, task_state
 from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss, StepInfo, Task
-from engine.data.batches import tensors, tree_map
+from engine.data.batches import tensors
 from engine.global_loss import Terms, same_names, scalar_on
 from engine.hooks import check
 from engine.meter import Meter, StepResult
 from engine.optim.ema import EMA
 from engine.optim.make import weights_by_turn
-from engine.optim.rates import make_scheduler, move_values
+from engine.optim.rates import Rates
 from engine.optim.trained import TrainedWeights
 from engine.phases import Phase, phase, split_backward
 from engine.plan import Plan
@@ -84,24 +82,6 @@ class Progress:
         self.stale = 0
         return True
 
-    @property
-    def rate_factor(self) -> float:
-        """Return the factor of the rate: 1, unless schedule.kind=plateau has lowered the rate."""
-        return self.plateau.get("factor", 1.0)
-
-    def note_plateau(self, value: float, higher_is_better: bool, schedule: Any) -> None:
-        """Lower the rate if the score has not become better in `plateau_patience` evaluations:
-        torch's ReduceLROnPlateau with a relative threshold and eps=0."""
-        sign = 1 if higher_is_better else -1
-        state = {"factor": 1.0, "best": -sign * math.inf, "stale": 0} | self.plateau
-        state["stale"] += 1
-        if sign * value > sign * state["best"] * (1 + sign * schedule.plateau_threshold):
-            state |= {"best": value, "stale": 0}
-        if state["stale"] > schedule.plateau_patience:
-            lower = max(state["factor"] * schedule.gamma, schedule.final_share)
-            state |= {"factor": lower, "stale": 0}
-        self.plateau = state
-
 
 class AfterStep(NamedTuple):
     """The actions that follow a step, the same on all ranks.
@@ -117,17 +97,6 @@ class AfterStep(NamedTuple):
     log: bool
     check: bool
     save: bool
-
-
-@torch.no_grad()
-def move_state(task: Task, device: torch.device) -> None:
-    """Move the state of a task to the device."""
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, (Tensor, nn.Module)) else leaf
-
-    for name in task.state_attributes:
-        setattr(task, name, tree_map(getattr(task, name), moved))
 
 
 @dataclass
@@ -167,15 +136,11 @@ class Run:
         self.meter = Meter(self.world, len(self.reducer.block))
         self.trained = TrainedWeights(self.model, weights_by_turn(self.model, self.task))
         self.record.fresh = hooks.initial_state.first(self)
-        self.scheduler: Any = make_scheduler(
-            self.task, self.optimizer, self.plan.horizon, self.plan.steps_per_epoch
-        )
-        self.follows_score = isinstance(self.scheduler, ReduceLROnPlateau)
-        self.scheduled_step = 0
+        self.rates = Rates(self.task, self.optimizer, self.plan, self.cfg)
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
-        self.has_after_step = type(self.task).after_step is not Task.after_step
-        move_state(self.task, self.world.device)
+        self.has_after_step = task_state.changes_after_step(self.task)
+        task_state.move_state(self.task, self.world.device)
         if self.world.size > 1:
             split_backward(self.model)
 
@@ -184,9 +149,7 @@ class Run:
     @property
     def lr(self) -> Any:
         """The learning rate of the coming step; None: the task's scheduler sets the rates."""
-        if self.scheduler is not None:
-            return None
-        return self.plan.lr(self.progress.step) * self.progress.rate_factor
+        return self.rates.rate(self.progress)
 
     @property
     def step_info(self) -> StepInfo:
@@ -196,14 +159,7 @@ class Run:
     def begin_step(self) -> None:
         """Begin the step's turn, set the values of the optimizer's groups, clear the gradients, and
         set training mode after an evaluation; `steps` sets the mode of every module."""
-        if self.plan.moves_values:
-            move_values(self.optimizer, self.cfg.optim, self.plan, self.progress.step)
-        if self.scheduler is not None and self.progress.step > self.scheduled_step:
-            # also after a skipped step: the number of the step counts. A step begins twice where
-            # its passes are computed twice.
-            self.scheduled_step = self.progress.step
-            if not self.follows_score:
-                self.scheduler.step()
+        self.rates.begin_step(self.progress.step)
         if self.task.turns:
             self.begin_turn(self.task.turn(self.progress.step, self.progress.epoch))
         if not self.model.training:
@@ -271,7 +227,7 @@ class Run:
             parts.append(part if part.device == device else scalar_on(device, part))
         numbers = torch.stack(parts)
         if self.has_after_step:
-            numbers = self._with_state_sums(numbers, loss.for_state)
+            numbers = task_state.add_sums(self, numbers, loss.for_state)
         if micro.empty:
             numbers = torch.zeros_like(numbers)
         else:
@@ -308,7 +264,7 @@ class Run:
         samples = consumed - progress.position
         self.reducer.end_step(skipped)
         if self.has_after_step:
-            totals = self._change_state(totals, skipped)
+            totals = task_state.after_step(self, totals, skipped)
         if self.ema is not None:
             self.ema.update(skipped, by_turn=bool(self.task.turns))
         meter.timed_samples += samples
@@ -347,46 +303,6 @@ class Run:
         reported = skipped_before or any(outcome.skipped for outcome in outcomes)
         return AfterStep(outcomes if reported else [], log, compare, save)
 
-    def _with_state_sums(self, numbers: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
-        """(all ranks, for the first loss of a run) Return the numbers of a pass with the values of
-        `Loss.for_state` behind them."""
-        meter, gather = self.meter, self.world.gather
-        forms = [(name, value.shape) for name, value in sums.items()]
-        known = meter.for_state.get(meter.turn)
-        meter.for_state[meter.turn] = same_names(forms, known, gather, "sums in `for_state`")
-        values = [value.detach().to(numbers).flatten() for value in sums.values()]
-        return torch.cat([numbers, *values])
-
-    @torch.no_grad()
-    def _change_state(self, totals: Tensor, skipped: Tensor) -> Tensor:
-        """Call the task's `after_step` with the sums behind the numbers of a step, unless the step
-        was skipped. Return the numbers. On a GPU a sync point."""
-        forms, step = self.meter.for_state[self.meter.turn], self.progress.step
-        sizes = [shape.numel() for _, shape in forms]
-        numbers, *sums = totals.split([len(totals) - sum(sizes), *sizes])
-        pairs = zip(forms, sums, strict=True)
-        self.task.step_sums = {name: values.view(shape) for (name, shape), values in pairs}
-        with self.world.host_sync():
-            taken = not skipped
-        if taken:
-            # the same random numbers on every rank, with any partition, and after a resume
-            seed_generators(self.world.device, "after step", self.cfg.seed, step)
-            self.task.after_step(self.model, step)
-        return numbers
-
-    @torch.no_grad()
-    def after_evaluation(self) -> None:
-        """(all ranks) Call the task's `after_evaluation`. The run ends for the reason of the first
-        rank that has a reason."""
-        if type(self.task).after_evaluation is not Task.after_evaluation:
-            step = self.progress.step
-            seed_generators(self.world.device, "after evaluation", self.cfg.seed, step)
-            reason = self.task.after_evaluation(dict(self.record.metrics))
-            check("after_evaluation", reason)
-            self.progress.ended = self.world.reduce_on_rank0(
-                reason, lambda everyone: next(filter(None, everyone), None)
-            )
-
     def excludes_step(self, outcome: StepResult) -> bool:
         """Return whether `exclude` has left no sample of a step."""
         return bool(self.cfg.exclude) and outcome.weight == 0
@@ -421,10 +337,7 @@ class Run:
         """Record an evaluation's score, and lower the rate on a plateau. Return whether the score
         is the best so far."""
         value, higher_is_better = metrics[self.task.monitor], self.task.higher_is_better
-        if self.plan.schedule.kind == "plateau":
-            self.progress.note_plateau(value, higher_is_better, self.plan.schedule)
-        if self.follows_score:
-            self.scheduler.step(value)
+        self.rates.note_score(self.progress, value, higher_is_better)
         return self.progress.note_score(value, higher_is_better)
 
     @contextmanager

@@ -67,7 +67,7 @@ def compare_ranks(run: Run) -> None:
     Sets `plan.moments`. Raises LockstepError (exit code 6) with the first rank that differs.
     """
     world = run.world
-    if run.scheduler is None:
+    if run.rates.scheduler is None:
         optimizers.check_schedulers(run.task, run.optimizer)
     schedulers.check(run)
     turn_facts = turns.check_steps(run)

@@ -524,7 +524,7 @@ RULES = (
     GraphRule(
         excluded=Condition(
             "the task's `scheduler` sets the rates on the host",
-            lambda facts: facts.run.scheduler is not None,
+            lambda facts: facts.run.rates.scheduler is not None,
         )
     ),
     GraphRule(

@@ -67,15 +67,15 @@ class Shape(NamedTuple):
 def check(run: Run) -> None:
     """(all ranks) Raise LockstepError if the scheduler fails before the end of the run, differs
     from its closed form, or would not be restored."""
-    if run.scheduler is None:
+    if run.rates.scheduler is None:
         return
-    if isinstance(run.scheduler, ReduceLROnPlateau) and run.loaders.val is None:
+    if isinstance(run.rates.scheduler, ReduceLROnPlateau) and run.loaders.val is None:
         raise LockstepError(
-            f"{type(run.scheduler).__name__} follows the monitor, and nothing is evaluated",
+            f"{type(run.rates.scheduler).__name__} follows the monitor, and nothing is evaluated",
             WHERE,
             "return validation data from `datasets`, or another scheduler",
         )
-    check_plain(run.scheduler.state_dict(), WHERE)
+    check_plain(run.rates.scheduler.state_dict(), WHERE)
     if run.progress.step < run.plan.total_steps:
         follow(run)
 
@@ -88,7 +88,7 @@ def follow(run: Run) -> Shape:
     rates = []
     with _unchanged(run):
         for step in range(begin, end + 1):
-            if step and not run.follows_score:
+            if step and not run.rates.follows_score:
                 _advance(run, step)
             rates.append(rates_of(run.optimizer)[-1])
     highest = max(rates)
@@ -97,7 +97,7 @@ def follow(run: Run) -> Shape:
 
 def _advance(run: Run, step: int) -> None:
     """Step the scheduler, and compare the rates with its closed form."""
-    scheduler: Any = run.scheduler
+    scheduler: Any = run.rates.scheduler
     name = type(scheduler).__name__
     try:
         scheduler.step()
@@ -123,7 +123,7 @@ def _advance(run: Run, step: int) -> None:
 def _unchanged(run: Run) -> Iterator[None]:
     """Put the scheduler and the optimizer's groups back after the block. Raises LockstepError if
     the scheduler cannot be put back."""
-    scheduler: Any = run.scheduler
+    scheduler: Any = run.rates.scheduler
     groups = []
     for group in run.optimizer.param_groups:
         groups.append(copy.deepcopy(group | {"params": []}))
@@ -145,10 +145,10 @@ def _unchanged(run: Run) -> Iterator[None]:
 
 def plan_row(run: Run) -> dict[str, str]:
     """Return the row of the plan about the task's scheduler."""
-    if run.scheduler is None:
+    if run.rates.scheduler is None:
         return {}
-    name = type(run.scheduler).__name__
-    if isinstance(run.scheduler, ReduceLROnPlateau):
+    name = type(run.rates.scheduler).__name__
+    if isinstance(run.rates.scheduler, ReduceLROnPlateau):
         return {"schedule": f"{name} of the task: follows {run.task.monitor}"}
     shape = follow(run)
     return {

@@ -97,7 +97,7 @@ def _learning_rate(run: Run) -> str:
     if plan.peak_lr != lr:
         base = f"{schedule.lr_scaling}, tuned at batch {schedule.base_batch_size}"
         text += f" x {plan.peak_lr / lr:g} ({base}) = {plan.peak_lr:g}"
-    if run.scheduler is not None:
+    if run.rates.scheduler is not None:
         return f"{text}, and the task's `scheduler` sets it"
     text += f", {plan.warmup_steps} warm-up steps, then {schedule.kind} over {plan.horizon}"
     if schedule.kind == "wsd":
@@ -230,7 +230,7 @@ def _rows_of_the_plan(run: Run) -> dict[str, str]:
         **_rows_of_the_partition(run.plan, given=run.cfg.global_batch > 0),
         "optimizer steps": _optimizer_steps(run),
         "learning rate": _learning_rate(run),
-        "schedule": _shape(run) if run.scheduler is None else "by the task's `scheduler`",
+        "schedule": _shape(run) if run.rates.scheduler is None else "by the task's `scheduler`",
         **_layer_decay(run),
         **_rows_of_the_model(run),
         "memory": _memory(run),
@@ -347,7 +347,7 @@ def resumed(run: Run) -> None:
     if saved.horizon != run.plan.horizon:
         change = f"{run.plan.horizon} steps instead of {saved.horizon}"
         keep = f"schedule.horizon={saved.horizon} keeps it as it was"
-        if run.scheduler is not None:
+        if run.rates.scheduler is not None:
             keep = "the task's `scheduler` keeps the settings that it was made with"
         console.info(f"  note: the schedule now spans {change}; {keep}")
     now = environment(run)

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from engine import config, plan, schedules
 from engine.comm.world import World
 from engine.config import Optim, Schedule
-from engine.run import Progress
+from engine.optim.rates import lowered
 
 STEPS, WARM_UP, PEAK = 1000, 100, 0.3
 
@@ -142,12 +142,12 @@ def test_plateau_is_torchs_after_each_score(higher_is_better, patience):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     mode = "max" if higher_is_better else "min"
     theirs = lr_scheduler.ReduceLROnPlateau(optimizer, mode, 0.5, patience, 1e-3, min_lr=0.01 * PEAK, eps=0)
-    progress, factors = Progress(), set()
+    state, factors = {}, set()
     for score in scores:
         theirs.step(score)
-        progress.note_plateau(score, higher_is_better, schedule)
-        assert PEAK * progress.rate_factor == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
-        factors.add(progress.rate_factor)
+        state = lowered(state, score, higher_is_better, schedule)
+        assert PEAK * state["factor"] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        factors.add(state["factor"])
     assert len(factors) > 2
 
 

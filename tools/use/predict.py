@@ -61,8 +61,8 @@ from engine.files import run_folder
 from engine.files.atomic import write_atomically
 from engine.gathered import packed
 from engine.hooks import check
-from engine.run import move_state
 from engine.seeds import seed_everything
+from engine.task_state import move_state
 from formats.arrays import load_npz, stays_below
 from formats.clock import Clock
 from formats.lab import behaviour, videos
