@@ -134,7 +134,7 @@ def without_effect(cfg: Any) -> dict[str, tuple[Any, str]]:
         "optimizer": ("", "optim.* has the settings of the optimizer"),
         "scheduler": (
             "",
-            "schedule.kind=cosine, linear, constant or wsd, and schedule.* its settings",
+            "schedule.kind, such as cosine, and schedule.* its settings",
         ),
         "save_checkpoint": (
             True,

@@ -246,7 +246,7 @@ def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
     code, found, err = replay(run, "--from", 12)
     assert code == 0 and found["points"] == 4 and not found["stretches"][0]["missing"], err
     assert found["stretches"][0]["left_out"] == (
-        "progress/best, progress/evaluation_due, progress/plateau, progress/stale, scheduler"
+        "progress/best, progress/ended, progress/evaluation_due, progress/plateau, progress/stale, scheduler, task"
     )
 
 

@@ -200,7 +200,7 @@ def compiled(monkeypatch):
         data = next(n for n, value in enumerate(inputs) if not isinstance(value, nn.Parameter))
         return lambda *values: calls.append(len(values[data])) or graph(*values)
 
-    monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic: real(f, backend=record, dynamic=dynamic))
+    monkeypatch.setattr(torch, "compile", lambda f, mode, dynamic=None: real(f, backend=record, dynamic=dynamic))
     dynamo.reset()
     usual = dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256)
     with generated.patch(fallback_random=False), usual:  # as they were, after the test

@@ -218,7 +218,7 @@ def test_each_obstacle_has_its_words():
         run = SimpleNamespace(
             world=SimpleNamespace(device=torch.device("cuda")),
             plan=SimpleNamespace(workers=0, accumulation=1, compile="default", moves_values=False),
-            task=SimpleNamespace(turns={}), scheduler=None,
+            task=SimpleNamespace(turns={}), rates=SimpleNamespace(scheduler=None),
             net=model, model=model, scaler=torch.amp.GradScaler("cpu", enabled=False),
             optimizer=make_optimizer(model, Optim()), cfg=SimpleNamespace(exclude=[]),
         )  # fmt: skip
@@ -228,7 +228,7 @@ def test_each_obstacle_has_its_words():
     assert about() == ""
     assert about(cfg=SimpleNamespace(exclude=["7"])) == "exclude makes steps of several sizes"
     assert about(net=torch.nn.Linear(2, 2)) == "the model is in DDP or DataParallel"
-    assert about(scheduler=1) == "the task's `scheduler` sets the rates on the host"
+    assert about(rates=SimpleNamespace(scheduler=1)) == "the task's `scheduler` sets the rates on the host"
     plan = SimpleNamespace(workers=0, accumulation=1, compile="default", moves_values=True)
     assert about(plan=plan) == "the schedule moves momentum or weight decay on the host"
     assert about(scaler=torch.amp.GradScaler("cpu")) == "amp=fp16 has a loss scale; bf16 needs none"

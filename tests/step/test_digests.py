@@ -122,9 +122,14 @@ def ranks(mine, theirs):
         world.reduce_on_rank0 = lambda value, choose: choose(iter(everyone(value)))
         world.differs_across_ranks = lambda value: len({*map(repr, everyone(value))}) > 1
         record = SimpleNamespace(fresh=None)
-        workers = SimpleNamespace(buffers=lambda of_norms: {}, digest=lambda: digest(model.parameters()))
         run = SimpleNamespace(
-            model=model, world=world, reducer=workers, record=record, progress=SimpleNamespace(step=7)
+            model=model,
+            world=world,
+            reducer=SimpleNamespace(buffers=lambda of_norms: {}),
+            record=record,
+            progress=SimpleNamespace(step=7),
+            task=SimpleNamespace(state_dict=dict),
+            sum_of_bits=lambda: digests.sum_of_bits(model.parameters()),
         )
         preflight.compare_weights(run)
 
@@ -157,7 +162,7 @@ def test_weights_are_compared_by_a_sum_and_what_differs_is_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     same = copy.deepcopy(model)
     of_buffers, of_parameters, *_ = ranks(model, same)
-    assert of_buffers == digest([]) and of_parameters == digest(same.parameters())
+    assert of_buffers == digest([]) and of_parameters == (digest(same.parameters()), [])
     with torch.no_grad():
         same[1].bias.view(torch.int32)[0] ^= 1
     with pytest.raises(LockstepError, match=r"rank 1 differs from rank 0 in parameter .*: other instead of"):
