@@ -324,6 +324,10 @@ ATTEMPTS = ((True, False), (False, False), (False, True))
 training). The last way has the mode and the precision of the training, and no answer if a part of
 the model depends on the partition."""
 
+MISTAKES = (ImportError, NameError)
+"""Errors of the code, not of the number of samples: the first step would end in the same error,
+after the folder of the run was made."""
+
 
 def _verdict(trial: SumCheck) -> str:
     """Return the line of the first attempt that succeeds."""
@@ -352,7 +356,7 @@ def _verdict(trial: SumCheck) -> str:
         except (SumError, getattr(torch, "AcceleratorError", MemoryError)):
             raise  # an AcceleratorError: the device is lost
         except Exception as error:
-            if as_training and isinstance(error, LockstepError):
+            if as_training and isinstance(error, (LockstepError, *MISTAKES)):
                 raise
             line = str(error).partition("\n")[0]
             why = why or f"{type(error).__name__}: {line} (in eval mode)"

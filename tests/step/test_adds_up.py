@@ -338,6 +338,12 @@ def test_what_does_not_add_up_is_refused(start, tmp_path, name):
         start(own(tmp_path, body), "check_sums=false", "check_resume=false")
 
 
+def test_a_mistake_in_the_code_of_a_loss_ends_before_the_run_has_a_folder(start, tmp_path):
+    body = "def loss(self, net, batch):\n    return Loss(net(batch['x']).sum() * facter, 1)"
+    with pytest.raises(NameError, match="facter"):
+        start(own(tmp_path, body))
+
+
 SHIPPED = {
     "har": ["har", "dataset.stride=512", "model.width=8", "model.dropout=0.5"],
     "video": ["video", "dataset.size=16", "dataset.trials=21", "dataset.videos=12", "dataset.frames=5"],
