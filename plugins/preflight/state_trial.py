@@ -9,6 +9,7 @@ give back, is lost in a resumed run.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,7 @@ def try_after_step(run: Run, for_state: dict[str, Tensor]) -> list[str]:
     for_state  the sums of a pass of a few samples
     """
     task = run.task
+    _check_arguments(task.after_step, "model", "step")
     task.step_sums = map_tensors(for_state, Tensor.double)
     steps = {run.progress.step, run.plan.total_steps - 1}
     for number in ROUND:
@@ -77,10 +79,26 @@ def try_after_evaluation(run: Run, metrics: dict[str, float]) -> list[str]:
     Raises LockstepError as `try_after_step` does.
     """
 
+    _check_arguments(run.task.after_evaluation, "metrics")
+
     def change() -> None:
         check("after_evaluation", run.task.after_evaluation(dict(metrics)))
 
     return _try(run, "after_evaluation", change)
+
+
+def _check_arguments(method: Callable[..., Any], *names: str) -> None:
+    """Raise LockstepError if a method of the task cannot be called with arguments of these
+    names."""
+    try:
+        inspect.signature(method).bind(*names)
+    except TypeError as error:
+        name = method.__name__
+        raise LockstepError(
+            f"`{name}` cannot be called: {error}",
+            f"the task's `{name}`",
+            f"define {name}(self, {', '.join(names)})",
+        ) from error
 
 
 @torch.no_grad()
@@ -91,7 +109,7 @@ def _try(run: Run, method: str, change: Callable[[], Any]) -> list[str]:
     before = snapshot_of(run, copies=False)
     try:
         change()
-    except LockstepError:
+    except (LockstepError, AttributeError, ImportError, NameError):
         raise
     except Exception as error:  # perhaps because the samples are few; else the run will name it
         return [f"`{method}` could not be tried: {type(error).__name__}: {headline(error)}"]

@@ -211,6 +211,10 @@ after_evaluation = toy.Task.after_evaluation
 # scores: `after_evaluation` changes self.scores\[0\], which no checkpoint holds
 scores = ()
 def after_evaluation(self, metrics): self.scores = [*self.scores, metrics['loss']]
+# other arguments: `after_step` cannot be called: too many .*: define after_step\(self, model, step\)
+def after_step(self, model): pass
+# no arguments: `after_evaluation` cannot be called: too many .*: define after_evaluation\(self, metrics\)
+def after_evaluation(self): pass
 # a reason: `after_evaluation` returns a bool
 def after_evaluation(self, metrics): return True
 # a state of passes: a pass changes self.taken, a state of the task: .*: change it in `after_step`
