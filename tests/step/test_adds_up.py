@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, cases, succeed
+from first_step import first_steps
 from test_shards import indexed, of_the_robot
 
-import tasks
-import train
-from engine import config, errors, launch
 from engine.contract import LockstepError
-from plugins import preflight
 from plugins.preflight import adds_up
-from plugins.reporting import plan_text
-from plugins.resilience import status
 
 HEAD = """
 import random, torch
@@ -300,19 +295,8 @@ WRONG = cases(WRONG, MEAN)
 @pytest.fixture(scope="module")
 def start():
     """What is printed of a task up to the first step."""
-    world = train.setup_distributed(config.Config(device="cpu"))
-    errors.set_up(main=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(status, "current", status.Status())
-
-        def begin(*words):
-            run = train.build(config.parse([*words, "allocator=system", "device=cpu"], tasks.load), world)
-            plan_text.training(run, strict=False)
-            preflight.check_sums(run)
-            return run
-
+    with first_steps(plan=True) as begin:
         yield begin
-    launch.leave()
 
 
 def own(tmp_path, body):

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import cases, succeed
+from first_step import first_steps
 from runs import weights
 
 import tasks
 import train
-from engine import config, errors, launch
+from engine import config
 from engine.contract import LockstepError
-from plugins import preflight
 from plugins.preflight.snapshot import Snapshot
-from plugins.resilience import status
 
 HEAD = """
 import copy, itertools, random
@@ -288,18 +287,8 @@ KEPT = cases(KEPT, "")
 @pytest.fixture(scope="module")
 def start():
     """Prepare a training up to the first step."""
-    world = train.setup_distributed(config.Config(device="cpu"))
-    errors.set_up(main=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(status, "current", status.Status())
-
-        def begin(*words):
-            run = train.build(config.parse([*words, "allocator=system", "device=cpu"], tasks.load), world)
-            preflight.check_sums(run)
-            return run
-
+    with first_steps() as begin:
         yield begin
-    launch.leave()
 
 
 def own(tmp_path, body):

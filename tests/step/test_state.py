@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, cases, killed_and_resumed, succeed
+from first_step import first_steps
 from saved import assert_same_bits, assert_same_parts, load
 from torch.nn.functional import cosine_similarity, log_softmax, softmax
 
 import tasks
-import train
-from engine import config, errors, launch
+from engine import config
 from engine.contract import LockstepError
-from plugins import preflight
-from plugins.resilience import status
 
 KEPT = str(ROOT / "tests" / "tasks" / "kept.py")
 SETTINGS = [KEPT, "seed=3", "epochs=2", "amp=off", "schedule.kind=constant", "grad_clip=0", "log_every=1"]
@@ -249,18 +247,8 @@ REFUSED = cases(REFUSED, "")
 @pytest.fixture(scope="module")
 def start():
     """Prepare a training up to the first step."""
-    world = train.setup_distributed(config.Config(device="cpu"))
-    errors.set_up(main=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(status, "current", status.Status())
-
-        def begin(*words):
-            run = train.build(config.parse([*words, "allocator=system", "device=cpu"], tasks.load), world)
-            preflight.check_sums(run)
-            return run
-
+    with first_steps() as begin:
         yield begin
-    launch.leave()
 
 
 @pytest.mark.parametrize("name", REFUSED)
