@@ -92,8 +92,8 @@ def test_three_processes_take_the_steps_of_a_plain_loop(launch, tmp_path, task, 
 
 def shown():
     """The methods that docs/your-own-data.md shows, for the task of the README, by the first one's name."""
-    page = (ROOT / "docs/your-own-data.md").read_text().partition("## Add metrics, loss terms and predictions")[2]
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    page = (ROOT / "docs/your-own-data.md").read_text().partition("\n## Add metrics, loss terms and predictions\n")[2]
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.partition("\n## ")[0], re.M | re.S)
     return {re.match(r"def (\w+)", block)[1]: textwrap.indent(block, "    ") for block in blocks}
 
 
