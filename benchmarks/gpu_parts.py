@@ -463,7 +463,7 @@ def feeds(seconds: str, *words: str) -> tuple[float, float]:
     while time.perf_counter() - began < float(seconds):
         pair = next(passes, None)
         if pair is None:
-            run.loaders.train.set_epoch(run.progress.epoch)
+            run.loaders.train.set_epoch(run.progress.epoch, 0, run.progress.step)
             run.progress.next_epoch()
             passes = run.loaders.train.passes()
             continue

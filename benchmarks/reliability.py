@@ -145,7 +145,7 @@ class Ways:
         self.mark()
         run.progress.step += 1
         run.meter.timed_samples += run.plan.global_batch
-        run.meter.names = ["accuracy", "count"]
+        run.meter.names = {"": ["accuracy", "count"]}
         run.meter.add(sums, run.progress.step, wait=False)
         return AfterStep(
             [], log=run.progress.step % run.plan.log_every == 0, check=False, save=False
