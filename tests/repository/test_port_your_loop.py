@@ -32,9 +32,11 @@ def test_the_page_has_the_files_and_the_counts():
     assert done.returncode == 0, f"{done.stderr}\nfixed by: python dev/ports.py"
 
 
-def weights_of(run, name):
-    """The weights of the last step; of the Trainer, which loads them at the end, the best."""
-    (last,) = sorted(run.glob("best_model_epoch*.pt"))[-1:] if name == "trainer" else [run / "last.pt"]
+def weights_of(run, name, kind):
+    """The weights of the last step; of the Trainer itself, which loads them at the end, the best."""
+    last = run / "last.pt"
+    if (name, kind) == ("trainer", "loop"):
+        last = sorted(run.glob("best_model_epoch*.pt"))[-1]
     checkpoint = torch.load(last, weights_only=True)
     entry = checkpoint[ENTRIES.get(name, "model")]
     entry = entry.get("teacher", entry)
@@ -62,7 +64,7 @@ def assert_same_weights(launch, folder, kind, name, paths):
         else:
             done = succeed(launch.python(*words, cwd=folder, **env))
         assert "the loss adds up" in done.out
-        ours = weights_of(run, name)
+        ours = weights_of(run, name, kind)
         assert theirs.keys() == ours.keys()
         away = max(float((ours[key] - value).abs().max()) for key, value in theirs.items())
         print(name, kind, processes, words[5:], away)
