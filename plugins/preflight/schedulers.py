@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -14,7 +15,7 @@ from engine import hooks
 from engine.contract import Task
 from engine.data.batches import tree_leaves
 from engine.errors import LockstepError, headline
-from engine.optim.rates import rates_of
+from engine.optim.rates import Rates, rates_of
 from engine.run import Run
 from plugins.preflight.private import closed_form
 from plugins.preflight.resume_check import check_plain, same
@@ -64,6 +65,10 @@ class Shape(NamedTuple):
     last: float
 
 
+followed: WeakKeyDictionary[Rates, Shape] = WeakKeyDictionary()
+"""The shapes that `check` has found, for the plan."""
+
+
 def check(run: Run) -> None:
     """(all ranks) Raise LockstepError if the scheduler fails before the end of the run, differs
     from its closed form, or would not be restored."""
@@ -77,7 +82,7 @@ def check(run: Run) -> None:
         )
     check_plain(run.rates.scheduler.state_dict(), WHERE)
     if run.progress.step < run.plan.total_steps:
-        follow(run)
+        followed[run.rates] = follow(run)
 
 
 def follow(run: Run) -> Shape:
@@ -150,7 +155,9 @@ def plan_row(run: Run) -> dict[str, str]:
     name = type(run.rates.scheduler).__name__
     if isinstance(run.rates.scheduler, ReduceLROnPlateau):
         return {"schedule": f"{name} of the task: follows {run.task.monitor}"}
-    shape = follow(run)
+    shape = followed.get(run.rates)
+    if shape is None:  # the run is complete
+        return {}
     return {
         "schedule": f"{name} of the task: {shape.first:.4g} at step {shape.begin + 1}, at most "
         f"{shape.highest:.4g} at step {shape.peak + 1}, {shape.last:.4g} at step {shape.end + 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from engine.contract import StepInfo
 from engine.data.examples import ObservedStep
@@ -62,9 +63,19 @@ def in_each_turn(loader: Any) -> Iterator[str]:
         loader.example_step = before
 
 
+_found: WeakKeyDictionary[Any, dict[str, TurnSteps]] = WeakKeyDictionary()
+"""The steps of the turns of each loader."""
+
+
 def turn_steps(loader: Any) -> dict[str, TurnSteps]:
     """Return the steps of each turn, in the order of the first steps; without turns the steps of
-    the run under an empty name."""
+    the run under an empty name. They are computed once for a loader."""
+    if loader not in _found:
+        _found[loader] = _turn_steps(loader)
+    return _found[loader]
+
+
+def _turn_steps(loader: Any) -> dict[str, TurnSteps]:
     plan = loader.sampler.plan
     found: dict[str, TurnSteps] = {}
     examined = examined_steps(plan) if loader.turn else (0, plan.total_steps - 1)

@@ -317,6 +317,8 @@ def test_a_longer_run_keeps_the_settings_of_its_scheduler(launch, tmp_path):
     succeed(launch.python(*cosine, "steps=3"))
     done = succeed(launch.python(*cosine, "steps=5"))
     assert "5 steps instead of 3; the task's `scheduler` keeps the settings that it was made with" in done.out
+    finished = succeed(launch.python(*cosine, "steps=5", "--dry-run"))
+    assert "by the task's `scheduler`" in finished.out
 
 
 def test_the_plan_prints_the_shape_of_the_schedule(launch):
