@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -161,8 +162,23 @@ def file_digest(path: Path) -> str:
         content = _plain(content)
     elif path.suffix == ".py":
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            content = "\0".join(_tokens(ast.parse(content))).encode("utf-8", "surrogatepass")
+            content = "\0".join(_tokens(_parsed(content))).encode("utf-8", "surrogatepass")
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _parsed(content: bytes) -> ast.Module:
+    """Return a syntax tree, made without garbage collection.
+
+    A collection within `ast.parse` runs finalizers, and a finalizer may parse code or let another
+    thread parse code. Then Python 3.11 raises SystemError: github.com/python/cpython/issues/106905.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(content)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _tokens(tree: ast.Module) -> Iterator[str]:

@@ -191,6 +191,19 @@ def test_batches_of_another_form_are_taken_kernel_by_kernel(run):
     assert "a batch is no dict" in done[2] and launched(done[2]) == 0
 
 
+def test_turns_are_taken_kernel_by_kernel(run, launch, tmp_path):
+    """The numbers of a step, which are read a step late, keep the names of its turn."""
+    words = [str(ROOT / "tests/tasks/turns.py"), "steps=12"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    why = "cuda_graph: a step stays many launches, because the turns of the task train other weights in each\n"
+    assert recorded[2].count(why) == 1 and launched(recorded[2]) == 0
+    assert_same(eager, recorded)
+    succeed(launch.python("train.py", *words, "amp=off", "log_every=5", f"save_dir={tmp_path / 'cpu'}"))
+    for late, line in zip(eager[1], logged(tmp_path / "cpu"), strict=True):
+        names = [name for name in line if name.startswith(("loss", "accuracy"))]
+        assert {name: late[name] for name in names} == pytest.approx({name: line[name] for name in names}, rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "backward"])
 @pytest.mark.parametrize(("after", "perhaps"), [(4, ""), (8, ", perhaps in the 3 steps before, too")])

@@ -1,5 +1,7 @@
 """The digest of the code: what changes it, what does not, and the line that each tool prints."""
 
+import ast
+import gc
 import json
 import shutil
 import sys
@@ -99,6 +101,29 @@ def test_a_long_sum_is_read(tmp_path):
     first = file_digest(path)
     path.write_text(f"x = {' + '.join(map(str, range(1, 5001)))}\n")
     assert file_digest(path) != first
+
+
+class ParsesWhenCollected:
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        ast.parse("a + b")
+
+
+def test_a_finalizer_may_parse_code_meanwhile(tmp_path):
+    """Python 3.11 raises SystemError where a collection within `ast.parse` runs such a finalizer."""
+    path = tmp_path / "f.py"
+    path.write_text("\n".join(f"a{i} = [b, c(d)]" for i in range(2000)))
+    expected, before = file_digest(path), gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        for _ in range(20):
+            ParsesWhenCollected()
+            assert file_digest(path) == expected
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
 
 
 def test_lockstep_counts_without_comments_and_formats_by_their_text(tmp_path, monkeypatch):

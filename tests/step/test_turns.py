@@ -365,6 +365,8 @@ def test_the_weights_of_all_turns_are_prepared(prepared):
     """And after the checks nothing is frozen: the first step begins its turn."""
     run = prepared("")
     assert all(p.requires_grad for p in run.model.parameters()) and run.trained.required == run.trained.by_turn[""]
+    assert [*run.trained.turns()] == ["critic", "generator"]
+    assert all(p.requires_grad for p in run.model.parameters()) and run.trained.required == run.trained.by_turn[""]
 
 
 @pytest.mark.parametrize(
