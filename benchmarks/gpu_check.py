@@ -741,9 +741,12 @@ def profiled(lab: Lab, facts: Facts) -> None:
     facts["the trace has kernels of the GPU"] = (
         '"cat": "kernel"' in (run / "trace.json").read_text()
     )
+    waits = re.search(r"the GPU waits for the host .*", lab.said("profiled"))
+    facts["it says"] = waits[0] if waits else ""
     require(
         lab.tiny or facts["the trace has kernels of the GPU"], "the trace has no kernel of the GPU"
     )
+    require(lab.tiny or waits is not None, "it does not say how long the GPU waits")
 
 
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {

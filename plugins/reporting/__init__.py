@@ -15,7 +15,7 @@ __all__ = ["announce", "check_trackers", "print_plan", "training"]
 
 
 def open_profile(run: Run, folder: Path, wanted: bool) -> Profile | None:
-    return Profile(run.world, folder) if wanted else None
+    return Profile(run, folder) if wanted else None
 
 
 def open_step_record(run: Run, folder: Path, wanted: bool) -> StepRecord | None:

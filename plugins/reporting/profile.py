@@ -13,9 +13,17 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from engine.comm.world import World
 from engine.errors import console
 from engine.phases import Phase, phase
+from engine.run import Run
+from plugins.reporting.device_time import (
+    LAUNCHES_OF_GRAPHS,
+    NOTHING_SEEN,
+    StepTime,
+    covered,
+    describe_waiting,
+    kernel_intervals,
+)
 
 T = TypeVar("T")
 
@@ -165,10 +173,12 @@ class Profile:
     taken      steps so far
     rows       the phases of the table
     measuring  the measurement under way
+    timed      ms of a mean step by phase, on this rank's host
     """
 
-    def __init__(self, world: World, folder: Path):
-        self.world = world
+    def __init__(self, run: Run, folder: Path):
+        self.run, self.world = run, run.world
+        world = run.world
         self.path = folder / "trace.json"
         self.taken = 0
         self.on_gpu = world.device.type == "cuda"
@@ -176,6 +186,7 @@ class Profile:
         if self.on_gpu:
             self.rows.append(Phase.WAITING_FOR_THE_DEVICE)  # the host is ahead of the GPU
         self.measuring = contextlib.ExitStack()
+        self.timed: dict[str, float] = {}
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
         """Yield the steps of a training."""
@@ -210,8 +221,10 @@ class Profile:
         with on_phase_change([*self.rows, *BETWEEN_STEPS], profiler.mark):
             yield
         profiler.mark("")
-        ranks = self.world.gather(profiler.spent())
+        spent = profiler.spent()
+        ranks = self.world.gather(spent)
         steps = self.taken - WARM_UP
+        self.timed = {name: 1e3 * spent[name].host / steps for name in self.rows if name in spent}
         console.info(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
         console.info(describe(ranks, steps, self.on_gpu, self.rows))
 
@@ -234,3 +247,21 @@ class Profile:
                 yield
         tracer.export_chrome_trace(str(self.path))
         console.info(f"  trace        {self.path} (chrome://tracing or ui.perfetto.dev shows it)")
+        if self.on_gpu:
+            console.info(f"  {self._waiting(tracer.events())}")
+
+    def _waiting(self, events: Any) -> str:
+        """Return the line about the GPU's wait for the host. The kernels are of the traced steps;
+        the whole step is of the timed steps, because the tracing makes the host slower."""
+        intervals = kernel_intervals(events, [*self.rows, *BETWEEN_STEPS])
+        if not intervals:
+            return NOTHING_SEEN
+        steps = self.taken - WARM_UP - TIMED
+        loading = (Phase.DATA_LOADING, Phase.HOST_TO_DEVICE)
+        step = StepTime(
+            whole=sum(self.timed.values()),
+            kernels=covered(intervals) / 1e3 / steps,
+            loading=sum(self.timed.get(name, 0.0) for name in loading),
+        )
+        launches_graphs = any(event.name in LAUNCHES_OF_GRAPHS for event in events)
+        return describe_waiting(self.run, step, launches_graphs)

@@ -1,11 +1,17 @@
 """The table of where a step's time goes: with a clock that the test winds, and in real runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import TOY, succeed
+from fake_run import HAR, run_on_fake_gpu
 from runs import same_bits, weights
+from torch.autograd import DeviceType
 
+from engine.phases import phase
+from plugins.reporting import device_time
 from plugins.reporting import profile as profiling
 from plugins.reporting.profile import PerformanceProfiler, Spent, describe
 
@@ -103,6 +109,107 @@ def test_a_run_that_is_too_short_says_so(launch, tmp_path):
         run = tmp_path / str(steps)
         done = succeed(launch.python("train.py", *WORDS, f"steps={steps}", f"save_dir={run}", "--profile"))
         assert f"({steps - 10} steps, from the 11th on)" in done.out and not (run / "trace.json").exists()
+
+
+def event(name, begin, end, device=DeviceType.CUDA, annotation=False):
+    """One of torch's profiler, in microseconds."""
+    span = SimpleNamespace(start=begin, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=annotation)
+
+
+KERNELS = [
+    event("copy", 0, 100), event("gemm", 50, 150), event("norm", 60, 70),  # of several streams
+    event("gemm", 300, 400), event("gemm", 400, 430), event("set", 500, 500),
+]  # fmt: skip
+OF_THE_HOST = [event("forward", 0, 900), event("Optimizer.step#AdamW.step", 0, 900, annotation=True)]
+OF_THE_HOST += [event("aten::mm", 0, 900, DeviceType.CPU), event("cudaLaunchKernel", 0, 900, DeviceType.CPU)]
+
+
+def test_kernels_that_run_at_the_same_time_count_once():
+    found = device_time.kernel_intervals([*KERNELS, *OF_THE_HOST], ["forward", "backward"])
+    assert len(found) == len(KERNELS), "ranges and the host's events are no work of the GPU"
+    assert device_time.covered(found) == 280 != sum(end - begin for begin, end in found)
+    assert device_time.covered(reversed(found)) == 280 and device_time.covered([]) == 0
+
+
+@pytest.fixture
+def of_a_run(monkeypatch):
+    """Makes a run as far as the advice looks at it; `reason` is why its steps cannot be recorded."""
+
+    def make(reason="", on=None, compile="off", accumulation=1, workers=0, **cfg):
+        monkeypatch.setattr(device_time.hooks, "find_conflicts", lambda *_, **__: [reason] if reason else [])
+        dataset = SimpleNamespace(in_memory=True, device=torch.device(on)) if on else []
+        loaders = SimpleNamespace(train=SimpleNamespace(dataset=dataset))
+        plan = SimpleNamespace(compile=compile, accumulation=accumulation, workers=workers, micro_batch=8)
+        cfg = SimpleNamespace(**{"cuda_graph": False, "num_workers": 0} | cfg)
+        return SimpleNamespace(cfg=cfg, plan=plan, loaders=loaders)
+
+    return make
+
+
+IDLE, STARVED = device_time.StepTime(3.2, 0.28, 0.1), device_time.StepTime(3.2, 0.28, 2.0)
+HELD = {"on": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("about", "step", "graphs", "advice"),
+    [
+        (HELD, IDLE, False, "type cuda_graph=true"),
+        (HELD, STARVED, False, "type cuda_graph=true"),  # data on the GPU are not waited for
+        ({"reason": "an optimizer reads"}, IDLE, False,
+         "cuda_graph does not apply, because an optimizer reads; type compile=default"),
+        ({"reason": "an optimizer reads", "compile": "default"}, IDLE, False,
+         "cuda_graph does not apply, because an optimizer reads; type batch_size=16, which is a different training"),
+        ({"reason": "there are two passes", "compile": "default", "accumulation": 2}, IDLE, False,
+         "cuda_graph does not apply, because there are two passes; "
+         "type batch_size=16 gradient_accumulation_steps=1: the same steps"),
+        ({"cuda_graph": "auto"}, IDLE, False, "a line `cuda_graph:` above has the reason; type compile=default"),
+        ({"cuda_graph": True}, IDLE, True,
+         "steps are launches of a graph already; type batch_size=16, which is a different training"),
+        ({}, STARVED, False, "data loading takes 2.00 ms: type num_workers=4, or cache=device if the GPU has room"),
+        ({"num_workers": 3}, STARVED, True,
+         "data loading takes 2.00 ms: type num_workers=6, or cache=device if the GPU has room"),
+        ({"on": "cpu"}, STARVED, False, "data loading takes 2.00 ms: type cache=device"),
+    ],
+)  # fmt: skip
+def test_what_to_type_depends_on_what_the_gpu_waits_for(of_a_run, about, step, graphs, advice):
+    line = device_time.describe_waiting(of_a_run(**about), step, graphs)
+    assert line == f"the GPU waits for the host 91 % of a step (kernels 0.28 ms of 3.20 ms): {advice}"
+
+
+@pytest.mark.parametrize(("kernels", "share"), [(2.4, 25), (3.3, 0)])
+def test_a_busy_gpu_is_said_to_be_busy(of_a_run, kernels, share):
+    """Kernels under a profiler may take longer than a step without."""
+    line = device_time.describe_waiting(of_a_run(), device_time.StepTime(3.2, kernels, 3.0), False)
+    measured = f"{share} % of a step (kernels {kernels:.2f} ms of 3.20 ms)"
+    assert line == f"the GPU waits for the host {measured}: the kernels take most of the step"
+
+
+def test_kernels_of_traced_steps_are_compared_with_timed_steps(of_a_run, tmp_path, monkeypatch, clock):
+    """Of a GPU whose kernels take 0.28 ms in each of 3 steps; a timed step is 3.2 ms, a traced one 50 ms."""
+    spans = [(1e3 * number, kernel.time_range) for number in range(3) for kernel in KERNELS]
+    traced = [event("a kernel", later + span.start, later + span.end) for later, span in spans]
+    said = []
+    monkeypatch.setattr(profiling.console, "info", said.append)
+    tracer = SimpleNamespace(events=lambda: [*traced, *OF_THE_HOST], export_chrome_trace=lambda path: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiling.contextlib.nullcontext(tracer))
+    monkeypatch.setattr(profiling, "PerformanceProfiler", lambda device: PerformanceProfiler())
+    run = of_a_run(**HELD)
+    world = SimpleNamespace(device=torch.device("cuda"), main=True, gather=lambda value: [value])
+    profile = profiling.Profile(SimpleNamespace(world=world, **vars(run)), tmp_path)
+    for number in profile.follow(range(45)):
+        phase("forward")
+        clock(2.2e-3 if number < profiling.WARM_UP + profiling.TIMED else 50e-3)
+        phase("optimizer step")
+        clock(1.0e-3)
+    assert said[-1] == "  the GPU waits for the host 91 % of a step (kernels 0.28 ms of 3.20 ms): type cuda_graph=true"
+
+
+@pytest.mark.slow
+def test_where_the_profiler_sees_no_kernel_nothing_is_claimed(launch, tmp_path):
+    """The GPU that is none has no kernels that torch's profiler knows."""
+    done = run_on_fake_gpu(launch, tmp_path / "run", *HAR, "batch_size=8", "steps=45", "--profile")
+    assert device_time.NOTHING_SEEN in done.out
 
 
 ON_A_GPU = """
