@@ -24,29 +24,29 @@ def share_of_peak(plan: Any, after: int) -> float:
 # ---- kinds that end at final_share: a factor from 1 to 0
 
 
-def way(plan: Any, after: int, begin: int = 0) -> float:
+def share_taken(plan: Any, after: int, begin: int = 0) -> float:
     """Return the share of the steps from `begin` to the horizon that are taken, from 0 to 1."""
     return min(1.0, max(0, after - begin) / max(1, plan.horizon - plan.warmup_steps - begin))
 
 
 def cosine(plan: Any, after: int) -> float:
     """Half a cosine (Loshchilov and Hutter 2017): torch's CosineAnnealingLR."""
-    return 0.5 * (1 + math.cos(math.pi * way(plan, after)))
+    return 0.5 * (1 + math.cos(math.pi * share_taken(plan, after)))
 
 
 def linear(plan: Any, after: int) -> float:
     """A straight line: torch's LinearLR."""
-    return 1 - way(plan, after)
+    return 1 - share_taken(plan, after)
 
 
 def polynomial(plan: Any, after: int) -> float:
     """A power of the line: torch's PolynomialLR."""
-    return (1 - way(plan, after)) ** plan.schedule.power
+    return (1 - share_taken(plan, after)) ** plan.schedule.power
 
 
 def wsd(plan: Any, after: int) -> float:
     """Constant, then a line over the last `decay_share` of the steps (Hu et al. 2024)."""
-    return 1 - way(plan, after, max(0, plan.decay_begin - plan.warmup_steps))
+    return 1 - share_taken(plan, after, max(0, plan.decay_begin - plan.warmup_steps))
 
 
 def warm_restarts(plan: Any, after: int) -> float:
@@ -65,7 +65,7 @@ def warm_restarts(plan: Any, after: int) -> float:
 
 
 def constant(plan: Any, after: int) -> float:
-    """The peak. plateau is constant, too, times `Progress.rate_factor`."""
+    """The peak. plateau is constant, too, times the `factor` in `Progress.plateau`."""
     return 1.0
 
 
