@@ -320,9 +320,11 @@ class Task(ToolMethods):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers, texts, dicts and lists, with the same keys at all
         times."""
-        state = {name: getattr(self, name) for name in self.state_attributes}
-        modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-        return state | {name: module.state_dict() for name, module in modules.items()}
+        state = {}
+        for name in self.state_attributes:
+            value = getattr(self, name)
+            state[name] = value.state_dict() if isinstance(value, nn.Module) else value
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values of `state_dict`, whose tensors are on the run's device."""
@@ -340,7 +342,8 @@ class Task(ToolMethods):
     turns. See "Train two networks in turns" in docs/your-own-data.md."""
 
     def turn(self, step: int, epoch: int) -> str:
-        """Return the turn of a step; without an override the turns in order, again and again.
+        """Return the turn of a step: without an override the turns in order, again and again, and
+        an empty text for a task without turns.
 
         The turn must depend on the arguments alone, such as `"head" if epoch < 3 else "all"`. Both
         numbers count from 0.

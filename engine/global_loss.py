@@ -52,7 +52,7 @@ class Loss(NamedTuple):
 current_pass: tuple[Any, Any] | Callable[..., tuple[Tensor, Tensor]] | None = None
 """The `Run` and `MicroBatch` of the current pass of a training; None outside of a step. In
 plugins/preflight, where parts of a batch stand for the ranks, a function that replaces
-`gather_batch`; with a second argument False it returns zeros for the rows of all samples."""
+`gather_batch`; with `gathers=False` it returns zeros for the rows of all samples."""
 
 
 def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def rows_of_global_batch(values: Tensor) -> Tensor:
     if current_pass is None:
         return values.detach()
     if callable(current_pass):
-        whole, rows = current_pass(values, False)
+        whole, rows = current_pass(values, gathers=False)
     else:
         run, micro = current_pass
         check_rows(values, len(micro.indices), "rows_of_global_batch")

@@ -155,14 +155,10 @@ def means(totals: dict[str, float], turns: Iterable[str] = ()) -> dict[str, floa
     """Return the means of training totals: the loss over its weight, the task's sums over `count`.
     Without totals return an empty dict. With turns return the means of each turn, such as
     `loss/critic`."""
-    of_turns: dict[str, float] = {}
-    for turn in turns:
-        end = f"/{turn}"
-        names = [name.removesuffix(end) for name in totals if name.endswith(end)]
-        found = means({name: totals[name + end] for name in names})
-        of_turns |= {name + end: mean for name, mean in found.items()}
-    if turns or not totals:
-        return of_turns
+    if turns:
+        return _means_by_turn(totals, turns)
+    if not totals:
+        return {}
     weight = totals["weight"]
     means_by_name = {"loss": totals["loss"] / weight if weight else math.nan}
     count = totals.get("count")
@@ -170,4 +166,15 @@ def means(totals: dict[str, float], turns: Iterable[str] = ()) -> dict[str, floa
         for name, value in totals.items():
             if name not in ("loss", "weight", "count"):
                 means_by_name[name] = value / count
+    return means_by_name
+
+
+def _means_by_turn(totals: dict[str, float], turns: Iterable[str]) -> dict[str, float]:
+    """Return the means of the totals of each turn, by name and turn."""
+    means_by_name: dict[str, float] = {}
+    for turn in turns:
+        end = f"/{turn}"
+        names = [name.removesuffix(end) for name in totals if name.endswith(end)]
+        of_turn = means({name: totals[name + end] for name in names})
+        means_by_name |= {name + end: mean for name, mean in of_turn.items()}
     return means_by_name

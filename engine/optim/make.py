@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -45,7 +44,9 @@ def make_optimizer(
     else:
         check("optimizer", optimizer, model, trained, cfg, task)
         if isinstance(optimizer, dict):  # by turn
-            optimizer = ChainedOptimizer(*itertools.chain(*map(chain, optimizer.values())))
+            optimizer = ChainedOptimizer(
+                *[part for of_turn in optimizer.values() for part in chain(of_turn)]
+            )
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p.requires_grad]
     for group in optimizer.param_groups:
@@ -61,11 +62,13 @@ def weights_by_turn(model: nn.Module, task: Task) -> dict[str, set[Tensor]]:
 
     Raises LockstepError if a pattern matches no weight, or if a weight belongs to no turn.
     """
-    by_turn = {}
+    by_turn: dict[str, set[Tensor]] = {}
     for turn, patterns in check("turns", task.turns, task).items():
-        names = [_matching_names(model, each, f"turns[{turn!r}]") for each in patterns]
-        weights = map(model.get_parameter, itertools.chain(*names))
-        by_turn[turn] = {p for p in weights if p.requires_grad}
+        by_turn[turn] = set()
+        for pattern in patterns:
+            names = _matching_names(model, pattern, f"turns[{turn!r}]")
+            weights = map(model.get_parameter, names)
+            by_turn[turn].update(p for p in weights if p.requires_grad)
     return check("weights_by_turn", by_turn, model)
 
 
