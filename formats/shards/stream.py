@@ -3,7 +3,7 @@
     python tools/write_shards.py mine.py --to data/mine    # writes the shards of both sets
     return stored("data/mine")                             # in the task's `datasets`
 
-    stream.json              the number of samples of each set, written last
+    stream.json              whether each set is there, written last
     train/000000.tar, ...    shards with an index, as of tools/index_shards.py
     val/000000.tar, ...      the same; absent without validation data
 
