@@ -395,8 +395,9 @@ class PassTrial:
             self._raise_faults_of_sums(outcome, collectives.names)
         changed = [*before.changes(after)]
         # A write counts, even of equal values: a teacher that equals the weights at first.
-        raise_changed_weights(run, [*changed, *before.written(after)])
-        self._raise_faults_of_state([*changed, *before.written(after)])
+        touched = [*changed, *before.written(after)]
+        raise_changed_weights(run, touched)
+        self._raise_faults_of_state(touched)
         notes = self._note_draws()
         if not run.cfg.check_resume:
             return notes

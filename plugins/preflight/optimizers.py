@@ -67,11 +67,9 @@ def _check_by_turn(
     by_turn = weights_by_turn(model, task)
     owners: dict[str, str] = {}
     for turn, optimizer in own.items():
-        of_turn = dict[str, Tensor]()
-        for name, p in trained.items():
-            if p in by_turn[turn]:
-                of_turn[name] = p
-            if p in by_turn[turn] and owners.setdefault(name, turn) != turn:
+        of_turn = {name: p for name, p in trained.items() if p in by_turn[turn]}
+        for name in of_turn:
+            if owners.setdefault(name, turn) != turn:
                 raise LockstepError(
                     f"the weight {name} belongs to the turns {owners[name]} and {turn}, and has an "
                     "optimizer in each",

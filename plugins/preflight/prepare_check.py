@@ -30,6 +30,7 @@ def check_prepare(loader: Any, random_samples: str) -> None:
         alike = []
         for _ in steps.in_each_turn(loader):
             alike += steps.at_both_ends(loader, lambda: _check(loader, random_samples))
+        # a second result is of a second turn, or of a `prepare` that reads the number of the step
         loader.together = alike == [True]
 
 

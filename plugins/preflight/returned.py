@@ -326,10 +326,11 @@ def _is_stream(dataset: Any) -> bool:
 
 def _stream_fix(task: Any) -> str:
     """Return the command that writes the streams of a task to shards."""
-    words = [task.cfg.task if task else "TASK"]
-    if Path(sys.argv[0]).name in ("train.py", "train_ddp.py"):
-        words = sys.argv[1:] or words  # with the settings that the streams depend on
-    folder = f"data/{Path(words[0] if task is None else task.cfg.task).stem}_shards"
+    name = task.cfg.task if task else "TASK"
+    words = [name]
+    if sys.argv[1:] and Path(sys.argv[0]).name in ("train.py", "train_ddp.py"):
+        words = sys.argv[1:]  # with the settings that the streams depend on
+    folder = f"data/{Path(name).stem}_shards"
     return (
         "a stream has no length, and its order depends on the number of processes; write it once: "
         f"python tools/write_shards.py {shlex.join(words)} --to {folder}, and return "

@@ -161,7 +161,7 @@ def _settings(schedule: Schedule) -> dict[str, str]:
 def _unread_setting(schedule: Schedule) -> str:
     """Return the first setting that the kind of schedule does not read, or an empty text."""
     for name, text in _settings(schedule).items():
-        if schedule.kind not in KINDS_OF.get(name, schedule.kind).split():
+        if name in KINDS_OF and schedule.kind not in KINDS_OF[name].split():
             return text
     return ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,6 @@ def try_after_evaluation(run: Run, metrics: dict[str, float]) -> list[str]:
 
     Raises LockstepError as `try_after_step` does.
     """
-
     _check_arguments(run.task.after_evaluation, "metrics")
 
     def change() -> None:
@@ -156,10 +156,9 @@ def _lost(run: Run, changed: list[str], before: Snapshot, loaded: Snapshot) -> l
 
 def _cure(run: Run, name: str) -> str:
     """Return the cure for a lost value, by its place."""
-    attribute = name.removeprefix("len(").partition("self.")[2]
+    attribute = re.search(r"self\.(\w+)", name)
     if attribute:
-        attribute = attribute.replace("[", ".").replace(")", ".").partition(".")[0]
-        return f'add "{attribute}" to `state_attributes`; {SKIP}'
+        return f'add "{attribute[1]}" to `state_attributes`; {SKIP}'
     if name.startswith("param_groups"):
         return "use schedule.* or the task's `scheduler`"
     if name in dict(run.model.named_buffers()):

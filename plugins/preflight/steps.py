@@ -81,10 +81,8 @@ def _turn_steps(loader: Any) -> dict[str, TurnSteps]:
     examined = examined_steps(plan) if loader.turn else (0, plan.total_steps - 1)
     for step in examined:
         place = loader.step_info_at(step, step // plan.steps_per_epoch)
-        before = found.get(place.turn)
-        first = before.first if before else place
-        number = before.number + 1 if before else 1
-        found[place.turn] = TurnSteps(first, place, number)
+        before = found.get(place.turn, TurnSteps(place, place, 0))
+        found[place.turn] = TurnSteps(before.first, place, before.number + 1)
     return found
 
 

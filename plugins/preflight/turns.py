@@ -97,8 +97,7 @@ def check_steps(run: Run) -> dict[str, str]:
                     OF_A_STEP,
                     PURE,
                 )
-    facts = map("the turn of step {}".format, names)
-    return dict(zip(facts, names.values(), strict=True))
+    return {f"the turn of step {step}": name for step, name in names.items()}
 
 
 def _names(run: Run, numbers: Any) -> dict[int, str]:
@@ -136,7 +135,8 @@ def plan_row(run: Run) -> dict[str, str]:
     for turn, required in [*run.trained.by_turn.items()][1:]:
         count = 0
         for p, trained in zip(run.trained.parameters, required, strict=True):
-            count += p.numel() * trained
+            if trained:
+                count += p.numel()
         text = f"{turn} {count:,} parameters"
         if turn not in counted:
             text += ", no step"
