@@ -159,9 +159,11 @@ class Run:
     def begin_step(self) -> None:
         """Begin the step's turn, set the values of the optimizer's groups, clear the gradients, and
         set training mode after an evaluation; `steps` sets the mode of every module."""
-        self.rates.begin_step(self.progress.step)
+        step = self.progress.step
+        self.rates.begin_step(step)
         if self.task.turns:
-            self.begin_turn(self.task.turn(self.progress.step, self.progress.epoch))
+            turn = self.task.turn(step, self.progress.epoch)
+            self.begin_turn(check("turn", turn, self.task, step))
         if not self.model.training:
             self.net.train()
         for group in self.optimizer.param_groups:

@@ -22,7 +22,7 @@ from engine.errors import LockstepError, amount
 from plugins.preflight.optimizers import check_optimizer
 from plugins.preflight.schedulers import check_scheduler
 from plugins.preflight.state_trial import check_state
-from plugins.preflight.turns import check_turns, check_weights_by_turn
+from plugins.preflight.turns import check_turn, check_turns, check_weights_by_turn
 from plugins.preflight.values import (
     check_blocks,
     check_rows,
@@ -388,6 +388,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "scheduler": check_scheduler,
     "model": check_state,
     "turns": check_turns,
+    "turn": check_turn,
     "weights_by_turn": check_weights_by_turn,
     "parameters": check_trained,
     "blocks": check_blocks,

@@ -51,6 +51,16 @@ def check_turns(turns: Any, task: Task) -> None:
         )
 
 
+def check_turn(name: Any, task: Task, step: int) -> None:
+    """Raise LockstepError unless the turn of a step is one of the task's turns."""
+    if not isinstance(name, str) or name not in task.turns:
+        raise LockstepError(
+            f"step {step} belongs to {name!r}, and the turns are {few([*task.turns])}",
+            OF_A_STEP,
+            "return one of these names",
+        )
+
+
 def check_weights_by_turn(turns: Mapping[str, Collection[Tensor]], model: nn.Module) -> None:
     """Raise LockstepError if a turn trains no weight, or if no turn trains a weight."""
     for turn, weights in turns.items():
@@ -85,12 +95,7 @@ def check_steps(run: Run) -> dict[str, str]:
         names = _names(run, steps.examined_steps(run.plan))
         backwards = _names(run, [*names][::-1])
         for step, name in names.items():
-            if name not in run.task.turns:
-                raise LockstepError(
-                    f"step {step} belongs to {name!r}, and the turns are {few([*run.task.turns])}",
-                    OF_A_STEP,
-                    "return one of these names",
-                )
+            check_turn(name, run.task, step)
             if backwards[step] != name:
                 raise LockstepError(
                     f"step {step} belongs to {name!r} once and to {backwards[step]!r} another time",

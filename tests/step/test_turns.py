@@ -361,6 +361,15 @@ def test_turns_that_cannot_be_are_refused(prepared, tmp_path, name):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["both", "", None, ["critic"]], ids=repr)
+def test_a_step_of_an_unknown_turn_is_refused(prepared, monkeypatch, name):
+    """Before the first step not all steps of a long run are examined. An empty name would train all weights."""
+    run = prepared("")
+    monkeypatch.setattr(run.task, "turn", lambda step, epoch: name)
+    text = f"step 0 belongs to {name!r}, and the turns are critic, generator (the task's `turn`): return one of"
+    refused(text, run.begin_step)
+
+
 def test_the_weights_of_all_turns_are_prepared(prepared):
     """And after the checks nothing is frozen: the first step begins its turn."""
     run = prepared("")
