@@ -7,16 +7,18 @@ Started by `run.py`, plainly or by torchrun, as
 
 Every contestant trains with cross-entropy (the task's own loss where there is another), AdamW at a
 constant learning rate, and calls `clock.step()` after each optimizer step; rank 0 writes the
-clock's result. Otherwise a contestant does exactly what its own documentation shows.
+clock's result. Otherwise a contestant does exactly what its own documentation shows. In a race
+(`gpu_race.py`) the clock is an `OrderedClock`, and no training ends.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,10 @@ class Clock:
         self.at: list[tuple[float, float, int]] = []
         self.parts: dict[str, float] = {}
         self.current, self.since = "", 0.0
+
+    def listen(self, listeners: list[Any]) -> None:
+        """Be called with each new phase of a training."""
+        listeners.append(self.phase)
 
     def phase(self, name: str) -> None:
         """Note that the process begins to work on something else."""
@@ -80,6 +86,89 @@ class Clock:
         }
 
 
+class OrderedClock(Clock):
+    """The clock of a contestant that lives as long as a race. After the warm-up it writes READY.
+    Each line of the pipe `orders`, {"seconds": of a window}, is answered with a line TURN. The end
+    of the pipe ends the process.
+
+    settling  steps before the first window, at least
+    left      steps until the next stage
+    """
+
+    def __init__(self, warmup: int, orders: str, settling: int = 0):
+        super().__init__(warmup)
+        self.settling = settling
+        self.stages = self._stages(orders)
+        self.left = next(self.stages)
+
+    def listen(self, listeners: list[Any]) -> None:
+        """Do nothing: a listener would be a part of the time."""
+
+    def phase(self, name: str) -> None:
+        """Do nothing, as `listen`."""
+
+    def step(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.left = next(self.stages)
+
+    def mark(self) -> None:
+        raise AssertionError("a training of a race has no end")
+
+    def _stages(self, orders: str) -> Iterator[int]:
+        """Yield the number of steps of each stage. Between stages the device is waited for."""
+        yield self.warmup
+        _wait_for_device()
+        _write("READY")
+        with open(orders) as lines:
+            for line in lines:
+                seconds = json.loads(line)["seconds"]
+                if self.settling:
+                    yield self.settling
+                    self.settling = 0
+                pace_s = yield from self._timed(SETTLING_STEPS)
+                # until the clocks of a device that has idled have risen
+                settling = min(SETTLING_S, seconds) / pace_s
+                pace_s = yield from self._timed(max(SETTLING_STEPS, math.ceil(settling)))
+                count = max(2, math.ceil(seconds / pace_s))
+                step_s = yield from self._timed(count)
+                answer = {"step_ms": 1e3 * step_s, "steps": count, "memory_mb": _memory_mb()}
+                _write(f"TURN {json.dumps(answer)}")
+                _give_back_memory()
+        os._exit(0)  # out of the middle of a training
+
+    def _timed(self, count: int) -> Generator[int, None, float]:
+        """Yield `count` steps as a stage; return the seconds of one of the steps."""
+        _wait_for_device()
+        began = time.perf_counter()
+        yield count
+        _wait_for_device()
+        return (time.perf_counter() - began) / count
+
+
+SETTLING_STEPS, SETTLING_S = 4, 0.1
+"""Steps, and seconds, before a window of an `OrderedClock`."""
+
+
+def _write(line: str) -> None:
+    """Write a line to the log, below a progress bar if there is one, at once."""
+    os.write(1, f"\n{line}\n".encode())
+
+
+def _memory_mb() -> float:
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_initialized() else 0.0
+
+
+def _give_back_memory() -> None:
+    """Leave the device's memory to those who run next."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _wait_for_device() -> None:
     import torch
 
@@ -98,6 +187,7 @@ class Work:
 
         self.about, self.batch_size, self.epochs = about, about["batch_size"], about["epochs"]
         self.lr, self.weight_decay = about["lr"], 0.01
+        self.drop_last = about.get("drop_last", False)
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.gpu = torch.cuda.is_available() and not about.get("cpu")
         self.device = (
@@ -108,9 +198,14 @@ class Work:
         self.cfg = config.parse(about["words"], tasks.load).cfg
         self.task = tasks.load(self.cfg.task)(self.cfg)
         self.train_set, self.val_set = self.task.datasets()
-        assert len(self.train_set) == about["samples"], (
+        expected = about.get("samples", len(self.train_set))
+        assert len(self.train_set) == expected, (
             f"{len(self.train_set)} samples: run.py counts steps by them"
         )
+
+    @property
+    def lightning_precision(self) -> Any:
+        return "bf16-mixed" if self.about.get("mixed_precision") == "bf16" else "32-true"
 
     def arrays(self) -> dict[str, Any]:
         """Return the training set in memory, by name."""
@@ -217,15 +312,22 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     import train
     import train_ddp
     from engine.phases import phase
+    from plugins import performance
 
-    phase.listeners.append(clock.phase)
-    step, evaluate = train.train_step, train.evaluate
+    clock.listen(phase.listeners)
+    fast_step, evaluate = performance.fast_step, train.evaluate
     kept: dict[str, Any] = {}
 
-    def timed(run: Any, passes: Any) -> Any:
-        due = step(run, passes)
-        clock.step()
-        return due
+    def timed(run: Any, step: Any) -> Any:
+        # around the launch of a graph, too, in which there is no `train_step`
+        take_step = fast_step(run, step)
+
+        def take(run: Any, passes: Any) -> Any:
+            due = take_step(run, passes)
+            clock.step()
+            return due
+
+        return take
 
     def last(run: Any, save_due: bool = False) -> None:
         """Evaluate once, after the last step and its log entry and before the last checkpoint."""
@@ -233,9 +335,9 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
         evaluate(run, save_due)
         kept.update(run.record.metrics, note=run.precision.name, weights=_weights(run.model))
 
-    train.train_step, train.evaluate = timed, last
+    performance.fast_step, train.evaluate = timed, last
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
-    door = train_ddp if "RANK" in os.environ else train
+    door = train_ddp if "RANK" in os.environ or about.get("ddp") else train
     words = [
         *about["words"],
         f"save_dir={about['folder']}/run",
@@ -285,7 +387,11 @@ def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     samples, model = work.samples(), work.model().to(work.device)
     sampler: Any = DistributedSampler(samples) if work.size > 1 else None
     loader = DataLoader(
-        samples, batch_size=work.batch_size, shuffle=sampler is None, sampler=sampler
+        samples,
+        batch_size=work.batch_size,
+        shuffle=sampler is None,
+        sampler=sampler,
+        drop_last=work.drop_last,
     )
     net = DistributedDataParallel(model) if work.size > 1 else model
     optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay)
@@ -299,17 +405,52 @@ def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     return _end(work, model)
 
 
+def tuned(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """The tutorials' loop with the advice of PyTorch's tuning guide, on one GPU: loader processes,
+    pinned memory, copies that do not wait, bf16, fused AdamW; the loss is not read."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    work = Work(about)
+    samples, model = work.samples(), work.model().to(work.device)
+    processes = about.get("loader_processes", 4)
+    loader = DataLoader(
+        samples,
+        batch_size=work.batch_size,
+        shuffle=True,
+        drop_last=work.drop_last,
+        num_workers=processes,
+        persistent_workers=processes > 0,
+        pin_memory=work.gpu,
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=work.lr, weight_decay=work.weight_decay, fused=True
+    )
+    for _, batch in _epochs(work, clock, model, loader):
+        batch = {name: value.to(work.device, non_blocking=True) for name, value in batch.items()}
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(work.device.type, torch.bfloat16):
+            loss = work.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+    return _end(work, model)
+
+
 def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Hugging Face accelerate, as in its quick tour, which does not read the loss."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    accelerator = Accelerator(cpu=bool(about.get("cpu")))
+    accelerator = Accelerator(
+        cpu=bool(about.get("cpu")), mixed_precision=about.get("mixed_precision", "no")
+    )
     work = Work(about)
     model = work.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
-    loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
+    loader = DataLoader(
+        work.samples(), batch_size=work.batch_size, shuffle=True, drop_last=work.drop_last
+    )
     net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _, batch in _epochs(work, clock, net, loader, shown=accelerator.is_local_main_process):
         optimizer.zero_grad()
@@ -330,13 +471,16 @@ def fabric(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
         accelerator="gpu" if work.gpu else "cpu",
         devices=work.size,
         strategy="ddp" if work.size > 1 else "auto",
+        precision=work.lightning_precision,
     )
     fabric.launch()
     model = work.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
     net, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(
-        DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
+        DataLoader(
+            work.samples(), batch_size=work.batch_size, shuffle=True, drop_last=work.drop_last
+        )
     )
     for _, batch in _epochs(work, clock, net, loader, shown=fabric.global_rank == 0):
         optimizer.zero_grad()
@@ -381,12 +525,15 @@ def lightning(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
                 clock.mark()
 
     module = Module()
-    loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
+    loader = DataLoader(
+        work.samples(), batch_size=work.batch_size, shuffle=True, drop_last=work.drop_last
+    )
     trainer = L.Trainer(
         max_epochs=work.epochs,
         accelerator="gpu" if work.gpu else "cpu",
         devices=work.size,
         strategy="ddp" if work.size > 1 else "auto",
+        precision=work.lightning_precision,
         default_root_dir=about["folder"],
     )
     trainer.fit(module, loader)
@@ -491,7 +638,8 @@ def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Arithmetic only: batches already on the device, forward, backward, fused AdamW."""
+    """Arithmetic only: batches already on the device, forward, backward, fused AdamW. As a graph,
+    one of the batches again and again."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -511,31 +659,51 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
         DistributedDataParallel(model, gradient_as_bucket_view=True) if work.size > 1 else model
     )
     optimizer = torch.optim.AdamW(
-        net.parameters(), lr=work.lr, weight_decay=work.weight_decay, fused=True
+        net.parameters(),
+        lr=work.lr,
+        weight_decay=work.weight_decay,
+        fused=True,
+        capturable="graph" in how,
     )
     held = work.arrays()
     count = len(work.train_set)
     generator = torch.Generator().manual_seed(work.rank)
-    order = torch.randperm(count, generator=generator).split(work.batch_size)
+    order = [*torch.randperm(count, generator=generator).split(work.batch_size)]
+    if work.drop_last and len(order[-1]) < work.batch_size:
+        order.pop()
     batches = [
         {name: values[part].to(work.device) for name, values in held.items()} for part in order
     ]
     autocast = torch.autocast(work.device.type, torch.bfloat16, enabled="bf16" in how)
     loss_of = torch.compile(work.loss) if "compile" in how else work.loss
     net.train()
-    steps = work.epochs * len(batches) // work.size
-    for number in range(steps):
+
+    def step(batch: dict[str, Any]) -> None:
         clock.phase("forward")
         with autocast:
-            loss = loss_of(net, batches[number % len(batches)])
+            loss = loss_of(net, batch)
         clock.phase("backward")
         loss.backward()
         clock.phase("optimizer step")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    take = _replayed(step, batches[0]) if "graph" in how else step
+    for number in range(work.epochs * len(batches) // work.size):
+        take(batches[number % len(batches)])
         clock.step()
     clock.mark()
     return _end(work, model)
+
+
+def _replayed(
+    step: Callable[[dict[str, Any]], None], batch: dict[str, Any]
+) -> Callable[[dict[str, Any]], None]:
+    """Return a step that replays the graph of `step` on `batch`, whatever its own batch is."""
+    from gpu_parts import recorded
+
+    replay = recorded(lambda: step(batch))
+    return lambda _: replay()
 
 
 def _weights(model: Any) -> str:

@@ -100,6 +100,8 @@ class Task(toy.Task):
 class Lab:
     """Runs commands, each with a log, and ends what they leave running.
 
+    python  the interpreter of all commands
+    more    variables of the environment of all commands
     root    a temporary folder; `folder` in it is the current check's
     on      the device arguments of every run
     until   the current check's deadline in time.monotonic()
@@ -108,7 +110,10 @@ class Lab:
     Checks that run at the same time need a Lab each, with a `root` of its own.
     """
 
+    python = (sys.executable,)
+
     def __init__(self, root: Path, tiny: bool, quick: bool = False):
+        self.more: dict[str, str] = {}
         self.root, self.folder, self.tiny, self.until = root, root, tiny, time.monotonic() + LIMIT_S
         self.quick = quick
         self.on = ["device=cpu" if tiny else "device=cuda"]
@@ -133,7 +138,7 @@ class Lab:
         # TMPDIR is also the mark that `end` looks for. The logs say which CUDA graphs were
         # recorded, or left out.
         env = os.environ | {"TMPDIR": str(self.root), "TORCH_LOGS": "perf_hints,cudagraphs"} | more
-        env |= {"OMP_NUM_THREADS": "1"} if self.tiny else {}
+        env |= self.more | ({"OMP_NUM_THREADS": "1"} if self.tiny else {})
         how: dict[str, Any] = {
             "cwd": self.folder,
             "env": env,
@@ -142,7 +147,7 @@ class Lab:
         }
         with open(self.folder / f"{name}.log", "ab") as log:
             return subprocess.Popen(
-                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, **how
+                [*self.python, *command], stdout=log, stderr=subprocess.STDOUT, **how
             )
 
     def said(self, name: str) -> str:

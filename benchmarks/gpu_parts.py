@@ -438,19 +438,38 @@ def plain_loop(run: Any, batch: Any, graph: bool | None = None) -> Callable[[], 
         scaler.update()
 
     if graph:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(aside)
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            step()
-        return recorded.replay
+        return recorded(step)
     for _ in range(3):
         step()
     return step
+
+
+def recorded(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the launch of a graph of `step`, which is taken three times before."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # a loader's thread may work on the device meanwhile
+    with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def racer(orders: str, warm_up_steps: str, loop: str, about: str) -> None:
+    """Take part in a race: a loop of `contest.py`, which takes steps until all is warm and then
+    measures when it is ordered to.
+
+    about  of the loop, as JSON
+    """
+    import contest
+
+    told = json.loads(about)
+    clock = contest.OrderedClock(int(warm_up_steps), orders, told.get("settling", 0))
+    getattr(contest, loop)(told, clock)
 
 
 def feeds(seconds: str, *words: str) -> tuple[float, float]:
@@ -569,6 +588,7 @@ PARTS: dict[str, Callable[..., Any]] = {
         pace_in_ddp,
         contestant,
         contestant_in_ddp,
+        racer,
         feeds,
         sanitized_steps,
         race,

@@ -6,13 +6,16 @@ python benchmarks/run.py
     all workloads, one and two processes
 python benchmarks/run.py --only har_flatten --processes 1 --rounds 5
 python benchmarks/run.py --check                                  exit code 1 if a bar is missed
-python benchmarks/run.py --gpu                                    on a GPU
+python benchmarks/run.py --gpu
+    on one GPU, in five minutes: all loops are alive, and one runs at a time (gpu_race.py); writes
+    benchmarks/results/gpu_<name of the GPU>_loops.*
+python benchmarks/run.py --gpu --processes 1,2                    on GPUs, as on CPUs
 ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 python benchmarks/run.py
     as if without bf16 and AVX-512
 
-Each measurement is a new process (two under torchrun); the contestants are interleaved, so that
-other load meets all of them. Ratios are taken within one run. The others need `pip install -e
-'.[bench]'`; a missing one is left out and named.
+But for the race on one GPU each measurement is a new process (two under torchrun); the contestants
+are interleaved, so that other load meets all of them. Ratios are taken within one run. The others
+need `pip install -e '.[bench]'`; a missing one is left out and named.
 """
 
 from __future__ import annotations
@@ -167,19 +170,22 @@ torch and build the model. The shipped networks are written to be fast in any lo
 held against them."""
 
 
-def make_arrays(folder: Path) -> Path:
-    """Write windows of UCI HAR's shape, in which six classes can be told apart, with some
-    errors."""
+def make_arrays(folder: Path, train: int = 0, test: int = 0) -> Path:
+    """Write windows of UCI HAR's shape, in which six classes can be told apart, with some errors.
+
+    train, test  number of windows; 0: as many as UCI HAR has
+    """
     import numpy as np
 
-    folder = folder / f"bench_har_{TRAIN}x{CHANNELS}x{LENGTH}"
+    counts = {"train": train or TRAIN, "test": test or TEST}
+    folder = folder / f"bench_har_{counts['train']}x{CHANNELS}x{LENGTH}"
     if folder.exists():
         return folder
     beside = folder.with_name(folder.name + f".{os.getpid()}")
     beside.mkdir(parents=True)
     rng = np.random.default_rng(0)
     patterns = rng.normal(size=(CLASSES, CHANNELS, 4))
-    for part, count in (("train", TRAIN), ("test", TEST)):
+    for part, count in counts.items():
         y = rng.integers(0, CLASSES, count)
         phase, speed = (
             rng.uniform(0, 2 * np.pi, (count, 1, 1)),
@@ -497,11 +503,14 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--only", default=",".join(BARS["limit"]), help=f"of {', '.join(WORKLOADS)}"
+        "--only",
+        default="",
+        help=f"of {', '.join(WORKLOADS)}; with --gpu of perceptron, Conv1d, Conv3d, ACT, vla",
     )
-    parser.add_argument("--processes", default="1,2")
+    parser.add_argument("--processes", default="", help="default: 1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=0, help="instead of each workload's own")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each process")
@@ -509,16 +518,24 @@ def main() -> int:
     parser.add_argument(
         "--limits", action="store_true", help="more limits: compiled, without the allocator"
     )
-    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--gpu", action="store_true", help="on one GPU, in five minutes")
+    parser.add_argument("--minutes", type=float, help="with --gpu: the most that it may take")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="with --gpu: tiny, where there is no GPU, too"
+    )
     parser.add_argument(
         "--out", default="", help="name of the two files in benchmarks/results; empty: print only"
     )
     parser.add_argument("--check", action="store_true", help="exit code 1 where a bar is missed")
     args = parser.parse_args()
+    if args.gpu and not args.processes:
+        import gpu_race
+
+        return gpu_race.main(sys.argv[1:], args, began)
     races = [
         (workload, int(processes))
-        for workload in args.only.split(",")
-        for processes in args.processes.split(",")
+        for workload in (args.only or ",".join(BARS["limit"])).split(",")
+        for processes in (args.processes or "1,2").split(",")
     ]
     if short := [words for race in races if (words := too_short(*race, args.epochs))]:
         parser.exit(2, f"error: {'; '.join(short)}\n")
