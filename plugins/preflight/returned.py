@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,21 +298,26 @@ def check_datasets(pair: Any, task: Any = None, first: str = "training") -> None
     first  the name of the first set in messages
     """
     train_set, val_set = pair
-    _check_indexed(train_set, first, task)
+    where = "the task's `datasets`"
+    _check_indexed(train_set, first, where, partial(_stream_fix, task))
     if val_set is not None:
-        _check_indexed(val_set, "validation", task)
+        _check_indexed(val_set, "validation", where, partial(_stream_fix, task))
 
 
-def _check_indexed(dataset: Any, name: str, task: Any = None) -> None:
+def _check_indexed(dataset: Any, name: str, where: str, stream_fix: Callable[[], str]) -> None:
+    """Raise LockstepError unless a dataset gives a sample by its number.
+
+    stream_fix  returns an instruction to the user whose dataset is a stream
+    """
     has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if _is_stream(dataset):
-        fix = _stream_fix(task)
+        fix = stream_fix()
     else:
         fix = next((fix for types, fix in NOT_INDEXED.items() if isinstance(dataset, types)), "")
     if fix or not has_items or not hasattr(dataset, "__len__"):
         raise LockstepError(
             f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number",
-            "the task's `datasets`",
+            where,
             fix or "give a dataset with __len__ and __getitem__; a list of dicts will do",
         )
 
@@ -342,7 +348,9 @@ def check_test_set(test_set: Any, train_set: Any, val_set: Any) -> None:
     """Raise LockstepError if a test set is empty, or if a source of the test set is in a second
     set."""
     where = "the task's `test_dataset`"
-    _check_indexed(test_set, "test")
+    # tools/write_shards.py writes the sets of `datasets` only
+    fix = "give a list of its samples: a stream has no length"
+    _check_indexed(test_set, "test", where, lambda: fix)
     if not len(test_set):
         raise LockstepError("the test set is empty", where, "check the data and the split")
     for purpose, dataset in (("to train", train_set), ("to validate", val_set)):

@@ -145,7 +145,8 @@ class Task(toy.Task):
         ("{leak}", "mouse 3 is both to train and to test on .the task's `test_dataset`.: leave each source in one"),
         ("{leak2}", "mouse 5 is both to validate and to test on"),
         ("{empty}", "the test set is empty"),
-        ("{mapping}", "the test set is a dict, which gives no sample by its number"),
+        ("{mapping}", "the test set is a dict, which gives no sample by its number .the task's `test_dataset`.: give"),
+        ("{stream}", "the test set is a generator, .* .the task's `test_dataset`.: give a list of its samples"),
     ],
 )  # fmt: skip
 def test_what_is_no_test_set_is_refused_before_anything_is_written(launch, tmp_path, words, says):
@@ -157,7 +158,8 @@ def test_what_is_no_test_set_is_refused_before_anything_is_written(launch, tmp_p
         write_clips(tmp_path / "clips", "abc")
     sides = {"train": '["mouse 1", "mouse 3"]', "val": '["mouse 5"]'}
     tests = {"leak": 'Data(9, 2, ["mouse 3", "mouse 4"])', "leak2": 'Data(9, 2, ["mouse 5"])', "empty": "[]"}
-    for name, test in (tests | {"mapping": "{}"}).items():
+    tests |= {"mapping": "{}", "stream": "(x for x in [])"}
+    for name, test in tests.items():
         (tmp_path / f"{name}.py").write_text(OWN.format(**sides, test=test))
         paths[name] = tmp_path / f"{name}.py"
     done = launch.train(*words.format(**paths).split(), "device=cpu", f"save_dir={tmp_path / 'run'}")
