@@ -40,7 +40,8 @@ class TrainedWeights:
     def turns(self) -> Iterator[str]:
         """Begin each turn, and yield its name; an empty name without turns. At the end the weights
         of all turns require a gradient."""
-        for turn in [*self.by_turn][1:] or [""]:
+        names = [turn for turn in self.by_turn if turn]
+        for turn in names or [""]:
             self.begin(turn)
             yield turn
         self.begin("")

@@ -137,8 +137,9 @@ def plan_row(run: Run) -> dict[str, str]:
     counted = steps.turn_steps(run.loaders.train)
     whole = run.plan.total_steps <= steps.MOST
     texts = []
-    for turn, required in [*run.trained.by_turn.items()][1:]:
+    for turn in run.task.turns:
         count = 0
+        required = run.trained.by_turn[turn]
         for p, trained in zip(run.trained.parameters, required, strict=True):
             if trained:
                 count += p.numel()
