@@ -435,8 +435,7 @@ class PassTrial:
     def _raise_faults_of_state(self, changed: list[str]) -> None:
         """Raise LockstepError if a pass changes a declared state, or computes sums for nobody."""
         for attribute in self.run.task.state_attributes:
-            place = re.compile(rf"(len\()?self\.{attribute}\b")
-            names = [name for name in dict.fromkeys(changed) if place.match(name)]
+            names = self._of_state(attribute, changed)
             if names:
                 raise CURES["declared"].error(few(names, 1))
         if self.for_state and not self.run.has_after_step:
@@ -445,6 +444,17 @@ class PassTrial:
                 "`for_state` of the task's `loss`",
                 "write `after_step`, or log it: `sums`",
             )
+
+    def _of_state(self, attribute: str, changed: list[str]) -> list[str]:
+        """Return the changed values of a declared state. The plain attributes of a module are none:
+        `torch.nn.utils.weight_norm` computes `weight` there in each pass."""
+        value = getattr(self.run.task, attribute)
+        if isinstance(value, nn.Module):
+            tensors = dict(value.named_parameters()) | dict(value.named_buffers())
+            held = {f"self.{attribute}.{name}" for name in tensors}
+            return [name for name in dict.fromkeys(changed) if name in held]
+        place = re.compile(rf"(len\()?self\.{attribute}\b")
+        return [name for name in dict.fromkeys(changed) if place.match(name)]
 
     def _note_draws(self) -> list[str]:
         """Return a note on draws that no part of the model explains."""

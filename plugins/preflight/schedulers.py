@@ -35,7 +35,10 @@ def check_scheduler(own: Any, task: Task, optimizer: Optimizer) -> None:
     name = type(own).__name__
     if not isinstance(own, LRScheduler):
         raise LockstepError(
-            f"it returns a {name}", WHERE, "return a torch.optim.lr_scheduler.LRScheduler, or None"
+            f"it returns a {name}",
+            WHERE,
+            "return a torch.optim.lr_scheduler.LRScheduler, such as a LambdaLR of a function of "
+            "the step, or None",
         )
     if own.optimizer is not optimizer:
         raise LockstepError(

@@ -21,6 +21,7 @@ from engine.contract import Task
 from engine.data.batches import map_tensors, tree_leaves
 from engine.errors import LockstepError, few, headline
 from engine.hooks import check
+from engine.private import non_persistent_buffers
 from engine.run import Run
 from engine.seeds import seed_generators
 from plugins.preflight import resume_check
@@ -48,6 +49,14 @@ def check_state(model: nn.Module, *tasks: Task) -> None:
                     f"{name} is a module in a list or a dict",
                     "the task's `state_attributes`",
                     "make an nn.ModuleList, or an nn.ModuleDict",
+                )
+            if hasattr(leaf, "state_dict"):
+                raise LockstepError(
+                    f"{name} is a {type(leaf).__name__}, which no checkpoint holds as it is",
+                    "the task's `state_attributes`",
+                    f'take "{name}" out; add {{"{name}": self.{name}.state_dict()}} to '
+                    "super().state_dict() in the task's `state_dict`, and in `load_state_dict` "
+                    f'call self.{name}.load_state_dict(state["{name}"])',
                 )
         resume_check.check_plain(task.state_dict(), "the task's `state_dict`")
 
@@ -156,14 +165,33 @@ def _lost(run: Run, changed: list[str], before: Snapshot, loaded: Snapshot) -> l
 
 def _cure(run: Run, name: str) -> str:
     """Return the cure for a lost value, by its place."""
-    attribute = re.search(r"self\.(\w+)", name)
-    if attribute:
-        return f'add "{attribute[1]}" to `state_attributes`; {SKIP}'
+    place = re.search(r"self\.((\w+)[\w.]*)", name)
+    if place:
+        path, attribute = place.groups()
+        is_module = isinstance(getattr(run.task, attribute, None), nn.Module)
+        if is_module and attribute in run.task.state_attributes:
+            return f"{_cure_of_module(run.task, path)}; {SKIP}"
+        return f'add "{attribute}" to `state_attributes`; {SKIP}'
     if name.startswith("param_groups"):
         return "use schedule.* or the task's `scheduler`"
     if name in dict(run.model.named_buffers()):
         return f"register it with persistent=True; {SKIP}"
     return f"keep it in an attribute of the task, and name it in `state_attributes`; {SKIP}"
+
+
+def _cure_of_module(task: Task, path: str) -> str:
+    """Return the cure for a lost value of a module that `state_attributes` names.
+
+    path  the names of the attributes from the task to the value
+    """
+    owner: Any = task
+    parent, _, name = path.rpartition(".")
+    for part in parent.split("."):
+        owner = getattr(owner, part, owner)
+    if isinstance(owner, nn.Module) and name in non_persistent_buffers(owner):
+        module = f"self.{parent}"
+        return f'{module}.register_buffer("{name}", {module}.{name}) in `model` makes it persistent'
+    return f"make it a buffer of self.{parent} (register_buffer), or an attribute of the task"
 
 
 def _copy_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -196,6 +196,22 @@ def after_step(self, model, step):
 def model(self):
   net = super().model(); net.register_buffer('steps', torch.zeros(()), persistent=False); return net
 def after_step(self, model, step): model.steps += 1
+# a buffer of a state that is not saved: `after_step` changes self.bank.rows, .*: self.bank.register_buffer\("rows", s
+state_attributes = (*kept.Task.state_attributes, 'bank')
+def model(self):
+  self.bank = nn.Module(); self.bank.register_buffer('rows', torch.zeros(2), persistent=False); return super().model()
+def after_step(self, model, step):
+  super().after_step(model, step); self.bank.rows += 1
+# a plain tensor in a state: `after_step` changes self.bank.rows, .*: make it a buffer of self.bank \(register_buffer\)
+state_attributes = (*kept.Task.state_attributes, 'bank')
+def model(self):
+  self.bank = nn.Module(); self.bank.rows = torch.zeros(2); return super().model()
+def after_step(self, model, step):
+  super().after_step(model, step); self.bank.rows += 1
+# an object with a state: sgd is a SGD, which no checkpoint holds as it is .*: take "sgd" out; add {"sgd": self.sgd.st
+state_attributes = (*kept.Task.state_attributes, 'sgd')
+def model(self):
+  net = super().model(); self.sgd = torch.optim.SGD(net.parameters()); return net
 # a number of the class: `after_step` changes Task.total, .*: keep it in an attribute of the task
 total = 0
 def after_step(self, model, step): type(self).total += 1
@@ -257,6 +273,21 @@ def test_a_fault_is_named_with_its_cure(start, tmp_path, name):
     with pytest.raises(LockstepError, match="^" + said) as error:
         start(own(tmp_path, "".join(f"    {line}\n" for line in body.splitlines())))
     assert re.search(r" \(\S.*\): \S", str(error.value)), "no place, or no cure"
+
+
+NORMED = """
+    def model(self):
+        net = super().model()
+        for encoder in (self.teacher, self.target, net.encoder):
+            nn.utils.weight_norm(encoder.layers[0]).weight_g.data.fill_(1)
+        return net
+"""
+
+
+def test_a_value_that_each_pass_computes_from_the_state_is_no_state(start, tmp_path):
+    """torch.nn.utils.weight_norm, as in the head of DINO: `weight` is a plain tensor, made of weight_g and weight_v."""
+    task = start(own(tmp_path, NORMED)).task
+    assert "layers.0.weight_g" in task.teacher.state_dict() and "layers.0.weight" not in task.teacher.state_dict()
 
 
 def test_the_trials_put_all_back(start):
