@@ -31,7 +31,13 @@ from engine.seeds import seed_generators
 from engine.trial import project_gradients, rng_states
 from plugins.preflight.partition import partition_dependent
 from plugins.preflight.private import PlainDispatchMode
-from plugins.preflight.snapshot import Snapshot, isolated, snapshot_of
+from plugins.preflight.snapshot import (
+    Snapshot,
+    isolated,
+    numbers_of_data,
+    raise_changed_data,
+    snapshot_of,
+)
 from plugins.preflight.state_trial import try_after_step
 
 SAMPLES = 5
@@ -348,6 +354,7 @@ class PassTrial:
         global_loss.current_pass = gather
         seed_generators(run.world.device, "look at a pass", first)
         states = rng_states(run.world.device)
+        data = numbers_of_data(run)
         try:
             with run.precision.autocast() if self.half else contextlib.nullcontext():
                 loss = check_returned("loss", run.task.loss(self.net, batch))
@@ -355,6 +362,8 @@ class PassTrial:
             raise
         except Exception as error:
             return Outcome({}, self._trained(), type(error).__name__)
+        if run.cfg.check_resume:
+            raise_changed_data("loss", data, numbers_of_data(run))
         now = rng_states(run.world.device)
         self.drawn = [name for name in now if now[name] != states[name]]
         self.for_state = map_tensors(dict(loss.for_state), Tensor.detach)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.comm.digests import digest, same_bits
 from engine.comm.shards import to_local
 from engine.contract import Task
+from engine.errors import LockstepError
 from engine.phases import phase
 from engine.run import Run
 from engine.seeds import preserve_rng_state
@@ -288,6 +289,36 @@ def snapshot_of(run: Run, copies: bool = True) -> Snapshot:
     if file is not None:
         owners[""] = file
     return Snapshot(roots, owners, without=(*data, run.task.cfg, run), copies=copies)
+
+
+def numbers_of_data(run: Run) -> dict[str, Any]:
+    """Return the numbers that the datasets keep as attributes, by name."""
+    sets = {"training": run.loaders.train.sampler.dataset}
+    if run.loaders.val is not None:
+        sets["validation"] = run.loaders.val.dataset
+    numbers = {}
+    for name, dataset in sets.items():
+        for key, value in getattr(dataset, "__dict__", {}).items():
+            if isinstance(value, NUMBERS):
+                numbers[f"{key} of the {name} data"] = value
+    return numbers
+
+
+def raise_changed_data(method: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise LockstepError if a method of the task has changed a number of a dataset.
+
+    before, after  results of `numbers_of_data`
+    """
+    for name in before | after:
+        if not _equal(before.get(name), after.get(name)):
+            raise LockstepError(
+                f"`{method}` changes {name}, which no checkpoint holds, and of which loader "
+                "processes have copies",
+                f"the task's `{method}`",
+                "change the batch in `prepare`, by batch['lockstep'].epoch or .step, or choose the "
+                "samples of an epoch in the dataset's `epoch_order`; check_resume=false trains a "
+                "run that is never resumed",
+            )
 
 
 # ---- comparison and restoration

@@ -25,7 +25,12 @@ from engine.private import non_persistent_buffers
 from engine.run import Run
 from engine.seeds import seed_generators
 from plugins.preflight import resume_check
-from plugins.preflight.snapshot import Snapshot, snapshot_of
+from plugins.preflight.snapshot import (
+    Snapshot,
+    numbers_of_data,
+    raise_changed_data,
+    snapshot_of,
+)
 
 ROUND = (10, 100, 1000, 7200)
 """Numbers of steps that usual periods divide: the last of so many steps is tried, too."""
@@ -116,8 +121,10 @@ def _try(run: Run, method: str, change: Callable[[], Any]) -> list[str]:
     task = run.task
     former = _copy_of(task.state_dict())
     before = snapshot_of(run, copies=False)
+    data = numbers_of_data(run)
     try:
         change()
+        raise_changed_data(method, data, numbers_of_data(run))
     except (LockstepError, AttributeError, ImportError, NameError):
         raise
     except Exception as error:  # perhaps because the samples are few; else the run will name it

@@ -212,6 +212,16 @@ def after_step(self, model, step):
 state_attributes = (*kept.Task.state_attributes, 'sgd')
 def model(self):
   net = super().model(); self.sgd = torch.optim.SGD(net.parameters()); return net
+# the epoch of the data: `after_step` changes epoch of the training data, .*: change the batch in `prepare`, by batch
+def datasets(self):
+  train, val = super().datasets(); train.epoch, self.data = 0, train; return train, val
+def after_step(self, model, step):
+  super().after_step(model, step); self.data.epoch = step // 6
+# the epoch of the data, in passes: `loss` changes epoch of the training data, .*: change the batch in `prepare`
+def datasets(self):
+  train, val = super().datasets(); train.epoch, self.data = 0, train; return train, val
+def loss(self, net, batch):
+  self.data.epoch = batch['lockstep'].epoch; return super().loss(net, batch)
 # a number of the class: `after_step` changes Task.total, .*: keep it in an attribute of the task
 total = 0
 def after_step(self, model, step): type(self).total += 1
