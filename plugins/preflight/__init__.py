@@ -44,7 +44,7 @@ from plugins.preflight.prepare_check import check_prepare
 from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import find_conflicts
-from plugins.preflight.snapshot import snapshot_of
+from plugins.preflight.snapshot import Snapshot, snapshot_of
 from plugins.preflight.state_trial import try_after_evaluation
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
@@ -230,7 +230,7 @@ def _rehearse_unchanged(run: Run) -> float:
     run.loaders.val.step_info = plan.step_info(plan.total_steps, plan.epochs - 1)
     before = snapshot_of(run)
     try:
-        gflop = _rehearse(run)
+        gflop = _rehearse(run, before)
         after = snapshot_of(run, copies=False)
         first_pass.raise_changed_weights(run, [*before.changes(after)])
     finally:
@@ -238,8 +238,10 @@ def _rehearse_unchanged(run: Run) -> float:
     return gflop
 
 
-def _rehearse(run: Run) -> float:
+def _rehearse(run: Run, before: Snapshot) -> float:
     """(rank 0, or all ranks) Evaluate the first samples. Returns the GFLOP of a sample.
+
+    before  the values before the evaluation
 
     Raises an error that is certainly a mistake in the task. An error that a small number of samples
     may cause, such as a division by zero, is ignored.
@@ -277,7 +279,7 @@ def _rehearse(run: Run) -> float:
             "those before: "
             "change it only where `self.training`. It is put back after each evaluation\n"
         )
-    _rehearse_report(run, scored, collected, samples)
+    _rehearse_report(run, before, scored, collected, samples)
     if run.cfg.check_sums and not changed:  # with a changed buffer the result repeats the warning
         line = adds_up.check(run, loader, adds_up.of_score)
         if "adds up: " not in line:
@@ -285,7 +287,9 @@ def _rehearse(run: Run) -> float:
     return flop / 1e9 / samples
 
 
-def _rehearse_report(run: Run, scored: Gathered, collected: Gathered, samples: int) -> None:
+def _rehearse_report(
+    run: Run, before: Snapshot, scored: Gathered, collected: Gathered, samples: int
+) -> None:
     """Compute the report of the rehearsed samples, and raise errors that are certainly mistakes."""
     alone = World(0, 0, 1, run.world.device)
     totals = scored.summed(alone)
@@ -307,7 +311,7 @@ def _rehearse_report(run: Run, scored: Gathered, collected: Gathered, samples: i
             raise
         return
     if run.cfg.check_resume and type(run.task).after_evaluation is not Task.after_evaluation:
-        for note in try_after_evaluation(run, metrics):
+        for note in try_after_evaluation(run, metrics, before):
             console.warning(f"{note}\n")
 
 

@@ -88,17 +88,20 @@ def try_after_step(run: Run, for_state: dict[str, Tensor]) -> list[str]:
     return _try(run, "after_step", change)
 
 
-def try_after_evaluation(run: Run, metrics: dict[str, float]) -> list[str]:
+def try_after_evaluation(run: Run, metrics: dict[str, float], start: Snapshot) -> list[str]:
     """Call `after_evaluation` with the metrics of a few samples, and load the state. Return notes.
 
     Raises LockstepError as `try_after_step` does.
+
+    start  the values before the evaluation. A value that has its first value again, as a metric
+           that is reset, is no loss
     """
     _check_arguments(run.task.after_evaluation, "metrics")
 
     def change() -> None:
         check("after_evaluation", run.task.after_evaluation(dict(metrics)))
 
-    return _try(run, "after_evaluation", change)
+    return _try(run, "after_evaluation", change, start)
 
 
 def _check_arguments(method: Callable[..., Any], *names: str) -> None:
@@ -116,7 +119,9 @@ def _check_arguments(method: Callable[..., Any], *names: str) -> None:
 
 
 @torch.no_grad()
-def _try(run: Run, method: str, change: Callable[[], Any]) -> list[str]:
+def _try(
+    run: Run, method: str, change: Callable[[], Any], start: Snapshot | None = None
+) -> list[str]:
     """Call a method of the task, and look at the values that it changes. Return notes."""
     task = run.task
     former = _copy_of(task.state_dict())
@@ -129,7 +134,9 @@ def _try(run: Run, method: str, change: Callable[[], Any]) -> list[str]:
         raise
     except Exception as error:  # perhaps because the samples are few; else the run will name it
         return [f"`{method}` could not be tried: {type(error).__name__}: {headline(error)}"]
-    changed = [*before.changes(snapshot_of(run, copies=False))]
+    after = snapshot_of(run, copies=False)
+    moved = {*(start or before).changes(after)}
+    changed = [name for name in before.changes(after) if name in moved]
     resume_check.check_plain(task.state_dict(), "the task's `state_dict`")
     _load(run, _copy_of(task.state_dict()))
     _load(run, former)

@@ -300,6 +300,20 @@ def test_a_value_that_each_pass_computes_from_the_state_is_no_state(start, tmp_p
     assert "layers.0.weight_g" in task.teacher.state_dict() and "layers.0.weight" not in task.teacher.state_dict()
 
 
+RESET = """
+    def __init__(self, cfg):
+        super().__init__(cfg); self.seen = 0
+    def score(self, model, batch):
+        self.seen += len(batch["x"]); return super().score(model, batch)
+    def after_evaluation(self, metrics): self.seen = 0
+"""
+
+
+def test_a_metric_that_each_evaluation_resets_is_no_state(start, tmp_path):
+    """As the metrics of torchmetrics, which `score` updates and `after_evaluation` resets."""
+    assert start(own(tmp_path, RESET)).task.seen == 0
+
+
 def test_the_trials_put_all_back(start):
     run = start(KEPT)
     task = run.task
