@@ -57,6 +57,14 @@ peer: $(VENV)/installed-dev .peer/installed
 	$(PYTHON) tests/peer/install.py .peer
 	touch $@
 
+# The norm's Triton kernels, in Triton's interpreter: no GPU is needed. Triton takes 0.7 GB, so it has a folder of its own.
+kernels: $(VENV)/installed-dev .triton/installed
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/.triton $(PYTHON) -m pytest $(WORKERS) tests/gpu/test_norm_kernels.py $(ARGS)
+
+.triton/installed:
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target .triton triton==3.7.1
+	touch $@
+
 lint: $(VENV)/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -73,4 +81,4 @@ $(VENV)/installed-dev: requirements-dev.txt requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@ $(VENV)/installed
 
-.PHONY: train test quick gpu test-rest test-all nightly test-real soak grammar peer lint
+.PHONY: train test quick gpu test-rest test-all nightly test-real soak grammar peer kernels lint

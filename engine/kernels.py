@@ -137,11 +137,13 @@ def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
 
     On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual order, in
     bf16 up to 20 times (`benchmarks/precision.py`): more than the convolutions gain. On GPUs
-    GroupNorm copies the input to the usual order (pytorch#111824), and cuDNN's fast float32 kernels
-    take the usual order.
+    GroupNorm copies the input to the usual order (pytorch#111824), unless it has `any_order`, and
+    cuDNN's fast float32 kernels take the usual order.
     """
-    slower = device.type != "cpu" and precision == "off"
-    slower = slower or any(isinstance(module, nn.GroupNorm) for module in model.modules())
+    on_cpu = device.type == "cpu"
+    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    slower = any(on_cpu or not getattr(norm, "any_order", False) for norm in norms)
+    slower = slower or (not on_cpu and precision == "off")
     return "contiguous" if slower else "channels_last"
 
 

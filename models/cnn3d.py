@@ -10,7 +10,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from models.layers import group_norm, largest
+from models.layers import activated_norm, largest
 
 
 def conv(before: int, after: int, time: int, space: int, stride: int = 1) -> nn.Conv3d:
@@ -31,17 +31,13 @@ class Block(nn.Module):
     def __init__(self, before: int, after: int, stride: int):
         super().__init__()
         self.body = nn.Sequential(
-            group_norm(before),
-            nn.ReLU(),
+            *activated_norm(before, "relu"),
             conv(before, after, 1, 3, stride),
-            group_norm(after),
-            nn.ReLU(),
+            *activated_norm(after, "relu"),
             conv(after, after, 3, 1),
-            group_norm(after),
-            nn.ReLU(),
+            *activated_norm(after, "relu"),
             conv(after, after, 1, 3),
-            group_norm(after),
-            nn.ReLU(),
+            *activated_norm(after, "relu"),
             conv(after, after, 3, 1),
         )
         self.skip = conv(before, after, 1, 1, stride)
@@ -69,8 +65,7 @@ class CNN3d(nn.Module):
         self.body = nn.Sequential(
             Block(width, width, 1),
             *(Block(before, after, 2) for before, after in itertools.pairwise(stages)),
-            group_norm(stages[-1]),
-            nn.ReLU(),
+            *activated_norm(stages[-1], "relu"),
         )
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(2 * stages[-1], num_classes)

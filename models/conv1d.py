@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.layers import Standardise, group_norm, largest
+from models.layers import Standardise, activated_norm, largest
 
 
 class Block(nn.Module):
@@ -21,11 +21,9 @@ class Block(nn.Module):
     def __init__(self, before: int, after: int, kernel: int, stride: int, dropout: float):
         super().__init__()
         self.body = nn.Sequential(
-            group_norm(before),
-            nn.GELU(),
+            *activated_norm(before, "gelu"),
             nn.Conv2d(before, after, (1, kernel), (1, stride), (0, kernel // 2), bias=False),
-            group_norm(after),
-            nn.GELU(),
+            *activated_norm(after, "gelu"),
             nn.Dropout(dropout),
             nn.Conv2d(after, after, (1, kernel), 1, (0, kernel // 2), bias=False),
         )
@@ -63,8 +61,7 @@ class Conv1d(nn.Module):
                 Block(before, after, kernel, 2, dropout)
                 for before, after in zip([width, *sizes], sizes, strict=False)
             ),
-            group_norm(sizes[-1]),
-            nn.GELU(),
+            *activated_norm(sizes[-1], "gelu"),
         )
         self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * sizes[-1], num_classes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether there is a Triton to import: torch's CUDA builds bring it."""
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
@@ -19,11 +23,40 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return GroupNorm(math.gcd(8, channels), channels)
 
 
-class GroupNorm(nn.GroupNorm):
-    """torch's GroupNorm, with less memory under autocast on GPUs: see `GroupNormOfHalf`.
+def activated_norm(channels: int, activation: str) -> list[nn.Module]:
+    """Return `group_norm` with an activation, as two layers of a sequence.
 
-    The bits are torch's, rounded to the type of the input.
+    The second layer does nothing. It has the place of an activation, because the numbers of the
+    layers are in the names of checkpoints.
     """
+    return [GroupNorm(math.gcd(8, channels), channels, activation), nn.Identity()]
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+}
+"""The activations of a norm."""
+
+
+class GroupNorm(nn.GroupNorm):
+    """torch's GroupNorm and an activation, which move less memory under autocast on GPUs.
+
+    activation  a name of ACTIVATIONS
+
+    With Triton: the kernels of `norm_kernels`, whose results are torch's up to rounding. Without:
+    `GroupNormOfHalf`, with torch's bits, rounded to the type of the input.
+    """
+
+    def __init__(self, groups: int, channels: int, activation: str = "none"):
+        super().__init__(groups, channels)
+        self.activation = activation
+
+    @property
+    def any_order(self) -> bool:
+        """Return whether a map in half precision on a GPU keeps its memory order without a copy."""
+        return HAS_TRITON
 
     def forward(self, x: Tensor) -> Tensor:
         if (
@@ -31,15 +64,26 @@ class GroupNorm(nn.GroupNorm):
             and x.dtype in (torch.float16, torch.bfloat16)
             and self.weight.dtype == torch.float32
         ):
-            # torch's compiler fuses the operations, and chooses the tensors to keep.
-            if torch.compiler.is_compiling():
-                wide = nn.functional.group_norm(
-                    x.float(), self.num_groups, self.weight, self.bias, self.eps
-                )
-                return wide.to(x.dtype)
-            y: Tensor = GroupNormOfHalf.apply(x, self.weight, self.bias, self.num_groups, self.eps)
-            return y
-        return super().forward(x)
+            return self._of_half(x)
+        return ACTIVATIONS[self.activation](super().forward(x))
+
+    def _of_half(self, x: Tensor) -> Tensor:
+        """Return the activated norm of a map on a GPU in half precision."""
+        norm = self.num_groups, self.weight, self.bias, self.eps
+        if HAS_TRITON and x.numel():
+            from models import norm_kernels
+
+            if norm_kernels.can_run(x):
+                return norm_kernels.group_norm(x, *norm, self.activation)
+        # torch's compiler fuses the operations, and chooses the tensors to keep.
+        if torch.compiler.is_compiling():
+            y = nn.functional.group_norm(x.float(), *norm).to(x.dtype)
+        else:
+            y = GroupNormOfHalf.apply(x, self.weight, self.bias, self.num_groups, self.eps)
+        return ACTIVATIONS[self.activation](y)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
 
 
 class GroupNormOfHalf(torch.autograd.Function):

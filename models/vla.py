@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.layers import Quantiles, group_norm, normal_quantiles, sine_code
+from models.layers import Quantiles, activated_norm, normal_quantiles, sine_code
 
 PRESETS: dict[str, dict[str, Any]] = {
     "test": {  # 0.39 million parameters
@@ -219,7 +219,8 @@ class Eyes(nn.Module):
         sizes = [max(8, width >> (steps - 1 - i)) for i in range(steps)]
         stem: list[nn.Module] = []
         for before, after in zip([channels, *sizes], sizes, strict=False):
-            stem += [nn.Conv2d(before, after, 3, stride=2, padding=1), group_norm(after), nn.GELU()]
+            stem += [nn.Conv2d(before, after, 3, stride=2, padding=1)]
+            stem += activated_norm(after, "gelu")
         self.stem = nn.Sequential(*stem)
         self.out = linear(sizes[-1], width)
         # Fixed, because a learned table takes far longer to encode places. The linear map learns

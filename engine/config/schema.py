@@ -451,7 +451,8 @@ class Config:
         "auto",
         "layout of convolutions: auto is the faster one, channels_last if the model has no "
         "GroupNorm (on GPUs: of 2-D "
-        "and 3-D ones, with mixed precision); contiguous if the model calls `view` on features",
+        "and 3-D ones, with mixed precision, also with the norms of models/layers.py if Triton is "
+        "installed); contiguous if the model calls `view` on features",
         free=True,
         changes=ROUNDING,
         resolved="memory_format",

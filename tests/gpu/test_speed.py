@@ -15,6 +15,7 @@ import tasks
 from engine import config, kernels, plan
 from engine.comm.world import World
 from engine.errors import LockstepError
+from models import layers as model_layers
 from plugins.performance import compiler
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -180,6 +181,16 @@ def test_a_model_that_views_its_features_is_trained_in_the_usual_order(launch, t
 def test_the_order_of_convolutions_is_chosen_by_rule(device, amp, norm, order):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
     assert kernels.faster_order(model, torch.device(device), amp) == order
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_order_with_a_norm_of_the_shipped_networks(monkeypatch, triton):
+    """Its Triton kernels take any order; on a CPU, and in float32, the norm is torch's."""
+    monkeypatch.setattr(model_layers, "HAS_TRITON", triton)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), model_layers.group_norm(4))
+    orders = [kernels.faster_order(model, torch.device(*on), amp) for on, amp in
+              ((["cuda"], "bf16"), (["cuda"], "off"), (["cpu"], "bf16"))]  # fmt: skip
+    assert orders == ["channels_last" if triton else "contiguous", "contiguous", "contiguous"]
 
 
 @pytest.mark.parametrize(("words", "tf32"), [([], True), (["amp=off"], False)])

@@ -382,6 +382,7 @@ def install():
         on,
         current_stream,
     )
+    sys.modules["triton"] = None  # its kernels would be given addresses of the host
     torch.cuda.synchronize = lambda device=None: waited("the device")
     torch.cuda.set_sync_debug_mode = lambda mode: debug_mode.__setitem__(0, mode)
     torch.cuda.get_sync_debug_mode = lambda: debug_mode[0]

@@ -1,6 +1,7 @@
 """The precision that a run takes, and what torch gets wrong in it."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,12 @@ from conftest import succeed
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+import models
 from engine.errors import LockstepError
 from engine.precision import Precision, choose, resolve
 from engine.private import _in_float32
-from models.layers import GroupNormOfHalf, group_norm
+from models import cnn3d, layers
+from models.layers import GroupNormOfHalf, activated_norm, group_norm
 
 CPU_BF16 = Precision("bf16", torch.device("cpu"), "")
 
@@ -208,3 +211,44 @@ def test_a_norm_takes_that_way_on_gpus_alone(monkeypatch):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 assert group_norm(24)(torch.ones(2, 24, 5, dtype=dtype)).dtype == dtype
     assert taken == [("cuda", torch.bfloat16), ("cuda", torch.float16)]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_norm_takes_the_kernels_where_they_run(monkeypatch, runs):
+    """Of half precision on a GPU, of any but an empty batch; else torch's own, and the activation after it."""
+    taken = []
+
+    def group_norm(x, groups, weight, bias, eps, activation):
+        taken.append(("kernels", len(x), groups, activation))
+        return x
+
+    kernels = SimpleNamespace(can_run=lambda x: runs, group_norm=group_norm)
+    monkeypatch.setitem(sys.modules, "models.norm_kernels", kernels)
+    monkeypatch.setattr(models, "norm_kernels", kernels, raising=False)
+    monkeypatch.setattr(layers, "HAS_TRITON", True)
+    monkeypatch.setattr(GroupNormOfHalf, "apply", lambda x, *rest: taken.append(("torch", len(x))) or x)
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode(), torch.device(device), torch.no_grad():  # autograd itself would look for a GPU
+            for samples, dtype in ((2, torch.bfloat16), (0, torch.float16), (2, torch.float32)):
+                activated_norm(24, "gelu")[0](torch.ones(samples, 24, 5, dtype=dtype))
+    assert taken == [("kernels", 2, 8, "gelu") if runs else ("torch", 2), ("torch", 0)]
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu"])
+def test_a_norm_on_a_cpu_has_the_bits_of_torchs_norm_and_activation(name):
+    torch.manual_seed(0)
+    norm, empty = activated_norm(24, name)
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    x = torch.randn(3, 24, 5)
+    known = getattr(nn.functional, name)(nn.functional.group_norm(x, 8, norm.weight, norm.bias))
+    assert torch.equal(empty(norm(x)), known)
+
+
+def test_the_layers_keep_their_numbers():
+    """Those are the names in checkpoints."""
+    block = cnn3d.Block(8, 8, 1).state_dict()
+    assert [*block] == [
+        *(f"body.{layer}" for layer in ("0.weight", "0.bias", "2.weight", "3.weight", "3.bias", "5.weight")),
+        *(f"body.{layer}" for layer in ("6.weight", "6.bias", "8.weight", "9.weight", "9.bias", "11.weight")),
+        "skip.weight",
+    ]  # fmt: skip
