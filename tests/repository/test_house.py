@@ -60,7 +60,9 @@ def test_only_the_core_packages_are_imported_at_the_top():
     for name, tree in TREES.items():
         imports = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
         imports += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
-        assert {module.split(".")[0] for module in imports} <= known, name
+        # The kernels are in a module of their own, which is imported where Triton is installed.
+        more = {"triton"} if name == "models/norm_kernels.py" else set()
+        assert {module.split(".")[0] for module in imports} <= known | more, name
 
 
 def test_every_scenario_names_tests_that_exist():
