@@ -40,7 +40,8 @@ from plugins.preflight.snapshot import (
 )
 from plugins.preflight.state_trial import try_after_step
 
-SAMPLES = 5
+SAMPLES = 4
+"""Samples of a pass; an even number, because timm's Mixup refuses an odd one."""
 
 PERTURBED = 0.5
 """The noise that is added to the weights, as a share of their size. A teacher that is an average of
