@@ -122,7 +122,7 @@ def workloads(folder: Path, tiny: bool) -> dict[str, Workload]:
     if tiny:
         act += ["policy.dim_model=16", "policy.n_heads=2", "policy.dim_feedforward=16"]
         act += ["policy.n_encoder_layers=1", "policy.n_vae_encoder_layers=1", "policy.latent_dim=4"]
-    flat, conv = ["har", *har, "model.mode=flatten"], [f"{PLAIN}/har.py", *har]
+    flat, conv = [f"{PLAIN}/perceptron.py", *har], [f"{PLAIN}/har.py", *har]
     clips, conv3d = "clips of 17 x 256 x 256 uint8", [f"{PLAIN}/video.py", *video]
     found = {
         "perceptron": Workload("1152-256-128-6, BatchNorm, dropout", flat, 64, 200),

@@ -3,6 +3,19 @@
 from torch import Tensor, nn
 
 
+class PlainPerceptron(nn.Sequential):
+    """Windows (B, C, T) of C * T = `inputs` numbers -> logits (B, num_classes); 330 thousand
+    parameters for UCI HAR."""
+
+    def __init__(self, inputs: int, num_classes: int):
+        super().__init__(
+            nn.Flatten(),
+            *(nn.Linear(inputs, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.2)),
+            *(nn.Linear(256, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2)),
+            nn.Linear(128, num_classes),
+        )
+
+
 class Plain1d(nn.Sequential):
     """Windows (B, C, T) -> logits (B, num_classes); three convolutions, 95 thousand parameters."""
 
