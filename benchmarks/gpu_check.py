@@ -376,6 +376,18 @@ def compiled_bf16(lab: Lab, facts: Facts) -> None:
         require(apart < 0.05, f"{name}: losses {losses} compiled, {eager} eager")
 
 
+def norm(lab: Lab, facts: Facts) -> None:
+    """the norm's Triton kernels: the same bits again and in a graph, near to float64; the time of
+    forward and backward beside torch's own"""
+    for name, found in lab.part("norm", *lab.on).items():
+        facts[name] = (
+            f"{found['ms']:.3f} ms, {found['TB/s']:.2f} TB/s; torch's own {found['torch ms']:.3f} "
+            f"ms; {found['apart']:.1e} from float64"
+        )
+        require(found["same bits"], f"{name}: other bits")
+        require(found["apart"] < 2**-7, f"{name}: {found['apart']:.1e} from float64")
+
+
 def cut(lab: Lab, facts: Facts) -> None:
     """the same global batch in 1, 2 and 4 passes"""
     har = [*lab.har, "amp=off", *lab.deterministic, "global_batch=64", "steps=10"]
@@ -755,7 +767,7 @@ def profiled(lab: Lab, facts: Facts) -> None:
 
 
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
-    "same": (nccl, amp, cut, cache, virtual, syncs, sanitized, devices, gloo),
+    "same": (nccl, amp, norm, cut, cache, virtual, syncs, sanitized, devices, gloo),
     "around": (
         stop,
         data_parallel,
@@ -774,7 +786,7 @@ samples a second."""
 LEFT_OUT: dict[str, Any] = {"state": "left out", "seconds": 0.0, "facts": {}}
 CHECKS = {check.__name__: check for group in GROUPS.values() for check in group}
 # minutes of a C++ compiler; nothing without a GPU
-NOT_REHEARSED = ("compiled", "compiled_bf16", "data_parallel")
+NOT_REHEARSED = ("compiled", "compiled_bf16", "data_parallel", "norm")
 
 
 # ---- all in a few minutes

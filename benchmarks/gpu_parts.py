@@ -4,6 +4,7 @@ GPU or, to rehearse, on the CPU, and returns it."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -160,26 +161,12 @@ def ceiling(
     written, each the best of ten rounds; FLOP of the video model for a clip, bytes that the kernels
     of its step in mixed precision read and write, and the fewest: all in bf16, each norm one kernel
     each way, activations a part of others)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    import map_bytes
+    from torch._subclasses import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
+    from models import layers
     from models.cnn3d import CNN3d
-
-    class Traffic(TorchDispatchMode):
-        def __init__(self, *parts_of_others: str):
-            super().__init__()
-            self.bytes, self.parts_of_others = 0, ("empty", *parts_of_others)
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            given, found = list(args), func(*args, **(kwargs or {}))
-            for each in [*given, found]:
-                given += each if isinstance(each, (list, tuple)) else [each]
-            if not (func.is_view or any(name in func.name() for name in self.parts_of_others)):
-                tensors = {id(each): each for each in given if isinstance(each, torch.Tensor)}
-                self.bytes += sum(each.nbytes for each in tensors.values())
-            return found
 
     device, on_gpu = on.removeprefix("device="), on == "device=cuda"
 
@@ -200,21 +187,94 @@ def ceiling(
         2 * source.nbytes / best_s(lambda: target.copy_(source)),
     )
     clips_ = 8 if on_gpu else 1
-    model = CNN3d(5, int(width)).to(device)
-    clip = torch.zeros(clips_, int(frames), int(size), int(size), dtype=torch.uint8, device=device)
-    with (
-        FlopCounterMode(display=False) as counter,
-        Traffic() as traffic,
-        torch.autocast(device, torch.bfloat16),
-    ):
-        loss = model(clip).sum()
-    with FlopCounterMode(display=False) as after, traffic:
-        loss.backward()
-    flop = counter.get_total_flops() + after.get_total_flops()
-    model, clip = model.to("meta").bfloat16(), clip.to("meta")
-    with Traffic("relu", "threshold_backward") as fewest:
+    shape = clips_, int(frames), int(size), int(size)
+    with FakeTensorMode():
+        model, clip = CNN3d(5, int(width)), torch.zeros(shape, dtype=torch.uint8)
+        with FlopCounterMode(display=False) as counter:
+            model(clip).sum().backward()
+        form = "kernels" if layers.HAS_TRITON else "torch"
+        moved = map_bytes.count(model, clip, form, last=layers.HAS_TRITON).total()
+    with torch.device("meta"):
+        model, clip = CNN3d(5, int(width)).bfloat16(), torch.zeros(shape, dtype=torch.uint8)
+    with map_bytes.Bytes() as every:
         model(clip).sum().backward()
-    return flop_s, byte_s, flop / clips_, traffic.bytes / clips_, fewest.bytes / clips_
+    parts_of_others = ("relu", "threshold_backward")
+    fewest = sum(n for name, n in every.moved.items() if name not in parts_of_others)
+    flop = counter.get_total_flops()
+    return flop_s, byte_s, flop / clips_, moved / clips_, fewest / clips_
+
+
+NORMS = {
+    "16 x 40 x 17 x 64 x 64, channels last": ((16, 40, 17, 64, 64), True),
+    "16 x 40 x 17 x 64 x 64": ((16, 40, 17, 64, 64), False),
+    "64 x 320 x 17 x 8 x 8, channels last": ((64, 320, 17, 8, 8), True),
+    "64 x 48 x 1 x 64": ((64, 48, 1, 64), False),
+}
+"""Maps of the shipped networks (N, C, *space), and whether the channels are last in memory."""
+
+
+def norm(on: str) -> dict[str, Facts]:
+    """Return, for each of NORMS and the norm with ReLU, forward and backward: whether a repetition
+    and the replay of a graph have the same bits; the largest distance from float64 of y and of x's
+    gradient, in parts of the largest; ms and TB/s; ms of torch's own kernels, the fallback."""
+    import map_bytes
+
+    from models import layers
+
+    device = on.removeprefix("device=")
+    found = {}
+    for name, (shape, last) in NORMS.items():
+        torch.manual_seed(0)
+        layer = layers.GroupNorm(8, shape[1], "relu").to(device)
+        torch.nn.init.normal_(layer.weight)
+        x, grad = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+        if last:
+            x, grad = (v.movedim(1, -1).contiguous().movedim(-1, 1) for v in (x, grad))
+        first, again = normed(layer, x, grad), normed(layer, x, grad)
+        wide = copy.deepcopy(layer).double()
+        right = normed(wide, x.double(), grad.double())
+        apart = max(
+            float((a.double() - b).abs().max() / b.abs().max())
+            for a, b in zip(first[:2], right[:2], strict=True)
+        )
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = normed(layer, x, grad)
+        graph.replay()
+        same = all(map(torch.equal, first, again)) and all(map(torch.equal, first, recorded))
+        ms = milliseconds(layer, x, grad)
+        moved = sum(map_bytes.norm_bytes(shape, 8, last, way) for way in (False, True))
+        triton, layers.HAS_TRITON = layers.HAS_TRITON, False
+        found[name] = {
+            "same bits": same,
+            "apart": apart,
+            "ms": ms,
+            "TB/s": moved / ms / 1e9,
+            "torch ms": milliseconds(layer, x, grad),
+        }
+        layers.HAS_TRITON = triton
+    return found
+
+
+def normed(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return y, and the gradients of x and of the parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)
+
+
+def milliseconds(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> float:
+    """Return the device's least time of a forward and a backward pass, of five times ten."""
+    times = []
+    for _ in range(5):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        for _ in range(10):
+            normed(layer, x, grad)
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended) / 10)
+    return min(times)
 
 
 def words(folder: str, on: str) -> Facts:
@@ -582,6 +642,7 @@ PARTS: dict[str, Callable[..., Any]] = {
         steps,
         steps_in_ddp,
         ceiling,
+        norm,
         words,
         captures,
         pace,

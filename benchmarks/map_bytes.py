@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Count the bytes that the video network moves for a clip, forward and backward, in bf16.
 
-python benchmarks/map_bytes.py                     17 x 256 x 256, width 40: with each form of norm
+PYTHONPATH=.triton python benchmarks/map_bytes.py  17 x 256 x 256, width 40: each form of norm
 python benchmarks/map_bytes.py --frames 17 --size 256 --width 40
 python benchmarks/map_bytes.py --places            and the operations with the most bytes
 
@@ -36,6 +36,8 @@ from models.cnn3d import CNN3d
 
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}
 """Bytes per second, of the makers' data sheets (SXM)."""
+
+FORMS = ("torch", "kernels")
 
 NOTHING_MOVES = ("device", "detach", "empty", "empty_like", "new_empty", "_unsafe_view", "alias")
 
@@ -146,7 +148,7 @@ def main(argv: list[str]) -> None:
     print(f"| norm | MB a clip | {' | '.join(f'{name}: clips/s' for name in names)} |")
     print(f"|---|---:|{'---:|' * len(names)}")
     found = {}
-    for form in ("torch", "kernels"):
+    for form in FORMS if layers.HAS_TRITON else FORMS[:1]:
         with FakeTensorMode():
             network = CNN3d(4, args.width)
             shape = args.clips, args.frames, args.size, args.size
@@ -155,6 +157,8 @@ def main(argv: list[str]) -> None:
         a_clip = sum(found[form].values()) / args.clips
         rates = " | ".join(f"{rate / a_clip:,.0f}" for rate in BANDWIDTHS.values())
         print(f"| {form} | {a_clip / 1e6:,.0f} | {rates} |")
+    if not layers.HAS_TRITON:
+        print("\nThe kernels are not counted: Triton is not installed (`make kernels`).")
     for form, moved in found.items() if args.places else ():
         print(f"\n{form}:")
         for name, total in moved.most_common(12):

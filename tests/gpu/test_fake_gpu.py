@@ -160,6 +160,7 @@ def test_the_check_of_a_gpu_finds_no_wait_here(gpu, tmp_path, kind):
 
 IN_DDP = "DDP's reducer knows only real GPUs"
 NOT_HERE = {"words": "needs NCCL", "pace_in_ddp": IN_DDP, "steps_in_ddp": IN_DDP, "ceiling": "a real GPU's work"}
+NOT_HERE |= {"norm": "a real GPU's kernels, times and graphs"}
 # the tests beside this
 ELSEWHERE = ("clips", "steps", "sanitized_steps", "race", "contestant", "contestant_in_ddp", "racer")
 

@@ -212,6 +212,18 @@ def test_only_the_input_and_the_statistics_are_kept():
     assert kept[0].data_ptr() == x.data_ptr()
 
 
+def test_without_a_gpu_the_kernels_are_not_taken(monkeypatch):
+    """Nor where a launch fails, which is said once."""
+    kernels._runs.cache_clear()
+    assert not kernels.can_run(torch.zeros(1, 2, 4))
+    kernels._runs.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.warns(UserWarning, match="Triton's kernels do not run here"):
+        assert not kernels.can_run(torch.zeros(1, 2, 4))
+    assert not kernels.can_run(torch.zeros(1, 2, 4))
+    kernels._runs.cache_clear()
+
+
 @triton.jit
 def offsets_of_one(found, sample, S, C: tl.constexpr, LAST: tl.constexpr):
     places = kernels._offsets(tl.load(sample), tl.arange(0, 4) + S - 4, tl.arange(0, 2), S, C, LAST)
