@@ -496,6 +496,8 @@ def main(argv: list[str], args: Any, began: float) -> int:
             file=sys.stderr,
         )
         return 2
+    if args.rehearse:
+        print("A rehearsal, tiny: nothing of it says anything about a GPU, and nothing is written.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the loops are ended, too
     minutes = args.minutes or MINUTES * (5 if args.rehearse else 1)  # CPUs are shared with others
     command = f"python benchmarks/run.py {' '.join(argv)}"
