@@ -155,7 +155,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
 
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
-    # compiled on demand; with cuda_graph=true a step is one launch
+    # compiled on demand; recorded as CUDA graphs where a GPU waits for the host
     take_step = performance.fast_step(run, train_step)
     if run.progress.evaluation_due:  # the run was stopped before or during the evaluation
         evaluate(run)

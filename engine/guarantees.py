@@ -124,12 +124,12 @@ NEEDS = (
     Need("parallel", "ddp.comm_hook", ("none",)),
     Need("parallel", "ddp.sync_bn", (False,)),
     Need("performance", "compile", ("auto", "off")),
-    Need("performance", "cuda_graph", (False,)),
+    Need("performance", "cuda_graph", ("auto", False)),
     Need("performance", "cache", ("auto", "none")),
     Need("performance", "ddp.backend", ("auto", "gloo")),
     # plugins/preflight/rules.py refuses unsuitable uses of these two settings: a CUDA graph of a
     # step with several parts, and sampler=balanced for data without labels.
-    Need("preflight", "cuda_graph", (False,)),
+    Need("preflight", "cuda_graph", ("auto", False)),
     Need("preflight", "sampler", ("shuffle",)),
     Need("reporting", "record", (0,)),
     Need("reporting", "wandb.enable", (False,)),

@@ -262,13 +262,22 @@ class Run:
         skipped    1.0 if the optimizer has left the weights alone
         consumed   samples of the epoch that all ranks have seen
         """
-        cfg, plan, progress, meter = self.cfg, self.plan, self.progress, self.meter
-        samples = consumed - progress.position
         self.reducer.end_step(skipped)
         if self.has_after_step:
             totals = task_state.after_step(self, totals, skipped)
         if self.ema is not None:
             self.ema.update(skipped, by_turn=bool(self.task.turns))
+        numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
+        return self.count_step(numbers, consumed)
+
+    def count_step(self, numbers: Tensor, consumed: int) -> AfterStep:
+        """Count a step whose weights and averages are updated. Return the actions that follow.
+
+        numbers   (3 + sums + 2,) totals of all ranks, skipped, norm of the gradient
+        consumed  samples of the epoch that all ranks have seen
+        """
+        cfg, plan, progress, meter = self.cfg, self.plan, self.progress, self.meter
+        samples = consumed - progress.position
         meter.timed_samples += samples
         progress.samples += samples
         progress.position = consumed
@@ -289,11 +298,10 @@ class Run:
         first = step == 1 or not compared
         compare = first or (cfg.check_every > 0 and step % cfg.check_every == 0)
         self.reducer.check = compare  # in the coming step; AfterStep.check is of this step
-        numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
         outcomes = meter.add(numbers, step, wait=log or save or first)
         phase(Phase.LOGGING)
         for recorder in self.record.recorders:
-            recorder.end(totals)
+            recorder.end(numbers[:-2])
         skipped_before = progress.skipped_in_a_row
         for outcome in outcomes:
             if outcome.skipped or skipped_before:

@@ -228,7 +228,7 @@ def _coerce(raw: Raw, kind: Any, limits: Mapping[str, float]) -> Any:
     choices = typing.get_args(kind)
     if typing.get_origin(kind) is list:
         return [_coerce(item, choices[0], limits) for item in _items(raw)]
-    if typing.get_origin(kind) is UnionType:
+    if typing.get_origin(kind) in (UnionType, typing.Union):
         return _coerce_union(raw, choices, limits)
     if isinstance(raw, list):
         raise ValueError("give one value, not a list")
@@ -269,6 +269,10 @@ def _coerce_union(raw: Raw, kinds: tuple[Any, ...], limits: Mapping[str, float])
     for kind in fitting[:-1]:
         with contextlib.suppress(ValueError):
             return _coerce(raw, kind, limits)
+    if fitting[-1] is bool:  # after names such as auto
+        names = [name for kind in fitting for name in typing.get_args(kind)]
+        if BOOLS.get(str(raw).lower()) is None and raw is not None:
+            raise ValueError(f"give true, false or {' or '.join(names)}")
     return _coerce(raw, fitting[-1], limits)
 
 

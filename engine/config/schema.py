@@ -438,12 +438,10 @@ class Config:
         changes=ROUNDING,
         resolved="compile",
     )
-    cuda_graph: bool = option(
-        False,
-        (
-            "record a whole training step as one CUDA graph: for small models on one GPU, with one "
-            "pass a step"
-        ),
+    cuda_graph: Literal["auto"] | bool = option(
+        "auto",
+        "record the steps of a small model as CUDA graphs: auto where a GPU waits for the host; "
+        "the same bits",
         free=True,
         changes=ROUNDING,
     )

@@ -10,6 +10,7 @@ from engine.comm.shards import to_local
 from engine.config import Optim
 from engine.optim.ema import EMA
 from engine.optim.make import make_optimizer as make_optimizer
+from engine.optim.rates import group_rate
 from engine.phases import Phase, phase
 
 
@@ -36,7 +37,7 @@ def step(
     """
     if lr is not None:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = group_rate(lr, group, divisor.device)
     grads = [
         p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]

@@ -7,6 +7,8 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -20,6 +22,16 @@ from engine.hooks import check
 def rates_of(optimizer: Optimizer) -> list[float]:
     """Return the learning rates of the groups with parameters, in ascending order."""
     return sorted({float(group["lr"]) for group in optimizer.param_groups if group["params"]})
+
+
+def group_rate(lr: float, group: dict[str, Any], device: torch.device) -> float:
+    """Return the rate of a group of the optimizer. On a GPU it is a float32, as in a CUDA graph,
+    which reads the rate from memory: so a recorded step has the same bits.
+
+    lr  the rate of a group without a factor
+    """
+    rate: float = lr * group.get("lr_scale", 1.0)
+    return float(np.float32(rate)) if device.type == "cuda" else rate
 
 
 class Rates:

@@ -144,6 +144,11 @@ class VirtualWorkers(LocalReducer):
 
     # ---- one worker after the other ----
 
+    def begin_step(self) -> None:
+        """Keep the buffers, and forget a step that was computed and not taken."""
+        super().begin_step()
+        self.worker, self.counters, self.changes = -1, {}, []
+
     def begin_pass(self, micro: Any) -> None:
         """Begin a pass, a `data_loader.MicroBatch`."""
         if micro.opens_worker:
@@ -355,6 +360,21 @@ class WorkerReducer(VirtualWorkers):
                 bucket.buffer.copy_(total)
             bucket.future.set_result(bucket.buffer)
         self.buckets = []
+
+    def sum_without_ddp(self) -> None:
+        """(all ranks) Give the parameters the gradients of a step whose passes DDP has not seen:
+        the sums over the workers of all processes."""
+        self._take_gradients()
+        numbers = sorted(self.used)
+        flats = []
+        for node in self.nodes:
+            flats.append(torch.cat([node.sums[number].flatten() for number in numbers]))
+        exchange = TreeAllReduce(self.spans_by_rank, flats)
+        exchange.add()
+        parameters = [self.parameters[number] for number in numbers]
+        parts = exchange.result().split([*map(torch.numel, parameters)])
+        for p, part in zip(parameters, parts, strict=True):
+            p.grad = part.view_as(p)
 
     def sum_workers(self, rows: Tensor) -> Tensor:
         """Return the root of the tree over the rows. Also give the parameters their gradients, if

@@ -48,14 +48,16 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
 
 def fast_step(run: Run, step: Callable[[Run, Any], AfterStep]) -> Callable[[Run, Any], AfterStep]:
     """Return a callable that takes the steps of `step`: with the compiled model if `compile` is on,
-    and from one CUDA graph per step if `cuda_graph` is on and possible."""
+    and by launches of CUDA graphs if `cuda_graph` is on and possible."""
     if run.plan.compile != "off":
         step = compiled_step.CompiledStep(run, step)
     if not run.cfg.cuda_graph:
         return step
     reason = cuda_graph.unsupported_reason(run)
     if reason:
-        cuda_graph.disable(reason)
+        # auto on a CPU is no wish
+        if run.cfg.cuda_graph is True or run.world.device.type == "cuda":
+            cuda_graph.disable(reason)
         return step
     return cuda_graph.StepGraph(run, step)
 
@@ -71,9 +73,11 @@ def finish(run: Run) -> Plan:
     # Last, because the memory of loading is freed by now. Not with FSDP: the memory that units free
     # after a pass would stay with the process, and FSDP would save no memory.
     keeps = run.world.device.type == "cpu" and not plan.sharded and cfg.allocator == "keep"
+    records = cfg.cuda_graph and not cuda_graph.unsupported_reason(run)
     choices = {
         f"compiled ({plan.compile})": plan.compile != "off",
-        "steps recorded as a CUDA graph": cfg.cuda_graph and not cuda_graph.unsupported_reason(run),
+        "steps recorded as CUDA graphs": records and cfg.cuda_graph is True,
+        "steps recorded as CUDA graphs if the GPU waits": records and cfg.cuda_graph == "auto",
         "freed memory is kept": keeps and memory.keep_freed_memory(),
         f"{cached_bytes / 1e6:.1f} MB of data held": cached_bytes > 0,
         "sums through shared memory": shm_backend.channel() is not None,

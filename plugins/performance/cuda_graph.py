@@ -1,66 +1,58 @@
-"""Record a whole step as one CUDA graph, for small models: the launches of their kernels take more
-time than the kernels.
-
-The recorded function is `train_step` itself. The host's part of a step comes before and after each
-launch: copy the batch into the memory that the graph reads, seed the generators (a launch uses the
-present seed of the generator), set the learning rate, and count the step.
+"""Take the steps of small models by launches of CUDA graphs, because the launches of their kernels
+take more time than the kernels. `recorded_step.py` records and launches.
 
 A graph keeps each Python number at the value of the recording. So launches number 1, 2, 4, 8 and so
-on are undone, and the steps are taken again kernel by kernel. If the results differ, the graph is
+on are undone, and the steps are taken again kernel by kernel. If the results differ, the graphs are
 given up. A loss that reads the number of the step is not recorded: `batch["lockstep"].clock` is the
 number in memory, which is filled before each launch.
+
+With cuda_graph=auto, the steps of a run are recorded where the GPU waits for the host. The steps
+have the same bits, so the choice may follow a measurement.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import hooks
-from engine.contract import StepInfo, Task
-from engine.data.batches import (
-    attach_info,
-    batch_info,
-    find_info,
-    map_tensors,
-    tensors,
-    tree_leaves,
-)
-from engine.data.examples import ObservedStep
+from engine.contract import Task
+from engine.data.batches import tensors, tree_leaves
 from engine.errors import amount, console, headline
 from engine.optim.make import parameters_of
-from engine.phases import Phase, phase
 from engine.run import AfterStep, Run
+from plugins.performance.recorded_step import (
+    NOTHING_FOLLOWS,
+    Inputs,
+    Leaves,
+    Outcome,
+    Pair,
+    RecordedStep,
+)
 
 WARM_UP = 3
 """Steps of one form that run kernel by kernel before the recording: kernels are chosen, state is
 allocated."""
 
+TIMED = 2
+"""The step of these whose time is taken."""
+
 NEAR = 1e-2
 """Largest relative difference of loss and gradient: the order of a sum may change, the terms may
 not."""
 
+BUSY = 2 / 3
+"""cuda_graph=auto: largest share of a step in which the GPU computes, for a recording."""
+
 KIND = "cuda"
-
-
-class Outcome(NamedTuple):
-    """The arguments of `Run.end_step`: totals, the norm of the gradient, and whether the step was
-    skipped."""
-
-    totals: Tensor
-    grad_norm: Tensor
-    skipped: Tensor
-
-    def compared(self) -> Tensor:
-        """Return (3,) loss, weight and gradient norm."""
-        return torch.stack([self.totals[1], self.totals[2], self.grad_norm.double()])
 
 
 def unsupported_reason(run: Run) -> str:
@@ -77,231 +69,299 @@ def disable(reason: str) -> None:
     console.info(f"cuda_graph: a step stays many launches, because {reason}")
 
 
-class _RecordedStep(ObservedStep):
-    """The StepInfo of a recorded step. Its clock is memory that is filled before each launch."""
-
-    def __init__(self, info: StepInfo, on_read: Callable[[str], Any], memory: Tensor):
-        super().__init__(info, on_read)
-        self.memory = memory
-
-    def clock(self, device: torch.device) -> Tensor:
-        self.on_read("clock")
-        return self.memory
-
-
 class StepGraph:
-    """Take the steps of a run by launches of the graph; or kernel by kernel, before the recording
-    and for a batch of a different form. All steps run on the stream of the recording.
+    """Take the steps of a run by launches of the graphs; or kernel by kernel, before the recording
+    and for a batch of a different form.
 
-    form   of the recorded batch: the shape and type of each tensor
-    state  the places in memory of the task's state at the recording, see `_places`
-    taken  number of steps of that form
-    reads  the attributes of StepInfo that the loss reads
-    clock  (3,) float64, the memory of `batch["lockstep"].clock`
+    form      of the batch of a recorded pass: the shape and type of each tensor
+    state     the places in memory of the task's state at the recording, see `_places`
+    taken     number of steps of that form
+    recorded  None before the recording
+    measures  with cuda_graph=auto, until the choice is made
+    odd       a batch of the present step has another form
     """
 
     def __init__(self, run: Run, step: Callable[[Any, Any], Any]):
-        device = run.world.device
         self.run, self.step = run, step
-        self.stream = torch.cuda.Stream(device)
-        self.inside = _CaptureRun(run, torch.zeros((), device=device))
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream(run.world.device)
+        self.inputs = Inputs(run)
+        self.measures = run.cfg.cuda_graph == "auto"
+        self.processes = run.world.size
+        self.recorded: RecordedStep | None = None
         self.given_up = False
         self.form: dict[str, Any] = {}
         self.taken = 0
-        self.reads: set[str] = set()
-        self.clock = torch.zeros(3, dtype=torch.float64, device=device)
+        self.odd = False
 
     def __call__(self, run: Run, passes: Any) -> AfterStep:
-        """Take a step, of one pass."""
+        """(all ranks) Take a step."""
         if self.given_up:
             return self.step(run, passes)
-        ((batch, micro),) = passes
-        if self.graph is not None and self.state != _places(run.task):
+        pairs = [*passes]
+        if self.recorded is not None and self.state != _places(run.task):
             self._give_up(
                 "the state of the task is in other tensors than at the recording, or has other "
                 "numbers: a graph reads tensors that change in place (copy_, lerp_)"
             )
-            return self.step(run, [(batch, micro)])
-        rate = run.lr
-        self.inside.lr.fill_(rate)
-        outcome = self._take(batch, micro)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)  # a number again: checkpoints hold it
-        return run.end_step(*outcome, micro.consumed)
-
-    def _take(self, batch: Any, micro: Any) -> Outcome:
-        """Take a step in the way that its number requires."""
-        form = _form_of(batch)
-        if self.graph is None and form != self.form:
-            self.form, self.taken = form, 0
-        if form != self.form:
-            return self._eager(batch, micro)
+        leaves = [dict(tree_leaves(batch)) for batch, _ in pairs]
+        if self.given_up or not self._has_form(pairs, leaves):
+            return self.step(run, pairs)
         self.taken += 1
+        return self._take(pairs, leaves)
+
+    def _has_form(self, pairs: list[Pair], leaves: list[Leaves]) -> bool:
+        """Return whether the step can be launched; of several processes, the same on all ranks.
+
+        The leaves of a batch that has another form than the recorded batch are removed.
+        """
+        forms = [*map(_form_of, leaves)]
+        if self.recorded is None and forms[0] != self.form:
+            self.form = forms[0]
+            self.taken = self.taken if self.processes > 1 else 0
+        others = [each for each, form in zip(leaves, forms, strict=True) if form != self.form]
+        if self.processes == 1:
+            return not others and not any(micro.empty for _, micro in pairs)
+        self.odd = bool(others)
+        for each in others:
+            each.clear()
+        return bool(pairs[0][1].samples == self.run.plan.global_batch)
+
+    def _take(self, pairs: list[Pair], leaves: list[Leaves]) -> AfterStep:
+        """Take a step of the form in the way that its number requires."""
         launch = self.taken - WARM_UP  # number of the launch, from 1
         if launch == 0:
-            return self._watched(batch, micro)
+            return self._watched(pairs, leaves[0])
+        if launch < 0:
+            return self._timed(pairs) if self.taken == TIMED else self._warm_up(pairs)
         if launch == 1:
-            self._record(batch, micro)
-        if self.graph is None:
-            return self._eager(batch, micro)
+            self._record(pairs)
+        if self.recorded is None:
+            return self.step(self.run, pairs)
         if _is_power_of_two(launch):
-            return self._verified(batch, micro)
-        return self._launch(batch, micro)
+            return self._verified(pairs, leaves)
+        self.recorded.launch(pairs, leaves)
+        return self.recorded.end(pairs[-1][1].consumed)
 
-    def _eager(self, batch: Any, micro: Any) -> Outcome:
-        """Take a step kernel by kernel."""
+    def _give_up_together(self, reason: str) -> None:
+        """(all ranks) Give up if a rank has a reason."""
+        first = self.run.world.reduce_on_rank0(reason, _first_text)
+        if first:
+            self._give_up(first)
+
+    # ---- before the recording
+
+    def _warm_up(self, pairs: list[Pair]) -> AfterStep:
+        """Take a step kernel by kernel, on the stream of the recording."""
+        with self._on_stream():
+            return self.step(self.run, pairs)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Run the kernels of the block on the stream of the recording."""
         current = torch.cuda.current_stream()
-        self.run.seed_pass(micro)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            self.step(self.inside, [(batch, micro)])
+            yield
         current.wait_stream(self.stream)
-        return self.inside.outcome
 
-    def _watched(self, batch: Any, micro: Any) -> Outcome:
-        """Take a step kernel by kernel, and give up if the step could not be recorded."""
-        leaves = dict(tree_leaves(batch)).values()
-        objects = any(not isinstance(leaf, (Tensor, type(None))) for leaf in leaves)
+    def _compute(self, pairs: list[Pair]) -> Outcome:
+        """Compute a step kernel by kernel, up to `Run.end_step`."""
+        observed = _ObservedRun(self.run)
+        self.step(observed, pairs)
+        return observed.outcome
+
+    def _timed(self, pairs: list[Pair]) -> AfterStep:
+        """(all ranks) Take a step kernel by kernel. With cuda_graph=auto give up if the GPU
+        computes longer than the host launches, or has no room for the graphs. Two sync points."""
+        if not self.measures:
+            return self._warm_up(pairs)
+        device = self.run.world.device
+        begin = self._now()
+        due = self._warm_up(pairs)
+        launched = time.perf_counter()
+        rest = self._now() - launched
+        reason = ""
+        if rest > (launched - begin) / 3:
+            reason = "the GPU computes longer than the host launches"
+        elif torch.cuda.mem_get_info(device)[0] < torch.cuda.max_memory_allocated(device):
+            reason = "the GPU has no room for the memory of a second step"
+        self._give_up_together(reason)
+        return due
+
+    def _watched(self, pairs: list[Pair], leaves: Leaves) -> AfterStep:
+        """(all ranks) Take a step kernel by kernel, and give up if the step could not be
+        recorded."""
+        batch = pairs[0][0]
+        objects = [*filter(_is_object, leaves.values())]
         buffers = self.run.reducer.buffers
         before = [*map(id, buffers().values())]
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                outcome = self._eager(self._observed(batch), micro)
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
-        if self.reads - {"clock"}:
-            self._give_up(self._describe_read())
+        watched = [(self.inputs.observed(batch), micro) for batch, micro in pairs]
+        with self._on_stream(), _waits() as waits:
+            outcome = self._compute(watched)
+        reason = ""
+        if self.inputs.reads - {"clock"}:
+            reason = self._describe_read()
         elif waits:
-            self._give_up(f"{Path(waits[0].filename).name}:{waits[0].lineno} waits for the GPU")
+            reason = f"{waits[0]} waits for the GPU"
         elif type(batch) is not dict or objects:
-            self._give_up("a batch is no dict of nothing but tensors")
+            reason = "a batch is no dict of nothing but tensors"
         elif before != [*map(id, buffers().values())]:
-            self._give_up("the model puts other tensors in the place of its buffers")
-        return outcome
-
-    def _observed(self, batch: Any) -> Any:
-        """Return the batch with a clock in `self.clock`; `self.reads` notes reads of the host's
-        numbers."""
-        info = find_info(batch)
-        if info is None:
-            return batch
-        self.clock.copy_(info.clock)
-        step = _RecordedStep(info.step_info, self.reads.add, self.clock)
-        return attach_info(batch, replace(info, step_info=step))
+            reason = "the model puts other tensors in the place of its buffers"
+        self._give_up_together(reason)
+        return self.run.end_step(*outcome, pairs[-1][1].consumed)
 
     def _describe_read(self) -> str:
         """Return the reason to give up for a number of the host."""
-        name = min(self.reads - {"clock"})
+        name = min(self.inputs.reads - {"clock"})
         return (
             f"the loss reads batch['lockstep'].{name}, which a graph would hold as it "
             "was: read it from batch['lockstep'].clock, a tensor"
         )
 
-    def _record(self, batch: Any, micro: Any) -> None:
-        """Record a step without taking it. The thread of the loader continues, and its work is not
-        recorded."""
-        self.batch = self._observed(map_tensors(batch, torch.clone))
-        graph = torch.cuda.CUDAGraph()
-        # a recording that fails does not return to the current stream
-        stay = torch.cuda.stream(torch.cuda.current_stream())
-        # a profiler's events would be recorded, too
-        listeners, phase.listeners = phase.listeners, []
-        self.run.seed_pass(micro)
-        self.inside.recording = True
+    def _record(self, pairs: list[Pair]) -> None:
+        """(all ranks) Record a step without taking it."""
+        run = self.run
+        is_further = len(pairs) > 1 and not pairs[1][1].opens_worker
+        recorded = RecordedStep(run, self.step, self.inputs)
+        reason = "its batches have several forms" if self.odd else ""
         try:
-            with (
-                stay,
-                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                self.step(self.inside, [(self.batch, micro)])
+            if not reason:
+                recorded.record(pairs[: 1 + is_further], self.stream)
         except Exception as error:  # an error of the step, too: it recurs kernel by kernel
-            self.stream = torch.cuda.current_stream()  # the other one may still be recording
             first = error.__context__ or error
-            self._give_up(f"recording it failed: {type(first).__name__}: {headline(first)}")
+            reason = f"recording it failed: {type(first).__name__}: {headline(first)}"
+            vars(run.scaler).get("_per_optimizer_states", {}).clear()  # it may be unscaled
+            self.stream = torch.cuda.current_stream()  # the other one may still be recording
+        if self.inputs.reads - {"clock"}:  # not yet in the step before
+            reason = self._describe_read()
+        self._give_up_together(reason)
+        if self.given_up:
             return
-        finally:
-            phase.listeners = listeners
-            self.inside.recording = False
-        if self.reads - {"clock"}:  # not yet in the step before
-            self._give_up(self._describe_read())
-            return
-        self.graph, self.outcome = graph, self.inside.outcome
-        self.state = _places(self.run.task)
-        self.loss = self.run.meter.losses[0][1]
-        self.inputs = [*tensors(self.batch)]
-        console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
+        self.recorded = recorded
+        self.state = _places(run.task)
+        step, launches = run.progress.step + 1, len(pairs) + 1
+        console.info(f"cuda_graph: from step {step} on, a step is {launches} launches")
 
-    def _launch(self, batch: Any, micro: Any) -> Outcome:
-        """Take a step by a launch of the graph."""
-        assert self.graph is not None
-        self.run.seed_pass(micro)
-        phase(Phase.FORWARD)
-        torch._foreach_copy_(self.inputs, [*tensors(batch)])
-        if self.reads:  # its clock
-            self.clock.copy_(batch_info(batch).clock)
-        self.graph.replay()
-        # a copy: it is read during the next launch
-        self.run.meter.losses = [(micro, self.loss.clone())]
-        votes = self.run.votes(micro.consumed)  # as in `loss_vector`; the graph writes 0 there
-        if votes:
-            # an assignment of a number would copy from pageable memory, and wait
-            self.outcome.totals[0].fill_(votes)
-        return self.outcome
+    # ---- launches
 
-    def _verified(self, batch: Any, micro: Any) -> Outcome:
-        """Launch a step, undo it, and take it kernel by kernel; give up if the results differ. A
-        sync point."""
+    def _verified(self, pairs: list[Pair], leaves: list[Leaves]) -> AfterStep:
+        """(all ranks) Launch a step, undo it, and take it kernel by kernel; give up if the results
+        differ. A sync point."""
+        assert self.recorded is not None
         run = self.run
         changed = [
             parameters_of(run.optimizer),
             [*run.model.buffers()],
             [*run.optimizer.state.values()],
+            [*vars(run.scaler).values()],
+            [*run.ema.values.values(), run.ema.n_averaged] if run.ema else [],
         ]
         state = [*map(Tensor.detach, tensors(changed))]
         before = [*map(torch.clone, state)]
-        launched = self._launch(batch, micro).compared()
+        times = [self._now()]
+        launched = self.recorded.launch(pairs, leaves).copy()
+        times.append(self._now())
         torch._foreach_copy_(state, before)
-        outcome = self._eager(batch, micro)
+        outcome = self._compute(pairs)
+        times.append(self._now())
         with run.world.host_sync():
-            pairs = [*zip(launched.tolist(), outcome.compared().tolist(), strict=True)]
-        if not all(math.isclose(a, b, rel_tol=NEAR) or (a != a and b != b) for a, b in pairs):
-            self._give_up(self._describe_difference(pairs))
-        return outcome
+            reason = _difference(launched, outcome)
+        if reason:
+            reason += self._describe_unseen()
+        elif self.measures:
+            self.measures = False
+            begin, middle, end = times
+            share = (middle - begin) / (end - middle)
+            if share > BUSY:
+                reason = f"launches of a graph take {share:.0%} of the time"
+        self._give_up_together(reason)
+        return run.end_step(*outcome, pairs[-1][1].consumed)
 
-    def _describe_difference(self, pairs: list[tuple[float, float]]) -> str:
-        """Return the reason to give up, from the results of a launch and of the same step kernel by
-        kernel."""
-        rows = zip(COMPARED, pairs, strict=True)
-        texts = [
-            f"{name} {launched:.4g} instead of {eager:.4g}" for name, (launched, eager) in rows
-        ]
-        unseen = max(0, (self.taken - WARM_UP) // 2 - 1)  # since the last comparison
-        before = f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""
-        return (
-            f"the recorded one has {', '.join(texts)}: something changes on the host, which a "
-            f"graph holds as it was{before}"
-        )
+    def _now(self) -> float:
+        """Return the time; with cuda_graph=auto, after all work of the GPU. A sync point."""
+        if self.measures:
+            torch.cuda.synchronize(self.run.world.device)
+        return time.perf_counter()
+
+    def _describe_unseen(self) -> str:
+        """Return the number of steps since the last comparison, or an empty text."""
+        unseen = max(0, (self.taken - WARM_UP) // 2 - 1)
+        return f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""
 
     def _give_up(self, reason: str) -> None:
-        self.graph, self.given_up = None, True
+        self.recorded, self.given_up = None, True
         disable(reason)
 
 
-COMPARED = ("loss", "weight", "gradient norm")
-"""The numbers of `Outcome.compared`."""
+class _ObservedRun(Run):
+    """A run that keeps the outcome of a step, and leaves the rest of `Run.end_step` to the caller.
+
+    outcome  of the step
+    """
+
+    outcome: Outcome
+
+    def __init__(self, run: Run):
+        vars(self).update(vars(run))
+
+    def end_step(
+        self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int
+    ) -> AfterStep:
+        self.outcome = Outcome(totals, grad_norm, skipped)
+        return NOTHING_FOLLOWS
 
 
-def _form_of(batch: Any) -> dict[str, Any]:
+def _difference(launched: Outcome, eager: Outcome) -> str:
+    """Return how a launched step differs from the same step kernel by kernel, or an empty text.
+    A sync point."""
+    names = "loss", "weight", "gradient norm", "norm of the sums"
+    pairs = [*zip(launched.compared(), eager.compared(), strict=True)]
+    gap = float(torch.linalg.vector_norm(launched.totals[3:] - eager.totals[3:]))
+    far = gap > NEAR * pairs[-1][1]
+    if not far and all(math.isclose(a, b, rel_tol=NEAR) or (a != a and b != b) for a, b in pairs):
+        return ""
+    texts = []
+    for name, (a, b) in zip(names, pairs, strict=True):
+        texts.append(f"{name} {a:.4g} instead of {b:.4g}")
+    return (
+        f"the recorded one has {', '.join(texts)}: something changes on the host, which a "
+        "graph holds as it was"
+    )
+
+
+def _first_text(texts: Iterable[str]) -> str:
+    """Return the first text that is not empty; an empty text if there is none."""
+    return next(filter(None, texts), "")
+
+
+@contextmanager
+def _waits() -> Iterator[list[str]]:
+    """Collect the places, such as `task.py:12`, at which the block waits for the GPU."""
+    places: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for each in caught:
+        if "synchronizing CUDA operation" in str(each.message):
+            places.append(f"{Path(each.filename).name}:{each.lineno}")
+
+
+def _is_object(leaf: Any) -> bool:
+    """Return whether a part of a batch is neither a tensor nor None."""
+    return not isinstance(leaf, (Tensor, type(None)))
+
+
+def _form_of(leaves: Leaves) -> dict[str, Any]:
     """Return the shape and type of each tensor of a batch, and the types of other leaves."""
-    return {
-        name: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
-        for name, leaf in tree_leaves(batch)
-    }
+    form: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        form[name] = (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+    return form
 
 
 def _places(task: Task) -> dict[str, Any]:
@@ -314,33 +374,3 @@ def _places(task: Task) -> dict[str, Any]:
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-class _CaptureRun(Run):
-    """A run for the recorded step: the learning rate is on the device, and the host's part is left
-    out.
-
-    outcome    of the last step
-    recording  a graph is being recorded: it must hold no vote, or each launch would repeat the vote
-    """
-
-    lr: Any = None
-    recording = False
-
-    def __init__(self, run: Run, rate: Tensor):
-        vars(self).update(vars(run))
-        vars(self)["lr"] = rate
-
-    def seed_pass(self, micro: Any) -> None:
-        """Do nothing: `StepGraph` seeds before each launch."""
-
-    def votes(self, consumed: int) -> float:
-        """Return the votes of this rank, and no votes while a graph is recorded."""
-        return 0.0 if self.recording else super().votes(consumed)
-
-    def end_step(
-        self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int
-    ) -> AfterStep:
-        """Keep the outcome of the step for `StepGraph`."""
-        self.outcome = Outcome(totals, grad_norm, skipped)
-        return AfterStep([], log=False, check=False, save=False)

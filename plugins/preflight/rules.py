@@ -18,7 +18,7 @@ from torch import nn
 
 from engine.config import Schedule
 from engine.contract import Task
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError
 from engine.optim.make import name_of, skips_itself
 
 MOMENTS = {
@@ -83,7 +83,7 @@ SHARDS = Condition("ddp.strategy={cfg.ddp.strategy}", lambda facts: facts.cfg.dd
 WORKERS = Condition(
     "virtual_workers={cfg.virtual_workers}", lambda facts: facts.cfg.virtual_workers > 0
 )
-CUDA_GRAPH = Condition("cuda_graph=true", lambda facts: facts.cfg.cuda_graph)
+CUDA_GRAPH = Condition("cuda_graph=true", lambda facts: facts.cfg.cuda_graph is True)
 COMPILE = Condition("compile={cfg.compile}", lambda facts: facts.cfg.compile not in ("off", "auto"))
 DATA_PARALLEL = Condition("multi_gpu=dp", lambda facts: facts.cfg.multi_gpu == "dp")
 COMM_HOOK = Condition(
@@ -129,6 +129,29 @@ def _whole_copy(model: nn.Module, task: Task) -> str:
 
 def _forms(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, p.shape) for name, p in module.named_parameters())
+
+
+def _of_other_ranks(run: Any) -> str:
+    """Return why the steps of several processes cannot be recorded, or an empty text."""
+    cfg = run.cfg.ddp
+    if run.world.size == 1:
+        return ""
+    choices = {
+        "ddp.strategy": run.plan.sharded,
+        "ddp.comm_hook": cfg.comm_hook != "none",
+        "ddp.find_unused_parameters": cfg.find_unused_parameters,
+        "ddp.sync_bn": cfg.sync_bn,
+        "the task's `losses`, whose weights are sums over the processes,": bool(run.meter.terms),
+    }
+    for name, applies in choices.items():
+        if applies:
+            return f"{name} needs other processes within a pass"
+    types = _several_types(run.model)
+    if types and run.plan.workers:
+        return f"it adds up weights of several types, {types}, over virtual workers"
+    if run.cfg.cuda_graph == "auto" and not run.plan.workers:
+        return "other roundings than DDP's would follow; cuda_graph=true allows them"
+    return ""
 
 
 KINDS_OF = {
@@ -504,23 +527,11 @@ RULES = (
     GraphRule(excluded=Condition("there is no GPU", lambda facts: not facts.on_gpu)),
     GraphRule(
         excluded=Condition(
-            "virtual workers take it in several parts", lambda facts: facts.run.plan.workers
+            "the model is in DataParallel",
+            lambda facts: isinstance(facts.run.net, nn.DataParallel),
         )
     ),
-    GraphRule(
-        excluded=Condition(
-            "the model is in DDP or DataParallel",
-            lambda facts: facts.run.net is not facts.run.model,
-        )
-    ),
-    GraphRule(
-        excluded=Condition(
-            "it has {value}",
-            lambda facts: (
-                facts.run.plan.accumulation > 1 and amount(facts.run.plan.accumulation, "pass")
-            ),
-        )
-    ),
+    GraphRule(excluded=Condition("{value}", lambda facts: _of_other_ranks(facts.run))),
     GraphRule(
         excluded=Condition(
             "the task's `scheduler` sets the rates on the host",
@@ -540,13 +551,12 @@ RULES = (
     ),
     GraphRule(
         excluded=Condition(
-            "exclude makes steps of several sizes", lambda facts: facts.run.cfg.exclude
+            "record keeps what the modules of a step return", lambda facts: facts.run.cfg.record
         )
     ),
     GraphRule(
         excluded=Condition(
-            "amp=fp16 has a loss scale; bf16 needs none",
-            lambda facts: facts.run.scaler.is_enabled(),
+            "exclude makes steps of several sizes", lambda facts: facts.run.cfg.exclude
         )
     ),
     GraphRule(
@@ -562,7 +572,7 @@ RULES = (
         )
     ),
     RecordRule(excluded=Condition("compile", lambda facts: facts.plan.compile != "off")),
-    RecordRule(excluded=Condition("cuda_graph", lambda facts: facts.cfg.cuda_graph)),
+    RecordRule(excluded=CUDA_GRAPH),
     RecordRule(excluded=Condition("multi_gpu=dp", lambda facts: facts.plan.devices)),
     Rule(
         moment="record",

@@ -60,7 +60,8 @@ def of_the_cpu(once, launch):
 
 def exact(folder):
     words = [folder / "task.py", *HAR[1:], "amp=off", EMA, "model.dropout=0.2", *TWO, "save_every=4", "steps=10"]
-    return [*map(str, words), "log_every=100", "optim.grad_clip=1"]
+    rate = ["optim.lr=0.0009765625", "schedule.kind=constant", "schedule.warmup_epochs=0"]  # a float32: 2 ** -10
+    return [*map(str, words), "log_every=100", "optim.grad_clip=1", *rate]
 
 
 @pytest.mark.parametrize("cache", ["device", *(pytest.param(c, marks=pytest.mark.slow) for c in ("none", "host"))])
@@ -134,10 +135,23 @@ def test_no_wait_in_a_step_whose_rank_votes(gpu, tmp_path, recorded):
     graphs = {"FAKE_GRAPHS": "1"} if recorded == "true" else {}
     seen = gpu(*words, f"cuda_graph={recorded}", "steps=14", "eval_every=20", "log_every=100", **graphs)
     launches = [5, 8, 9, 10, 12]
-    assert [seen.kernels[step].get("a graph", 0) for step in launches] == [len(graphs)] * 5
+    assert [seen.kernels[step].get("a graph", 0) for step in launches] == [2 * len(graphs)] * 5
     assert not [(step, what) for step, what in seen.waits if step in launches and "in the thread" not in what]
     saved = [step for step in (7, 11) if any(each == step and "meter.py" in what for each, what in seen.waits)]
     assert saved == [7, 11], "a step late"
+
+
+@pytest.mark.slow
+def test_recorded_virtual_workers_take_the_bits_of_those_kernel_by_kernel(launch, gpu, tmp_path):
+    """With two passes each, dropout, the norm's statistics, an average of the weights, and the step's clock."""
+    words = [str(ROOT / "tests/tasks/graphed.py"), "dataset.samples=54", "epochs=4", "own.kind=clock", "amp=bf16"]
+    words += ["model.dropout=0.3", "optim.grad_clip=1", "virtual_workers=3", "batch_size=2", *TWO[:1]]
+    words.append("ddp.backend=gloo")
+    run_on_fake_gpu(launch, tmp_path / "eager", *words, "cuda_graph=false")
+    recorded = gpu(*words, "cuda_graph=true", FAKE_GRAPHS="1")
+    assert "from step 4 on, a step is 7 launches" in recorded.out and "stays" not in recorded.out
+    assert max(kernels.get("a graph", 0) for kernels in recorded.kernels.values()) == 7
+    assert_same_parts(load(tmp_path / "eager"), load(tmp_path / "gpu"))
 
 
 def test_a_sample_of_held_data_with_nan_is_named(gpu):

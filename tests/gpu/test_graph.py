@@ -10,11 +10,13 @@ import torch
 from conftest import ROOT, TOY, succeed
 from saved import assert_same_parts, load, logged
 
+from engine import config
 from engine.config import Optim
 from engine.optim import make_optimizer
 from plugins.performance import compiler, cuda_graph
 
 GRAPHED, TERMS, FORMS = (str(ROOT / f"tests/tasks/{name}.py") for name in ("graphed", "terms", "forms"))
+TWO = ["gradient_accumulation_steps=2", "batch_size=6"]
 ODD = [GRAPHED, "dataset.samples=57", "epochs=6"]
 HAR = ["har", "dataset.stride=512", "model.width=8", "schedule.warmup_steps=6", "eval_every=9", "steps=20"]
 SCRIPT = """
@@ -36,7 +38,8 @@ def run(launch, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def train(name, *words, code=0):
-        words = words if "amp=bf16" in words else (*words, "amp=off")
+        words = words if any(word.startswith("amp=") for word in words) else (*words, "amp=off")
+        words = words if any("cuda_graph" in word for word in words) else (*words, "cuda_graph=false")
         done = launch.python(str(tmp_path / "script.py"), *words, "log_every=5", f"save_dir={tmp_path / name}")
         assert done.code == code, done.out + done.err
         return load(tmp_path / name), logged(tmp_path / name), done.out
@@ -50,7 +53,9 @@ def assert_same(one, other):
 
 
 def launched(said):
-    return int(said.rpartition("LAUNCHED ")[2])
+    """The steps of one pass that were launched: each is a pass and an update."""
+    steps, rest = divmod(int(said.rpartition("LAUNCHED ")[2]), 2)
+    return steps + rest
 
 
 @pytest.mark.parametrize(
@@ -63,15 +68,18 @@ def launched(said):
         [*ODD, "model.dropout=0.3"],
         [*ODD, "optim.name=sgd", "optim.weight_decay=0"],
         [*ODD, "own.kind=clock"],
+        [*ODD, "model.dropout=0.3", *TWO],
+        [TERMS, "epochs=6", *TWO, "optim.grad_clip=0.1"],
+        [*ODD, "amp=fp16", *TWO],
     ],
-    ids=["conv", "perceptron", "bf16", "terms", "norm", "sgd", "clock"],
+    ids=["conv", "perceptron", "bf16", "terms", "norm", "sgd", "clock", "two passes", "terms in two passes", "fp16"],
 )
 def test_a_recorded_step_takes_the_same_bits(run, words):
     """Of weights, their average, moments and all that is logged, through warm-up and decay of the learning rate, with
     dropout, evaluations, and the short batch at the end of an epoch."""
     eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
     said = recorded[2]
-    assert "steps recorded as a CUDA graph" in said and "from step 4 on, a step is one launch" in said, said
+    assert "steps recorded as CUDA graphs" in said and "from step 4 on, a step is" in said, said
     assert launched(eager[2]) == 0 and launched(recorded[2]) >= 12
     assert_same(eager, recorded)
 
@@ -127,8 +135,6 @@ def test_the_clock_saves_amid_recorded_steps(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["virtual_workers=2"], "virtual workers take it in several parts"),
-        (["gradient_accumulation_steps=2", "batch_size=6"], "it has 2 passes"),
         (["optim.name=adafactor"], "with Adafactor the host reads whether to skip it"),
         (["own.kind=read"], "graphed.py:{read} waits for the GPU"),
         (["own.kind=object"], "a batch is no dict of nothing but tensors"),
@@ -218,6 +224,38 @@ def test_a_number_that_changes_on_the_host_is_noticed(run, kind, after, perhaps)
         assert_same_parts(eager[0], recorded[0])
 
 
+AUTO = {
+    "records": ("cuda_graph.BUSY = float('inf')", ""),
+    "busy": ("cuda_graph.BUSY = 0.0", "launches of a graph take "),
+    "no room": (
+        "torch.cuda.mem_get_info = lambda device: (0, 2)",
+        "the GPU has no room for the memory of a second step",
+    ),
+    "long": (
+        "cuda_graph.StepGraph._now = lambda self, now=[0]: now.__setitem__(0, now[0] + 1e6) or now[0]",
+        "the GPU computes longer than the host launches",
+    ),
+}
+"""Statements before a training with cuda_graph=auto, and the reason to give up."""
+
+
+@pytest.mark.parametrize("kind", [*AUTO])
+def test_auto_records_where_the_gpu_waits(run, tmp_path, kind):
+    """The bits are those kernel by kernel, whatever the measurement was."""
+    statement, why = AUTO[kind]
+    words = [*ODD, "model.dropout=0.3", "steps=12"]
+    eager = run("eager", *words)
+    import_it = "from plugins.performance import cuda_graph\nimport torch\n"
+    script = (tmp_path / "script.py").read_text().replace("import train\n", f"{import_it}{statement}\nimport train\n")
+    (tmp_path / "script.py").write_text(script)
+    auto = run("auto", *words, "cuda_graph=auto")
+    said = auto[2]
+    assert "steps recorded as CUDA graphs if the GPU waits" in said
+    assert said.count("a step stays many launches, because " + why) == bool(why)
+    assert launched(said) == {"records": 7, "busy": 1}.get(kind, 0)
+    assert_same(eager, auto)
+
+
 def test_without_a_gpu_it_says_so(launch, tmp_path):
     words = [TOY, "steps=2", "cuda_graph=true", "device=cpu", f"save_dir={tmp_path / 'run'}"]
     assert "many launches, because there is no GPU\n" in succeed(launch.python("train.py", *words)).out
@@ -226,25 +264,34 @@ def test_without_a_gpu_it_says_so(launch, tmp_path):
 def test_each_obstacle_has_its_words():
     compiler.stay_unloaded()
 
-    def about(**other):
+    def about(processes=1, workers=0, compile="default", moves=False, graph="auto", record=0, exclude=(), **other):
         model = torch.nn.Linear(2, 2)
+        ddp = config.DDP(**{name: other.pop(name) for name in [*other] if hasattr(config.DDP, name)})
         run = SimpleNamespace(
-            world=SimpleNamespace(device=torch.device("cuda")),
-            plan=SimpleNamespace(workers=0, accumulation=1, compile="default", moves_values=False),
-            task=SimpleNamespace(turns={}), rates=SimpleNamespace(scheduler=None),
-            net=model, model=model, scaler=torch.amp.GradScaler("cpu", enabled=False),
-            optimizer=make_optimizer(model, Optim()), cfg=SimpleNamespace(exclude=[]),
+            world=SimpleNamespace(device=torch.device("cuda"), size=processes),
+            plan=SimpleNamespace(workers=workers, compile=compile, moves_values=moves, sharded=False),
+            task=SimpleNamespace(turns={}), rates=SimpleNamespace(scheduler=None), meter=SimpleNamespace(terms=None),
+            net=model, model=model, optimizer=make_optimizer(model, Optim()),
+            cfg=SimpleNamespace(exclude=[*exclude], record=record, cuda_graph=graph, ddp=ddp),
         )  # fmt: skip
         vars(run).update(other)
         return cuda_graph.unsupported_reason(run)
 
-    assert about() == ""
-    assert about(cfg=SimpleNamespace(exclude=["7"])) == "exclude makes steps of several sizes"
-    assert about(net=torch.nn.Linear(2, 2)) == "the model is in DDP or DataParallel"
+    assert about() == about(workers=4) == about(scaler=torch.amp.GradScaler("cpu")) == ""
+    assert about(exclude=["7"]) == "exclude makes steps of several sizes"
+    assert about(record=3) == "record keeps what the modules of a step return"
+    assert about(net=torch.nn.DataParallel(torch.nn.Linear(2, 2))) == "the model is in DataParallel"
     assert about(rates=SimpleNamespace(scheduler=1)) == "the task's `scheduler` sets the rates on the host"
-    plan = SimpleNamespace(workers=0, accumulation=1, compile="default", moves_values=True)
-    assert about(plan=plan) == "the schedule moves momentum or weight decay on the host"
-    assert about(scaler=torch.amp.GradScaler("cpu")) == "amp=fp16 has a loss scale; bf16 needs none"
+    assert about(moves=True) == "the schedule moves momentum or weight decay on the host"
     for mode in ("reduce-overhead", "max-autotune"):
-        plan = SimpleNamespace(workers=0, accumulation=1, compile=mode, moves_values=False)
-        assert about(plan=plan) == f"compile={mode} records graphs of its own"
+        assert about(compile=mode) == f"compile={mode} records graphs of its own"
+    assert about(2, workers=4) == about(2, graph=True) == ""
+    assert about(2) == "other roundings than DDP's would follow; cuda_graph=true allows them"
+    for setting in ({"find_unused_parameters": True}, {"sync_bn": True}, {"comm_hook": "fp16"}):
+        (name,) = setting
+        assert about(2, workers=4, **setting) == f"ddp.{name} needs other processes within a pass"
+    terms = SimpleNamespace(terms=True)
+    why = "the task's `losses`, whose weights are sums over the processes, needs other processes within a pass"
+    assert about(2, graph=True, meter=terms) == why and about(meter=terms) == ""
+    several = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+    assert about(2, workers=4, model=several, net=several).startswith("it adds up weights of several types, ")

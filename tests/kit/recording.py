@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from engine import contract, meter
+from engine.comm import buffers
 
 READ = torch.ops.aten._local_scalar_dense.default
 
@@ -53,12 +54,13 @@ class Graph:
 class Capture(TorchDispatchMode):
     """Stands in for torch.cuda.graph."""
 
-    def __init__(self, graph, stream, capture_error_mode):
+    def __init__(self, graph, pool, stream, capture_error_mode):
         super().__init__()
         assert stream is not place.current_stream(), "a capture needs a stream of its own"
-        self.graph, self.stream, self.mine, self.before = graph, stream, {}, {}
+        self.graph, self.pool, self.stream, self.mine, self.before = graph, pool, stream, {}, {}
 
     def __enter__(self):
+        assert self.pool == "pool", "pieces that share memory are recorded into one pool"
         self.left = place.current_stream()
         place.set_stream(self.stream)
         self.generator = torch.default_generator.get_state()
@@ -154,11 +156,23 @@ class LaunchedGraph(Graph):
             super().replay()
 
 
+def put_back(self, skipped):
+    """What `Buffers.put_back` does on a GPU; on a CPU it reads whether the step was skipped."""
+    for _, buffer, before in self.changes():
+        buffer.copy_(torch.where(skipped > 0, before, buffer))
+
+
+def add_copy(add):
+    """`Meter.add` with a copy of the numbers, as `to("cpu")` makes from a GPU."""
+    return lambda self, numbers, *about, **more: add(self, numbers.clone(), *about, **more)
+
+
 def install_on(gpu):
     """Give the module `fake_gpu`, which is installed, CUDA graphs."""
     global place
     place = SimpleNamespace(gpu=gpu, current_stream=gpu.current_stream, set_stream=gpu.set_stream)
     torch.cuda.CUDAGraph, torch.cuda.graph = LaunchedGraph, Capture
+    torch.cuda.graph_pool_handle = lambda: "pool"
 
 
 def install():
@@ -169,6 +183,9 @@ def install():
     cuda_graph.KIND = "cpu"
     torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.Stream, torch.cuda.Event = Graph, Capture, Stream, Event
     torch.cuda.current_stream, torch.cuda.stream = lambda: current[0], on
+    torch.cuda.graph_pool_handle, torch.cuda.synchronize = lambda: "pool", lambda device=None: None
+    torch.cuda.mem_get_info, torch.cuda.max_memory_allocated = lambda device: (2, 2), lambda device: 1
+    buffers.Buffers.put_back, meter.Meter.add = put_back, add_copy(meter.Meter.add)
     torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode = set_sync_debug_mode, lambda: len(watching)
     contract._on = lambda device, number: number.to(device, torch.float64)  # none of these is the host's
     lr, begin = plan.Plan.lr, meter.Meter.__init__
