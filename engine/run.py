@@ -267,7 +267,7 @@ class Run:
             totals = task_state.after_step(self, totals, skipped)
         if self.ema is not None:
             self.ema.update(skipped, by_turn=bool(self.task.turns))
-        numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
+        numbers = torch.cat([totals, skipped[None], grad_norm[None]])
         return self.count_step(numbers, consumed)
 
     def count_step(self, numbers: Tensor, consumed: int) -> AfterStep:

@@ -17,6 +17,9 @@ from engine.comm.world import World
 from engine.errors import DISTRIBUTED, LockstepError
 from engine.phases import phase
 
+FEW = 4
+"""Buffers of one type for which a kernel each is no more than four for all."""
+
 
 class Place(NamedTuple):
     """The place of a buffer: `buffers[name]` of a module, `key` in the model.
@@ -71,7 +74,7 @@ class Buffers:
         if now and all(
             b is self.copied.get(key) and b.shape == self.kept[key].shape for key, b in now.items()
         ):
-            torch._foreach_copy_([*self.kept.values()], [*now.values()])
+            _copy_all(zip(self.kept.values(), now.values(), strict=True))
         else:
             self.kept = {key: buffer.clone() for key, buffer in now.items()}
             self.copied = now
@@ -91,10 +94,7 @@ class Buffers:
 
     def restore(self) -> None:
         """Copy the kept values into the buffers."""
-        pairs = [*self.changes()]
-        if pairs:
-            _, buffers, kept = zip(*pairs, strict=True)
-            torch._foreach_copy_(buffers, kept)
+        _copy_all((buffer, before) for _, buffer, before in self.changes())
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
@@ -121,17 +121,36 @@ class Buffers:
         if skipped.device.type == "cpu" and not skipped:  # on a GPU the test is a sync point
             return
         bad = skipped > 0
-        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for _, buffer, before in self.changes():
-            by_dtype.setdefault(buffer.dtype, []).append((buffer, before))
-        # four kernels for a type; a product with a mask would make NaN of infinities
-        for pairs in by_dtype.values():
-            buffers, kept = zip(*pairs, strict=True)
-            now = torch.cat([buffer.flatten() for buffer in buffers])
-            then = torch.cat([value.flatten() for value in kept])
-            flat = torch.where(bad, then, now).split([*map(torch.numel, buffers)])
-            values = [value.view_as(buffer) for value, buffer in zip(flat, buffers, strict=True)]
-            torch._foreach_copy_(buffers, values)
+        # A product with a mask would make NaN of infinities.
+        for buffers, kept in _by_dtype((buffer, before) for _, buffer, before in self.changes()):
+            if len(buffers) <= FEW:
+                for buffer, before in zip(buffers, kept, strict=True):
+                    torch.where(bad, before, buffer, out=buffer)
+            else:  # four kernels for all
+                now = torch.cat([buffer.flatten() for buffer in buffers])
+                then = torch.cat([value.flatten() for value in kept])
+                flat = torch.where(bad, then, now).split([*map(torch.numel, buffers)])
+                pairs = zip(flat, buffers, strict=True)
+                torch._foreach_copy_(buffers, [value.view_as(buffer) for value, buffer in pairs])
+
+
+def _by_dtype(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """Return (targets, sources) for each type of targets: a list of several types would take a
+    kernel for each tensor."""
+    lists: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in pairs:
+        targets, sources = lists.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
+    return lists.values()
+
+
+def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the source of each (target, source)."""
+    for targets, sources in _by_dtype(pairs):
+        torch._foreach_copy_(targets, sources)
 
 
 def broadcast_or_mean(world: World, tensors: Iterable[Tensor], mean: bool) -> None:

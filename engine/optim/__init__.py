@@ -42,23 +42,31 @@ def step(
         p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]
     divisor = divisor.to(grads[0].dtype)
+    left: Tensor | None = divisor  # the divisor of the gradients as they are
     if scaler.is_enabled():  # divide first, so that unscale_ sees the gradients of a bad divisor
         torch._foreach_div_([to_local(grad) for grad in grads], divisor)
         scaler.unscale_(optimizer)
-        divisor = torch.ones_like(divisor)
-    grad_norm = reducer.grad_norm(grads) / divisor
+        left = None
+    grad_norm = reducer.grad_norm(grads)
+    if left is not None:
+        grad_norm = grad_norm / left
     # NaN if it is not finite; takes a third of the time of `isfinite`
-    skipped = (grad_norm - grad_norm != 0).float()
+    skipped = grad_norm.new_empty((), dtype=torch.float32)
+    torch.ne(grad_norm - grad_norm, 0, out=skipped)
     if grad_clip:
-        divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
+        excess = grad_norm + 1e-6
+        if grad_clip != 1:  # the usual norm takes a kernel less
+            excess = excess / grad_clip
+        excess = excess.clamp(min=1.0)
+        left = excess if left is None else left * excess
     in_kernel: bool = getattr(optimizer, "skips_in_kernel", False)
     # A fused kernel divides by grad_scale, in float32, in its one pass over the memory, and leaves
     # weights and state alone if found_inf is 1: GradScaler uses both.
-    divides = in_kernel and divisor.dtype == torch.float32
-    if not divides:
-        torch._foreach_div_([to_local(grad) for grad in grads], divisor)
+    divides = in_kernel and (left is None or left.dtype == torch.float32)
+    if left is not None and not divides:
+        torch._foreach_div_([to_local(grad) for grad in grads], left)
     if in_kernel:
-        optimizer.grad_scale = divisor if divides else None  # type: ignore[attr-defined]
+        optimizer.grad_scale = left if divides else None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         taken = True
     else:

@@ -57,6 +57,8 @@ class AdamW(torch.optim.AdamW):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # If found_inf is 1, the kernel changes nothing, and the counters must not change, either.
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
+        arguments = []
+        counters = list[Tensor]()
         for number, group in enumerate(self.param_groups):
             grads = [p.grad for p in group["params"] if p.grad is not None]
             if not grads:
@@ -64,8 +66,12 @@ class AdamW(torch.optim.AdamW):
             lists = self._lists(number, group, len(grads))
             if lists.sharded:
                 grads = [*map(to_local, grads)]
+            arguments.append((group, lists, grads))
+            counters += lists.counters
+        if counters:
             # A list of numbers: a single tensor would be read by the host, a sync point.
-            torch._foreach_add_(lists.counters, [taken] * len(lists.counters))
+            torch._foreach_add_(counters, [taken] * len(counters))
+        for group, lists, grads in arguments:
             self.kernel(
                 lists.params,
                 grads,

@@ -36,11 +36,12 @@ GPU, RUBBISH = torch.device("cuda", 0), 113
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "unique", "equal")
 TAKES_BOTH = ("copy_", "_to_copy", "index", "_index_put", "index_put", "set_", "lift")  # tensors of host and device
 COPIES = ("copy_", "_to_copy")
-NO_KERNEL = ("empty", "detach", "lift_fresh", "alias", "_local_scalar_dense", "set_", "record_stream")
+NO_KERNEL = ("empty", "new_empty", "detach", "lift_fresh", "alias", "_local_scalar_dense", "set_", "record_stream")
 IN_FLOAT32 = ("convolution",)  # in half, oneDNN writes beyond maps that are small (engine/precision.py)
 
 waits: list[tuple[int, str]] = []  # step, the project's line and what it waits for
 kernels: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)  # of each step
+of_loader: dict[int, int] = collections.Counter()  # how many of them make the batches of a step
 pinned: set[int] = set()  # addresses
 pinned_sizes = collections.Counter()  # how many times memory of so many bytes was pinned
 traffic = collections.Counter()  # copies to pinned memory, and their bytes
@@ -234,12 +235,39 @@ def dispatch(func, args, kwargs):
     if name not in NO_KERNEL and not func.is_view:
         if stream is usual and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(f"{name} of another thread among the kernels of a step, which it would delay")
-        (kernels[step()] if stream is usual else stream.launched)[name] += 1
+        count = launches(name, some)
+        (kernels[step()] if stream is usual else stream.launched)[name] += count
+        if stream is usual and in_loader():
+            of_loader[step()] += count
     wrapped = tree_map_only(torch.Tensor, CudaTensor, out)
     for fresh in tree_flatten(wrapped)[0] if not (func.is_view or func._schema.is_mutable) else ():
         if is_tensor(fresh):
             tell("memory_allocation", fresh.data_ptr())
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if on_gpu else wrapped
+
+
+def launches(name, args):
+    """The kernels of an operation: of a list of tensors one for each of them, where the types, or the shapes of the
+    lists, differ. (Of many tensors a GPU takes one kernel for a hundred or so: here one.)"""
+    lists = [value for value in args if isinstance(value, (list, tuple)) and value and all(map(is_tensor, value))]
+    if not lists or not (name.startswith("_foreach") or name in ("cat", "stack")):
+        return 1
+    one_type = all(len({value.dtype for value in some}) == 1 for some in lists)
+    if name != "_foreach_copy_":
+        given = [value for value in args if is_tensor(value)]  # a number on the GPU for the whole list
+        one_type = len({value.dtype for value in itertools.chain(*lists, given)}) == 1
+    alike = name in ("cat", "stack") or all(
+        len({value.shape for value in row}) == 1 for row in zip(*lists, strict=True)
+    )
+    return 1 if one_type and alike else len(lists[0])
+
+
+def in_loader():
+    """Whether a batch is being made: a frame of data_loader.py is under way."""
+    frame = sys._getframe(1)
+    while frame and not frame.f_code.co_filename.endswith("data_loader.py"):
+        frame = frame.f_back
+    return frame is not None
 
 
 class Gpu(TorchDispatchMode):
@@ -274,6 +302,7 @@ class Stream:
 
     def wait_stream(self, other):
         kernels[step()] += other.launched
+        of_loader[step()] += other.launched.total()
         other.launched.clear()
         self.wait_event(other.record_event())
 
@@ -411,7 +440,9 @@ def install():
 
 
 def report():
-    return json.dumps({"waits": waits, "kernels": kernels, "traffic": traffic, "pinned": pinned_sizes})
+    return json.dumps(
+        {"waits": waits, "kernels": kernels, "of_loader": of_loader, "traffic": traffic, "pinned": pinned_sizes}
+    )
 
 
 if __name__ == "__main__":

@@ -28,5 +28,6 @@ def run_on_fake_gpu(launch: Any, folder: Path, *words: str, code: int = 0, scrip
         errors=done.errors,
         waits=seen["waits"],
         kernels={int(step): counted for step, counted in seen["kernels"].items()},
+        of_loader={int(step): count for step, count in seen.get("of_loader", {}).items()},
         pinned={int(size): times for size, times in seen.get("pinned", {}).items()},
     )
