@@ -94,12 +94,13 @@ class EMA:
         weights = {}
         for dtype, share in self.shares.items():
             weights[dtype] = taken * torch.where(first, 1.0, share)
-        pairs, copies = {}, []
+        pairs, copies, sources = {}, list[Tensor](), list[Tensor]()
         for name, average, value in self._pairs():
             if by_turn and name in self.parameters and not self.parameters[name].requires_grad:
                 continue
             if name in self.copied:
-                copies.append((average, value))
+                copies.append(average)
+                sources.append(value)
             else:
                 pairs[name] = average, value
         if not by_turn and skipped.device.type != "cpu":
@@ -109,7 +110,7 @@ class EMA:
             # on a GPU a kernel for each average, because the weights have another shape
             torch._foreach_lerp_(averages, values, [weights[average.dtype] for average in averages])
         if copies:
-            torch._foreach_copy_(*zip(*copies, strict=True))
+            torch._foreach_copy_(copies, sources)
         self.n_averaged += taken
 
     def _update_blocks(

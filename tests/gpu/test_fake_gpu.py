@@ -1,4 +1,4 @@
-"""A training on a GPU that `fake_gpu.py` stands in for: the CPU's bits, no wait in a step, as many kernels as ever.
+"""A training on a GPU that `fake_gpu.py` stands in for: the CPU's bits, no wait in a step, few kernels beyond a plain loop's.
 What a real one adds is seen by `benchmarks/gpu_check.py`."""
 
 import functools
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import FAULTY, ROOT, TOY, succeed
 from fake_run import HAR, run_on_fake_gpu
 from saved import assert_same_parts, load
@@ -77,18 +76,16 @@ def test_the_bits_of_the_cpu(gpu, of_the_cpu, tmp_path, cache):
 
 
 STEPS = {
-    "conv": ([*HAR, "batch_size=16", EMA, "amp=bf16"], 188),
-    "perceptron": ([*HAR, "mode=flatten", EMA, "amp=fp16", *TWO, FETCHED], 412),
-    "transformer": ([*HAR, "mode=transformer", "batch_size=16", "amp=bf16", "cache=host"], 391),
-    "video": ([*VIDEO, "batch_size=4", "amp=bf16", FETCHED], 377),
-    "act": ([*ROBOT, *ACT, "amp=bf16"], 684),
-    "vla": ([*ROBOT, "amp=bf16"], 705),
-    "norms": ([BUFFERS, "batch_size=8", EMA, "amp=bf16", FETCHED, "num_workers=1"], 117),
-    "terms": ([TERMS, "batch_size=6", "amp=bf16", "gradient_accumulation_steps=2"], 378),
-    "virtual": ([*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=4", "ddp.backend=gloo"], 1180),
+    "conv": [*HAR, "batch_size=16", EMA, "amp=bf16"],
+    "perceptron": [*HAR, "mode=flatten", EMA, "amp=fp16", *TWO, FETCHED],
+    "transformer": [*HAR, "mode=transformer", "batch_size=16", "amp=bf16", "cache=host"],
+    "video": [*VIDEO, "batch_size=4", "amp=bf16", FETCHED],
+    "act": [*ROBOT, *ACT, "amp=bf16"],
+    "vla": [*ROBOT, "amp=bf16"],
+    "norms": [BUFFERS, "batch_size=8", EMA, "amp=bf16", FETCHED, "num_workers=1"],
+    "terms": [TERMS, "batch_size=6", "amp=bf16", "gradient_accumulation_steps=2"],
+    "virtual": [*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=4", "ddp.backend=gloo"],
 }
-"""Settings, and the kernels of a step (the most of steps 4 and 5), the loader's thread's among them: one that grows is
-noticed. Of four virtual workers each second one's gradients are added to a tree: by one kernel, not one for each."""
 
 SAID = {"terms": {"tests/tasks/terms.py:18 a copy from the host"}}
 """Waits that are the task's own."""
@@ -99,19 +96,37 @@ QUICK = [kind for kind in STEPS if kind not in SLOW]
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
-def test_no_wait_in_a_step_and_no_kernel_more(gpu, kind):
+def test_no_wait_in_a_step(gpu, kind):
     """The first steps copy class weights, and read the optimizer's counters; the last one is scored and saved. The
     order of the epoch is copied without a wait, too."""
-    words, most = STEPS[kind]
-    seen = gpu(*words, "steps=6", "log_every=100")
+    seen = gpu(*STEPS[kind], "steps=6", "log_every=100")
     assert "is not known" not in seen.out, "whether the score adds up, of samples asked for by number"
     inside = {what for step, what in seen.waits if 3 <= step < 6}
     assert inside == SAID.get(kind, set())
     assert len(seen.kernels) >= 6
     assert not [what for _, what in seen.waits if what.startswith(("data_loader.py", "engine/data/ahead.py"))]
-    if not torch.__version__.startswith("2.13."):
-        pytest.skip("the kernels of a step are those of torch 2.13")
-    assert max(sum(seen.kernels[step].values()) for step in (4, 5)) == most
+
+
+SUMS, BUFFERS_KEPT, AVERAGED = 14, 4, 6
+MORE = {
+    "conv": SUMS + BUFFERS_KEPT + AVERAGED,
+    "perceptron": SUMS + BUFFERS_KEPT + AVERAGED,
+    "video": SUMS + BUFFERS_KEPT,
+}
+"""Kernels of a step beyond those of a plain loop of torch's own, at most, without those that make its batch: the sums
+of a step in float64 (a kernel for each of some five numbers of several types), whether it is skipped, and a clip; the
+buffers, which are kept, and put back; the average of weights, which a skipped step leaves alone. One that grows is
+noticed."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in MORE])
+def test_a_step_takes_few_kernels_more_than_a_plain_loop(gpu, kind):
+    plain = gpu(*STEPS[kind], "num_workers=0", "steps=6", "device=cuda", script="tests/kit/plain_step.py")
+    ours = gpu(*STEPS[kind], "steps=6", "log_every=100")
+    kernels = {name: [sum(seen.kernels[step].values()) - seen.of_loader.get(step, 0) for step in (4, 5)]
+               for name, seen in (("plain", plain), ("ours", ours))}  # fmt: skip
+    assert min(kernels["plain"]) > 100
+    assert max(kernels["ours"]) <= min(kernels["plain"]) + MORE[kind], kernels
 
 
 VOTES = """
@@ -185,7 +200,7 @@ def test_the_parts_of_the_check_of_a_gpu_run_here(gpu, part):
     """All that they ask of torch.cuda is there, and their sums come out."""
     if part in NOT_HERE:
         pytest.skip(NOT_HERE[part])
-    words, kernels_of_step = STEPS["perceptron"]
+    words = STEPS["perceptron"]
     seconds = ["0.01"] if part in ("pace", "feeds") else []
     training = [] if part == "about" else words
     said = gpu("--part", part, *seconds, *training, "device=cuda", script="benchmarks/gpu_check.py").out
@@ -199,8 +214,7 @@ def test_the_parts_of_the_check_of_a_gpu_run_here(gpu, part):
         assert found[0] / found[1] == pytest.approx(6 * 128 * 4 + 4 * 8), "a window, its class and three numbers"
     else:
         assert min(found["rate"], found["ms"], found["limit"]) > 0 and 0 < found["waits"] < 1
-        assert found["kernels"] == found["launches"]
-        assert not torch.__version__.startswith("2.13.") or found["kernels"] == kernels_of_step
+        assert found["kernels"] == found["launches"] > 100
 
 
 @pytest.mark.slow
@@ -217,7 +231,7 @@ def test_the_sanitizer_sees_what_the_loader_does(gpu, tmp_path):
 
 @pytest.mark.slow
 def test_a_contestant_answers_each_order(gpu, tmp_path):
-    words, _ = STEPS["perceptron"]
+    words = STEPS["perceptron"]
     orders = tmp_path / "orders"
     measures = "training", "plain loop", "kernels"
     orders.write_text("".join(f'{{"measure": "{name}", "seconds": 0.01}}\n' for name in measures))
@@ -253,7 +267,6 @@ WAITS = {
     "torch.cuda.current_stream().synchronize()": "a stream",
 }
 WRONG = """
-import torch
 from engine.phases import phase
 from tests.tasks import toy
 class Task(toy.Task):
