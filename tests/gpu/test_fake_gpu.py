@@ -1,5 +1,5 @@
-"""A training on a GPU that `fake_gpu.py` stands in for: the CPU's bits, no wait in a step, few kernels beyond a plain loop's.
-What a real one adds is seen by `benchmarks/gpu_check.py`."""
+"""A training on a GPU that `fake_gpu.py` stands in for: the CPU's bits, no wait in a step, few kernels more than a plain
+loop. What a real one adds is seen by `benchmarks/gpu_check.py`."""
 
 import functools
 import json
