@@ -151,11 +151,11 @@ def _small_backward(
     normal = (normal - tl.load(means + program)) * rstd
     w, b = _affine(weight, bias, channels, C, AFFINE)
     of_z = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
-    # Masked: no NaN of a group reaches a place outside of its own.
-    of_z = tl.where(inside, _through(of_z, normal * w + b, ACTIVATION), 0.0)
+    # Behind the last position the gradient is 0. Sums of channels of the next group are left out.
+    of_z = _through(of_z, normal * w + b, ACTIVATION)
 
     of_bias = tl.sum(of_z, 0)
-    of_weight = tl.sum(tl.where(inside, of_z * normal, 0.0), 0)
+    of_weight = tl.sum(of_z * normal, 0)
     places = sample.to(tl.int64) * 2 * C + channels
     tl.store(sums + places, of_bias, mask=of_group < D)
     tl.store(sums + places + C, of_weight, mask=of_group < D)
@@ -284,9 +284,9 @@ def _gradient_sums(
         offsets = _offsets(sample, positions, channels, S, C, LAST)
         normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
         of_z = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
-        of_z = tl.where(inside, _through(of_z, normal * w + b, ACTIVATION), 0.0)
+        of_z = _through(of_z, normal * w + b, ACTIVATION)
         of_bias += tl.sum(of_z, 0)
-        of_weight += tl.sum(tl.where(inside, of_z * normal, 0.0), 0)
+        of_weight += tl.sum(of_z * normal, 0)
     places = program.to(tl.int64) * 2 * C + channels
     tl.store(parts + places, of_bias, mask=channels < C)
     tl.store(parts + places + C, of_weight, mask=channels < C)
