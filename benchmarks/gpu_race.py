@@ -41,7 +41,7 @@ READY_SHARE = 0.5
 WINDOW_S, TURN_S = 0.6, 20.0
 """Seconds of a window; seconds after which a turn has failed."""
 
-WARM_UP = 10
+WARM_UP = 4
 """Steps before a loop is ready. The GPU is shared by all that get ready at the same time: what
 Lockstep chooses by a measurement it must choose later, alone (`Workload.settling`)."""
 

@@ -42,8 +42,8 @@ WARM_UP = 3
 """Steps of one form that run kernel by kernel before the recording: kernels are chosen, state is
 allocated."""
 
-TIMED = 2
-"""The step of these whose time is taken."""
+MEASURED_WARM_UP = 8
+"""The same with cuda_graph=auto: the time of the last step but one is taken."""
 
 NEAR = 1e-2
 """Largest relative difference of loss and gradient: the order of a sum may change, the terms may
@@ -53,6 +53,9 @@ BUSY = 2 / 3
 """cuda_graph=auto: largest share of a step in which the GPU computes, for a recording."""
 
 KIND = "cuda"
+
+Form = dict[str, Any]
+"""The shape and type of each tensor of a batch, and the types of other parts."""
 
 
 def unsupported_reason(run: Run) -> str:
@@ -73,12 +76,13 @@ class StepGraph:
     """Take the steps of a run by launches of the graphs; or kernel by kernel, before the recording
     and for a batch of a different form.
 
-    form      of the batch of a recorded pass: the shape and type of each tensor
-    state     the places in memory of the task's state at the recording, see `_places`
-    taken     number of steps of that form
-    recorded  None before the recording
-    measures  with cuda_graph=auto, until the choice is made
-    odd       a batch of the present step has another form
+    form        of the batch of a recorded pass: the shape and type of each tensor
+    state       the places in memory of the task's state at the recording, see `_places`
+    taken       number of steps of that form
+    recorded    None before the recording
+    measures    with cuda_graph=auto, until the choice is made
+    counts      number of steps of each form before the recording
+    has_others  of several processes: a batch had another form than `form`
     """
 
     def __init__(self, run: Run, step: Callable[[Any, Any], Any]):
@@ -86,12 +90,14 @@ class StepGraph:
         self.stream = torch.cuda.Stream(run.world.device)
         self.inputs = Inputs(run)
         self.measures = run.cfg.cuda_graph == "auto"
+        self.warm_up = MEASURED_WARM_UP if self.measures else WARM_UP
         self.processes = run.world.size
         self.recorded: RecordedStep | None = None
         self.given_up = False
-        self.form: dict[str, Any] = {}
+        self.form: Form = {}
         self.taken = 0
-        self.odd = False
+        self.counts: dict[Any, int] = {}
+        self.has_others = False
 
     def __call__(self, run: Run, passes: Any) -> AfterStep:
         """(all ranks) Take a step."""
@@ -104,35 +110,44 @@ class StepGraph:
                 "numbers: a graph reads tensors that change in place (copy_, lerp_)"
             )
         leaves = [dict(tree_leaves(batch)) for batch, _ in pairs]
-        if self.given_up or not self._has_form(pairs, leaves):
+        if self.given_up or not self._can_launch(pairs, leaves):
             return self.step(run, pairs)
         self.taken += 1
         return self._take(pairs, leaves)
 
-    def _has_form(self, pairs: list[Pair], leaves: list[Leaves]) -> bool:
-        """Return whether the step can be launched; of several processes, the same on all ranks.
+    def _can_launch(self, pairs: list[Pair], leaves: list[Leaves]) -> bool:
+        """Return whether the form of a step's batches can be recorded, or is recorded; of several
+        processes, the same on all ranks.
 
         The leaves of a batch that has another form than the recorded batch are removed.
         """
         forms = [*map(_form_of, leaves)]
-        if self.recorded is None and forms[0] != self.form:
-            self.form = forms[0]
-            self.taken = self.taken if self.processes > 1 else 0
+        if self.recorded is None:
+            self._count_form(forms[0])
         others = [each for each, form in zip(leaves, forms, strict=True) if form != self.form]
         if self.processes == 1:
             return not others and not any(micro.empty for _, micro in pairs)
-        self.odd = bool(others)
+        self.has_others |= bool(others)
         for each in others:
             each.clear()
         return bool(pairs[0][1].samples == self.run.plan.global_batch)
 
+    def _count_form(self, form: Form) -> None:
+        """Set `form` and `taken`, before the recording. Of several processes all whole steps count,
+        and the form is that of the first."""
+        if self.processes > 1:
+            self.form = self.form or form
+            return
+        self.counts[tuple(self.form.items())] = self.taken
+        self.form, self.taken = form, self.counts.get(tuple(form.items()), 0)
+
     def _take(self, pairs: list[Pair], leaves: list[Leaves]) -> AfterStep:
         """Take a step of the form in the way that its number requires."""
-        launch = self.taken - WARM_UP  # number of the launch, from 1
+        launch = self.taken - self.warm_up  # number of the launch, from 1
         if launch == 0:
             return self._watched(pairs, leaves[0])
         if launch < 0:
-            return self._timed(pairs) if self.taken == TIMED else self._warm_up(pairs)
+            return self._timed(pairs) if launch == -1 else self._warm_up(pairs)
         if launch == 1:
             self._record(pairs)
         if self.recorded is None:
@@ -223,7 +238,7 @@ class StepGraph:
         run = self.run
         is_further = len(pairs) > 1 and not pairs[1][1].opens_worker
         recorded = RecordedStep(run, self.step, self.inputs)
-        reason = "its batches have several forms" if self.odd else ""
+        reason = "its batches have several forms" if self.has_others else ""
         try:
             if not reason:
                 recorded.record(pairs[: 1 + is_further], self.stream)
@@ -285,7 +300,7 @@ class StepGraph:
 
     def _describe_unseen(self) -> str:
         """Return the number of steps since the last comparison, or an empty text."""
-        unseen = max(0, (self.taken - WARM_UP) // 2 - 1)
+        unseen = max(0, (self.taken - self.warm_up) // 2 - 1)
         return f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""
 
     def _give_up(self, reason: str) -> None:
@@ -356,9 +371,9 @@ def _is_object(leaf: Any) -> bool:
     return not isinstance(leaf, (Tensor, type(None)))
 
 
-def _form_of(leaves: Leaves) -> dict[str, Any]:
+def _form_of(leaves: Leaves) -> Form:
     """Return the shape and type of each tensor of a batch, and the types of other leaves."""
-    form: dict[str, Any] = {}
+    form: Form = {}
     for name, leaf in leaves.items():
         form[name] = (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
     return form

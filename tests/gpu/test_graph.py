@@ -243,7 +243,7 @@ AUTO = {
 def test_auto_records_where_the_gpu_waits(run, tmp_path, kind):
     """The bits are those kernel by kernel, whatever the measurement was."""
     statement, why = AUTO[kind]
-    words = [*ODD, "model.dropout=0.3", "steps=12"]
+    words = [*ODD, "model.dropout=0.3", "steps=18"]
     eager = run("eager", *words)
     import_it = "from plugins.performance import cuda_graph\nimport torch\n"
     script = (tmp_path / "script.py").read_text().replace("import train\n", f"{import_it}{statement}\nimport train\n")
