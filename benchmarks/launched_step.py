@@ -6,7 +6,7 @@ after the first.
 python benchmarks/launched_step.py                                      the perceptron of har
 python benchmarks/launched_step.py har virtual_workers=4 batch_size=16  another training
 
-Prints the CPU time of a step in microseconds: the smallest and the median of ten groups of steps,
+Prints the time of the training's thread in a step in microseconds: the smallest and the median of ten groups of steps,
 and the part in which the CPU copies the batch: a GPU copies by itself. The time of the data loader
 is left out.
 """
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import timeit
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,9 @@ class Timed(cuda_graph.StepGraph):
 
     def __call__(self, run: Any, passes: Any) -> Any:
         pairs = [*passes]
-        begin = time.process_time()
+        begin = time.thread_time()
         due = super().__call__(run, pairs)
-        self.seconds.append(time.process_time() - begin)
+        self.seconds.append(time.thread_time() - begin)
         return due
 
 
@@ -73,9 +74,8 @@ steps: list[Timed] = []
 def copy_time(tensors: list[torch.Tensor]) -> float:
     """Return the microseconds of a copy of a batch."""
     copies = [*map(torch.clone, tensors)]
-    times = timeit.repeat(
-        lambda: torch._foreach_copy_(tensors, copies), number=GROUP, repeat=GROUPS
-    )
+    copy = partial(torch._foreach_copy_, tensors, copies)
+    times = timeit.repeat(copy, number=GROUP, repeat=GROUPS)
     return 1e6 * min(times) / GROUP
 
 
@@ -91,10 +91,10 @@ def main(argv: list[str]) -> int:
     counted = steps[0].seconds[FIRST:]
     groups = [1e6 * sum(counted[at : at + GROUP]) / GROUP for at in range(0, len(counted), GROUP)]
     copies = copy_time(steps[0].inputs.leaves)
+    least, median = min(groups), statistics.median(groups)
     print(
-        f"host time of a launched step: {min(groups):.0f} us at least, "
-        f"{statistics.median(groups):.0f} us in the median of {len(groups)} groups of {GROUP} steps; "
-        f"{copies:.0f} us of them copy the batch"
+        f"host time of a launched step: {least:.0f} us at least, {median:.0f} us in the median of "
+        f"{len(groups)} groups of {GROUP} steps; {copies:.0f} us of them copy the batch"
     )
     return code
 

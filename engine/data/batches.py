@@ -32,6 +32,8 @@ STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
 
 def tree_children(value: Any) -> dict[Any, Any] | None:
     """Return the parts of a container by key, number or field; None for a leaf."""
+    if isinstance(value, Tensor):  # most leaves
+        return None
     if isinstance(value, dict):
         return value
     if isinstance(value, UserDict):
