@@ -6,9 +6,9 @@ after the first.
 python benchmarks/launched_step.py                                      the perceptron of har
 python benchmarks/launched_step.py har virtual_workers=4 batch_size=16  another training
 
-Prints the time of the training's thread in a step in microseconds: the smallest and the median of ten groups of steps,
-and the part in which the CPU copies the batch: a GPU copies by itself. The time of the data loader
-is left out.
+Prints the time of the training's thread in a step in microseconds, the smallest and the median of
+ten groups of steps, and the part in which the CPU copies the batch: a GPU copies by itself. The
+time of the data loader is left out.
 """
 
 from __future__ import annotations

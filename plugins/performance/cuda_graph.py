@@ -36,6 +36,7 @@ from plugins.performance.recorded_step import (
     Outcome,
     Pair,
     RecordedStep,
+    leaves_of,
 )
 
 WARM_UP = 3
@@ -109,7 +110,7 @@ class StepGraph:
                 "the state of the task is in other tensors than at the recording, or has other "
                 "numbers: a graph reads tensors that change in place (copy_, lerp_)"
             )
-        leaves = [dict(tree_leaves(batch)) for batch, _ in pairs]
+        leaves = [leaves_of(batch) for batch, _ in pairs]
         if self.given_up or not self._can_launch(pairs, leaves):
             return self.step(run, pairs)
         self.taken += 1

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from engine import global_loss
 from engine.contract import StepInfo
-from engine.data.batches import attach_info, batch_info, find_info, map_tensors, tensors
+from engine.data.batches import (
+    attach_info,
+    batch_info,
+    find_info,
+    map_tensors,
+    tensors,
+    tree_leaves,
+)
 from engine.data.examples import ObservedStep
 from engine.errors import LockstepError
 from engine.optim.rates import group_rate
@@ -58,6 +65,19 @@ class Outcome(NamedTuple):
             [*self.totals[1:3], self.grad_norm.double(), sums]
         ).tolist()
         return numbers
+
+
+def leaves_of(batch: Any) -> Leaves:
+    """Return the parts of a batch by name. Most batches are dicts of tensors."""
+    if type(batch) is not dict:
+        return dict(tree_leaves(batch))
+    leaves = {}
+    for name, part in batch.items():
+        if isinstance(part, Tensor):
+            leaves[name] = part
+        else:
+            leaves |= tree_leaves(part, name)
+    return leaves
 
 
 class PassGraph(NamedTuple):
@@ -127,9 +147,9 @@ class Inputs:
 
     def fill_step(self) -> None:
         """Copy the numbers that are the same in all passes of a step."""
-        rates = []
+        rate, rates = self.run.lr, []
         for group in self.run.optimizer.param_groups:
-            group["lr"] = group_rate(self.run.lr, group, self.run.world.device)
+            group["lr"] = group_rate(rate, group, self.run.world.device)
             rates.append(group["lr"])
         if rates != self.filled:
             for memory, rate in zip(self.rates, rates, strict=True):
