@@ -107,7 +107,7 @@ def test_no_wait_in_a_step(gpu, kind):
     assert not [what for _, what in seen.waits if what.startswith(("data_loader.py", "engine/data/ahead.py"))]
 
 
-MORE = {"conv": 22, "perceptron": 20, "transformer": 16, "video": 12}
+MORE = {"conv": 22, "perceptron": 20, "transformer": 16, "video": 12, "act": 20, "vla": 18}
 """Kernels of a step beyond those of a plain loop of torch's own, at most, without those that make its batch: the sums
 of a step in float64 (a kernel for each of some five numbers of several types), whether it is skipped, and a clip; the
 buffers, which are kept, and put back; the average of weights, which a skipped step leaves alone. One that grows is
