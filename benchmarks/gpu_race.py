@@ -412,14 +412,17 @@ def _names(results: Results, workload: str, chosen: Callable[[Loop], bool]) -> l
 def _verdict(
     results: Results, what: str, ours: tuple[str, str], others: list[str], least: float
 ) -> Bar:
-    """Return the bar of one loop's speed relative to the fastest of others of its training."""
+    """Return the bar of one loop's speed relative to the fastest of others of its training. The bar
+    names the others that are missing: one of them may be the fastest."""
     from run import closest
 
     workload, name = ours
     mine = results.of(workload, name)
-    measured = [windows for other in others if (windows := results.of(workload, other))]
+    measured = {other: windows for other in others if (windows := results.of(workload, other))}
     if mine and measured:
-        return Bar(what, closest(mine, measured, "step_ms"), least)
+        absent = [other for other in others if other not in measured]
+        without = f" (without {'; '.join(absent)})" if absent else ""
+        return Bar(what + without, closest(mine, [*measured.values()], "step_ms"), least)
     missing = "all other loops are" if mine and len(others) > 1 else f"{name} is"
     if mine and len(others) == 1:
         missing = f"{others[0]} is"
