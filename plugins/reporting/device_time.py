@@ -100,7 +100,7 @@ def _advice(run: Run, step: StepTime, launches_graphs: bool) -> str:
         return f"cuda_graph does not apply, because {reason}; {_fewer_launches(run)}"
     if run.cfg.cuda_graph in (False, "false"):
         return "type cuda_graph=true"
-    return f"a line `cuda_graph:` above has the reason; {_fewer_launches(run)}"
+    return f"the line `cuda_graph:` of this run has the reason; {_fewer_launches(run)}"
 
 
 def _faster_loading(run: Run, held: bool) -> str:

@@ -163,7 +163,8 @@ HELD = {"on": "cuda"}
         ({"reason": "there are two passes", "compile": "default", "accumulation": 2}, IDLE, False,
          "cuda_graph does not apply, because there are two passes; "
          "type batch_size=16 gradient_accumulation_steps=1: the same steps"),
-        ({"cuda_graph": "auto"}, IDLE, False, "a line `cuda_graph:` above has the reason; type compile=default"),
+        ({"cuda_graph": "auto"}, IDLE, False,
+         "the line `cuda_graph:` of this run has the reason; type compile=default"),
         ({"cuda_graph": True}, IDLE, True,
          "steps are launches of a graph already; type batch_size=16, which is a different training"),
         ({}, STARVED, False, "data loading takes 2.00 ms: type num_workers=4, or cache=device if the GPU has room"),
