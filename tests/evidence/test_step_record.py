@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, succeed
-from runs import same_bits, weights
+from runs import records, same_bits, weights
 from torch import nn
 
 import tasks
@@ -33,7 +33,14 @@ def read(folder, step=2):
 
 def test_it_is_what_a_plain_loop_computes(launch, tmp_path):
     """The second step, of the weights of the first one's checkpoint: four passes of three samples."""
-    words = [*WORDS, "save_every=1", "keep_checkpoints=9", "record=2", "optim.grad_clip=0.05"]
+    words = [
+        *WORDS,
+        "save_every=1",
+        "keep_checkpoints=9",
+        "record=2",
+        "optim.grad_clip=0.05",
+        "optim.lr_scale=layers.0:0.5",
+    ]
     done = succeed(launch.python("train.py", *words, f"save_dir={tmp_path}"))
     assert f"  record       {tmp_path / 'record_step_2.npz'} (" in done.out
     about = read(tmp_path)
@@ -72,6 +79,8 @@ def test_it_is_what_a_plain_loop_computes(launch, tmp_path):
     (loss,) = [e for e in entries if e["name"].startswith("of the step")]
     parts = torch.stack([total.detach(), weight.double()])
     torch.testing.assert_close(loss["rows"]["norms"][0], parts.norm().item(), rtol=1e-9, atol=0)
+    line = records(tmp_path, "train")[0]
+    assert line["step"] == 2 and about["lr"] == line["lr"] > line["lr_min"], "the largest rate of the groups"
     assert about["step"] == 2 and about["code_files"] == code_of(TOY, task, net) and about["config"]["seed"] == 3
 
 

@@ -16,7 +16,7 @@ from plugins.performance import compiled_step, compiler
 from plugins.performance.compiled_step import NEAR, Pass, disagreement
 
 STAND_IN = str(ROOT / "tests" / "kit" / "compiled_stand_in.py")
-CONTRAST = str(ROOT / "tests" / "tasks" / "contrast.py")
+CONTRAST, TURNS = (str(ROOT / "tests" / "tasks" / f"{name}.py") for name in ("contrast", "turns"))
 
 # ---- a compiler that is right, or not ----
 
@@ -97,6 +97,13 @@ def test_a_right_step_is_compiled_and_nothing_else(trained):
     assert sorted(calls) == [1] * 2 + [12] * 8
     _, expected, _ = trained("off", *toy(model__dropout=0.3), compiled=False)
     assert near(found, expected), "also in the random numbers of dropout"
+
+
+def test_a_step_of_each_turn_is_compared(trained):
+    """Of two turns, each trains other weights."""
+    words = [TURNS, "own.kind=factors", "threads=1", "steps=4", "amp=off"]
+    out, _, calls = trained("right", *words)
+    assert "warning: compile" not in out and calls == [12] * (4 + 2)
 
 
 @pytest.mark.slow
@@ -361,3 +368,6 @@ def test_a_number_of_the_step_makes_no_graph_for_each_step(device, most, time):
             found = net(x, time(step))
         torch.testing.assert_close(found, torch.relu(net.layer(x)) * step)
     assert compiler.graphs() - before == most
+    with compiled.used():
+        net(torch.randn(5, 8), time(8))
+    assert compiler.graphs() - before == most + (device == "cuda"), "the shape is a constant on a GPU alone"

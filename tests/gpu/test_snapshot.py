@@ -193,7 +193,12 @@ def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):
 
 
 def state_of(step):
-    return {"format": 3, "progress": {"step": step, "epoch": 0}, "model": {"weight": torch.arange(4.0) + step}}
+    return {
+        "format": 3,
+        "progress": {"step": step, "epoch": 0},
+        "model": {"weight": torch.arange(4.0) + step},
+        "task": {},
+    }
 
 
 def on_its_way(step, finish=lambda state: None):
@@ -227,8 +232,9 @@ def test_reading_a_tensor_waits_for_it_and_finishes_once():
     state, arrival = on_its_way(1, finished.append)
     assert state["progress"]["step"] == 1 and not finished
     arrival.set_exception(RuntimeError("gone"))
-    with pytest.raises(RuntimeError, match="gone"):
-        state["model"]
+    for part in ("model", "task"):
+        with pytest.raises(RuntimeError, match="gone"):
+            state[part]
     state, arrival = on_its_way(1, finished.append)
     arrival.set_result(None)
     assert [*state["model"]] == ["weight"] and state.on_host()["format"] == 3

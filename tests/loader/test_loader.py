@@ -11,6 +11,7 @@ import random
 import re
 import socket
 import threading
+import weakref
 from multiprocessing import resource_sharer
 from types import SimpleNamespace
 
@@ -186,23 +187,29 @@ class Decoder:
 
 
 class Collecting(Rows):
+    held = None
+
     def __getitem__(self, i):
+        self.held = None  # a cycle: garbage from now on
         gc.collect()
         return super().__getitem__(i)
 
 
 def test_garbage_of_the_rank_is_not_collected_in_a_loader_process(tmp_path):
-    loader, _ = loaders_of(Collecting(), workers=1)
+    data = Collecting()
+    data.held = Decoder(tmp_path / "closed")
+    loader, _ = loaders_of(data, workers=1)
     gc.collect()
     gc.disable()  # so that the decoder is still there when the processes start
     try:
-        Decoder(tmp_path / "closed")
+        garbage = weakref.ref(Decoder(tmp_path / "closed"))
         passes = len([*loader.passes()])
+        assert garbage() is None, "collected by the rank, before"
     finally:
         gc.enable()
     del loader  # its process ends
     gc.collect()
-    assert passes == 3
+    assert passes == 3 and data.held is not None
     assert not (tmp_path / "closed").exists()
 
 

@@ -193,7 +193,7 @@ def test_a_command_that_was_stopped_continues_and_compares(tmp_path):
         stored(folder)
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "train").iterdir()}
     assert [*sorted(kept)] == ["000000.tar", "000001.tar"]
-    for other in (numbers(11, start=1), numbers(3)):
+    for other in (numbers(11, start=1), numbers(3), numbers(4)):
         with pytest.raises(LockstepError, match="the stream gives other samples than before"):
             written(folder, other, numbers(5), *words)
     written(folder, iter(numbers(11)), iter(numbers(5)), *words)

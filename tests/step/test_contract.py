@@ -21,6 +21,7 @@ import train
 from engine import gathered
 from engine.config import parse
 from engine.contract import LockstepError, Loss, gather_batch, sample_seeds, uniform
+from engine.global_loss import join
 from plugins.resilience.stragglers import GpuClock
 from tests.tasks.contrast import info_nce
 
@@ -155,6 +156,13 @@ def test_weights_are_those_of_the_passes_that_count(steps, tmp_path, more):  # n
     assert len(seen) == 8 and seen[:4] == seen[4:] and run.meter.terms.known.tolist() == [sum(seen[:4]), 12]
     tracked = [value for name, value in run.reducer.buffers().items() if name.endswith("num_batches_tracked")]
     assert tracked[0] == (2 if more else 4), "BatchNorm's: once for each pass"
+
+
+def test_the_sums_of_all_terms_are_for_the_state():
+    x, count = torch.ones((), requires_grad=True), torch.tensor(2)
+    terms = {name: Loss(x, count, for_state={f"of {name}": torch.ones(3)}) for name in ("one", "two")}
+    found = join(terms | {"three": Loss(x, count)}).for_state
+    assert [*found] == ["of one", "of two"] and all(torch.equal(value, torch.ones(3)) for value in found.values())
 
 
 def test_totals_to_watch_may_be_numbers(steps):  # noqa: F811

@@ -15,7 +15,7 @@ from engine.comm import digests
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.config import Optim
-from engine.contract import LockstepError
+from engine.contract import ChainedOptimizer, LockstepError
 from engine.files.archive import EXACT_PARTS
 from engine.left_out import left_out_digests
 from engine.optim import make
@@ -219,6 +219,24 @@ def test_a_chain_is_restored_as_it_was(kind):
     assert same(*[everything(*each) for each in ((a, one), (b, two))])
     with pytest.raises(ValueError, match="number of parameter groups"):
         two.load_state_dict(made("sgd", network()).state_dict() | {"param_groups": []})
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as optimizers do whose rates follow from the number."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_an_optimizer_without_gradients_takes_no_step():
+    """As that of another turn."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    chain = ChainedOptimizer(Counting([first], lr=0.1), Counting([second], lr=0.1))
+    first.grad = torch.ones(2)
+    chain.step()
+    assert [group.get("k") for group in chain.param_groups] == [1, None]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "own rmsprop"])

@@ -17,6 +17,8 @@ from torch.nn.functional import cosine_similarity, log_softmax, softmax
 import tasks
 from engine import config
 from engine.contract import LockstepError
+from engine.seeds import seed_generators
+from engine.task_state import move_state
 
 KEPT = str(ROOT / "tests" / "tasks" / "kept.py")
 SETTINGS = [KEPT, "seed=3", "epochs=2", "amp=off", "schedule.kind=constant", "grad_clip=0", "log_every=1"]
@@ -67,6 +69,12 @@ def plain_loop(skipped=(), clip=None, decay=None):
     return {"model": model.state_dict(), "ema": average, "task": state | {"queue": torch.stack(queue)}}
 
 
+def drawn(step):
+    """What `after_step` draws from torch's generator."""
+    seed_generators(torch.device("cpu"), "after step", 3, step)
+    return torch.rand(()).item()
+
+
 def assert_close(saved, expected):
     for part in ("model", "task"):
         ours = {name: saved[part][name] for name in expected[part]}
@@ -90,7 +98,8 @@ def test_the_state_is_that_of_a_plain_loop(launch, tmp_path, cut):
     assert "the loss adds up" in done.out and re.search(r"\n  state +sha256 \w{16}", done.out)
     saved = load(tmp_path)
     assert_close(saved, plain_loop())
-    assert saved["task"]["notes"]["steps"] == [*range(STEPS)]
+    notes = saved["task"]["notes"]
+    assert notes["steps"] == [*range(STEPS)] and notes["drawn"] == [drawn(step) for step in range(STEPS)]
 
 
 @pytest.mark.slow
@@ -147,6 +156,7 @@ def test_clipped_weights_enter_the_average(launch, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_ends_for_the_reason_of_the_task(launch, tmp_path):
+    """The last rank alone has one."""
     words = [*SETTINGS, "eval_every=3", "own.enough=0.6", "batch_size=6", f"save_dir={tmp_path}"]
     done = succeed(launch.train(*words, processes=2))
     saved = load(tmp_path)
@@ -159,12 +169,22 @@ def test_a_run_ends_for_the_reason_of_the_task(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_the_checkpoint_has_the_state(launch, tmp_path):
-    """`score` uses the teacher, which is in the checkpoint alone."""
-    succeed(launch.train(*SETTINGS, f"save_dir={tmp_path / 'run'}"))
-    best = load(tmp_path / "run")["task"]["notes"]["best"]
+def test_the_tools_have_the_state_of_the_checkpoint(launch, tmp_path):
+    """`score` and `predict` use the teacher, which is in the checkpoint alone, and not in a published model."""
+    task = own(tmp_path, "    def metadata(self): return {}\n    def load_metadata(self, metadata): pass\n")
+    succeed(launch.train(task, *SETTINGS[1:], f"save_dir={tmp_path / 'run'}"))
+    saved = load(tmp_path / "run")
+    best = saved["task"]["notes"]["best"]
     done = succeed(launch.python("tools/evaluate.py", str(tmp_path / "run"), "--json"))
     assert f"{best:.6f}"[:7] in done.out, done.out
+    words = [str(tmp_path / "run" / "last.pt"), "--split", "val", "--out", str(tmp_path / "out.npz")]
+    succeed(launch.python("tools/predict.py", *words))
+    (_, data), teacher = kept_task().datasets(), kept_task().teacher
+    teacher.load_state_dict(saved["task"]["teacher"])
+    with np.load(tmp_path / "out.npz") as found:
+        np.testing.assert_allclose(found["rows"], teacher(data.x).numpy(), rtol=1e-6)
+    done = launch.python("tools/publish.py", str(tmp_path / "run"), "--to", str(tmp_path / "hub"), "--license", "mit")
+    assert done.code and "the task keeps a state (teacher, target, " in done.errors[0]
 
 
 @pytest.mark.slow
@@ -317,11 +337,26 @@ def test_a_metric_that_each_evaluation_resets_is_no_state(start, tmp_path):
 def test_the_trials_put_all_back(start):
     run = start(KEPT)
     task = run.task
-    assert (task.taken, task.notes) == (0, {"steps": [], "best": math.inf})
+    assert (task.taken, task.notes) == (0, {"steps": [], "drawn": [], "best": math.inf})
     assert not task.centre.any() and not task.queue.any()
     weights = dict(run.model.encoder.state_dict())
     for name, value in task.teacher.state_dict().items():
         assert torch.equal(value, weights[name]) and torch.equal(task.target.state_dict()[name], value)
+
+
+def kept_task():
+    """A task with its model, on the CPU."""
+    task = tasks.load(KEPT)(config.parse(SETTINGS, tasks.load).cfg)
+    task.model()
+    return task
+
+
+def test_the_state_moves_to_the_device():
+    task = kept_task()
+    task.notes["more"] = [torch.zeros(2)]
+    move_state(task, torch.device("meta"))
+    assert all(p.is_meta for module in (task.teacher, task.target) for p in module.parameters())
+    assert task.centre.is_meta and task.queue.is_meta and task.notes["more"][0].is_meta
 
 
 @pytest.mark.slow

@@ -14,9 +14,11 @@ from runs import records
 from saved import assert_same_bits, load
 
 import tasks
+from engine import api
 from engine.config import parse
 from engine.contract import sample_seeds, uniform
 from tests.tasks.clocked import curriculum
+from tools.use.place import place_of
 
 TASK = str(ROOT / "tests" / "tasks" / "clocked.py")
 TRAIN = [TASK, "seed=3", "epochs=3"]
@@ -159,6 +161,9 @@ def test_a_checkpoint_is_scored_at_its_step(launch, tmp_path):
         done = succeed(launch.python("tools/evaluate.py", str(folder / entry["file"]), "--json", "batch_size=5"))
         found, line = json.loads(done.out)["metrics"], logged[entry["step"]]
         assert found == pytest.approx({name: line[name] for name in found}, rel=1e-14)
+        place = place_of(api.read(folder / entry["file"]), parse(TRAIN, tasks.load).cfg)
+        assert (place.step, place.epoch) == (line["at_step"], line["at_epoch"]), "of a prediction"
+        assert place.progress == line["at_progress"]
     done = succeed(launch.python("tools/evaluate.py", str(folder / "last.pt"), "--json", "--split", "train"))
     found = json.loads(done.out)["metrics"]
     assert (found["at_step"], found["at_epoch"], found["at_progress"]) == (18, 2, 1.0)

@@ -1,6 +1,7 @@
 """Turns: a step trains the weights of one turn, on any processes, as a plain loop would; killed, resumed, refused."""
 
 import functools
+import itertools
 import json
 import re
 import signal
@@ -19,7 +20,7 @@ import tasks
 import train
 from engine import config, launch
 from engine.config import parse
-from engine.contract import sample_seeds, uniform
+from engine.contract import LockstepError, sample_seeds, uniform
 from engine.files.archive import EXACT_PARTS
 from plugins import preflight
 from plugins.resilience import status
@@ -267,6 +268,7 @@ def test_the_head_of_the_page_trains_before_the_body(launch, tmp_path):
 HEAD = """
 import os, torch
 from torch import nn
+from engine import contract
 from engine.contract import Loss
 from tests.tasks import turns
 
@@ -376,6 +378,62 @@ def test_the_weights_of_all_turns_are_prepared(prepared):
     assert all(p.requires_grad for p in run.model.parameters()) and run.trained.required == run.trained.by_turn[""]
     assert [*run.trained.turns()] == ["critic", "generator"]
     assert all(p.requires_grad for p in run.model.parameters()) and run.trained.required == run.trained.by_turn[""]
+
+
+def take(run, steps):
+    """Take the first steps of an epoch, with the checks that are due."""
+    run.loaders.train.set_epoch(0)
+    for passes in itertools.islice(run.steps(), steps):
+        if train.train_step(run, passes).check:
+            preflight.compare_weights(run)
+
+
+FORGETS = """
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        super().step()
+def optimizer(self, model):
+    critic, generator = model.critic.parameters(), model.generator.parameters()
+    return {"critic": torch.optim.SGD(critic, lr=0.1), "generator": self.Counting(generator, lr=0.1)}
+"""
+
+
+def test_the_optimizer_of_each_turn_is_compared_after_its_first_step(prepared):
+    run = prepared(FORGETS)
+    with pytest.raises(LockstepError, match=r"^Counting has changed its calls, which no checkpoint holds"):
+        take(run, 6)
+    assert run.progress.step == 3
+
+
+TERMS = """
+loss = contract.Task.loss
+def losses(self, net, batch):
+    loss = turns.Task.loss(self, net, batch)
+    terms = {batch["lockstep"].turn: loss._replace(sums=contract.Sums())}
+    return terms if "generator" in terms else terms | {"half": terms["critic"]._replace(factor=0.5)}
+"""
+
+
+def test_the_terms_of_a_loss_are_of_its_turn(prepared):
+    """Names, number and weights; of several passes, whose weights are added up before."""
+    run = prepared(TERMS, "batch_size=6", "grad_accum_steps=2")
+    take(run, 3)
+    assert run.meter.terms.names == {"critic": ["critic", "half"], "generator": ["generator"]}
+
+
+def test_virtual_workers_hold_no_gradients_of_other_turns(prepared, monkeypatch):
+    """41 elements of the critic, and one for each of the four weights of the generator; the other way round 51 + 4."""
+    run = prepared("", "virtual_workers=4", "batch_size=3", "global_batch=12")
+    held, keep = set(), run.reducer._take_gradients
+
+    def keep_gradients():
+        keep()
+        held.add((run.meter.turn, sum(grad.numel() for grad in run.reducer.nodes[-1].sums)))
+
+    monkeypatch.setattr(run.reducer, "_take_gradients", keep_gradients)
+    take(run, 3)
+    assert held == {("critic", 41 + 4), ("generator", 51 + 4)}
 
 
 @pytest.mark.parametrize(
