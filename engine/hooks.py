@@ -78,6 +78,8 @@ caches = Hook()
 `cache`."""
 reducers = Hook()
 """first(run) -> the LocalReducer that adds up the passes, workers and ranks of this run."""
+averages = Hook()
+"""first(model, decay) -> the EMA of the model's weights."""
 initial_state = Hook()
 """first(run) -> a copy of the run's state before a checkpoint is loaded, for later comparisons."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from engine import hooks
 from engine.comm.reducer import LocalReducer
 from engine.comm.shards import to_local
 from engine.config import Optim
@@ -15,7 +16,11 @@ from engine.phases import Phase, phase
 
 
 def make_ema(model: nn.Module, cfg: Optim) -> EMA | None:
-    return EMA(model, cfg.ema_decay) if cfg.ema_decay else None
+    """Return the average of the weights, or None without `ema_decay`."""
+    if not cfg.ema_decay:
+        return None
+    average: EMA = hooks.averages.first(model, cfg.ema_decay) or EMA(model, cfg.ema_decay)
+    return average
 
 
 def step(

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.comm.buffers import Buffers
-from engine.comm.shards import is_sharded, shard_like, to_local
+from engine.comm.shards import shard_like, to_local
 
-BLOCK = 1 << 24
-"""Values that are updated at once: the step needs memory for as many."""
-
-
-class Block(NamedTuple):
-    """Averages of one type in one piece of memory.
-
-    names   of the averages
-    flat    (n,) the averages in turn, each in the order of its memory
-    values  the model's values, flat; with `flat`, two kernels update all averages
-    places  addresses of the values
-    """
-
-    names: list[str]
-    flat: Tensor
-    values: list[Tensor]
-    places: list[int]
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""An average and its value in the model, by name."""
 
 
 class EMA:
@@ -42,8 +27,6 @@ class EMA:
             buffers with values that are not finite at the start. A mask of -inf is a constant, and
             an average of two infinities would be NaN.
     shares  1 - decay, for each type of averages
-    blocks  averages on a GPU, where torch would launch a kernel for each average
-    moved   names of values that were replaced by another tensor: in no block
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -61,8 +44,6 @@ class EMA:
         self.shares = {
             average.dtype: to_local(average).new_full((), 1 - decay) for average in averages
         }
-        self.blocks: list[Block] = []
-        self.moved: set[str] = set()
 
     def _current(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name. A tensor with several names is listed once."""
@@ -94,7 +75,7 @@ class EMA:
         weights = {}
         for dtype, share in self.shares.items():
             weights[dtype] = taken * torch.where(first, 1.0, share)
-        pairs, copies, sources = {}, list[Tensor](), list[Tensor]()
+        pairs, copies, sources = Pairs(), list[Tensor](), list[Tensor]()
         for name, average, value in self._pairs():
             if by_turn and name in self.parameters and not self.parameters[name].requires_grad:
                 continue
@@ -103,53 +84,21 @@ class EMA:
                 sources.append(value)
             else:
                 pairs[name] = average, value
-        if not by_turn and skipped.device.type != "cpu":
-            self._update_blocks(pairs, weights)
-        if pairs:
-            averages, values = zip(*pairs.values(), strict=True)
-            # on a GPU a kernel for each average, because the weights have another shape
-            torch._foreach_lerp_(averages, values, [weights[average.dtype] for average in averages])
+        self._average(pairs, weights, whole=not by_turn)
         if copies:
             torch._foreach_copy_(copies, sources)
         self.n_averaged += taken
 
-    def _update_blocks(
-        self, pairs: dict[str, tuple[Tensor, Tensor]], weights: dict[torch.dtype, Tensor]
-    ) -> None:
-        """Update the averages of the blocks, and remove their names from `pairs`."""
-        moved = set()
-        for names, _, _, places in self.blocks:
-            for name, place in zip(names, places, strict=True):
-                if name not in pairs or pairs[name][1].data_ptr() != place:
-                    moved.add(name)
-        if moved or not self.blocks:
-            self.moved |= moved
-            self._make_blocks(pairs)
-        for block in self.blocks:
-            block.flat.lerp_(torch.cat(block.values), weights[block.flat.dtype])
-            for name in block.names:
-                del pairs[name]
+    def _average(self, pairs: Pairs, weights: dict[torch.dtype, Tensor], whole: bool) -> None:
+        """Move averages towards values. On a GPU a kernel for each average, because the weights
+        have another shape; plugins/performance takes two for many.
 
-    def _make_blocks(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Move the averages into blocks. An average whose layout differs from its value's stays."""
-        groups: dict[tuple[torch.dtype, int], list[str]] = {}
-        sizes: dict[torch.dtype, int] = {}
-        for name, (average, value) in pairs.items():
-            like = average.stride() == value.stride() and not is_sharded(self.values[name])
-            if like and name not in self.moved:
-                size = sizes.get(average.dtype, 0)
-                sizes[average.dtype] = size + average.numel()
-                groups.setdefault((average.dtype, size // BLOCK), []).append(name)
-        self.blocks = []
-        for names in groups.values():
-            flat = torch.cat([_flatten(pairs[name][0]) for name in names])
-            parts = flat.split([pairs[name][0].numel() for name in names])
-            for name, part in zip(names, parts, strict=True):
-                average = pairs[name][0]
-                self.values[name] = part.as_strided(average.shape, average.stride())
-            values = [pairs[name][1] for name in names]
-            places = [value.data_ptr() for value in values]
-            self.blocks.append(Block(names, flat, [*map(_flatten, values)], places))
+        weights  () of the values, by type
+        whole    `pairs` has all averages that are not copied
+        """
+        if pairs:
+            averages, values = zip(*pairs.values(), strict=True)
+            torch._foreach_lerp_(averages, values, [weights[average.dtype] for average in averages])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -189,8 +138,3 @@ class EMA:
         self.n_averaged.copy_(state["n_averaged"])
         for name, average in self.values.items():
             to_local(average).copy_(to_local(shard_like(state[f"module.{name}"], average)))
-
-
-def _flatten(tensor: Tensor) -> Tensor:
-    """Return (n,) a view in the order of memory, of a tensor whose memory has no gaps."""
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -24,6 +24,7 @@ from plugins.performance import (
     shm_backend,
     snapshot,
 )
+from plugins.performance.averages import averages_on_gpu
 from plugins.performance.cached_data import InMemoryDataset, cache_datasets
 
 
@@ -93,6 +94,7 @@ def device_copies(run: Run) -> snapshot.Copies:
 
 hooks.shared_memory.add(shm_backend.channel)
 hooks.caches.add(cache_datasets)
+hooks.averages.add(averages_on_gpu)
 hooks.device_copies.add(device_copies)
 hooks.warnings.add(cores.CpuContention)
 unloaded = compiler.unloaded
