@@ -1,6 +1,15 @@
 """Take the steps of small models by launches of CUDA graphs, because the launches of their kernels
 take more time than the kernels. `recorded_step.py` records and launches.
 
+The steps of one form, with W = WARM_UP or MEASURED_WARM_UP:
+
+    1 to W - 2       kernel by kernel, on the stream of the recording
+    W - 1            the same, and with cuda_graph=auto the time of host and GPU is taken
+    W                the same, and all that a graph could not hold is noted
+    W + 1            is recorded, launched, undone, and taken kernel by kernel: the results are
+                     compared, and with cuda_graph=auto the times
+    from W + 2 on    launches
+
 A graph keeps each Python number at the value of the recording. So launches number 1, 2, 4, 8 and so
 on are undone, and the steps are taken again kernel by kernel. If the results differ, the graphs are
 given up. A loss that reads the number of the step is not recorded: `batch["lockstep"].clock` is the
