@@ -171,7 +171,7 @@ class _PieceReducer:
         return getattr(self.reducer, name)
 
     def begin_step(self) -> None:
-        """Do nothing: a step that is taken calls the run's own reducer."""
+        """Do nothing: a step that is taken keeps the buffers, or its first pass."""
 
     def sum_workers(self, totals: Tensor) -> Tensor:
         self.pieces.totals = totals
@@ -240,6 +240,7 @@ class _Recording(_Pieces):
     stream   of the records
     pool     memory of the graphs
     ends     the update holds all of `Run.end_step`
+    keeps    the first pass keeps the values of buffers before the step
     graphs   recorded so far
     open     the record that has begun
     outcome  of the update
@@ -252,6 +253,7 @@ class _Recording(_Pieces):
     def __init__(self, run: Run, stream: torch.cuda.Stream, ends: bool):
         super().__init__(run)
         self.stream, self.ends = stream, ends
+        self.keeps = bool(run.reducer.buffers.places) and not run.reducer.follows_passes
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.open = ExitStack()
@@ -267,8 +269,10 @@ class _Recording(_Pieces):
 
     @contextmanager
     def forward(self, micro: Any) -> Iterator[None]:
-        """Record a pass."""
+        """Record a pass; the first also keeps the buffers, unless each worker begins with them."""
         self.begin_graph()
+        if self.keeps and micro.opens_worker:
+            self.reducer.buffers.keep()
         with super().forward(micro):
             yield
         self.open.close()
@@ -355,7 +359,7 @@ class RecordedStep:
         leaves  of the batch of each pass; empty for a batch that has not the form of the record
         """
         run = self.run
-        run.begin_step()
+        self._begin_step()
         self.inputs.fill_step()
         rows: Any = 0
         for (batch, micro), parts in zip(pairs, leaves, strict=True):
@@ -384,6 +388,15 @@ class RecordedStep:
         if self.numbers is None:
             return self.run.end_step(*self.outcome, consumed)
         return self.run.count_step(self.numbers, consumed)
+
+    def _begin_step(self) -> None:
+        """Do what is left of `Run.begin_step`: rates are inputs, gradients are memory."""
+        run = self.run
+        if not run.model.training:
+            run.net.train()
+        run.meter.losses = []
+        if self.has_workers:
+            run.reducer.begin_step()
 
     # ---- a pass
 
