@@ -190,6 +190,17 @@ def test_a_graph_reads_the_state_that_the_host_changes(run, tmp_path, kind):
     assert_same_parts(eager[0], recorded[0], "task")
 
 
+def test_rows_of_the_global_batch_in_three_passes_are_noticed(run, tmp_path):
+    """A graph of the further passes would write the rows of the second pass. Loss and gradient are right."""
+    (tmp_path / "own.py").write_text(KEEPING)
+    words = [str(tmp_path / "own.py"), "dataset.samples=60", "epochs=4"]
+    words += ["gradient_accumulation_steps=3", "batch_size=4"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert recorded[2].count("something changes on the host, which a graph holds as it was") == 1
+    assert_same(eager, recorded)
+    assert_same_parts(eager[0], recorded[0], "task")
+
+
 def test_batches_of_another_form_are_taken_kernel_by_kernel(run):
     """One that is no dict, too: what the loader adds to it is no part of it."""
     words = [FORMS, "own.form=tuple", "steps=8"]

@@ -73,7 +73,7 @@ class Waves(graphed.Waves):
     def __getitems__(self, indices):
         if "STOP" in os.environ and phase.step == 9:
             os.kill(os.getpid(), signal.SIGTERM)
-        odd = "ODD" in os.environ and phase.step >= 8 and 7 in indices
+        odd = 7 in indices and phase.step >= int(os.environ.get("ODD_FROM", 1000))
         return super().__getitems__(indices) | {"more": torch.zeros(len(indices), 2 if odd else 1)}
 class Task(graphed.Task):
     def datasets(self):
@@ -84,14 +84,26 @@ class Task(graphed.Task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [["batch_size=6", "dataset.samples=60"], WORKERS], ids=["ddp", "workers"])
+@pytest.mark.parametrize("cut", [TWO_PASSES, WORKERS], ids=["ddp in two passes", "workers"])
 def test_a_rank_whose_batch_has_another_form_computes_its_passes(ranks, tmp_path, cut):
     """The other rank launches: both add up in the same way."""
     (tmp_path / "own.py").write_text(OWN)
     words = [str(tmp_path / "own.py"), *COMMON, *cut, "cache=none", "num_workers=0"]
     eager = ranks("eager", 2, *words, "cuda_graph=false")
-    recorded = ranks("recorded", 2, *words, "cuda_graph=true", ODD="1")
+    recorded = ranks("recorded", 2, *words, "cuda_graph=true", ODD_FROM="8")
     assert "stays many launches" not in recorded[1] and len({*recorded[2]}) == 2, recorded[2]
+    assert_same(eager, recorded)
+
+
+@pytest.mark.slow
+def test_all_ranks_give_up_for_the_reason_of_one(ranks, tmp_path):
+    """One rank has a batch of another form before the recording."""
+    (tmp_path / "own.py").write_text(OWN)
+    words = [str(tmp_path / "own.py"), *COMMON, *TWO_PASSES, "cache=none", "num_workers=0"]
+    eager = ranks("eager", 2, *words, "cuda_graph=false")
+    recorded = ranks("recorded", 2, *words, "cuda_graph=true", ODD_FROM="0")
+    assert recorded[1].count("stays many launches, because its batches have several forms") == 1
+    assert recorded[2] == [0, 0]
     assert_same(eager, recorded)
 
 
