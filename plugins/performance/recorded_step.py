@@ -56,6 +56,7 @@ class Outcome(NamedTuple):
     skipped: Tensor
 
     def copy(self) -> Outcome:
+        """Return the results in other memory: the next launch overwrites this memory."""
         return Outcome(*map(torch.clone, self))
 
     def compared(self) -> list[float]:
@@ -401,6 +402,10 @@ class RecordedStep:
     # ---- a pass
 
     def _launch_pass(self, batch: Any, micro: Any, leaves: Leaves) -> None:
+        """Compute a pass by a launch.
+
+        leaves  of the batch
+        """
         self.inputs.fill(batch, leaves)
         graph, loss = self.passes[0 if micro.opens_worker else 1]
         graph.replay()
@@ -475,7 +480,9 @@ class FlatCopy:
         self.views = [views[id(each)] for each in like]
 
     def fill(self, tensors: list[Tensor]) -> None:
+        """Copy tensors into the flat tensors. A kernel for each type."""
         torch._foreach_copy_(self.views, tensors)
 
     def copy_to(self, tensors: list[Tensor]) -> None:
+        """Copy the flat tensors into tensors. A kernel for each type."""
         torch._foreach_copy_(tensors, self.views)
