@@ -274,14 +274,7 @@ class StepGraph:
         differ. A sync point."""
         assert self.recorded is not None
         run = self.run
-        changed = [
-            parameters_of(run.optimizer),
-            [*run.model.buffers()],
-            [*run.optimizer.state.values()],
-            [*vars(run.scaler).values()],
-            [*run.ema.values.values(), run.ema.n_averaged] if run.ema else [],
-        ]
-        state = [*map(Tensor.detach, tensors(changed))]
+        state = self._state_of_step()
         before = [*map(torch.clone, state)]
         times = [self._now()]
         launched = self.recorded.launch(pairs, leaves).copy()
@@ -295,12 +288,22 @@ class StepGraph:
             reason += self._describe_unseen()
         elif self.measures:
             self.measures = False
-            begin, middle, end = times
-            share = (middle - begin) / (end - middle)
-            if share > BUSY:
-                reason = f"launches of a graph take {share:.0%} of the time"
+            reason = _describe_gain(*times)
         self._give_up_together(reason)
         return run.end_step(*outcome, pairs[-1][1].consumed)
+
+    def _state_of_step(self) -> list[Tensor]:
+        """Return the tensors that a step changes, in the memory that the graphs change: weights,
+        buffers, the optimizer's state, the scale of the loss, averages."""
+        run = self.run
+        changed = [
+            parameters_of(run.optimizer),
+            [*run.model.buffers()],
+            [*run.optimizer.state.values()],
+            [*vars(run.scaler).values()],
+            [*run.ema.values.values(), run.ema.n_averaged] if run.ema else [],
+        ]
+        return [*map(Tensor.detach, tensors(changed))]
 
     def _now(self) -> float:
         """Return the time; with cuda_graph=auto, after all work of the GPU. A sync point."""
@@ -334,6 +337,16 @@ class _ObservedRun(Run):
     ) -> AfterStep:
         self.outcome = Outcome(totals, grad_norm, skipped)
         return NOTHING_FOLLOWS
+
+
+def _describe_gain(begin: float, middle: float, end: float) -> str:
+    """Return why launches gain too little, or an empty text.
+
+    begin, middle, end  the times before a launched step, between the two, and after the same step
+                        kernel by kernel
+    """
+    share = (middle - begin) / (end - middle)
+    return f"launches of a graph take {share:.0%} of the time" if share > BUSY else ""
 
 
 def _difference(launched: Outcome, eager: Outcome) -> str:
