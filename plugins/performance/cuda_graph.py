@@ -131,6 +131,8 @@ class StepGraph:
 
         The leaves of a batch that has another form than the recorded batch are removed.
         """
+        if self.processes > 1 and pairs[0][1].samples < self.run.plan.global_batch:
+            return False
         forms = [*map(_form_of, leaves)]
         if self.recorded is None:
             self._count_form(forms[0])
@@ -140,7 +142,7 @@ class StepGraph:
         self.has_others |= bool(others)
         for each in others:
             each.clear()
-        return bool(pairs[0][1].samples == self.run.plan.global_batch)
+        return True
 
     def _count_form(self, form: Form) -> None:
         """Set `form` and `taken`, before the recording. Of several processes all whole steps count,

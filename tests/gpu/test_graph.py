@@ -84,6 +84,19 @@ def test_a_recorded_step_takes_the_same_bits(run, words):
     assert_same(eager, recorded)
 
 
+def test_a_loss_scale_that_changes_in_each_step(run, tmp_path):
+    """It grows after each step, and shrinks after a step that overflows; a comparison undoes its change, too."""
+    grows = "import torch\ntorch.amp.GradScaler.__init__.__defaults__ = ('cuda', 2.0**14, 2.0, 0.5, 1, True)\n"
+    script = (tmp_path / "script.py").read_text().replace("import train\n", f"{grows}import train\n")
+    (tmp_path / "script.py").write_text(script)
+    words = [*ODD, "amp=fp16", *TWO]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert "stays many launches" not in recorded[2] and launched(recorded[2]) >= 12
+    assert eager[0]["progress"]["skipped"] > 2
+    assert_same(eager, recorded)
+    assert_same_parts(eager[0], recorded[0], "scaler")
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_named(run):
     """With its statistics; read one launch later, when the loss of the next one is in the graph's memory."""
     words = [*ODD, "own.kind=nan"]
