@@ -288,6 +288,12 @@ class WorkerReducer(VirtualWorkers):
         for number, p in enumerate(self.parameters):
             p.register_post_accumulate_grad_hook(lambda _, number=number: self.added.add(number))
 
+    def begin_step(self) -> None:
+        """Also forget the gradients of a step that was computed and not taken."""
+        super().begin_step()
+        self.nodes, self.used = [], set()
+        self.added.clear()
+
     def begin_worker(self, worker: int, idle: bool) -> None:
         """Push the previous worker's gradients into the tree, and begin with a worker."""
         if self.worker >= 0:

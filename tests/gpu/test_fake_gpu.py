@@ -262,6 +262,7 @@ WAITS = {
     "torch.cuda.current_stream().synchronize()": "a stream",
 }
 WRONG = """
+import torch
 from engine.phases import phase
 from tests.tasks import toy
 class Task(toy.Task):
