@@ -414,7 +414,6 @@ class PassTrial:
         again = self.compute_after(Pass(self.one, 1))
         if run.has_after_step:
             notes += try_after_step(run, self.for_state)
-            self.begin.put_back()
         noise = outcome.distance(again)
         close = max(5e-2 if self.half else CLOSE, 10 * noise)
         if noise > 1e-3:
