@@ -70,7 +70,13 @@ Form = dict[str, Any]
 
 def unsupported_reason(run: Run) -> str:
     """Return why the steps of a run cannot be recorded, or an empty text. Its model is wrapped by
-    now."""
+    now.
+
+    The rules of the moment "graph" in plugins/preflight/rules.py are the obstacles that are known
+    before the first step; the others show while the steps of the warm-up are taken.
+    """
+    if "preflight" not in hooks.load():
+        return "plugins/preflight is absent, which knows the obstacles"
     on_gpu = run.world.device.type == KIND
     for error in hooks.find_conflicts("graph", run=run, on_gpu=on_gpu):
         return str(error)
@@ -170,7 +176,10 @@ class StepGraph:
         return self.recorded.end(pairs[-1][1].consumed)
 
     def _give_up_together(self, reason: str) -> None:
-        """(all ranks) Give up if a rank has a reason."""
+        """(all ranks) Give up if a rank has a reason.
+
+        Of several processes each step adds up in one way on all ranks, so no rank gives up alone.
+        """
         first = self.run.world.reduce_on_rank0(reason, _first_text)
         if first:
             self._give_up(first)

@@ -124,7 +124,9 @@ def ways(launch, tmp_path):
     def run(*words):
         script = [str(tmp_path / "ways.py"), str(ROOT / "benchmarks"), str(tmp_path / "own.py")]
         script += ["optim.ema_decay=0.5", "amp=off", "batch_size=12", "cache=none", "digest_every=1", *words]
-        script.append("memory_format=contiguous")
+        # a rate that is a float32, because those of a GPU are
+        script += ["optim.lr=0.0009765625", "schedule.kind=constant", "schedule.warmup_epochs=0"]
+        script += ["memory_format=contiguous", "cuda_graph=false"]
         done = succeed(launch.python(*([FAKE] if "device=cuda" in words else []), *script, PYTHONPATH=str(ROOT)))
         line = next(line for line in done.out.splitlines() if line.startswith("FOUND "))
         return json.loads(line.removeprefix("FOUND "))
