@@ -54,13 +54,13 @@ class Graph:
 class Capture(TorchDispatchMode):
     """Stands in for torch.cuda.graph."""
 
-    def __init__(self, graph, pool, stream, capture_error_mode):
+    def __init__(self, graph, pool=None, stream=None, capture_error_mode="global"):
         super().__init__()
+        assert pool in (None, "pool"), "pieces that share memory are recorded into one pool"
         assert stream is not place.current_stream(), "a capture needs a stream of its own"
-        self.graph, self.pool, self.stream, self.mine, self.before = graph, pool, stream, {}, {}
+        self.graph, self.stream, self.mine, self.before = graph, stream, {}, {}
 
     def __enter__(self):
-        assert self.pool == "pool", "pieces that share memory are recorded into one pool"
         self.left = place.current_stream()
         place.set_stream(self.stream)
         self.generator = torch.default_generator.get_state()
