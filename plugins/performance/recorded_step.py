@@ -103,11 +103,12 @@ class _RecordedInfo(ObservedStep):
 class Inputs:
     """The memory that the graphs read, other than weights and state.
 
-    reads  the attributes of StepInfo that the loss reads
-    clock  (3,) float64, `batch["lockstep"].clock`
-    batch  a batch whose tensors are filled before each launch
-    terms  the weights of the terms of a step of several passes; empty without
-    rates  () float32 for each group of the optimizer
+    reads   the attributes of StepInfo that the loss reads
+    clock   (3,) float64, `batch["lockstep"].clock`
+    leaves  the tensors of a batch, which are filled before each launch
+    terms   the weights of the terms of a step of several passes; empty without
+    rates   () float32 for each group of the optimizer
+    filled  the numbers that `rates` hold
     """
 
     def __init__(self, run: Run):
@@ -115,7 +116,6 @@ class Inputs:
         device = run.world.device
         self.reads: set[str] = set()
         self.clock = torch.zeros(3, dtype=torch.float64, device=device)
-        self.batch: Any = None
         self.leaves: list[Tensor] = []
         self.terms: list[Tensor] = []
         self.rates = [torch.zeros((), device=device) for _ in run.optimizer.param_groups]
@@ -132,13 +132,13 @@ class Inputs:
 
     def adopt(self, batch: Any) -> Any:
         """Copy a batch into memory of its own, which the graphs will read. Return the copy."""
-        self.batch = self.observed(map_tensors(batch, torch.clone))
-        self.leaves = [*tensors(self.batch)]
+        copied = self.observed(map_tensors(batch, torch.clone))
+        self.leaves = [*tensors(copied)]
         known = self.run.meter.terms and self.run.meter.terms.known
         if known is not None:
             self.run.meter.terms.known = known.clone()
             self.terms = [self.run.meter.terms.known]
-        return self.batch
+        return copied
 
     def fill(self, batch: Any, leaves: Leaves) -> None:
         """Copy a batch of the recorded form into the memory."""
@@ -148,9 +148,10 @@ class Inputs:
 
     def fill_step(self) -> None:
         """Copy the numbers that are the same in all passes of a step."""
-        rate, rates = self.run.lr, []
+        common_rate = self.run.lr
+        rates = []
         for group in self.run.optimizer.param_groups:
-            group["lr"] = group_rate(rate, group, self.run.world.device)
+            group["lr"] = group_rate(common_rate, group, self.run.world.device)
             rates.append(group["lr"])
         if rates != self.filled:
             for memory, rate in zip(self.rates, rates, strict=True):
