@@ -1,0 +1,563 @@
+"""Find the step at which the loss of a run jumped, and name the samples that explain the jump.
+
+python tools/rewind.py RUN                            find the step, and write a page
+python tools/rewind.py RUN --step 412                 divide this step
+python tools/rewind.py RUN --from 200 --to 400        look at each of these steps
+python tools/rewind.py RUN --without worst            go on without the samples that were named
+python tools/rewind.py RUN --step 412 --without 17,90 go on without two samples of the dataset
+python tools/rewind.py RUN --with optim.lr=1e-4       go on with another setting
+python tools/rewind.py RUN --again                    go on without a change: the same bits
+
+RUN is the folder of a run. The folder is only read. The log shows the lines at which loss or
+gradient norm jumped. The command takes the steps around the jump again, from the nearest checkpoint
+before or from the seed, with a line for each step, and compares the steps with the run, bit by bit,
+as tools/replay.py does. The loss and the gradient of the step are then divided among the samples of
+the step: the shares of all samples add up to 1. Samples are named only if the jump is gone without
+them, and if their loss was high before the jump, too.
+
+A fork (--without, --with, --again) is a run of its own in a new folder. It goes on from the nearest
+checkpoint of the run before the step. It knows the run from which it began; tools/publish.py and
+tools/study.py name the run, too. Other arguments change the config of the analysis
+(dataset.root=..., device=cpu).
+
+Exit code 0: the step was found and divided, and a cause was printed. 1: the steps could not be
+taken again in the same bits. 7: no jump was found, or no digest and no checkpoint proves the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tasks
+from engine import api, config, threads
+from engine.contract import per_sample
+from engine.errors import LockstepError, amount
+from engine.files.archive import CheckpointState
+from tools.arguments import NOT_KNOWN, whole_number
+from tools.evidence import replay
+from tools.evidence.replay import Log, Recorded, Stretch, Taker, log_of, saved_at
+from tools.evidence.rewind_find import BEFORE, Level, at_step, jumps, onset, series_of
+from tools.evidence.rewind_judge import Group, Update, Verdict, change_ratio, judge
+from tools.evidence.rewind_shares import CLOSE, Step
+from tools.running import alone, folder_of, guarded, stdout_aside
+from tools.use.evaluate import TRUST, aligned, of_run
+from tools.use.tables import finite
+
+AFTER = 5
+"""Steps after the step that are taken again, for the curves."""
+
+EARLIER = 3
+"""Steps between the earlier weights and the weights of the step."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rewind.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    number = whole_number(1)
+    add("run", metavar="RUN", help="folder of a run")
+    add("--step", type=number, metavar="N", help="divide this step")
+    add("--from", type=whole_number(0), dest="begin", metavar="A", help="look after step A")
+    add("--to", type=number, dest="end", metavar="B", help="look up to step B")
+    add("--most", type=number, default=12, metavar="N", help="samples to show (default 12)")
+    what = "go on also if the steps have other bits here, as on another machine"
+    add("--anyway", action="store_true", help=what)
+    add("--json", action="store_true", help="print one JSON object on stdout, the rest on stderr")
+    add("--trust", action="store_true", help=TRUST)
+    options, rest = parser.parse_known_args(argv)
+
+    def work(args: config.Args) -> int:
+        with stdout_aside(options.json):
+            result = _rewind(args.cfg, options, rest)
+        if options.json:
+            print(json.dumps(finite(result)))
+        return int(result["exit_code"])
+
+    return guarded([options.run, *rest], work, partial(of_run, options.trust))
+
+
+def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    alone("torchrun started this, which starts processes itself", "environment")
+    _check_options(options)
+    folder = folder_of(Path(options.run))
+    run = Recorded(folder, cfg, tasks.load(cfg.task)(cfg))
+    if not run.log:
+        raise LockstepError(
+            "the run has no log: metrics.jsonl has no line", str(folder), "give another run"
+        )
+    window = choose_window(run, options)
+    if window is None:
+        return _not_found(run, options)
+    with scratch_folder() as place, stopped_by_signals() as interrupted:
+        taken = take_again(run, window, place, rest, interrupted)
+        print(taken.proof, flush=True)
+        if taken.verdict == replay.DIFFERS and not options.anyway:
+            raise LockstepError(
+                f"the run cannot be taken again in the same bits: {taken.difference}",
+                str(folder),
+                "see tools/replay.py for the cause; --anyway divides the step all the same",
+                exit_code=1,
+            )
+        number = options.step or find_step(run, window, taken)
+        if not number:
+            return _not_found(run, options)
+        return analysed(run, number, taken, place, rest, options, interrupted)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.step and (options.begin is not None or options.end):
+        raise LockstepError("--step and --from or --to", "command line", "give one of them")
+    if options.end and options.end <= (options.begin or 0):
+        raise LockstepError(f"--to {options.end}", "command line", "give a step after --from")
+
+
+def _not_found(run: Recorded, options: argparse.Namespace) -> dict[str, Any]:
+    """Print that no step stands out. Return the result."""
+    every = lines_every(run)
+    text = "no step stands out: no loss and no gradient norm of the log is far above the values "
+    text += "before"
+    if options.begin is None and options.end is None and every > 1:
+        text += (
+            f"; the log has a line for {every} steps, so that a jump of one step may be averaged "
+            "away: --from A --to B looks at each step, --step N divides one"
+        )
+    print(text)
+    return {"run": str(run.folder), "step": None, "cause": text, "exit_code": NOT_KNOWN}
+
+
+# ---- the steps to take again
+# --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Window:
+    """The steps to look at.
+
+    begin, end  the step is after `begin`, and at most `end`
+    """
+
+    begin: int
+    end: int
+
+
+def lines_every(run: Recorded) -> int:
+    """Return the largest distance of two lines of the training."""
+    steps = [step for step, event in run.log if event == "train"]
+    return max((two - one for one, two in itertools.pairwise(steps)), default=1)
+
+
+def train_lines(log: Log) -> list[dict[str, Any]]:
+    return [line for (_, event), line in log.items() if event == "train"]
+
+
+def choose_window(run: Recorded, options: argparse.Namespace) -> Window | None:
+    """Return the steps to look at: given ones, or around the first line of the highest jump of the
+    log; None without a jump."""
+    last = run.steps[-1]
+    for name, step in (("--step", options.step), ("--from", options.begin), ("--to", options.end)):
+        if step and step > last:
+            what = f"{name} {step}"
+            raise LockstepError(what, "command line", f"the run has recorded steps 1 to {last}")
+    if options.step:
+        return Window(options.step - 1, options.step)
+    if options.begin is not None or options.end:
+        return Window(options.begin or 0, options.end or last)
+    found = jumps(series_of(train_lines(run.log)))
+    if not found:
+        return None
+    every = lines_every(run)
+    line = onset(found, every)
+    print(f"step {line} of the log: {'; '.join(str(each) for each in found if each.step == line)}")
+    earlier = [step for step, event in run.log if event == "train" and step < line]
+    return Window(max(earlier, default=0), line)
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+class Interruption:
+    """A signal that ends the trainings. No exception is raised in the handler."""
+
+    def __init__(self) -> None:
+        self.takers: list[Taker] = []
+
+    def end(self, number: int, frame: Any) -> None:
+        for taker in self.takers:
+            taker.end(number, frame)
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[Interruption]:
+    interrupted = Interruption()
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before[number] = signal.signal(number, interrupted.end)
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class EachStep(Taker):
+    """Repeats stretches with a line of the log for each step.
+
+    saves  0: no checkpoint; else the steps between two checkpoints
+    """
+
+    def __init__(self, run: Recorded, rest: list[str], folder: Path, saves: int = 0):
+        super().__init__(run, None, rest)
+        self.folder = folder
+        self.saves = saves
+
+    def _fixed(self, stretch: Stretch, log_every: int) -> dict[str, Any]:
+        fixed = super()._fixed(stretch, log_every) | {"log_every": 1}
+        if self.saves:
+            fixed["save_every"] = self.saves
+        return fixed
+
+
+@dataclass
+class Taken:
+    """Steps of a run that were taken again.
+
+    log      a line for each step
+    verdict  as of tools/replay.py
+    proof    a sentence
+    difference  the first difference; empty for the same bits
+    """
+
+    begin: int
+    end: int
+    log: Log
+    verdict: str
+    proof: str
+    difference: str = ""
+    first: CheckpointState = field(default_factory=CheckpointState)
+    seconds: float = 0.0
+
+
+def take_again(
+    run: Recorded, window: Window, place: Path, rest: list[str], interrupted: Interruption
+) -> Taken:
+    """Take the steps of the window again, some steps before and after, and compare the steps with
+    the run."""
+    last = run.steps[-1]
+    after = max(0, window.begin - BEFORE)
+    wanted = min(last, window.end + AFTER)
+    later = [step for step in run.steps if step >= wanted]
+    end = next(filter(run.has_bits, later), later[0])
+    stretches = _stretches(run, after, end)
+    begin = stretches[0].start
+    start = f"the checkpoint of step {begin}" if stretches[0].begin.path else "the seed"
+    print(f"taking steps {begin + 1} to {end} again, from {start}", flush=True)
+    taker = EachStep(run, rest, place)
+    interrupted.takers.append(taker)
+    log: Log = {}
+    first: dict[str, Any] | None = None
+    points = equal = proven = 0
+    for stretch in stretches:
+        folder = taker.take(stretch)
+        ours, _ = log_of(folder)
+        ours = {key: line for key, line in ours.items() if key[0] <= stretch.to}
+        log |= ours
+        ends = stretch.end and stretch.end.path, stretch.end and saved_at(folder).get(stretch.to)
+        compared = replay.compare(stretch, run.log, ours, ends)
+        points += compared.points
+        equal += compared.equal
+        proven = max(proven, compared.proven)
+        first = first or compared.first
+    taken = Taken(begin, end, log, replay.SAME, "", first=stretches[0].begin)
+    steps = f"steps {begin + 1} to {end}"
+    if first:
+        taken.verdict = replay.DIFFERS
+        names = ", ".join(each["name"] for each in first["differences"][:3])
+        taken.difference = f"the first difference is at step {first['step']}: {names}"
+        taken.proof = f"{steps} are not those of the run: {taken.difference}"
+    elif proven < window.end:
+        taken.verdict = replay.UNKNOWN
+        taken.proof = (
+            f"{steps} have the same numbers at {amount(equal, 'point')}; no digest and no "
+            "checkpoint of the run proves the bits (digest_every, save_every)"
+        )
+    else:
+        taken.proof = f"{steps}: the same bits as the run, at {equal} of {amount(points, 'point')}"
+    return taken
+
+
+def _stretches(run: Recorded, after: int, end: int) -> list[Stretch]:
+    try:
+        return run.stretches(after, end)
+    except LockstepError as error:
+        if "which is not there" not in str(error) and "the run began at step" not in str(error):
+            raise
+        raise LockstepError(
+            f"the run has no checkpoint before step {after + 1}",
+            str(run.folder),
+            "train with save_every=N, and keep_checkpoints=N for more than the last ones",
+            exit_code=3,
+        ) from None
+
+
+def find_step(run: Recorded, window: Window, taken: Taken) -> int:
+    """Return the first step of the highest jump in the window; 0 without a jump."""
+    series = series_of(train_lines(taken.log))
+    found = jumps(series, window.begin, window.end)
+    if found:
+        return onset(found)
+    coarse = jumps(series_of(train_lines(run.log)), window.begin, window.end)
+    if not coarse:
+        return 0
+    # too few steps before: the step with the highest value of the number that jumped
+    name = coarse[0].name
+    values = {
+        step: each.values[place]
+        for each in series
+        if each.name == name
+        for place, step in enumerate(each.steps)
+        if window.begin < step <= window.end
+    }
+    return max(values, key=lambda step: values[step], default=0)
+
+
+# ---- the step
+# --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class States:
+    """Checkpoints around the step, {step: path}; a path of None: the seed."""
+
+    paths: dict[int, Path | None]
+    log: Log
+
+
+def take_states(
+    run: Recorded, number: int, place: Path, rest: list[str], interrupted: Interruption
+) -> States:
+    """Take the steps up to step `number` again, with a checkpoint at each of the last steps."""
+    before = max(0, number - 1 - EARLIER)
+    base = _stretches(run, before, number)[0].begin
+    paths: dict[int, Path | None] = {}
+    known = run.checkpoint(max(run.at)) if run.at else None
+    if base.step < before:
+        whole = EachStep(run, rest, place / "before", before)
+        interrupted.takers.append(whole)
+        stretch = Stretch(base, before, known or base, None)
+        base_path = saved_at(whole.take(stretch))[before]
+        base = api.read(base_path).without_tensors()
+    paths[base.step] = base.path
+    each = EachStep(run, rest, place / "around", 1)
+    interrupted.takers.append(each)
+    folder = each.take(Stretch(base, number, known or base, None))
+    paths |= {step: path for step, path in saved_at(folder).items() if step <= number}
+    return States(paths, log_of(folder)[0])
+
+
+def step_config(run: Recorded, stretch: Stretch, rest_cfg: Any) -> Any:
+    """Return the config of the step in one process, without settings of speed."""
+    flat = config.flatten(run.config_of(stretch.after))
+    own = config.flatten(config.to_dict(rest_cfg))
+    settings = {key: value for key, value in flat.items() if key in own}
+    free = [key for key in settings if config.may_differ(key, run.task.resumable_keys)]
+    settings = {key: value for key, value in settings.items() if key not in free}
+    settings |= {
+        "task": rest_cfg.task,
+        "cache": "none",
+        "num_workers": 0,
+        "compile": "off",
+        "cuda_graph": False,
+        "save_dir": "",
+    }
+    return config.changed(rest_cfg, settings)
+
+
+def analysed(
+    run: Recorded,
+    number: int,
+    taken: Taken,
+    place: Path,
+    rest: list[str],
+    options: argparse.Namespace,
+    interrupted: Interruption,
+) -> dict[str, Any]:
+    """Divide a step among its samples, and print the verdict. Return the result."""
+    states = take_states(run, number, place, rest, interrupted)
+    stretch = run.stretches(number - 1, _recorded_from(run, number))[0]
+    cfg = step_config(run, stretch, run.cfg)
+    threads.limit_threads(cfg.threads, 1)
+    step = Step(cfg, states.paths[number - 1], run.processes(stretch), stretch.known)
+    levels = at_step(series_of(train_lines(taken.log)), number)
+    shares = step.divide()
+    earlier_step = min(states.paths)
+    earlier = step.losses_with(states.paths[earlier_step]) if earlier_step < number - 1 else []
+    updates = updates_before(step, states, taken.log, number)
+    verdict = judge(step, shares, levels, earlier, updates)
+    verdict.facts += facts_of(step, states, taken, number, earlier_step)
+    result = as_json(run, step, taken, levels, verdict, options)
+    print_result(step, levels, verdict, options.most)
+    return result
+
+
+def _recorded_from(run: Recorded, number: int) -> int:
+    return next(step for step in run.steps if step >= number)
+
+
+def updates_before(step: Step, states: States, log: Log, number: int) -> list[Update]:
+    """Return the updates of the steps before a step: the rates of all steps that were taken again,
+    and the change of the weights where both checkpoints are known."""
+    names = {name for name, p in step.run.model.named_parameters() if p.requires_grad}
+    updates = []
+    for line in train_lines(log):
+        if line["step"] < number:
+            updates.append(Update(line["step"], float(line["lr"]), math.nan))
+    models = {
+        number: api.read(path).model for number, path in states.paths.items() if path is not None
+    }
+    for update in updates:
+        if update.step in models and update.step - 1 in models:
+            update.ratio = change_ratio(models[update.step - 1], models[update.step], names)
+    return updates
+
+
+def facts_of(step: Step, states: States, taken: Taken, number: int, earlier_step: int) -> list[str]:
+    """Return sentences on the division, and on the agreement with the log."""
+    facts = list(step.notes)
+    line = taken.log.get((number, "train"), {})
+    differences = []
+    for name, value in (("loss", step.sums.loss), ("grad_norm", step.sums.norm)):
+        logged = line.get(name)
+        if isinstance(logged, float) and logged:
+            differences.append(abs(value - logged) / abs(logged))
+    if differences:
+        close = max(differences) <= CLOSE[step.run.precision.name]
+        agree = "agree with" if close else "DIFFER from"
+        facts.append(
+            f"loss and gradient norm of the divided step {agree} the log (relative difference "
+            f"{max(differences):.0e}); the gradients of the samples add up within "
+            f"{step.difference:.0e}"
+        )
+    other = [
+        key
+        for key, line in states.log.items()
+        if key[1] == "train" and line.get("digest") != taken.log.get(key, line).get("digest")
+    ]
+    if other:
+        facts.append(f"two replays of step {other[0][0]} have other bits")
+    if step.mixes:
+        facts.append(
+            f"samples of a pass depend on each other through {step.mixes}: the gradient of a "
+            "sample contains the path through the statistics of the pass; `lifts` is the loss of "
+            "the step less the loss without the sample"
+        )
+    facts.append(f"earlier: the weights of step {earlier_step}")
+    return facts
+
+
+# ---- the result
+# --------------------------------------------------------------------------------------------
+
+
+def names_of(step: Step) -> list[str] | None:
+    """Return the source of each sample of the dataset, or None."""
+    sources = per_sample(step.train_set, "sources")
+    return None if sources is None else sources.astype(str).tolist()
+
+
+def print_result(step: Step, levels: Sequence[Level], verdict: Verdict, most: int) -> None:
+    """Print the verdict, the facts, and the samples with the highest shares."""
+    print(f"\nstep {step.number}: {'; '.join(map(str, levels)) or 'too few steps before it'}")
+    print(verdict.cause)
+    if verdict.named:
+        values = verdict.without
+        print(f"  without: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}")
+    print()
+    head = ["", "of the loss", "of the gradient", "loss", "earlier"]
+    rows = [[*head, "lifts"] if step.mixes else head]
+    names = names_of(step)
+    for group in verdict.groups[:most]:
+        text = group.name
+        if names:
+            text += f" of {', '.join(dict.fromkeys(names[index] for index in group.indices[:3]))}"
+        if group.named:
+            text += " <-"
+        row = [
+            text,
+            f"{100 * group.loss_share:.1f} %",
+            f"{100 * group.gradient_share:.1f} %",
+            f"{group.loss:.4g}",
+            f"{group.before:.4g}",
+        ]
+        rows.append([*row, f"{group.lifts:.4g}"] if step.mixes else row)
+    print("\n".join(aligned(rows)))
+    rest = verdict.groups[most:]
+    if rest:
+        loss = sum(group.loss_share for group in rest)
+        gradient = sum(group.gradient_share for group in rest)
+        print(
+            f"  and {amount(len(rest), 'sample')} with {100 * loss:.1f} % of the loss, "
+            f"{100 * gradient:.1f} % of the gradient"
+        )
+    for fact in verdict.facts:
+        print(f"  {fact}")
+
+
+def as_json(
+    run: Recorded,
+    step: Step,
+    taken: Taken,
+    levels: Sequence[Level],
+    verdict: Verdict,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    names = names_of(step)
+
+    def of_group(group: Group) -> dict[str, Any]:
+        about = asdict(group) | {"times": len(group.places)}
+        del about["places"]
+        if names:
+            about["sources"] = [names[index] for index in group.indices]
+        return about
+
+    exit_code = 0
+    if taken.verdict == replay.UNKNOWN:
+        exit_code = NOT_KNOWN
+    return {
+        "run": str(run.folder),
+        "step": step.number,
+        "epoch": step.run.progress.epoch,
+        "levels": [level._asdict() | {"jumped": level.jumped} for level in levels],
+        "loss": step.sums.loss,
+        "grad_norm": step.sums.norm,
+        "cause": verdict.cause,
+        "named": [index for group in verdict.named for index in group.indices],
+        "without": verdict.without,
+        "samples": [of_group(group) for group in verdict.groups],
+        "exact": step.exact and step.rows_of_output,
+        "facts": verdict.facts,
+        "replayed": {
+            "from": taken.begin,
+            "to": taken.end,
+            "verdict": taken.verdict,
+            "proof": taken.proof,
+        },
+        "exit_code": exit_code,
+    }

@@ -1,0 +1,151 @@
+"""Find the step of a log at which the loss or the norm of the gradient jumped.
+
+A value is compared with the values before it: with their median m and their deviation s, which is
+1.4826 times the median of |x - m|, or at least FLOOR * |m|. A value above m + LIMIT * s and above
+RISE * m is a jump. All values are logarithms, if all are positive: the noise of a loss falls with
+the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BEFORE = 20
+"""The most values before a value with which the value is compared."""
+
+LEAST = 4
+"""The fewest values before a value."""
+
+LIMIT = 6.0
+FLOOR = 0.05
+RISE = 1.2
+MAD = 1.4826
+"""Deviation of a normal distribution / median of the absolute differences from the median."""
+
+NAMES = ("loss", "grad_norm")
+WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+class Level(NamedTuple):
+    """A value of a step beside the usual values before it.
+
+    usual  the median of the values before
+    limit  a value above is a jump
+    score  the distance from the usual value, in deviations
+    """
+
+    name: str
+    step: int
+    value: float
+    usual: float
+    limit: float
+    score: float
+
+    @property
+    def jumped(self) -> bool:
+        return self.value > self.limit
+
+    def __str__(self) -> str:
+        words = WORDS[self.name.partition("/")[0]]
+        turn = self.name.partition("/")[2]
+        if turn:
+            words += f" of {turn}"
+        return f"{words} {self.value:.4g}, usually {self.usual:.4g}"
+
+
+class Series(NamedTuple):
+    """A number of the log over the steps, the finite values only."""
+
+    name: str
+    steps: list[int]
+    values: list[float]
+
+    def level(self, place: int) -> Level | None:
+        """Return the level of the value at a place; None with too few values before."""
+        before = np.array(self.values[max(0, place - BEFORE) : place])
+        if len(before) < LEAST:
+            return None
+        value = self.values[place]
+        logarithmic = bool((before > 0).all()) and value > 0
+        if logarithmic:
+            before = np.log(before)
+            value = math.log(value)
+        usual = float(np.median(before))
+        floor = FLOOR if logarithmic else FLOOR * abs(usual)
+        deviation = max(MAD * float(np.median(np.abs(before - usual))), floor, 1e-12)
+        rise = math.log(RISE) if logarithmic else (RISE - 1) * abs(usual)
+        limit = usual + max(LIMIT * deviation, rise)
+        score = (value - usual) / deviation
+        if logarithmic:
+            usual, limit = math.exp(usual), math.exp(limit)
+        return Level(self.name, self.steps[place], self.values[place], usual, limit, score)
+
+    def levels(self) -> list[Level]:
+        """Return the levels of all values with enough values before."""
+        found = (self.level(place) for place in range(len(self.values)))
+        return [level for level in found if level is not None]
+
+
+def series_of(lines: Iterable[dict[str, Any]]) -> list[Series]:
+    """Return the series of loss and gradient norm in lines of a training; with turns, of each
+    turn."""
+    found: dict[str, Series] = {}
+    for line in lines:
+        turn = _turn_of(line)
+        for name, value in line.items():
+            kind = name.partition("/")[0]
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if kind not in NAMES or not is_number:
+                continue
+            if kind == "grad_norm" and turn:  # a norm is of the last step alone
+                name = f"{name}/{turn}"
+            series = found.setdefault(name, Series(name, [], []))
+            series.steps.append(int(line["step"]))
+            series.values.append(float(value))
+    return list(found.values())
+
+
+def _turn_of(line: dict[str, Any]) -> str:
+    """Return the turn of a line that has the loss of one turn alone; else an empty text."""
+    turns = [name.partition("/")[2] for name in line if name.startswith("loss/")]
+    return turns[0] if len(turns) == 1 else ""
+
+
+def jumps(series: Sequence[Series], begin: int = 0, end: int = 0) -> list[Level]:
+    """Return the jumps after step `begin` up to step `end` (0: the last), the highest first."""
+    found = []
+    for each in series:
+        for level in each.levels():
+            if level.jumped and begin < level.step and (not end or level.step <= end):
+                found.append(level)
+    return sorted(found, key=lambda level: -level.score)
+
+
+def onset(found: Sequence[Level], every: int = 1) -> int:
+    """Return the first step of the jump that contains the highest level.
+
+    Steps of a jump follow each other without a gap of more than two lines.
+
+    found  the highest first
+    every  steps between two lines
+    """
+    steps = {level.step for level in found}
+    first = found[0].step
+    while earlier := [step for step in steps if first - 2 * every <= step < first]:
+        first = min(earlier)
+    return first
+
+
+def at_step(series: Sequence[Series], step: int) -> list[Level]:
+    """Return the levels of loss and gradient norm at a step."""
+    found = []
+    for each in series:
+        if step in each.steps:
+            level = each.level(each.steps.index(step))
+            if level is not None:
+                found.append(level)
+    return found

@@ -1,0 +1,588 @@
+"""Divide the loss and the gradient of one step among the samples of the step.
+
+A process takes the passes of all ranks and of all virtual workers one after the other, with the
+samples and the random numbers of the run. The step has the loss L = sum l_i / sum w_i and the
+gradient g = sum g_i / sum w_i. The shares of a sample are l_i / sum l_i and g_i . g / |g|^2. The
+shares of all samples add up to 1.
+
+`l_i` is the loss of row i of the network's output, and `g_i` is the derivative of `l_i` by the
+weights, through the forward pass of the whole pass. So dropout masks are those of the step. Where
+samples depend on each other, as with BatchNorm, `g_i` contains the path through the statistics of
+the pass. The sums over the samples are compared with the pass, because a loss or a network that
+mixes rows has other sums. Where the output has no row for each sample, a sample is computed alone
+(`exact` is False).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import tasks
+from data_loader import Loaders, MicroBatch, TrainLoader, TrainSampler
+from engine import api, checkpoint, config, global_loss, kernels, launch, optim, precision
+from engine.comm.buffers import Buffers
+from engine.comm.world import World
+from engine.contract import Batch, Loss, Task, per_sample
+from engine.data.batches import map_tensors, tree_children, tree_leaves, unflatten
+from engine.data.splits import load_datasets
+from engine.files.archive import CheckpointState
+from engine.hooks import check
+from engine.plan import make_plan
+from engine.run import Run
+from engine.seeds import seed_everything
+from engine.trial import copied_task
+from plugins.preflight.partition import partition_dependent
+from plugins.resilience.signals import StopRequest
+
+CLOSE = {"off": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
+"""By precision, the largest relative difference between the sums over the samples and the step."""
+
+
+class Pass(NamedTuple):
+    """A forward pass of the step: the batch on the device, and its place in the step."""
+
+    batch: Batch
+    micro: MicroBatch
+
+
+class Row(NamedTuple):
+    """A sample of the step: row `row` of pass `number`."""
+
+    number: int
+    row: int
+
+
+@dataclass
+class SampleShare:
+    """The part of a sample in the step. The two shares add up to 1 over the step.
+
+    index     of the sample in the dataset
+    place     the row of the sample
+    loss      l_i / w_i, the sample's own mean loss; NaN without a weight
+    total     l_i / sum w_i, the part of the step's loss
+    norm      |g_i| / sum w_i, the part of the step's gradient
+    gradient_share  g_i . g / |g|^2
+    lifts     the loss of the step less the loss without the sample, of a network that mixes samples
+    """
+
+    index: int
+    place: Row
+    loss: float
+    total: float
+    norm: float
+    loss_share: float
+    gradient_share: float = math.nan
+    lifts: float = math.nan
+
+
+@dataclass
+class Sums:
+    """Loss and gradient of several samples, or of the whole step, before the division.
+
+    gradient  one tensor for each trained weight
+    """
+
+    total: float = 0.0
+    weight: float = 0.0
+    gradient: list[Tensor] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        return self.total / self.weight if self.weight else math.nan
+
+    @property
+    def norm(self) -> float:
+        """The norm of the gradient of the mean loss."""
+        return _norm(self.gradient) / self.weight if self.weight else math.nan
+
+    def add(self, loss: Loss, gradient: list[Tensor]) -> None:
+        self.total += float(loss.total.detach())
+        self.weight += float(loss.weight)
+        if self.gradient:
+            torch._foreach_add_(self.gradient, gradient)
+        else:
+            self.gradient = [part.clone() for part in gradient]
+
+    def without(self, other: Sums) -> Sums:
+        """Return the sums without the samples of `other`."""
+        gradient = self.gradient
+        if other.gradient:
+            gradient = list(torch._foreach_sub(self.gradient, other.gradient))
+        return Sums(self.total - other.total, self.weight - other.weight, gradient)
+
+
+class _Watched(nn.Module):
+    """Calls a model, and keeps the output."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.module = model
+        self.output: Any = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self.output = self.module(*inputs, **named)
+        return self.output
+
+
+class _Replaced(nn.Module):
+    """Returns a known output, whatever the input."""
+
+    def __init__(self, output: Any):
+        super().__init__()
+        self.output = output
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.output
+
+
+class Gathered:
+    """Replaces `gather_batch` of a step that is one pass.
+
+    rows    the rows of the pass under way; None: all rows
+    tensors the tensors that the whole pass has gathered, with their graphs
+    """
+
+    def __init__(self, samples: int):
+        self.samples = samples
+        self.rows: list[int] | None = None
+        self.tensors: list[Tensor] = []
+        self.calls = 0
+
+    def __call__(self, tensor: Tensor, gathers: bool = True) -> tuple[Tensor, Tensor]:
+        places = torch.tensor(self.rows or [*range(self.samples)], device=tensor.device)
+        if not gathers:
+            return tensor.new_zeros(self.samples, *tensor.shape[1:]), places
+        if self.rows is None:
+            self.tensors.append(tensor)
+            return tensor, places
+        self.calls += 1
+        return self.tensors[self.calls - 1], places
+
+    def begin(self, rows: list[int] | None) -> None:
+        """Begin the whole pass (None), or some rows of the pass."""
+        self.rows = rows
+        self.calls = 0
+        if rows is None:
+            self.tensors = []
+
+
+# ---- the step
+# ----------------------------------------------------------------------------------------------
+
+
+class Step:
+    """The step after a checkpoint: the passes of all ranks, and the sums.
+
+    passes      of all ranks and virtual workers; the samples stay in memory
+    sums        of the whole step
+    parameters  that the step trains
+    mixes       the part of the model through which samples depend on each other; else empty
+    exact       the samples add up to the step
+    notes       sentences on the division
+    """
+
+    def __init__(self, cfg: Any, path: Path | None, processes: int, known: CheckpointState):
+        self.run = load_run(cfg, path, processes, known)
+        self.train_set = self.run.loaders.train.dataset
+        self.task: Task = self.run.task
+        self.number = self.run.progress.step + 1
+        self.gathers = self.exact = False
+        self.rows_of_output = True
+        self.notes: list[str] = []
+        self.passes = passes_of(self.run, processes)
+        self.weights = self._weights_of_terms()
+        with_batch_norm = partition_dependent(self.run.model, self.run.plan.accumulation)
+        parts = [part for part in with_batch_norm.split(", ") if "BatchNorm" in part]
+        self.mixes = parts[0] if parts else ""
+        groups = self.run.optimizer.param_groups
+        self.parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        self.buffers = Buffers(self.run.model)
+        self.buffers.keep()
+        self.scale = 1.0
+        if self.run.scaler.is_enabled():
+            self.scale = self.run.scaler.get_scale() / self.run.plan.global_batch
+        self.sums = self._whole()
+        if self.gathers and len(self.passes) > 1:
+            self._join_passes()
+
+    @property
+    def places(self) -> list[Row]:
+        """The rows of all samples, in the order of the passes."""
+        return [
+            Row(number, row)
+            for number, each in enumerate(self.passes)
+            for row in range(len(each.micro.indices))
+        ]
+
+    def index_of(self, place: Row) -> int:
+        return int(self.passes[place.number].micro.indices[place.row])
+
+    def _join_passes(self) -> None:
+        """Take the step again as one pass: each sample is compared with all samples."""
+        one_pass = {"batch_size": self.run.plan.global_batch, "virtual_workers": 0}
+        one_pass |= {"gradient_accumulation_steps": 1, "global_batch": 0}
+        plan = make_plan(
+            config.changed(self.run.cfg, one_pass), self.run.world, self.run.plan.num_samples
+        )
+        self.run.plan = plan
+        self.passes = passes_of(self.run, 1)
+        self.notes.append(
+            "each sample is compared with all samples (gather_batch): the step was divided as one "
+            "pass, and dropout masks are others"
+        )
+        self.sums = self._whole()
+
+    def _whole(self) -> Sums:
+        """Return the sums of the whole step."""
+        sums = Sums()
+        for each in self.passes:
+            loss, _, gathered = self._forward(each, graph=True)
+            self.gathers = self.gathers or bool(gathered.tensors)
+            sums.add(loss, self._gradient(loss.total, keep=False))
+        return sums
+
+    # ---- a pass ----
+
+    def _forward(self, each: Pass, graph: bool) -> tuple[Loss, Any, Gathered]:
+        """Compute a pass as in the step. Return the loss, the network's output, and the gathered
+        tensors."""
+        micro = each.micro
+        gathered = Gathered(len(micro.indices))
+        net = _Watched(self.run.model)
+        self.run.model.train()
+        if micro.opens_worker:
+            self.buffers.restore()
+        with torch.set_grad_enabled(graph):
+            loss = self._loss(net, each, gathered)
+        return loss, net.output, gathered
+
+    def _loss(self, net: nn.Module, each: Pass, gathered: Gathered) -> Loss:
+        """Return the task's loss of a batch, with the weights of the whole step for each term."""
+        run = self.run
+        run.seed_pass(each.micro)
+        task = copied_task(self.task)
+        global_loss.current_pass = gathered
+        try:
+            with run.precision.autocast():
+                if type(task).losses is Task.losses:
+                    return task.loss(net, each.batch)
+                return self._joined(task.losses(net, each.batch), each)
+        finally:
+            global_loss.current_pass = None
+
+    def _joined(self, terms: Any, each: Pass) -> Loss:
+        """Return the loss of several terms, as `global_loss.join`, with the weights of the step."""
+        total: Any = 0.0
+        for name, term in terms.items():
+            weight = self.weights.get(name, 1.0)
+            if weight:
+                kind = torch.promote_types(term.total.dtype, torch.float32)
+                total = total + term.factor * term.total.to(kind) * (each.micro.samples / weight)
+        count = torch.tensor(float(len(each.micro.indices)))
+        return Loss(torch.as_tensor(total), count)
+
+    @torch.no_grad()
+    def _weights_of_terms(self) -> dict[str, float]:
+        """Return the weight of each term over the step, of a task with `losses`."""
+        weights: dict[str, float] = {}
+        if type(self.task).losses is Task.losses:
+            return weights
+        for each in self.passes:
+            self.run.model.train()
+            self.run.seed_pass(each.micro)
+            with self.run.precision.autocast():
+                terms = copied_task(self.task).losses(_Watched(self.run.model), each.batch)
+            for name, term in terms.items():
+                weights[name] = weights.get(name, 0.0) + float(term.weight)
+        return weights
+
+    def _gradient(self, total: Tensor, keep: bool) -> list[Tensor]:
+        """Return the derivative of a total by each parameter.
+
+        keep  the graph is used again
+        """
+        if not total.requires_grad:
+            return [torch.zeros_like(p) for p in self.parameters]
+        found = torch.autograd.grad(
+            total * self.scale, self.parameters, retain_graph=keep, allow_unused=True
+        )
+        gradient = []
+        for p, part in zip(self.parameters, found, strict=True):
+            part = torch.zeros_like(p) if part is None else part.detach().to_dense()
+            gradient.append(part / self.scale if self.scale != 1.0 else part)
+        return gradient
+
+    # ---- the samples ----
+
+    def divide(self) -> list[SampleShare]:
+        """Return the share of each sample of the step, in the order of the passes."""
+        shares: list[SampleShare] = []
+        parts = Sums()
+        for number, each in enumerate(self.passes):
+            for row, (loss, gradient) in enumerate(self._of_rows(each)):
+                parts.add(loss, gradient)
+                place = Row(number, row)
+                shares.append(self._share(place, loss, gradient))
+        self._compare(parts)
+        if self.mixes:
+            for share in shares:
+                share.lifts = self.sums.loss - self.loss_without([share.place])
+        return shares
+
+    def _share(self, place: Row, loss: Loss, gradient: list[Tensor]) -> SampleShare:
+        total, weight = float(loss.total.detach()), float(loss.weight)
+        share = SampleShare(
+            index=self.index_of(place),
+            place=place,
+            loss=total / weight if weight else math.nan,
+            total=total / self.sums.weight,
+            norm=_norm(gradient) / self.sums.weight,
+            loss_share=total / self.sums.total if self.sums.total else math.nan,
+        )
+        squares = _dot(self.sums.gradient, self.sums.gradient)
+        if squares:
+            share.gradient_share = _dot(gradient, self.sums.gradient) / squares
+        return share
+
+    def _of_rows(
+        self, each: Pass, only: Collection[int] | None = None
+    ) -> Iterator[tuple[Loss, list[Tensor]]]:
+        """Yield loss and gradient of the rows of a pass.
+
+        only  these rows; None: all rows
+        """
+        whole, output, gathered = self._forward(each, graph=True)
+        samples = len(each.micro.indices)
+        rows = range(samples) if only is None else sorted(only)
+        has_rows = self.rows_of_output and _has_rows(output, samples)
+        if has_rows and not self._rows_add_up(each, whole, output, gathered):
+            has_rows = False
+        if not has_rows:
+            self.rows_of_output = False
+        for row in rows:
+            loss = self._of_row(each, row, output, gathered)
+            yield loss, self._gradient(loss.total, keep=True)
+
+    def _rows_add_up(self, each: Pass, whole: Loss, output: Any, gathered: Gathered) -> bool:
+        """Return whether the losses of the rows of the output add up to the loss of the pass."""
+        total = size = 0.0
+        with torch.no_grad():
+            try:
+                for row in range(len(each.micro.indices)):
+                    loss = self._of_row(each, row, output, gathered)
+                    total += float(loss.total)
+                    size += abs(float(loss.total))
+            except Exception:  # a task that reads more than its output's rows
+                return False
+        limit = CLOSE[self.run.precision.name] * max(size, 1e-12)
+        return abs(total - float(whole.total.detach())) <= limit
+
+    def _of_row(self, each: Pass, row: int, output: Any, gathered: Gathered) -> Loss:
+        """Return the loss of a row: of the output of the whole pass, or of the sample alone."""
+        samples = len(each.micro.indices)
+        micro = each.micro._replace(indices=[each.micro.indices[row]])
+        part = Pass(select_rows(each.batch, [row], samples), micro)
+        if not self.rows_of_output:
+            gathered = Gathered(1)
+            gathered.begin(None)
+            self.run.model.train()
+            return self._loss(_Watched(self.run.model), part, gathered)
+        gathered.begin([row])
+        return self._loss(_Replaced(select_rows(output, [row], samples)), part, gathered)
+
+    def _compare(self, parts: Sums) -> None:
+        """Compare the sums over the samples with the step."""
+        limit = CLOSE[self.run.precision.name]
+        difference = _norm(torch._foreach_sub(parts.gradient, self.sums.gradient))
+        norm = _norm(self.sums.gradient)
+        self.difference = difference / norm if norm else 0.0
+        self.exact = self.difference <= limit
+        if self.rows_of_output and self.exact:
+            return
+        self.notes.append(
+            "each sample was computed alone, because the network returns no row for each sample, "
+            "or the loss mixes rows: the gradients add up to the step's within "
+            f"{self.difference:.1e}"
+        )
+
+    def of_samples(self, places: Collection[Row]) -> Sums:
+        """Return the sums of some samples within the step."""
+        sums = Sums()
+        for number, each in enumerate(self.passes):
+            rows = [place.row for place in places if place.number == number]
+            for loss, gradient in self._of_rows(each, rows) if rows else ():
+                sums.add(loss, gradient)
+        return sums
+
+    def without(self, places: Collection[Row]) -> tuple[float, float]:
+        """Return the loss and the norm of the gradient of the step without some samples.
+
+        Where samples depend on each other, the passes are computed again without the samples.
+        """
+        if not self.mixes:
+            left = self.sums.without(self.of_samples(places))
+            return left.loss, left.norm
+        sums = Sums()
+        for each in self._passes_without(places):
+            loss, _, _ = self._forward(each, graph=True)
+            sums.add(loss, self._gradient(loss.total, keep=False))
+        return sums.loss, sums.norm
+
+    @torch.no_grad()
+    def loss_without(self, places: Collection[Row]) -> float:
+        """Return the loss of the step, computed again without some samples."""
+        total = weight = 0.0
+        for each in self._passes_without(places):
+            loss, _, _ = self._forward(each, graph=False)
+            total += float(loss.total)
+            weight += float(loss.weight)
+        return total / weight if weight else math.nan
+
+    def _passes_without(self, places: Collection[Row]) -> Iterator[Pass]:
+        for number, each in enumerate(self.passes):
+            samples = len(each.micro.indices)
+            dropped = {place.row for place in places if place.number == number}
+            rows = [row for row in range(samples) if row not in dropped]
+            if len(rows) == samples:
+                yield each
+            elif rows:
+                indices = [each.micro.indices[row] for row in rows]
+                micro = each.micro._replace(indices=indices)
+                yield Pass(select_rows(each.batch, rows, samples), micro)
+
+    @torch.no_grad()
+    def losses_with(self, path: Path | None) -> list[float]:
+        """Return the mean loss of each sample with the weights of another checkpoint of the run;
+        None: with the weights of the seed. The weights of the step are put back."""
+        model = self.run.model
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        try:
+            if path is None:
+                seed_everything(self.run.cfg.seed)
+                model.load_state_dict(self.task.model().state_dict())
+            else:
+                model.load_state_dict(own | api.read(path).model)
+            self.buffers.keep()
+            losses = []
+            for each in self.passes:
+                _, output, gathered = self._forward(each, graph=False)
+                for row in range(len(each.micro.indices)):
+                    loss = self._of_row(each, row, output, gathered)
+                    weight = float(loss.weight)
+                    losses.append(float(loss.total) / weight if weight else math.nan)
+            return losses
+        finally:
+            model.load_state_dict(own)
+            self.buffers.keep()
+
+
+def _dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> float:
+    parts = [
+        torch.sum(a.double() * b.double(), dtype=torch.float64)
+        for a, b in zip(one, other, strict=True)
+    ]
+    return float(torch.stack(parts).sum()) if parts else 0.0
+
+
+def _norm(gradient: Iterable[Tensor]) -> float:
+    parts = [part.double().square().sum() for part in gradient]
+    return math.sqrt(float(torch.stack(parts).sum())) if parts else 0.0
+
+
+# ---- rows
+# ----------------------------------------------------------------------------------------------
+
+
+def _has_rows(output: Any, samples: int) -> bool:
+    """Return whether each tensor with a graph in a network's output has a row for each sample."""
+    with_graph = [
+        leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    return bool(with_graph) and all(leaf.shape[:1] == (samples,) for leaf in with_graph)
+
+
+def select_rows(value: Any, rows: list[int], samples: int) -> Any:
+    """Return the rows of a batch, or of an output. A leaf without a row for each sample is
+    unchanged."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.shape[:1] == (samples,) else value
+    if type(value) is list and len(value) == samples:
+        return [value[row] for row in rows]
+    parts = tree_children(value)
+    if parts is None:
+        return value
+    selected = {name: select_rows(part, rows, samples) for name, part in parts.items()}
+    whole = unflatten(value, selected)
+    if not isinstance(value, dict) and hasattr(value, "lockstep"):
+        object.__setattr__(whole, "lockstep", select_rows(value.lockstep, rows, samples))
+    return whole
+
+
+# ---- the run
+# ----------------------------------------------------------------------------------------------
+
+
+def load_run(cfg: Any, path: Path | None, processes: int, known: CheckpointState) -> Run:
+    """Return the run at a checkpoint, in this process, with the plan of `processes` processes.
+
+    path   the checkpoint; None: the seed
+    known  a checkpoint of the run with the choices for `auto`
+    """
+    kernels.set_backends(cfg)
+    world = World(0, 0, 1, launch.pick_device(cfg, launch.environment()))
+    saved = api.read(path) if path else CheckpointState()
+    task = tasks.load(cfg.task)(cfg)
+    task.resuming = path is not None
+    train_set, _ = load_datasets(task, "any", saved.metadata)
+    size = 1 if cfg.virtual_workers else processes
+    plan = make_plan(cfg, replace(world, size=size), len(train_set))
+    plan = replace(plan, sharded=False)
+    seed_everything(cfg.seed)
+    model = check("model", task.model(), task).to(world.device)
+    kernels.apply_memory_format(model, known.memory_format)
+    amp = precision.resolve(cfg, world, known.precision)
+    run = Run(
+        cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
+        optimizer=optim.make_optimizer(model, cfg.optim, task), ema=None,
+        scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),
+        loaders=Loaders(_loader(train_set, cfg, plan, world, task, 0), None), stop=StopRequest(),
+    )  # fmt: skip
+    checkpoint.restore(run, saved)
+    if run.progress.position >= plan.epoch_samples:
+        run.progress.next_epoch()
+    run.begin_step()
+    return run
+
+
+def _loader(
+    train_set: Any, cfg: Any, plan: Any, world: World, task: Task, rank: int
+) -> TrainLoader:
+    """Return the loader of a rank, without loader processes and without a cache."""
+    labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None
+    sampler = TrainSampler(train_set, plan, rank, cfg.seed, labels, cfg.exclude)
+    prepare = task.prepare if type(task).prepare is not Task.prepare else None
+    loader = TrainLoader(train_set, sampler, world, None, prepare)
+    loader.cached = None
+    loader.turn = task.turn if task.turns else None
+    return loader
+
+
+def passes_of(run: Run, processes: int) -> list[Pass]:
+    """Return the passes of the coming step of a run, of all ranks; without the padding."""
+    ranks = 1 if run.cfg.virtual_workers else processes
+    progress = run.progress
+    found = []
+    for rank in range(ranks):
+        loader = _loader(run.loaders.train.dataset, run.cfg, run.plan, run.world, run.task, rank)
+        loader.set_epoch(progress.epoch, progress.position, progress.step)
+        for batch, micro in next(iter(loader)):
+            if not micro.empty:
+                found.append(Pass(map_tensors(batch, torch.Tensor.detach), micro))
+    return found
