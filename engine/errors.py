@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
-"""Exit codes; 1 is an error in the code, or a lack of memory. After 75 (EX_TEMPFAIL) the same
-command resumes."""
+DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, FAULT, STOPPED = 0, 2, 3, 4, 5, 6, 70, 75
+"""Exit codes of a training; 1 is an error in the code, or a lack of memory. After 75 (EX_TEMPFAIL)
+the same command resumes. A tool has FAULT (EX_SOFTWARE) in place of 1, because 1 is a verdict of
+a tool. docs/agents.md has the table."""
 
 
 class LockstepError(Exception):

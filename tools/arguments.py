@@ -4,6 +4,7 @@ one line."""
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +36,23 @@ def rate(text: str) -> float:
     return float(text)
 
 
-def printed(work: Callable[[], str], output: Path) -> int:
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option --json of a tool that calls `printed`."""
+    text = "print one JSON object: the output, and the lines that are else printed"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def printed(work: Callable[[], str], output: Path, as_json: bool) -> int:
     """Print the result of `work`, which writes `output`. Return the exit code. An error is printed
-    as one line."""
+    as one line.
+
+    as_json  print {"output": path, "lines": the lines of the result}
+    """
     try:
-        print(work())
+        text = work()
+        if as_json:
+            text = json.dumps({"output": str(output), "lines": text.splitlines()})
+        print(text)
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -22,7 +22,7 @@ import tasks
 import train
 from engine import command, config, launch
 from engine.comm.world import World
-from engine.errors import LockstepError, set_up, warn_on_stderr
+from engine.errors import FAULT, LockstepError, set_up, warn_on_stderr
 from plugins import resilience
 from plugins.reporting import plan_text
 from plugins.resilience import agent, terminal
@@ -44,17 +44,17 @@ def guarded(
     translate  converts the tool's own arguments to a training's arguments
     """
 
-    @resilience.guarded
     def main(words: list[str]) -> int:
         code = work(command.read(translate(words), tasks))
         sys.stdout.flush()
         # a training continues without stdout; the output is the purpose of a tool
         for why in terminal.lost_streams:
             if why.startswith("stdout cannot be written"):
-                raise LockstepError(why, "the output of a tool", "start it again", exit_code=1)
+                todo = "start it again"
+                raise LockstepError(why, "the output of a tool", todo, exit_code=FAULT)
         return code
 
-    return main(argv)
+    return resilience.guarded(main, FAULT)(argv)
 
 
 def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:

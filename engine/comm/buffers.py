@@ -14,7 +14,7 @@ from engine import private
 from engine.comm import digests
 from engine.comm.differences import Difference, first_difference
 from engine.comm.world import World
-from engine.errors import DISTRIBUTED, LockstepError
+from engine.errors import LockstepError
 from engine.phases import phase
 
 FEW = 4
@@ -179,8 +179,8 @@ def sync_buffers(world: World, *sets: dict[str, Tensor]) -> None:
 def check_buffers(world: World, buffers: Buffers) -> None:
     """(all ranks) Compare the buffers of modules other than norms.
 
-    A checkpoint holds the buffers of rank 0. Raises LockstepError (exit code 6) if a buffer differs
-    between ranks.
+    A checkpoint holds the buffers of rank 0. Raises LockstepError if a buffer differs between
+    ranks.
     """
     for name, (rank, *_) in _differing(world, buffers(of_norms=False)).items():
         raise LockstepError(
@@ -189,7 +189,6 @@ def check_buffers(world: World, buffers: Buffers) -> None:
             "change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, "
             "which make it one "
             "after each step (other numbers of processes are then other runs)",
-            exit_code=DISTRIBUTED,
             everywhere=True,
         )
 

@@ -79,7 +79,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[None]:
         sha256 = _weights_digest(run)
         state = "stopped" if run.stopped else "done"
         if isinstance(record.log, log.Log):
-            _report_end(run, state)
+            _report_end(run, state, sha256)
             record.log.end_bars(run)
             console.info(ended(run, path, sha256))
             _compare_with_baselines(run)
@@ -118,6 +118,8 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
             state="running",
             exit_code=None,
             reason="",
+            total_steps=run.plan.total_steps,
+            weights=None,
             monitor=monitor,
             best=run.progress.best,
         )
@@ -125,8 +127,8 @@ def _open_the_rest(run: Run, path: Path, made: Any, profile: bool) -> None:
         hooks.event("resumed", run=run)
 
 
-def _report_end(run: Run, state: str) -> None:
-    facts: dict[str, Any] = {"exit_code": STOPPED if run.stopped else DONE}
+def _report_end(run: Run, state: str, sha256: str) -> None:
+    facts: dict[str, Any] = {"exit_code": STOPPED if run.stopped else DONE, "weights": sha256}
     facts["reason"] = run.stopped or run.progress.ended or ""
     if found := baselines(run.task, run.record.metrics):
         facts |= {"baselines": found, "higher_is_better": run.task.higher_is_better}

@@ -208,7 +208,6 @@ class Channel:
                 "a sum over the ranks",
                 "return the same sums, of the same shapes, from the task's `loss` and `score` on "
                 "all of them",
-                exit_code=6,
             )
 
 

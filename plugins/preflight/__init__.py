@@ -23,7 +23,7 @@ from engine.data import fingerprint
 from engine.data.batches import batch_info, tree_leaves
 from engine.data.order import LazyOrder
 from engine.environment import environment
-from engine.errors import console
+from engine.errors import DISTRIBUTED, USAGE, console
 from engine.evaluation import collects, reported
 from engine.gathered import Gathered, check_count
 from engine.hooks import check
@@ -64,7 +64,8 @@ def compare_ranks(run: Run) -> None:
     """(all ranks) Compare config, code, versions, data and weights, and check the result of one
     all-reduce.
 
-    Sets `plan.moments`. Raises LockstepError (exit code 6) with the first rank that differs.
+    Sets `plan.moments`. Raises LockstepError with the first rank that differs: exit code 2, because
+    the same start would end in the same way.
     """
     world = run.world
     if run.rates.scheduler is None:
@@ -100,7 +101,7 @@ def compare_ranks(run: Run) -> None:
             f"an all-reduce over {world.size} ranks gave {total.item()} instead of {expected}",
             "preflight",
             "check the network and the backend",
-            exit_code=6,
+            exit_code=DISTRIBUTED,
         )
 
 
@@ -120,27 +121,31 @@ def _parts(order: Any) -> list[torch.Tensor]:
 
 def compare_weights(run: Run) -> None:
     """(all ranks) Compare the parameters, and the buffers outside of norms, by a digest. After the
-    first step, compare the state that a new process would restore, too."""
+    first step, compare the state that a new process would restore, too.
+
+    Raises LockstepError with the first weight that differs: exit code 6, because a new start goes
+    on from the last checkpoint, whose weights are equal.
+    """
     resume_check.check(run)
     if run.world.size > 1:
-        _compare_weights(run)
+        _compare_weights(run, DISTRIBUTED)
 
 
-def _compare_weights(run: Run) -> None:
+def _compare_weights(run: Run, exit_code: int = USAGE) -> None:
     world = run.world
     check_buffers(world, run.reducer.buffers)
     leaves = [*tree_leaves(run.task.state_dict())]
     # the tensors are in the sum of bits
     numbers = [str(leaf) for _, leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if world.differs_across_ranks((digests.as_text(run.sum_of_bits()), numbers)):
-        _compare_tensors(world, "parameter", run.model.named_parameters(), ALIKE)
-        _compare_tensors(world, "the state", leaves, STATE)
+        parameters = digests.each(run.model.named_parameters())
+        _compare(world, _titled("parameter", parameters), ALIKE, exit_code)
+        _compare(world, _titled("the state", digests.each(leaves)), STATE)
 
 
-def _compare_tensors(world: World, kind: str, named: Iterable[tuple[str, Any]], todo: str) -> None:
-    """(all ranks) Raise LockstepError if a tensor or a number differs from that of rank 0."""
-    digest_of = digests.each(named)
-    _compare(world, {f"{kind} {name}": digest for name, digest in digest_of.items()}, todo)
+def _titled(kind: str, digest_of: dict[str, str]) -> dict[str, str]:
+    """Return digests under names for a message, such as `parameter head.weight`."""
+    return {f"{kind} {name}": digest for name, digest in digest_of.items()}
 
 
 def _compare_data(run: Run) -> None:
@@ -150,10 +155,10 @@ def _compare_data(run: Run) -> None:
         rank, parts = found
         what = f"rank {rank} differs from rank 0 in the data: {parts}"
         todo = "give all ranks the same files in the same order: sort what a folder lists"
-        raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
+        raise LockstepError(what, f"step {phase.step}", todo, everywhere=True)
 
 
-def _compare(world: World, facts: dict[str, str], todo: str) -> None:
+def _compare(world: World, facts: dict[str, str], todo: str, exit_code: int = USAGE) -> None:
     """(all ranks) Raise LockstepError if a fact differs from the fact of rank 0."""
     differences = first_difference(world, facts)
     if differences:
@@ -161,7 +166,8 @@ def _compare(world: World, facts: dict[str, str], todo: str) -> None:
         what = f"rank {rank} differs from rank 0 in {name}: {value} instead of {expected}"
         if len(differences) > 1:
             what += f", and in {len(differences) - 1} more"
-        raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
+        where = f"step {phase.step}"
+        raise LockstepError(what, where, todo, exit_code=exit_code, everywhere=True)
 
 
 @torch.no_grad()

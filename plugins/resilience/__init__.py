@@ -36,9 +36,12 @@ from plugins.resilience.stragglers import Stragglers
 from plugins.resilience.watchdog import Watchdog as Watchdog
 
 
-def guarded(main: Callable[..., int]) -> Callable[..., int]:
+def guarded(main: Callable[..., int], fault: int = 1) -> Callable[..., int]:
     """Decorate a `main(argv, ...)`: an exception becomes `error: what (where): what to do`, once
-    for all ranks, and an exit code."""
+    for all ranks, and an exit code.
+
+    fault  the exit code of an error in the code, and of a lack of memory
+    """
 
     @functools.wraps(main)
     def inner(argv: list[str], *more: Any, **how: Any) -> int:
@@ -56,7 +59,7 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
         except EarlyExit:
             return int(any(lost.startswith("stdout") for lost in terminal.lost_streams))
         except BaseException as error:
-            return failure_report.handle_fatal(error, "--debug" in argv)
+            return failure_report.handle_fatal(error, "--debug" in argv, fault)
         finally:
             cleanup()
             signal.signal(signal.SIGINT, handler)

@@ -43,8 +43,11 @@ LIBRARIES = (
 """Parts of the paths of library files."""
 
 
-def handle_fatal(error: BaseException, debug: bool) -> int:
+def handle_fatal(error: BaseException, debug: bool, fault: int = 1) -> int:
     """Print the failure once for all ranks, and return the exit code.
+
+    debug  print the traceback, too
+    fault  the exit code of an error in the code, and of a lack of memory
 
     With a launcher or with DDP the function ends the process. The shutdown of an interpreter may
     hang or abort while the threads of gloo are alive, and the exit code would be lost.
@@ -56,6 +59,8 @@ def handle_fatal(error: BaseException, debug: bool) -> int:
         # this rank before its report.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     user_error = to_user_error(error, world)
+    if user_error is not error and user_error.exit_code == 1:
+        user_error.exit_code = fault
     details = "".join(traceback.format_exception(error))
     secondary = lost_connection(error) and not oom.ran_out(error)
     if debug and not secondary:

@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 
 from engine.comm.session import machine, session
 from engine.comm.world import World
-from engine.errors import DISTRIBUTED
+from engine.errors import DISTRIBUTED, FAULT
 from plugins.resilience import oom, terminal
 
 Form = TypeVar("Form", bound="Heartbeat | Failure")
+
+FAILURES = {*range(1, DISTRIBUTED + 1), FAULT}
+"""The exit codes of failures."""
 
 
 @dataclass
@@ -156,7 +159,7 @@ class StoreClient:
         cause = parse(Failure, self.get_if_present("failure"))
         if cause is None:
             return None
-        if not 1 <= cause.exit_code <= DISTRIBUTED:
+        if cause.exit_code not in FAILURES:
             cause.exit_code = 1
         proposals = [batch.smaller for batch in oom.advice.next_batch.values()]
         if not oom.advice.restart or cause.again not in proposals:

@@ -156,7 +156,7 @@ def test_a_failure_on_several_processes_ends_all_of_them(launch, tmp_path):
     assert done.code == 1 and not done.err and "gone" in only(lines_of(done, "failure")), done.err
     assert LEFT_OUT in done.out and "bus bandwidth" in done.out, "the rest is"
     done = launch.python(DOCTOR, "--launch", "2", FAULTY, "fault.kind=raise in data", "fault.rank=1")
-    assert done.code == 1 and "RuntimeError: the disk is on fire" in only(done.errors), done.err
+    assert done.code == 70 and "RuntimeError: the disk is on fire" in only(done.errors), done.err
     assert "rank 1" in done.errors[0] and "2 processes, 2 on this machine" in done.out
 
 

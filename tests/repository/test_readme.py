@@ -14,7 +14,7 @@ from guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
 from saved import load
 
 TOPICS = """
-behaviour config larger launching nothing-lost port-your-loop pretrained publish robots same-bits study tools
+agents behaviour config larger launching nothing-lost port-your-loop pretrained publish robots same-bits study tools
 troubleshooting your-own-data
 """
 PAGES = ("README.md", *(f"docs/{name}.md" for name in TOPICS.split()))

@@ -249,7 +249,7 @@ FAULTS = {
         settings="ddp.timeout_s=2 check_every=2",
     ),
     "another sum": Ending(
-        6, r"rank (0: .* rank 1 28 bytes, rank 0 \d+|1: .* rank 0 \d+ bytes, rank 1 28) \(a sum over the"
+        2, r"rank (0: .* rank 1 28 bytes, rank 0 \d+|1: .* rank 0 \d+ bytes, rank 1 28) \(a sum over the"
     ),
     "unused": Ending(2, UNUSED.format(".", 0), 0),
     "sometimes unused": Ending(2, UNUSED.format(".", 2)),

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     args = parser.parse_args(argv)
-    return resilience.guarded(lambda argv: _main(args))(argv)
+    return resilience.guarded(lambda argv: _main(args), errors.FAULT)(argv)
 
 
 def _main(args: argparse.Namespace) -> int:

@@ -475,7 +475,10 @@ class Proof:
                 f"the first run: {first.ended_by}", todo="start it again", exit_code=NOT_KNOWN
             )
         if first.error:
-            raise LockstepError(first.error, exit_code=first.code if first.code > 0 else NOT_KNOWN)
+            code = first.code if first.code > 0 else NOT_KNOWN
+            # of the training; of this tool 1 is a verdict
+            code = errors.FAULT if code == 1 else code
+            raise LockstepError(first.error, exit_code=code)
         found = re.search(r"^the loss adds up.*", first.text, re.M)
         self.said_adds_up = found[0] if found else ""
         steps = [step for event, step in first.lines if event == "train"]

@@ -37,7 +37,7 @@ from formats.shards import cache as shard_cache
 from formats.shards import digest_of, read_index, size
 from formats.shards import files as shard_files
 from formats.shards.files import INDEX, SCANS, Index, Scanned, Shard
-from tools.arguments import printed, whole_number
+from tools.arguments import add_json, printed, whole_number
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,6 +71,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="number of processes (default: one per core, at most 8)",
     )
+    add_json(parser)
     options = parser.parse_args(argv)
     if shard_cache.is_url(options.root) and not options.to and not options.verify:
         parser.error("an address cannot be written: give a folder in --to")
@@ -298,6 +299,6 @@ def _offsets(there: Index, root: str) -> bytes:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    return printed(
-        lambda: verify(options) if options.verify else index(options), Path(options.root)
-    )
+    work = verify if options.verify else index
+    output = options.to or Path(options.root)
+    return printed(lambda: work(options), output, options.json)

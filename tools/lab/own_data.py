@@ -60,7 +60,8 @@ def start(main: Callable[..., None]) -> None:
     try:
         main(*sys.argv[1:])
     except LockstepError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except OSError as error:
         place = (
             f" ({error.filename}): choose a FOLDER that you may read and write"

@@ -67,7 +67,7 @@ from formats.lab.videos import (
     read_clock,
 )
 from formats.tables import csv_rows
-from tools.arguments import printed, rate, whole_number
+from tools.arguments import add_json, printed, rate, whole_number
 from tools.names import some_names
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's int64 ends at 9e18
@@ -648,6 +648,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="leave out unreadable videos, and print the names",
     )
+    add_json(parser)
     options = parser.parse_args(argv)
     if options.crop and not (options.crop[2] and options.crop[3]):
         parser.error("argument --crop: width and height must be at least 1")
@@ -960,4 +961,4 @@ def _of_line(error: BrokenVideo, where: str) -> BrokenVideo:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    return printed(lambda: prepare(options), options.output)
+    return printed(lambda: prepare(options), options.output, options.json)

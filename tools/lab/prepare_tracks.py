@@ -42,7 +42,7 @@ from formats.lab.events.pairing import Folders, Named, stem_of
 from formats.lab.poses.track import Track
 from formats.lab.videos import STAMP, read_clock
 from formats.lab.windows import VALID
-from tools.arguments import printed, rate, whole_number
+from tools.arguments import add_json, printed, rate, whole_number
 from tools.lab.prepare_clips import (
     MULTI,
     add_labels,
@@ -132,6 +132,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="a table video,group: the animal or the cage of each video",
     )
     add_labels(parser.add_argument_group("of the labels").add_argument)
+    add_json(parser)
     return parser.parse_args(argv)
 
 
@@ -511,4 +512,4 @@ def _next_of(options: argparse.Namespace, shortest: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    return printed(lambda: prepare(options), options.output)
+    return printed(lambda: prepare(options), options.output, options.json)

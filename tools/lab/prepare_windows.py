@@ -45,7 +45,7 @@ from formats.lab.sensor_tables import Reading, Sheet
 from formats.lab.sensors import streams
 from formats.lab.windows import LENGTH, VALID
 from formats.tables import Layout
-from tools.arguments import printed, whole_number
+from tools.arguments import add_json, printed, whole_number
 from tools.lab import several_sensors
 from tools.lab.recordings import Labels, Output, Piece, Recordings, factors_of
 from tools.lab.sources import (
@@ -171,6 +171,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     first, _ = parser.parse_known_args(argv)
     parser.set_defaults(**LIKE.get(first.like or "", {}))
+    add_json(parser)
     options = parser.parse_args(argv)
     for flag, text in (
         ("--file-label", options.file_label),
@@ -572,4 +573,4 @@ def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    return printed(lambda: prepare(options), options.output)
+    return printed(lambda: prepare(options), options.output, options.json)

@@ -28,7 +28,7 @@ from engine.errors import LockstepError
 from engine.files.atomic import write_json
 from formats.shards import stream
 from formats.shards.files import INDEX
-from tools.arguments import printed, whole_number
+from tools.arguments import add_json, printed, whole_number
 from tools.lab import index_shards
 
 SETS = ("train", "val")
@@ -67,6 +67,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         metavar="N",
         help="samples to take from each stream (default: all)",
     )
+    add_json(parser)
     return parser.parse_known_args(argv)
 
 
@@ -114,4 +115,4 @@ def _stream(name: str, dataset: Any) -> Iterable[Any]:
 
 def main(argv: list[str] | None = None) -> int:
     options, words = parse(argv)
-    return printed(lambda: write(options, words), options.to)
+    return printed(lambda: write(options, words), options.to, options.json)

@@ -240,5 +240,5 @@ def probe(
         killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text
         if out.with_suffix(".oom").exists() or killed:
             raise OutOfMemory
-        code = child.returncode if child.returncode > 0 else 1
+        code = child.returncode if child.returncode > 0 else errors.FAULT
         raise LockstepError(problem_of(text, child.returncode), exit_code=code)

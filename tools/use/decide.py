@@ -19,6 +19,8 @@ tools/predict.py applies the result. key=value changes the run's config (device=
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,7 @@ def main(argv: list[str]) -> int:
         help="frames or steps from one trial to the next",
     )
     add_labels(parser.add_argument_group("of the annotations").add_argument)
+    add("--json", action="store_true", help="print one JSON object: the file, and the choices")
     add("--trust", action="store_true", help=TRUST)
     keys = [
         word
@@ -115,7 +118,10 @@ def _decide(args: config.Args, options: argparse.Namespace) -> int:
     if options.data:
         lines += _smoothing(decision, loaded, options)
     path = decisions.write(loaded.checkpoint, decision)
-    print("\n".join([*lines, f"Wrote {path}"]))
+    text = "\n".join([*lines, f"Wrote {path}"])
+    if options.json:
+        text = json.dumps({"output": str(path), "step": loaded.step} | asdict(decision))
+    print(text)
     return status.set_exit_code(errors.DONE)
 
 

@@ -1,0 +1,251 @@
+"""docs/agents.md: its commands with their output, its tables beside the code, and a program that knows that page."""
+
+import ast
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import FAULTY, ROOT, succeed, wait_until
+
+from engine import errors
+from engine.errors import FAULT, LockstepError
+from plugins import resilience
+from tools import arguments
+
+PAGE = (ROOT / "docs" / "agents.md").read_text()
+HAR = "har model.mode=flatten device=cpu global_batch=128 virtual_workers=4".split()
+INTERNAL = {"trial", "probe", "prepare_watch"}
+"""Commands that other tools start, and the one that has made data/watch."""
+
+
+def rows(heading):
+    """The cells of the first column, and the lines, of the table after the row `| heading |`."""
+    table = PAGE.split(f"\n| {heading} |")[1].split("\n\n")[0].splitlines()[2:]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in table}
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def numbers_in(tree):
+    """The exit codes that a file raises: `exit_code=`, which is a number, or a name of errors or of arguments."""
+    known = vars(arguments) | vars(errors)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.keyword) or node.arg != "exit_code":
+            continue
+        if isinstance(node.value, ast.Constant):
+            yield node.value.value
+        name = getattr(node.value, "id", getattr(node.value, "attr", ""))
+        if name.isupper():
+            yield known[name]
+
+
+def test_the_table_has_each_exit_code_of_the_code():
+    files = [
+        path for folder in ("engine", "plugins", "tools", "formats", "tasks") for path in (ROOT / folder).rglob("*.py")
+    ]
+    raised = {code for path in files for code in numbers_in(ast.parse(path.read_text()))} - {None}
+    named = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
+    table = {int(code) for code in rows("code | of a training") if code.isdigit()}
+    assert table == raised | named | {0, 1, arguments.NOT_KNOWN}
+    assert len(rows("code | of a training")) == len(table) + 1, "and signals"
+    for page in ("troubleshooting.md", "agents.md"):
+        first = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / page).read_text(), flags=re.M)
+        assert len(first) == len({*first}), "a code has one row"
+
+
+def source_of(command):
+    """The program of tools/COMMAND.py, and the module that it starts; None for a module of the tools."""
+    found = re.search(r"^from (tools\.\w+\.\w+) import main$", (ROOT / "tools" / f"{command}.py").read_text(), re.M)
+    return found and (ROOT / f"{found[1].replace('.', '/')}.py").read_text()
+
+
+def test_every_tool_has_json_and_the_table_has_its_keys():
+    commands = {path.stem for path in (ROOT / "tools").glob("*.py") if source_of(path.stem)} - INTERNAL
+    without = [name for name in commands if not re.search(r'"--json"|add_json\(', source_of(name))]
+    assert not without, "a program can read its text only"
+    described = {}
+    for names, line in rows("tool | keys of the JSON").items():
+        for name in re.findall(r"`(\w+)\.py`", names):
+            described[name] = re.findall(r"`(\w+)`", line.split(" | ")[1])
+    assert described.keys() == commands
+    sources = "".join(path.read_text() for path in (ROOT / "tools").rglob("*.py"))
+    verdicts = {"same", "differ", "rounding", "differs"}
+    keys = {key for keys in described.values() for key in keys} - verdicts
+    assert not [key for key in keys if not re.search(rf'"{key}"|\b{key}\b *[:=]', sources)]
+
+
+# ---- an exit code has one meaning ------------------------------------------------------------------------------------
+
+
+def test_a_tool_that_breaks_has_not_said_no(capfd):
+    def main(argv):
+        raise ZeroDivisionError("division by zero")
+
+    assert resilience.guarded(main, FAULT)([]) == FAULT and resilience.guarded(main)([]) == 1
+
+    def refused(argv):
+        raise LockstepError("the exported model is off", exit_code=1)
+
+    assert resilience.guarded(refused, FAULT)([]) == 1, "a verdict"
+    assert capfd.readouterr().err.count("error: ZeroDivisionError: division by zero") == 2
+
+
+@pytest.mark.slow
+def test_a_task_that_breaks_is_no_verdict_of_prove(launch):
+    words = [FAULTY, "fault.kind=raise", "fault.rank=0", "fault.step=1", "device=cpu"]
+    done = launch.python("tools/prove.py", "--json", "--processes", "1", "--steps", "2", *words)
+    assert (done.code, done.out) == (FAULT, "") and "ZeroDivisionError" in done.errors[0], done.err
+
+
+# ---- every tool answers in JSON --------------------------------------------------------------------------------------
+
+
+def test_a_preparation_names_its_file_and_its_lines(launch, tmp_path):
+    table = tmp_path / "walks.csv"
+    lines = [f"{n / 50:.2f},{'walk' if n < 300 else 'run'},{n % 7},{n % 5}" for n in range(600)]
+    table.write_text("\n".join(["time,label,x,y", *lines]))
+    out = tmp_path / "walks.npz"
+    done = succeed(launch.python("tools/prepare_windows.py", table, out, "--json"))
+    answer = json.loads(done.out)
+    assert answer["output"] == str(out) and out.is_file()
+    assert any(f"python train.py har dataset.root={out}" in line for line in answer["lines"])
+    again = launch.python("tools/prepare_windows.py", table, out, "--json")
+    assert (again.code, again.out) == (2, "") and "it exists" in again.errors[0]
+
+
+# ---- a program -------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """What a program does that has read the page: it starts commands, and reads exit codes, JSON and two files."""
+
+    def __init__(self, launch, folder):
+        self.launch, self.folder = launch, folder
+
+    def start(self, processes, run, steps):
+        return self.launch.start_launcher(processes, *HAR, f"steps={steps}", f"save_dir={self.folder / run}")
+
+    def status(self, run):
+        path = self.folder / run / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {"pid": None, "time": None}
+
+    def has_begun(self, run, before):
+        """Whether the process that has just been started is running: the earlier one has left another pid or time."""
+        now = self.status(run)
+        is_new = (now["pid"], now["time"]) != (before["pid"], before["time"])
+        return is_new and now["state"] == "running"
+
+    def steps(self, run):
+        """The steps of the log's complete lines."""
+        path = self.folder / run / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [json.loads(line)["step"] for line in lines]
+
+    def ask(self, tool, *words):
+        """The exit code, and the JSON; None for an empty stdout."""
+        done = self.launch.python(f"tools/{tool}.py", "--json", *words, cwd=self.folder)
+        return done.code, json.loads(done.out) if done.out else None
+
+
+@pytest.fixture
+def program(launch, tmp_path):
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    return Program(launch, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_program_drives_a_run_from_its_start_to_its_publication(program, tmp_path):
+    before = program.status("a")
+    first = program.start(2, "a", 150)
+    wait_until(lambda: program.has_begun("a", before) and program.steps("a"))
+    os.kill(program.status("a")["pid"], signal.SIGTERM)
+    assert first.wait().code == 75
+    stopped = program.status("a")
+    assert (stopped["state"], stopped["exit_code"], stopped["reason"]) == ("stopped", 75, "SIGTERM")
+    assert 0 < stopped["step"] < stopped["total_steps"] == 150 and Path(stopped["checkpoint"]).is_file()
+
+    second = program.start(2, "a", 150)
+    wait_until(lambda: program.has_begun("a", stopped) or second.process.poll() is not None)
+    assert second.wait().code == 0
+    done = program.status("a")
+    assert (done["state"], done["exit_code"], done["step"]) == ("done", 0, 150) and program.steps("a")[-1] == 150
+    assert program.start(2, "a", 150).wait().code == 0 and program.status("a") == done, "it was done before"
+
+    assert program.start(1, "b", 150).wait().code == 0
+    assert program.status("b")["weights"] == done["weights"], "the same bits on one process, without a stop"
+    code, compared = program.ask("compare", "a", "b")
+    assert (code, compared["verdict"], compared["same"]) == (0, "same", True)
+    code, replayed = program.ask("replay", "a", "--step", "150", "--processes", "1")
+    assert (code, replayed["verdict"]) == (0, "same bits")
+    code, proof = program.ask("prove", "--seconds", "20", "--processes", "1,2", "--steps", "2", *HAR[:3])
+    assert (code, proof["exit_code"]) in ((0, 0), (7, 7)), "on a busy machine 20 s may be too few"
+    assert proof["verdict"] == {0: "holds", 7: "not known"}[code]
+    code, published = program.ask("publish", "a", "--to", "watch", "--license", "mit")
+    assert code == 0 and sorted(os.listdir(tmp_path / "watch")) == sorted(published["files"])
+    code, runs = program.ask("runs", ".")
+    assert code == 0 and {run["folder"]: run["state"] for run in runs} == {"a": "complete", "b": "complete"}
+    assert program.ask("compare", "a", "nowhere") == (2, None)
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_and_a_killed_run_is_found(program, launch):
+    before = program.status("c")
+    run = program.start(2, "c", 10**6)
+    wait_until(lambda: program.has_begun("c", before) and program.steps("c"))
+    assert program.ask("runs", "c")[1][0]["state"] == "running"
+    now = program.status("c")
+    second = program.start(2, "c", 10**6).wait()
+    assert second.code == 2 and "another run owns this folder" in second.errors[0]
+    assert program.status("c")["pid"] == now["pid"] and program.status("c")["state"] == "running"
+    launch.may_stay.append("lockstep_")  # of the killed launcher
+    launch.signal_all(signal.SIGKILL)
+    assert run.wait().code == -signal.SIGKILL
+    assert program.status("c")["state"] == "running", "nobody could write the end"
+    assert program.ask("runs", "c")[1][0]["state"] == "killed"
+
+
+# ---- the page itself -------------------------------------------------------------------------------------------------
+
+
+def commands():
+    """(command, output) of the page, in order."""
+    found = []
+    for block in re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S):
+        for part in block.removeprefix("$ ").split("\n$ "):
+            command, _, output = part.partition("\n")
+            found.append((command, output.removesuffix("\n")))
+    return found
+
+
+def assert_shown(output, shown, command):
+    """The output is as shown, where `...` stands for anything."""
+    pattern = ".*".join(map(re.escape, shown.split("...")))
+    assert re.fullmatch(pattern, output.removesuffix("\n"), re.S), f"$ {command}\n{output}\nthe page shows\n{shown}"
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_the_commands_of_the_page_for_programs_print_what_it_shows(launch, tmp_path):
+    """In one shell, in a folder that has what the repository has."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and path.name not in ("runs", "checkpoints"):
+            (tmp_path / path.name).symlink_to(path)
+    until_it_trains = "until grep -q train runs/a/metrics.jsonl 2>/dev/null; do sleep 0.05; done"
+    script = []
+    for number, (command, _) in enumerate(commands()):
+        if command.startswith("cat "):
+            script.append(until_it_trains)
+        script += [f"exec > {number}.out 2> {number}.err", command]
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    launch("bash", "-c", "\n".join(script), cwd=tmp_path, timeout=600, **environment)
+    for number, (command, shown) in enumerate(commands()):
+        assert_shown((tmp_path / f"{number}.out").read_text(), shown, command)
+    fields = {*re.findall(r"`(\w+)`", " ".join(rows("field of `status.json` | content")))}
+    status = json.loads((tmp_path / "runs/a/status.json").read_text())
+    assert status.keys() == fields - {"warning"}
+    assert status["weights"] == re.search(r"sha256 (\w+)", (tmp_path / "a.log").read_text())[1]
