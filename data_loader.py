@@ -52,6 +52,7 @@ class MicroBatch(NamedTuple):
                  every rank in it
     mean_weight  of the samples of the step, over all ranks; None without `weights` of the dataset
     seeds        of the samples, where the dataset takes seeds
+    step         number of the step in the run, from 0
     worker       the virtual worker that takes this pass; the rank, without virtual_workers
     opens_worker, closes_worker  the worker's first, last pass of the step
     """
@@ -64,6 +65,7 @@ class MicroBatch(NamedTuple):
     empty: bool
     mean_weight: Any
     seeds: list[int] | None
+    step: int = 0
     worker: int = 0
     opens_worker: bool = True
     closes_worker: bool = True
@@ -77,8 +79,8 @@ class TrainSampler(DistributedSampler[Any]):
 
     labels    (N,) for class-balanced draws, None for a shuffle
     excluded  (N,) bool: samples left out of their steps
-    own       numbers of the workers that this process runs
     position  start of the next iteration: samples of the epoch, counted over all ranks
+    first_step  number of the first step of the next iteration
     """
 
     def __init__(
@@ -99,9 +101,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.excluded = np.broadcast_to(np.False_, len(dataset))  # takes no memory
         if exclude:
             self.excluded = ~kept(dataset, exclude)
-        self.workers = plan.workers or plan.processes
-        self.own = plan.workers_of_rank(rank)
-        self.position = 0
+        self.position = self.first_step = 0
         self.chunk = max(1, CHUNK // plan.global_batch) * plan.global_batch
         self.drawn: tuple[int, Any] = (-1, None)  # an epoch and its order
 
@@ -148,10 +148,12 @@ class TrainSampler(DistributedSampler[Any]):
         # With two workers, a global batch of 8 and passes of 2 samples, worker 0 takes the slots
         # 0 2 in its first pass and 4 6 in its second pass, worker 1 takes 1 3 and 5 7.
         plan = self.plan
-        workers = self.workers
+        workers = plan.deals.workers
         chunk = range(0)
         mean_weight = None
-        for start in range(self.position, plan.epoch_samples, plan.global_batch):
+        for step, start in enumerate(
+            range(self.position, plan.epoch_samples, plan.global_batch), self.first_step
+        ):
             if start >= chunk.stop:
                 chunk = self.chunk_at(start)
                 order, positions = self.epoch_indices(chunk)
@@ -165,36 +167,42 @@ class TrainSampler(DistributedSampler[Any]):
                 mean_weight = float(np.mean(of_step, dtype=np.float64)) if stop > start else 1.0
             largest_share = max(1, -(-(stop - start) // workers))  # of the first worker
             passes = range(0, largest_share, plan.micro_batch)
-            for worker, taken in itertools.product(self.own, passes):
-                # `taken`: samples of the worker in earlier passes. A worker beyond the last worker
-                # takes the samples of the last worker again.
-                begin = start + min(worker, workers - 1) + taken * workers
+            own = plan.deals.begin_step(step)[self.rank]
+            for worker, taken in itertools.product(own, passes):
+                # `taken`: samples of the worker in earlier passes
+                begin = start + worker + taken * workers
                 slots = slice(begin, min(begin + plan.micro_batch * workers, stop), workers)
                 rows = slice(begin - chunk.start, slots.stop - chunk.start, workers)
                 indices, drawn = order[rows].tolist(), positions[rows]
-                if begin >= stop:
-                    slots, indices, drawn = self._padding(start, stop, order, positions, row)
+                if begin >= stop or worker >= workers:
+                    # beyond the last worker two samples, which BatchNorm needs
+                    end = min(stop, start + (2 if worker >= workers else 1))
+                    slots, indices, drawn = self._padding(start, end, order[row:], positions[row:])
                 yield MicroBatch(
                     indices=indices,
                     positions=slots,
-                    closes_step=worker == self.own[-1] and taken == passes[-1],
+                    closes_step=worker == own[-1] and taken == passes[-1],
                     consumed=consumed,
                     samples=stop - start,
                     empty=begin >= stop or worker >= workers,
                     mean_weight=mean_weight,
                     seeds=self.seeds_at(drawn) if self.seeded else None,
+                    step=step,
                     worker=worker,
                     opens_worker=not taken,
                     closes_worker=taken == passes[-1],
                 )
 
     def _padding(
-        self, start: int, stop: int, order: np.ndarray, positions: np.ndarray, row: int
+        self, start: int, stop: int, order: np.ndarray, positions: np.ndarray
     ) -> tuple[slice, list[int], np.ndarray]:
-        """Return the sample of an empty pass, for torch needs one: the step's first, or where the
-        step has none the epoch's."""
+        """Return the samples of an empty pass, for torch needs one: those from `start` to before
+        `stop`, or where the step has none the epoch's first.
+
+        order, positions  from `start` on, see `epoch_indices`
+        """
         if stop > start:
-            return slice(start, start + 1), [int(order[row])], positions[row : row + 1]
+            return slice(start, stop), order[: stop - start].tolist(), positions[: stop - start]
         place, index, position = next(self.iter_included())
         return slice(place, place + 1), [index], np.array([position])
 
@@ -204,10 +212,11 @@ class TrainSampler(DistributedSampler[Any]):
         return data_seeds(self.seed, self.epoch, torch.from_numpy(positions))
 
     def __len__(self) -> int:
-        """Passes to come, at most: steps with excluded samples may have fewer."""
+        """Passes to come with the newest deal, at most: steps with excluded samples may have
+        fewer."""
         steps, rest = divmod(self.left, self.plan.global_batch)
-        passes_of_rest = -(-rest // (self.workers * self.plan.micro_batch))
-        return (steps * self.plan.passes + passes_of_rest) * len(self.own)
+        of_rest = -(-rest // (self.plan.deals.workers * self.plan.micro_batch))
+        return len(self.plan.deals.blocks[-1][self.rank]) * (steps * self.plan.passes + of_rest)
 
     @property
     def left(self) -> int:
@@ -287,7 +296,7 @@ class TrainLoader(TrainExamples, _Loader):
         ranks, with step number `step` of the run."""
         self.sampler.set_epoch(epoch)
         self.sampler.position = consumed
-        self.first_step = step
+        self.sampler.first_step = step
 
     def __len__(self) -> int:
         """Optimizer steps to come in this epoch."""

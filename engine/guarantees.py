@@ -127,8 +127,9 @@ NEEDS = (
     Need("performance", "cuda_graph", ("auto", False)),
     Need("performance", "cache", ("auto", "none")),
     Need("performance", "ddp.backend", ("auto", "gloo")),
-    # plugins/preflight/rules.py refuses unsuitable uses of these two settings: a CUDA graph of a
-    # step with several parts, and sampler=balanced for data without labels.
+    # plugins/preflight/rules.py refuses unsuitable uses of these settings: shares that cannot be
+    # dealt, a CUDA graph of a step with several parts, sampler=balanced for data without labels.
+    Need("preflight", "ddp.shares", ([],)),
     Need("preflight", "cuda_graph", ("auto", False)),
     Need("preflight", "sampler", ("shuffle",)),
     Need("reporting", "record", (0,)),

@@ -1,7 +1,10 @@
-"""The partition of a global batch into equal parts."""
+"""The partition of a global batch into equal parts, and of virtual workers among processes."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from engine.errors import LockstepError
@@ -59,3 +62,70 @@ def _divide_equally(global_batch: int, parts: int, passes: int, most: int) -> Pa
 
 def divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if number % n == 0]
+
+
+def deal_workers(workers: int, shares: Sequence[float]) -> list[int]:
+    """Return the number of workers of each process, in proportion to the shares: by the largest
+    remainder, and at least one each."""
+    counts = [1] * len(shares)
+    one_worker = sum(shares) / workers
+    for _ in range(workers - len(shares)):
+        lacking = [*map(lambda share, count: share / one_worker - count, shares, counts)]
+        counts[lacking.index(max(lacking))] += 1
+    return counts
+
+
+def blocks_of(counts: Sequence[int], in_rounds: bool) -> list[list[int]]:
+    """Return the numbers of the workers of each process, which runs them one after the other.
+
+    A process has a block of neighbours. `in_rounds` (shards): in each round all processes take
+    part, and the workers of a round are neighbours, in the order of the processes. A process that
+    has run its last worker takes a number beyond the last worker, which has no samples.
+
+    counts  number of workers of each process
+    """
+    workers = itertools.count()
+    blocks: list[list[int]] = []
+    for count in counts:
+        blocks.append([] if in_rounds else [*itertools.islice(workers, count)])
+    if not in_rounds:
+        return blocks
+    padding = itertools.count(sum(counts))
+    for turn in range(max(counts)):
+        for block, count in zip(blocks, counts, strict=True):
+            block.append(next(workers if turn < count else padding))
+    return blocks
+
+
+class Deals:
+    """The virtual workers of each process. Later steps may have another deal of them; the bits of a
+    step do not depend on its deal.
+
+    workers    the number of all workers
+    in_rounds  see `blocks_of`
+    blocks     of each deal, the workers of each process
+    begins     the first step of each deal
+    reached    the last step that a loader of this process has begun
+    """
+
+    def __init__(self, counts: Sequence[int] = (1,), in_rounds: bool = False):
+        self.workers = sum(counts)
+        self.in_rounds = in_rounds
+        self.blocks: list[list[list[int]]] = []
+        self.begins: list[int] = []
+        self.reached = -1
+        self.add(0, counts)
+
+    def add(self, step: int, counts: Sequence[int]) -> None:
+        """Deal the workers anew from a step on that no loader of any process has begun."""
+        self.blocks.append(blocks_of(counts, self.in_rounds))
+        self.begins.append(step)  # last: a thread that loads reads `begins` first
+
+    def at(self, step: int) -> list[list[int]]:
+        """Return the workers of each process in a step."""
+        return self.blocks[bisect.bisect(self.begins, step) - 1]
+
+    def begin_step(self, step: int) -> list[list[int]]:
+        """Return the workers of each process in a step, which a loader begins."""
+        self.reached = max(self.reached, step)
+        return self.at(step)

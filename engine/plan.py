@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +13,7 @@ from engine.comm.world import World
 from engine.config import Config, Schedule
 from engine.contract import StepInfo
 from engine.errors import LockstepError
-from engine.partition import divide_batch
+from engine.partition import Deals, deal_workers, divide_batch
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Plan:
     num_samples: int
     micro_batch: int  # of a process and forward pass, over all its devices with DataParallel
     processes: int
-    accumulation: int  # forward passes of a process in a step: `passes` of each of its workers
+    # forward passes of a process in a step with even shares: `passes` of each of its workers
+    accumulation: int
     global_batch: int
     steps_per_epoch: int
     dropped: int  # samples of each epoch that are not trained on
@@ -39,6 +40,8 @@ class Plan:
     sharded: bool = False  # each process holds some rows of the weights (ddp.strategy)
     workers: int = 0  # virtual workers; 0 where each process is its own
     passes: int = 1  # forward passes of a worker, or of a process, in a step
+    # the virtual workers of each process, which is its own worker where there are none
+    deals: Deals = field(default_factory=Deals)
     log_every: int = 10
     # What was decided for speed where the config has auto, see engine/kernels.py:
     compile: str = "off"  # the mode of torch.compile, or off
@@ -49,10 +52,6 @@ class Plan:
     # first.
     moments: int | None = None
     speed: tuple[str, ...] = ()  # these decisions as texts
-
-    def workers_of_rank(self, rank: int) -> range:
-        """Return the workers whose samples a process takes; without virtual workers itself."""
-        return workers_of_rank(self.workers or self.processes, rank, self.processes, self.sharded)
 
     @functools.cached_property
     def epoch_samples(self) -> int:
@@ -94,19 +93,6 @@ class Plan:
         return self.horizon - max(1, round(self.schedule.decay_share * self.horizon))
 
 
-def workers_of_rank(workers: int, rank: int, processes: int, in_rounds: bool = False) -> range:
-    """Return the virtual workers that a process runs, one after the other.
-
-    The workers are a block of neighbours, and the blocks are as equal as possible. `in_rounds`
-    (shards): the workers rank, rank + processes, rank + 2 * processes, ..., up to a whole round, so
-    that all processes take part in each round. A number from `workers` on has no samples.
-    """
-    if in_rounds:
-        rounds = -(-workers // processes)
-        return range(rank, rounds * processes, processes)
-    return range(workers * rank // processes, workers * (rank + 1) // processes)
-
-
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises LockstepError where the
     sizes do not fit each other."""
@@ -120,6 +106,10 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         accumulation *= -(-workers // world.size)
     steps_per_epoch, dropped = divide_epoch(num_samples, global_batch, cfg.drop_last)
     hooks.check_settings("plan", cfg=cfg, world=world, accumulation=accumulation, devices=devices)
+    shares = [1.0] * world.size  # ddp.shares=auto begins with them
+    if cfg.ddp.shares not in ([], ["auto"]):
+        shares = [*map(float, cfg.ddp.shares)]
+    counts = deal_workers(workers or world.size, shares)
     total_steps = count_steps(cfg.epochs, cfg.steps, steps_per_epoch)
     schedule = cfg.schedule
     growth = global_batch / (schedule.base_batch_size or global_batch)
@@ -150,6 +140,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         sharded=cfg.ddp.strategy != "ddp",
         workers=workers,
         passes=partition.passes,
+        deals=Deals(counts, in_rounds=cfg.ddp.strategy != "ddp"),
         log_every=cfg.log_every or usual_log_every,
     )
 

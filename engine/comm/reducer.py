@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,13 +34,21 @@ class LocalReducer:
         self.world = world
         self.model = model
         self.mode = mode
-        self.block = range(world.rank, world.rank + 1)
+        self.block: Sequence[int] = [world.rank]
         self.check = True
 
     @functools.cached_property
     def buffers(self) -> Buffers:
         # made late: SyncBatchNorm has replaced BatchNorm in the wrapped model
         return Buffers(self.model)
+
+    def workers_a_step(self, step: int) -> float:
+        """Return the mean number of workers of this process in the steps up to `step` since the
+        last call."""
+        return 1.0
+
+    def move_workers(self, run: Any) -> None:
+        """(all ranks) Called at a log point, after the times of all ranks were taken."""
 
     def begin_step(self) -> None:
         if self.buffers.places:

@@ -238,6 +238,14 @@ class DDP:
         "moment (FSDP2); hsdp "
         "the same within groups of ddp.shards processes",
     )
+    shares: list[str] = option(
+        [],
+        (
+            "shares of the virtual workers by process, such as 3,1; auto: as fast as each process "
+            "is, measured at log points; empty: even"
+        ),
+        changes=NOTHING,
+    )
     shards: int = option(
         0,
         "processes that hold one copy of the model together (hsdp); 0 = those of a machine",

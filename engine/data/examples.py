@@ -36,12 +36,10 @@ class ObservedStep(StepInfo):
 class TrainExamples:
     """The examples of data_loader.TrainLoader, prepared as in a step.
 
-    first_step    the number of the first step of the next iteration
     example_step  the step that the examples belong to; None: the first step of the run
     turn          the task's function, if it has turns
     """
 
-    first_step: int = 0
     turn: Any = None
     example_step: StepInfo | None = None
 
@@ -49,9 +47,7 @@ class TrainExamples:
         """Return the step of a pass. The StepInfo of several passes cannot be read."""
         if len(micros) > 1:
             return self.cached.several_steps
-        sampler = self.sampler
-        taken = (micros[0].consumed - 1 - sampler.position) // sampler.plan.global_batch
-        return self.step_info_at(self.first_step + taken, sampler.epoch)
+        return self.step_info_at(micros[0].step, self.sampler.epoch)
 
     def step_info_at(self: Any, step: int, epoch: int) -> StepInfo:
         """Return the place in the run of optimizer step `step`."""

@@ -195,9 +195,10 @@ class Log(NullLog):
         """Print a warning about a slow rank: once, and again for another rank or phase."""
         if found and (found.rank, found.phase) != self.slowest:
             self.slowest = found.rank, found.phase
+            advice = "; with virtual_workers, ddp.shares=auto gives it fewer of them"
             console.warning(
                 f"rank {found.rank} takes {found.ratio:.1f} times as long as the others, in "
-                f"{found.phase}"
+                f"{found.phase}{'' if run.cfg.ddp.shares else advice}"
             )
 
     def skipped(self, run: Run, skipped: Skipped) -> None:

@@ -13,10 +13,13 @@ from engine.run import Run
 
 
 def log_metrics(run: Run) -> None:
-    """(all ranks) Find a straggler, and log the metrics since the last log point."""
+    """(all ranks) Find a straggler, which may lose virtual workers, and log the metrics since the
+    last log point."""
     seconds = phase.take()
     if run.meter.stragglers:
+        run.meter.stragglers.workers = run.reducer.workers_a_step(run.progress.step)
         run.record.log.straggler(run, run.meter.stragglers.find(seconds))
+        run.reducer.move_workers(run)
     metrics: dict[str, Any] = training_metrics(run, seconds)
     every, step = run.cfg.digest_every, run.progress.step
     if every and step % every < run.plan.log_every and (run.world.main or run.plan.sharded):

@@ -12,23 +12,29 @@ from plugins.parallel.exact import use_exact_kernels
 from plugins.parallel.fsdp import ShardedReducer, ShardedWorkerReducer
 from plugins.parallel.fsdp import shard as shard
 from plugins.parallel.rows import plan_rows, strict_line
+from plugins.parallel.shares import Balance
 from plugins.parallel.strategies import check_strategy as check_strategy
-from plugins.parallel.virtual import WorkerReducer
+from plugins.parallel.virtual import VirtualWorkers, WorkerReducer
 
 
 def reducer(run: Run) -> LocalReducer | None:
     """Return the reducer of virtual workers or shards; None if each process is one worker."""
     world, model, cfg = run.world, run.model, run.cfg.ddp
     workers = run.plan.workers
-    if workers:
-        use_exact_kernels(run.optimizer)
-    if run.plan.sharded and workers:
-        return ShardedWorkerReducer(workers, world, model, cfg.timeout_s)
-    if run.plan.sharded:
+    if run.plan.sharded and not workers:
         return ShardedReducer(world, model, cfg.buffers, cfg.reduce_every, cfg.timeout_s)
-    if workers:
-        return WorkerReducer(workers, world, model, cfg.find_unused_parameters)
-    return None
+    if not workers:
+        return None
+    use_exact_kernels(run.optimizer)
+    deals = run.plan.deals
+    of_workers: VirtualWorkers
+    if run.plan.sharded:
+        of_workers = ShardedWorkerReducer(workers, world, model, cfg.timeout_s, deals)
+    else:
+        of_workers = WorkerReducer(workers, world, model, cfg.find_unused_parameters, deals)
+    if cfg.shares == ["auto"] and 1 < world.size < workers:
+        of_workers.balance = Balance(world.size)
+    return of_workers
 
 
 hooks.reducers.add(reducer)

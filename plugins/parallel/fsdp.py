@@ -23,12 +23,17 @@ from engine.comm.reducer import LocalReducer
 from engine.comm.shards import row_range, to_local
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.partition import Deals
+from engine.phases import Phase, phase
 from plugins.parallel import private
 from plugins.parallel.tree import Node, push_node, tree_sum
 from plugins.parallel.unit_calls import Collective, UnitCalls, reduces_event
 from plugins.parallel.virtual import VirtualWorkers
 
 LISTS = (nn.ModuleList, nn.Sequential)
+
+PADDING = "padding"
+"""The phase of passes beyond the last worker, in the seconds of phases."""
 
 NEEDED = (
     "set_all_reduce_hook",
@@ -249,8 +254,15 @@ class ShardedWorkerReducer(_OverShards, VirtualWorkers):
 
     in_rounds = True
 
-    def __init__(self, workers: int, world: World, model: nn.Module, timeout_s: float):
-        super().__init__(workers, world, model, timeout_s=timeout_s)
+    def __init__(
+        self,
+        workers: int,
+        world: World,
+        model: nn.Module,
+        timeout_s: float,
+        deals: Deals | None = None,
+    ):
+        super().__init__(workers, world, model, deals, timeout_s=timeout_s)
         self.trees: dict[str, TreeReduceScatter] = {}
         for name, unit in self.calls.units.items():
             self.trees[name] = TreeReduceScatter(workers, name, self.calls)
@@ -260,13 +272,21 @@ class ShardedWorkerReducer(_OverShards, VirtualWorkers):
     def begin_pass(self, micro: Any) -> None:
         super().begin_pass(micro)
         self.calls.begin_pass(micro.closes_worker)
+        turn = self.blocks[self.world.rank].index(micro.worker)
+        ranks: list[int] = []
+        for rank, block in enumerate(self.blocks):
+            if block[turn] < self.workers:
+                ranks.append(rank)
         for tree in self.trees.values():
-            tree.sums = 0
+            tree.sums, tree.ranks = 0, ranks
+        self.seconds = dict(phase.seconds)
 
     def end_pass(self) -> None:
         """(all ranks) Raise LockstepError unless the tree of each unit has received one sum for
         each worker of the round."""
         super().end_pass()
+        if self.worker >= self.workers:
+            self._end_padding()
         for name, tree in self.trees.items():
             if self.calls.syncs and self.calls.trains(name) and tree.sums != 1:
                 raise LockstepError(
@@ -277,6 +297,15 @@ class ShardedWorkerReducer(_OverShards, VirtualWorkers):
                     everywhere=True,
                 )
 
+    def _end_padding(self) -> None:
+        """Count the time of a pass beyond the last worker apart: it is no time of a worker."""
+        phase(phase.name, phase.now[1])  # adds the seconds of the current phase
+        for name in (Phase.FORWARD, Phase.BACKWARD):
+            before = self.seconds.get(name, 0.0)
+            added = phase.seconds.get(name, 0.0) - before
+            phase.seconds[name] = before
+            phase.seconds[PADDING] = phase.seconds.get(PADDING, 0.0) + added
+
 
 class TreeReduceScatter(Collective):
     """The sum of one unit's gradients over all workers, along the tree of `WorkerReducer`, as
@@ -284,16 +313,18 @@ class TreeReduceScatter(Collective):
 
     The reduce-scatter of a backend adds in a different order. This class sends as many bytes by
     all_to_all, which adds nothing: a rank receives the gradients of its own rows from every rank. A
-    round has one worker on each rank, and the workers of a round are neighbours, so at most
+    round has at most one worker on each rank, and the workers of a round are neighbours, so at most
     log2(workers) + 1 sums wait, of the rank's rows only.
 
-    seen  number of added workers
-    sums  number of sums received in the current pass
+    ranks  those with a worker in the current round
+    seen   number of added workers
+    sums   number of sums received in the current pass
     """
 
     def __init__(self, workers: int, unit: str, calls: UnitCalls):
         super().__init__("reduce_scatter", dist.all_to_all_single, reduces_event(unit), calls.order)
         self.workers, self.seen, self.sums = workers, 0, 0
+        self.ranks: list[int] = []
         self.leaves: list[Tensor] = []
         self.nodes: list[Node] = []
 
@@ -310,9 +341,9 @@ class TreeReduceScatter(Collective):
             # The memory belongs to another stream than the current stream, and returns to it.
             for tensor in (*self.leaves, output):
                 tensor.record_stream(torch.cuda.current_stream())
-        # the leaves beyond the last worker have no samples
-        for leaf in (self.leaves or [output.clone()])[: self.workers - self.seen]:
-            push_node(self.nodes, Node(self.seen, self.seen + 1, [leaf]))
+        leaves = self.leaves or [output.clone()]
+        for rank in self.ranks:  # a leaf beyond the last worker has no samples
+            push_node(self.nodes, Node(self.seen, self.seen + 1, [leaves[rank]]))
             self.seen += 1
         output.zero_()  # FSDP2 adds it to the gradient: nothing before the last round
         if self.seen == self.workers:

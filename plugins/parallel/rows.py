@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from engine.comm.shards import to_local
-from engine.errors import amount
-from engine.plan import Plan, workers_of_rank
+from engine.errors import amount, few
+from engine.plan import Plan
 from engine.run import Run
 from plugins.parallel import private, strategies
+from plugins.parallel.shares import counts_of
 from plugins.parallel.tree import subtree_roots
 
 MIB = 1 << 20
@@ -32,8 +33,11 @@ def describe_workers(plan: Plan, gradient_bytes: int) -> dict[str, str]:
     gradient_bytes  of the gradients of one worker in a process
     """
     workers, processes = plan.workers, plan.processes
-    blocks = [workers_of_rank(workers, rank, processes, plan.sharded) for rank in range(processes)]
-    per_process = " or ".join(map(str, sorted({*map(len, blocks)})))
+    blocks = plan.deals.at(0)
+    counts = counts_of(plan.deals, blocks)
+    per_process = " or ".join(map(str, sorted({*counts})))
+    if max(counts) - min(counts) > 1:  # ddp.shares
+        per_process = few(counts)
     roots, waiting = zip(*map(subtree_roots, blocks), strict=True)
     nodes = max(map(len, roots))
     gradient_mb = gradient_bytes / 1e6

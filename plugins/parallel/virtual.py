@@ -25,8 +25,9 @@ from engine import hooks
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.errors import LockstepError, console, few
-from engine.plan import workers_of_rank
+from engine.partition import Deals, deal_workers
 from plugins.parallel.grad_norm import exact_grad_norm
+from plugins.parallel.shares import Balance, mean_workers
 from plugins.parallel.tree import Node, Span, push_node, subtree_roots, tree_sum
 
 # the name since torch 2.13
@@ -113,8 +114,12 @@ class VirtualWorkers(LocalReducer):
     """The buffers and numbers of the virtual workers of one process within a step. Subclasses add
     the gradients.
 
-    block          numbers of the workers of this process
+    deals          the workers of each process, which may change with the step
+    blocks         the workers of each process in the current step
+    block          the workers of this process among them
+    balance        moves workers between processes; None: they stay
     spans_by_rank  the remaining nodes of each process's workers
+    counted        the step of the last call of `workers_a_step`
     changes        nodes of the tree of changes of running statistics, float64
     counters       buffers of integers, after the last worker
     worker         number of the current worker; -1 before the first worker of a step
@@ -123,24 +128,46 @@ class VirtualWorkers(LocalReducer):
     samples        number of samples of the step
     """
 
-    in_rounds = False  # see `plan.workers_of_rank`
+    in_rounds = False  # see `partition.blocks_of`
 
     follows_passes = True
 
-    def __init__(self, workers: int, world: World, model: nn.Module):
+    def __init__(self, workers: int, world: World, model: nn.Module, deals: Deals | None = None):
         super().__init__(world, model, "same")
+        self.balance: Balance | None = None
         self.workers = workers
-        self.spans_by_rank: list[list[Span]] = []
-        for rank in range(world.size):
-            block = workers_of_rank(workers, rank, world.size, self.in_rounds)
-            block = range(block.start, min(block.stop, workers), block.step)
-            self.spans_by_rank.append(subtree_roots(block)[0])
-            if rank == world.rank:
-                self.block = block
+        even = deal_workers(workers, [1] * world.size)
+        self.deals = deals or Deals(even, self.in_rounds)
+        self.blocks: list[list[int]] = []
+        self.take_blocks(self.deals.at(0))
+        self.counted = 0
         self.changes: list[Node] = []
         self.counters: dict[str, Tensor] = {}
         self.averaged: set[str] | None = None
         self.worker, self.idle, self.samples = -1, False, 0
+
+    def take_blocks(self, blocks: list[list[int]]) -> None:
+        """Take the workers of each process in the coming step."""
+        if blocks is self.blocks:
+            return
+        self.blocks = blocks
+        self.spans_by_rank: list[list[Span]] = []
+        for rank, block in enumerate(blocks):
+            workers = [worker for worker in block if worker < self.workers]
+            self.spans_by_rank.append(subtree_roots(workers)[0])
+            if rank == self.world.rank:
+                self.block = workers
+
+    # ---- shares of the processes ----
+
+    def workers_a_step(self, step: int) -> float:
+        steps = range(self.counted, step)
+        self.counted = step
+        return mean_workers(self.deals, self.world.rank, steps)
+
+    def move_workers(self, run: Any) -> None:
+        if self.balance:
+            self.balance.move(run)
 
     # ---- one worker after the other ----
 
@@ -152,6 +179,8 @@ class VirtualWorkers(LocalReducer):
     def begin_pass(self, micro: Any) -> None:
         """Begin a pass, a `data_loader.MicroBatch`."""
         if micro.opens_worker:
+            if self.worker < 0:
+                self.take_blocks(self.deals.at(micro.step))
             self.begin_worker(micro.worker, micro.empty)
         self.samples = micro.samples
 
@@ -276,8 +305,15 @@ class WorkerReducer(VirtualWorkers):
     used    numbers of the parameters used by any worker of the step
     """
 
-    def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
-        super().__init__(workers, world, model)
+    def __init__(
+        self,
+        workers: int,
+        world: World,
+        model: nn.Module,
+        unused: bool = False,
+        deals: Deals | None = None,
+    ):
+        super().__init__(workers, world, model, deals)
         self.unused, self.in_ddp = unused, False
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.number = {id(p): number for number, p in enumerate(self.parameters)}
@@ -348,7 +384,7 @@ class WorkerReducer(VirtualWorkers):
         nodes: list[Node] = []
         for node in self.nodes:
             nodes.append(node._replace(sums=[node.sums[number] for number in numbers]))
-        push_node(nodes, Node(self.block[-1], self.block[-1] + 1, last_grads))
+        push_node(nodes, Node(self.worker, self.worker + 1, last_grads))
         flat_sums: list[Tensor] = []
         for node in nodes[:-1]:
             flat = torch.zeros_like(buffer)

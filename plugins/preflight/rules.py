@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine import hooks
 from engine.config import Schedule
 from engine.contract import Task
 from engine.errors import LockstepError
 from engine.optim.make import name_of, skips_itself
+from engine.partition import deal_workers
 
 MOMENTS = {
     "config": "after parsing, from the config alone: cfg",
@@ -94,6 +96,9 @@ STATIC_GRAPH = Condition("ddp.static_graph=true", lambda facts: facts.cfg.ddp.st
 BALANCED = Condition("sampler=balanced", lambda facts: facts.cfg.sampler == "balanced")
 RECORD = Condition("record={cfg.record}", lambda facts: facts.cfg.record > 0)
 RECORDED_STEP = Condition("cuda_graph=true", lambda facts: True)
+
+SHARES = Condition("ddp.shares={value}", lambda facts: ",".join(facts.cfg.ddp.shares))
+AUTO_SHARES = Condition("ddp.shares=auto", lambda facts: facts.cfg.ddp.shares == ["auto"])
 
 # ---- facts
 
@@ -213,6 +218,52 @@ def _missing_length(schedule: Schedule) -> str:
     if any(getattr(schedule, name) for name in names):
         return ""
     return " or ".join(f"schedule.{name}" for name in names)
+
+
+LARGEST_SHARE = 1e6
+"""The largest share of a process, and its reciprocal the least: their sums and quotients are
+finite."""
+
+
+def _numbers(shares: list[str]) -> list[float]:
+    """Return the shares as numbers; 0 for a text that is no number, or for a negative number."""
+    numbers: list[float] = []
+    for text in shares:
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        numbers.append(min(number, LARGEST_SHARE) if number > 0 else 0.0)
+    return numbers
+
+
+def _nearest_shares(facts: Any) -> str:
+    """Return the shares that are nearest to `ddp.shares` and can be dealt, as the numbers of
+    workers. A process without a share takes the mean share."""
+    numbers = _numbers(facts.cfg.ddp.shares)[: facts.world.size]
+    numbers += [sum(numbers) / len(numbers)] * (facts.world.size - len(numbers))
+    if not any(numbers):
+        numbers = [1.0] * len(numbers)
+    return ",".join(map(str, deal_workers(facts.cfg.virtual_workers, numbers)))
+
+
+def _shares_for_wrong_values(facts: Any) -> str:
+    """Return the nearest shares if a share is no number between the limits, or an empty text."""
+    shares = facts.cfg.ddp.shares
+    if shares == ["auto"]:
+        return ""
+    for text, number in zip(shares, _numbers(shares), strict=True):
+        if number < 1 / LARGEST_SHARE or float(text) > LARGEST_SHARE:
+            return _nearest_shares(facts)
+    return ""
+
+
+def _shares_for_wrong_length(facts: Any) -> str:
+    """Return the nearest shares if there is not one share for each process, or an empty text."""
+    shares = facts.cfg.ddp.shares
+    if shares == ["auto"] or len(shares) == facts.world.size:
+        return ""
+    return _nearest_shares(facts)
 
 
 # ---- the table
@@ -366,6 +417,48 @@ RULES = (
         where="virtual_workers",
         fix="start at most {cfg.virtual_workers}, or a new run with more workers than there ever "
         "will be processes",
+    ),
+    Rule(
+        moment="plan",
+        setting=SHARES,
+        excluded=Condition("virtual_workers=0", lambda facts: not facts.cfg.virtual_workers),
+        what="{setting} without virtual_workers",
+        fix="start a new run with virtual_workers=8, say, which are dealt by the shares; or drop "
+        "it: without them each process has an equal part",
+    ),
+    Rule(
+        moment="plan",
+        setting=SHARES,
+        excluded=Condition("{value}", _shares_for_wrong_values),
+        what="{setting}: a share is a number above 0, or all are auto",
+        fix="use ddp.shares={excluded}, the nearest that can be dealt, or ddp.shares=auto",
+    ),
+    Rule(
+        moment="plan",
+        setting=SHARES,
+        excluded=Condition("{value}", _shares_for_wrong_length),
+        what="{setting} has not one share for each process, of which there are {world.size}",
+        fix="use ddp.shares=auto, which fits any number, or ddp.shares={excluded}",
+    ),
+    Rule(
+        moment="plan",
+        setting=AUTO_SHARES,
+        excluded=Condition(
+            "ddp.strategy=fsdp on a GPU",
+            lambda facts: facts.cfg.ddp.strategy == "fsdp" and facts.world.device.type == "cuda",
+        ),
+        fix="give one share for each process, such as 3,1: there all processes wait for each other "
+        "within each pass, so no time of one alone is known",
+    ),
+    Rule(
+        moment="plan",
+        setting=AUTO_SHARES,
+        excluded=Condition(
+            "plugins/resilience, which takes the times of the processes",
+            lambda facts: "resilience" not in hooks.load(),
+        ),
+        what="{setting} without {excluded}",
+        fix="restore the folder, or give one share for each process, such as 3,1",
     ),
     Rule(
         moment="plan",

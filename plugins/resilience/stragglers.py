@@ -59,9 +59,10 @@ class Straggler(NamedTuple):
 class Stragglers:
     """The times of all ranks.
 
-    workers  virtual workers of the rank; ranks may have different numbers of workers
+    workers  virtual workers of the rank, a mean over the steps; ranks may have different numbers
     times    (ranks, 2) seconds of data loading and of computing per worker, since the last result
              of `find`; on the host, where a sum need not wait for the queue of the device
+    newest   those of the last call of `find`
     """
 
     ENOUGH_S = 3.0
@@ -70,10 +71,11 @@ class Stragglers:
     RATIO = 1.5
     """The least ratio of a straggler."""
 
-    def __init__(self, world: World, workers: int):
+    def __init__(self, world: World, workers: float):
         self.world = world
         self.workers = workers
         self.times = torch.zeros(world.size, 2)
+        self.newest = self.times
         self.gpu_clock = GpuClock() if world.size > 1 and world.device.type == "cuda" else None
         if self.gpu_clock:
             phase.listeners.append(self.gpu_clock)
@@ -83,7 +85,8 @@ class Stragglers:
         None."""
         if self.world.size == 1:
             return None
-        self.times += self._new_times(seconds)
+        self.newest = self._new_times(seconds)
+        self.times = self.times + self.newest
         rows = self.times.tolist()
         sums = [sum(row) for row in rows]
         rank = sums.index(max(sums))

@@ -140,9 +140,9 @@ def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_
     ("workers", "computed", "named"),
     [
         (0, [4.0, 4.0, 8.0], (2, 2.0, "computing")),
-        (4, [4.0, 4.0, 8.0], None),  # the last has two of the four
-        (4, [4.0, 8.0, 8.0], (1, 2.0, "computing")),
-        (4, [4.0, 4.0, 16.0], (2, 2.0, "computing")),
+        (4, [8.0, 4.0, 4.0], None),  # the first has two of the four
+        (4, [8.0, 8.0, 4.0], (1, 2.0, "computing")),
+        (4, [16.0, 4.0, 4.0], (0, 2.0, "computing")),
     ],
 )
 def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, steps, workers, computed, named):

@@ -1,6 +1,5 @@
 """virtual.py: the tree, the exchange, the buffers; and what the plan says of them."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -13,7 +12,7 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-from engine import config, plan
+from engine import config, partition, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
 from plugins.parallel import rows, tree, virtual
@@ -51,7 +50,7 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
     straight = tree.tree_sum(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
     assert straight == grouped(0, workers)
     for processes in range(1, workers + 1):
-        blocks = [plan.workers_of_rank(workers, rank, processes) for rank in range(processes)]
+        blocks = partition.blocks_of(partition.deal_workers(workers, [1] * processes), in_rounds=False)
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1, "as even as can be"
         everyone = []
         for block in blocks:
@@ -63,12 +62,15 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
 
 
 def test_spans_are_what_is_left_of_a_block():
-    assert tree.subtree_roots(plan.workers_of_rank(8, 0, 1)) == ([(0, 8)], 3)
-    assert tree.subtree_roots(plan.workers_of_rank(8, 1, 3)) == ([(2, 4), (4, 5)], 1)
-    assert tree.subtree_roots(plan.workers_of_rank(6, 0, 1)) == ([(0, 4), (4, 6)], 2)
-    assert [tree.subtree_roots(plan.workers_of_rank(8, rank, 8)) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
-    assert [[*plan.workers_of_rank(5, rank, 3, in_rounds=True)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
-    assert tree.subtree_roots(plan.workers_of_rank(5, 1, 3, in_rounds=True)) == ([(1, 2), (4, 5)], 1)
+    def roots(*counts, in_rounds=False):
+        return [*map(tree.subtree_roots, partition.blocks_of(counts, in_rounds))]
+
+    assert roots(8) == [([(0, 8)], 3)]
+    assert roots(2, 3, 3)[1] == ([(2, 4), (4, 5)], 1)
+    assert roots(6) == [([(0, 4), (4, 6)], 2)]
+    assert roots(*[1] * 8)[::7] == [([(0, 1)], 0), ([(7, 8)], 0)]
+    assert partition.blocks_of([2, 2, 1], in_rounds=True) == [[0, 3], [1, 4], [2, 5]]
+    assert roots(2, 2, 1, in_rounds=True)[1] == ([(1, 2), (4, 5)], 1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -142,7 +144,7 @@ def begin(ours, worker, done=0, passes=1, in_ddp=False):
     """One of the passes of a worker."""
     closes = done == passes - 1
     micro = SimpleNamespace(
-        worker=worker, opens_worker=not done, closes_worker=closes, empty=False, samples=ours.workers
+        worker=worker, opens_worker=not done, closes_worker=closes, empty=False, samples=ours.workers, step=0
     )
     micro.closes_step = closes and worker == ours.workers - 1
     ours.in_ddp = in_ddp
@@ -275,7 +277,7 @@ def test_the_number_of_processes_changes_nothing_that_is_dealt(words, dealt):
 
 
 def test_the_plans_rows():
-    """Three processes: blocks of 2, 3 and 3 of 8, two nodes at most; in the last one 5 and 6 wait for 7."""
+    """Three processes: blocks of 3, 3 and 2 of 8, two nodes at most; in the second one 3 and (4+5) are left."""
     made = plan_of("virtual_workers=8", "global_batch=20", "batch_size=2", processes=3)
     found = rows.describe_workers(made, 3_000_000)
     assert found == {
@@ -284,7 +286,8 @@ def test_the_plans_rows():
         "tree of sums": "2 of 3.0 MB waiting in a process at most; 6 MB per process and step out and back "
         "(an all-reduce: 4)",
     }
-    alone = rows.describe_workers(dataclasses.replace(made, processes=1), 3_000_000)
+    one = plan_of("virtual_workers=8", "global_batch=20", "batch_size=2")
+    alone = rows.describe_workers(one, 3_000_000)
     assert alone["tree of sums"].startswith("3 of 3.0 MB waiting") and "8 of 8 per" in alone["virtual workers"]
 
 

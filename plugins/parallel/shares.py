@@ -1,0 +1,140 @@
+"""Unequal shares of the virtual workers (ddp.shares): a slow process runs fewer workers.
+
+The bits of a step do not depend on the deal of its workers to the processes, so the deal may follow
+a measurement. With ddp.shares=auto the workers are dealt evenly at first. At log points all ranks
+know the time that each rank takes for a worker. From the same numbers all ranks decide on the same
+new deal. A loader prefetches, so the deal begins with the first step that no loader has begun: no
+loader starts again. A checkpoint knows nothing of deals: a resumed run measures again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from operator import add, mul
+from typing import Any
+
+from engine.errors import console, few
+from engine.partition import Deals
+
+SHOWN = 8
+"""Processes up to which a line lists the workers of each process."""
+
+
+class Balance:
+    """Moves workers from slow to fast processes, with ddp.shares=auto.
+
+    times     (ranks,) seconds per worker in the current window; a window ends when the busiest
+              process has computed for ENOUGH_S
+    previous  the times of the window before; empty after a move
+    """
+
+    ENOUGH_S = 1.0
+    """Seconds of the busiest process in a window."""
+
+    GAIN = 1.1
+    """The least quotient of the step times without and with a move. Both of the last two windows
+    must predict it: noise of one window moves nothing."""
+
+    def __init__(self, processes: int):
+        self.times = [0.0] * processes
+        self.previous: list[float] = []
+
+    def move(self, run: Any) -> None:
+        """(all ranks) Add the newest times of all ranks. At the end of a window deal the workers
+        anew, if the steps will be faster."""
+        deals = run.plan.deals
+        if run.progress.step < deals.begins[-1]:
+            return  # the last move has not begun
+        self.times = [*map(add, self.times, run.meter.stragglers.newest.sum(1).tolist())]
+        counts = counts_of(deals, deals.blocks[-1])
+        if max(map(mul, counts, self.times)) < self.ENOUGH_S or min(self.times) <= 0:
+            return
+        windows = [self.previous, self.times]
+        self.previous, self.times = self.times, [0.0] * len(counts)
+        if not windows[0]:
+            return
+        times = [*map(add, *windows)]
+        wanted = fastest_counts(deals, times)
+        if not all(self._gains(deals, counts, wanted, window) for window in windows):
+            return
+        self.previous = []
+        # The thread of a loader may begin one more step while the ranks agree.
+        first = run.world.reduce_on_rank0(deals.reached, max) + 2
+        if first < run.plan.total_steps:
+            deals.add(first, wanted)
+            console.info(f"ddp.shares: {_reason(counts, wanted, times)}, from step {first + 1} on")
+
+    def _gains(
+        self, deals: Deals, counts: list[int], wanted: list[int], times: list[float]
+    ) -> bool:
+        """Return whether a step is faster with the `wanted` numbers of workers."""
+        before = step_seconds(counts, times, deals.in_rounds)
+        return before >= self.GAIN * step_seconds(wanted, times, deals.in_rounds)
+
+
+def counts_of(deals: Deals, blocks: list[list[int]]) -> list[int]:
+    """Return the number of workers of each process, without the numbers beyond the last worker."""
+    return [sum(worker < deals.workers for worker in block) for block in blocks]
+
+
+def mean_workers(deals: Deals, rank: int, steps: range) -> float:
+    """Return the mean number of workers of a process in some steps."""
+    total = 0
+    ends = [*deals.begins[1:], steps.stop]
+    for blocks, begin, end in zip(deals.blocks, deals.begins, ends, strict=True):
+        of_deal = range(max(begin, steps.start), min(end, steps.stop))
+        total += len(of_deal) * counts_of(deals, blocks)[rank]
+    return total / len(steps)
+
+
+def step_seconds(counts: Sequence[int], times: Sequence[float], in_rounds: bool) -> float:
+    """Return the seconds that the slowest process computes in a step.
+
+    In rounds all processes wait for each other in each round, whose time is that of the slowest
+    process with a worker left. The padding of the other processes takes no time.
+
+    counts  number of workers of each process
+    times   seconds per worker of each process
+    """
+    if not in_rounds:
+        return max(map(mul, counts, times))
+    seconds = 0.0
+    for turn in range(max(counts)):
+        seconds += max(time for count, time in zip(counts, times, strict=True) if count > turn)
+    return seconds
+
+
+def fastest_counts(deals: Deals, times: Sequence[float]) -> list[int]:
+    """Return the numbers of workers, at least one for each process, with which `step_seconds` is
+    the least: each worker goes to the process that ends first with it or, in rounds, that lengthens
+    the step least.
+
+    times  seconds per worker of each process
+    """
+    counts = [1] * len(times)
+    rounds = [max(times)] + [0.0] * deals.workers  # seconds of each round
+    for _ in range(deals.workers - len(times)):
+        costs: list[float] = []
+        for count, time in zip(counts, times, strict=True):
+            lengthens = max(0.0, time - rounds[count])
+            costs.append(lengthens if deals.in_rounds else (count + 1) * time)
+        rank = costs.index(min(costs))
+        begun = counts[rank]
+        rounds[begun] = max(rounds[begun], times[rank])
+        counts[rank] += 1
+    return counts
+
+
+def _reason(counts: list[int], wanted: list[int], times: list[float]) -> str:
+    """Return why workers move, and the new number of workers of each process: the process whose
+    number changes most, and its time beside the median of the others."""
+    changes = [(abs(new - old), time) for old, new, time in zip(counts, wanted, times, strict=True)]
+    rank = changes.index(max(changes))
+    others = statistics.median([*times[:rank], *times[rank + 1 :]])
+    now = f"{few(wanted)} workers instead of {few(counts)}"
+    if len(counts) > SHOWN:
+        moved = [r for r, (change, _) in enumerate(changes) if change]
+        now = few([f"process {r} has {wanted[r]} workers instead of {counts[r]}" for r in moved])
+    ratio = times[rank] / others
+    return f"process {rank} takes {ratio:.1f} times as long per worker: {now}"
