@@ -133,6 +133,8 @@ def make_folder(
         )
         facts = environment(world) | code_digest.described(code)
         known = read_object(folder / ENVIRONMENT)
+        if "fork" in known:  # the run from which this run began, see tools/rewind.py
+            facts["fork"] = known["fork"]
         starts = [start for start in starts_of(known) if known and start[0] < step]
         write_json(folder / ENVIRONMENT, facts | {"starts": [*starts, (step, world.size)]})
     except OSError as error:

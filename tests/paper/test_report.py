@@ -383,7 +383,7 @@ def test_what_cannot_be_a_report_is_said_before_anything_is_written(launch, runs
 def test_without_its_packages_it_names_the_command(monkeypatch, runs, capfd):
     from tools.paper import report
 
-    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "matplotlib" else name)
+    monkeypatch.setattr(report.pages, "find_spec", lambda name: None if name == "matplotlib" else name)
     assert report.main([str(runs[2])]) == 2
     assert capfd.readouterr().err == "error: matplotlib not installed (report.py): pip install matplotlib jinja2\n"
 

@@ -21,8 +21,8 @@ class Windows:
     """(N, 3, 32) waves of four frequencies. Sample `culprit` has the fault.
 
     label      another class than the wave has
-    spike      one number of one channel is 1000: a false contact
-    outlier    all numbers are 100 times as high: another unit
+    spike      a burst in one channel, thirty times as high as the wave, with the frequency of another class
+    outlier    finite numbers a hundred times as high in all channels, with the frequency of another class
     duplicate  a wave between two classes, TIMES times in one step of the epoch `epoch`
     """
 
@@ -39,13 +39,17 @@ class Windows:
         if self.fault == "label":
             self.y[self.culprit] = (self.y[self.culprit] + 2) % CLASSES
         elif self.fault == "spike":
-            self.x[self.culprit, 1, LENGTH // 2] = 1000.0
+            self.x[self.culprit, 1] += 30 * self._burst(time)
         elif self.fault == "outlier":
-            self.x[self.culprit] *= 100
+            self.x[self.culprit] = 100 * self._burst(time)
         elif self.fault == "duplicate":
             other = (int(self.y[self.culprit]) + 1) % CLASSES
             alike = int(np.flatnonzero(self.labels == other)[0])
             self.x[self.culprit] = 0.45 * self.x[self.culprit] + 0.55 * self.x[alike]
+
+    def _burst(self, time):
+        other = (int(self.labels[self.culprit]) + 2) % CLASSES
+        return torch.from_numpy(np.sin(2 * np.pi * (1 + 2 * other) * time)).float()
 
     def __len__(self):
         return len(self.x)

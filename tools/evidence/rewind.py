@@ -33,8 +33,8 @@ import json
 import math
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,23 @@ import tasks
 from engine import api, config, threads
 from engine.contract import per_sample
 from engine.errors import LockstepError, amount
-from engine.files.archive import CheckpointState
 from tools.arguments import NOT_KNOWN, whole_number
 from tools.evidence import replay
 from tools.evidence.replay import Log, Recorded, Stretch, Taker, log_of, saved_at
 from tools.evidence.rewind_find import BEFORE, Level, at_step, jumps, onset, series_of
+from tools.evidence.rewind_fork import (
+    Change,
+    Fork,
+    check_folder,
+    free_folder,
+    make_fork,
+    samples_in,
+)
 from tools.evidence.rewind_judge import Group, Update, Verdict, change_ratio, judge
+from tools.evidence.rewind_samples import describe_sample, in_words
 from tools.evidence.rewind_shares import CLOSE, Step
+from tools.paper import pages
+from tools.paper.rewind_page import write_page
 from tools.running import alone, folder_of, guarded, stdout_aside
 from tools.use.evaluate import TRUST, aligned, of_run
 from tools.use.tables import finite
@@ -75,6 +85,23 @@ def main(argv: list[str]) -> int:
     add("--from", type=whole_number(0), dest="begin", metavar="A", help="look after step A")
     add("--to", type=number, dest="end", metavar="B", help="look up to step B")
     add("--most", type=number, default=12, metavar="N", help="samples to show (default 12)")
+    fork = parser.add_argument_group("a fork")
+    what = "go on without samples: numbers such as 17,90, or worst, or worst:3"
+    fork.add_argument("--without", metavar="SAMPLES", help=what)
+    fork.add_argument(
+        "--with",
+        dest="changed",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="go on with another setting",
+    )
+    fork.add_argument("--again", action="store_true", help="go on without a change")
+    fork.add_argument("--until", type=number, metavar="STEP", help="the last step of the fork")
+    what = "the new folder (default: beside RUN)"
+    fork.add_argument("--into", type=Path, metavar="FOLDER", help=what)
+    add("--page", type=Path, metavar="FILE", help="the page (default: rewind.html, or a number)")
+    add("--no-page", action="store_true", help="write no page")
     what = "go on also if the steps have other bits here, as on another machine"
     add("--anyway", action="store_true", help=what)
     add("--json", action="store_true", help="print one JSON object on stdout, the rest on stderr")
@@ -104,7 +131,8 @@ def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str,
     if window is None:
         return _not_found(run, options)
     with scratch_folder() as place, stopped_by_signals() as interrupted:
-        taken = take_again(run, window, place, rest, interrupted)
+        again = Again(run, place, rest, interrupted)
+        taken = take_again(again, window)
         print(taken.proof, flush=True)
         if taken.verdict == replay.DIFFERS and not options.anyway:
             raise LockstepError(
@@ -116,7 +144,20 @@ def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str,
         number = options.step or find_step(run, window, taken)
         if not number:
             return _not_found(run, options)
-        return analysed(run, number, taken, place, rest, options, interrupted)
+        analysis = analyse(again, taken, number)
+        print_result(analysis, options.most)
+        fork = go_on(analysis, options, rest) if _forks(options) else None
+        result = as_json(analysis, fork)
+        if not options.no_page:
+            rows = numbers_of(fork, analysis) if fork else []
+            size = write_page(options.page, analysis, fork, rows, options.most)
+            print(f"\nWrote {options.page} ({size / 1e6:.2f} MB)")
+            result["page"] = str(options.page)
+    return result
+
+
+def _forks(options: argparse.Namespace) -> bool:
+    return bool(options.without or options.changed or options.again)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -124,6 +165,18 @@ def _check_options(options: argparse.Namespace) -> None:
         raise LockstepError("--step and --from or --to", "command line", "give one of them")
     if options.end and options.end <= (options.begin or 0):
         raise LockstepError(f"--to {options.end}", "command line", "give a step after --from")
+    if options.again and (options.without or options.changed):
+        todo = "drop one of them"
+        raise LockstepError("--again and a change", "command line", todo)
+    for name in ("until", "into"):
+        if getattr(options, name) and not _forks(options):
+            todo = "give --without, --with or --again, too"
+            raise LockstepError(f"--{name} without a fork", "command line", todo)
+    if not options.no_page:
+        pages.check_packages("rewind.py")
+        options.page = pages.check_name(options.page or pages.free_name("rewind"))
+    if options.into:
+        check_folder(options.into)
 
 
 def _not_found(run: Recorded, options: argparse.Namespace) -> dict[str, Any]:
@@ -217,6 +270,30 @@ def stopped_by_signals() -> Iterator[Interruption]:
             signal.signal(number, handler)
 
 
+@dataclass
+class Again:
+    """The way in which steps are taken again.
+
+    place        the folder of the new runs
+    rest         changes of the config
+    interrupted  receives the signals
+    """
+
+    run: Recorded
+    place: Path
+    rest: list[str]
+    interrupted: Interruption
+
+    def taker(self, name: str = "", saves: int = 0) -> EachStep:
+        """Return a taker with a folder of this name.
+
+        saves  see EachStep
+        """
+        taker = EachStep(self.run, self.rest, self.place / name, saves)
+        self.interrupted.takers.append(taker)
+        return taker
+
+
 class EachStep(Taker):
     """Repeats stretches with a line of the log for each step.
 
@@ -251,15 +328,17 @@ class Taken:
     verdict: str
     proof: str
     difference: str = ""
-    first: CheckpointState = field(default_factory=CheckpointState)
-    seconds: float = 0.0
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of the training, one for each step."""
+        return train_lines(self.log)
 
 
-def take_again(
-    run: Recorded, window: Window, place: Path, rest: list[str], interrupted: Interruption
-) -> Taken:
+def take_again(again: Again, window: Window) -> Taken:
     """Take the steps of the window again, some steps before and after, and compare the steps with
     the run."""
+    run = again.run
     last = run.steps[-1]
     after = max(0, window.begin - BEFORE)
     wanted = min(last, window.end + AFTER)
@@ -269,8 +348,7 @@ def take_again(
     begin = stretches[0].start
     start = f"the checkpoint of step {begin}" if stretches[0].begin.path else "the seed"
     print(f"taking steps {begin + 1} to {end} again, from {start}", flush=True)
-    taker = EachStep(run, rest, place)
-    interrupted.takers.append(taker)
+    taker = again.taker()
     log: Log = {}
     first: dict[str, Any] | None = None
     points = equal = proven = 0
@@ -285,7 +363,7 @@ def take_again(
         equal += compared.equal
         proven = max(proven, compared.proven)
         first = first or compared.first
-    taken = Taken(begin, end, log, replay.SAME, "", first=stretches[0].begin)
+    taken = Taken(begin, end, log, replay.SAME, "")
     steps = f"steps {begin + 1} to {end}"
     if first:
         taken.verdict = replay.DIFFERS
@@ -319,7 +397,7 @@ def _stretches(run: Recorded, after: int, end: int) -> list[Stretch]:
 
 def find_step(run: Recorded, window: Window, taken: Taken) -> int:
     """Return the first step of the highest jump in the window; 0 without a jump."""
-    series = series_of(train_lines(taken.log))
+    series = series_of(taken.lines)
     found = jumps(series, window.begin, window.end)
     if found:
         return onset(found)
@@ -350,24 +428,19 @@ class States:
     log: Log
 
 
-def take_states(
-    run: Recorded, number: int, place: Path, rest: list[str], interrupted: Interruption
-) -> States:
+def take_states(again: Again, number: int) -> States:
     """Take the steps up to step `number` again, with a checkpoint at each of the last steps."""
+    run = again.run
     before = max(0, number - 1 - EARLIER)
     base = _stretches(run, before, number)[0].begin
     paths: dict[int, Path | None] = {}
     known = run.checkpoint(max(run.at)) if run.at else None
     if base.step < before:
-        whole = EachStep(run, rest, place / "before", before)
-        interrupted.takers.append(whole)
         stretch = Stretch(base, before, known or base, None)
-        base_path = saved_at(whole.take(stretch))[before]
+        base_path = saved_at(again.taker("before", before).take(stretch))[before]
         base = api.read(base_path).without_tensors()
     paths[base.step] = base.path
-    each = EachStep(run, rest, place / "around", 1)
-    interrupted.takers.append(each)
-    folder = each.take(Stretch(base, number, known or base, None))
+    folder = again.taker("around", 1).take(Stretch(base, number, known or base, None))
     paths |= {step: path for step, path in saved_at(folder).items() if step <= number}
     return States(paths, log_of(folder)[0])
 
@@ -390,31 +463,122 @@ def step_config(run: Recorded, stretch: Stretch, rest_cfg: Any) -> Any:
     return config.changed(rest_cfg, settings)
 
 
-def analysed(
-    run: Recorded,
-    number: int,
-    taken: Taken,
-    place: Path,
-    rest: list[str],
-    options: argparse.Namespace,
-    interrupted: Interruption,
-) -> dict[str, Any]:
-    """Divide a step among its samples, and print the verdict. Return the result."""
-    states = take_states(run, number, place, rest, interrupted)
+@dataclass
+class Analysis:
+    """A step of a run, divided among its samples.
+
+    stretch  the steps from the nearest checkpoint of the run up to the step
+    levels   of loss and gradient norm at the step
+    names    the source of each sample of the dataset, or None
+    """
+
+    run: Recorded
+    step: Step
+    taken: Taken
+    stretch: Stretch
+    levels: list[Level]
+    verdict: Verdict
+    names: list[str] | None
+
+    def sources(self, group: Group) -> list[str]:
+        """Return the sources of a group, once each; empty without names."""
+        if self.names is None:
+            return []
+        return [*dict.fromkeys(self.names[index] for index in group.indices)]
+
+
+def analyse(again: Again, taken: Taken, number: int) -> Analysis:
+    """Divide a step among its samples, and judge the step."""
+    run = again.run
+    states = take_states(again, number)
     stretch = run.stretches(number - 1, _recorded_from(run, number))[0]
     cfg = step_config(run, stretch, run.cfg)
     threads.limit_threads(cfg.threads, 1)
     step = Step(cfg, states.paths[number - 1], run.processes(stretch), stretch.known)
-    levels = at_step(series_of(train_lines(taken.log)), number)
+    levels = at_step(series_of(taken.lines), number)
     shares = step.divide()
     earlier_step = min(states.paths)
     earlier = step.losses_with(states.paths[earlier_step]) if earlier_step < number - 1 else []
     updates = updates_before(step, states, taken.log, number)
     verdict = judge(step, shares, levels, earlier, updates)
     verdict.facts += facts_of(step, states, taken, number, earlier_step)
-    result = as_json(run, step, taken, levels, verdict, options)
-    print_result(step, levels, verdict, options.most)
-    return result
+    sources = per_sample(step.train_set, "sources")
+    names = None if sources is None else sources.astype(str).tolist()
+    return Analysis(run, step, taken, stretch, levels, verdict, names)
+
+
+# ---- the fork
+# --------------------------------------------------------------------------------------------
+
+
+def go_on(analysis: Analysis, options: argparse.Namespace, rest: list[str]) -> Fork:
+    """Train the fork of the options, and print the difference to the run."""
+    change = Change(samples_without(analysis, options.without), tuple(options.changed))
+    run = analysis.run
+    folder = options.into or free_folder(run.folder, change)
+    begin = analysis.stretch.begin
+    start = f"step {begin.step}" if begin.path else "the seed"
+    print(f"\ngoing on from {start} {change}, in {folder}", flush=True)
+    fork = make_fork(run, analysis.stretch, change, folder, options.until or 0, rest)
+    print("\n".join(lines_of(fork, analysis)))
+    return fork
+
+
+def samples_without(analysis: Analysis, text: str | None) -> tuple[int, ...]:
+    """Return the samples of --without: numbers, or the samples that were named (worst), or the
+    first of the samples (worst:3)."""
+    if not text:
+        return ()
+    verdict = analysis.verdict
+    kind, _, count = text.partition(":")
+    if kind != "worst":
+        return samples_in(text, len(analysis.step.train_set))
+    groups = verdict.named
+    if count:
+        if not count.isdecimal() or not int(count):
+            raise LockstepError(f"--without {text}", "command line", "give such as worst:3")
+        groups = verdict.groups[: int(count)]
+    if not groups:
+        todo = "give numbers, or worst:1 for the sample with the highest share"
+        raise LockstepError("no sample stands out", "--without worst", todo)
+    return tuple(index for group in groups for index in group.indices)
+
+
+def lines_of(fork: Fork, analysis: Analysis) -> list[str]:
+    """Return the text on a fork: loss and gradient norm at the step, and the last evaluation, of
+    the run and of the fork."""
+    rows = [["", "the run", "the fork"]]
+    for name, theirs, ours in numbers_of(fork, analysis):
+        rows.append([name, f"{theirs:.4g}", f"{ours:.4g}"])
+    lines = aligned(rows) if len(rows) > 1 else []
+    if fork.same:
+        lines.append(f"the fork ends in the bits of the run: weights sha256 {fork.hashes[0]}")
+    elif fork.same is False:
+        lines.append("the fork ends in other weights")
+    return lines
+
+
+def numbers_of(fork: Fork, analysis: Analysis) -> list[tuple[str, float, float]]:
+    """Return (name, value of the run, value of the fork) of the numbers that both logs have: of the
+    step or the next line, and of the last common evaluation."""
+    logs = analysis.run.log, fork.log
+    rows = []
+    for event, first in (("train", True), ("eval", False)):
+        steps = [
+            step
+            for step, kind in logs[0]
+            if kind == event and (step, kind) in logs[1] and step >= analysis.step.number
+        ]
+        if not steps:
+            continue
+        step = min(steps) if first else max(steps)
+        names = ("loss", "grad_norm") if first else ("loss", analysis.run.task.monitor)
+        for name in dict.fromkeys(names):
+            theirs, ours = (log[step, event].get(name) for log in logs)
+            if isinstance(theirs, float) and isinstance(ours, float):
+                word = name if first else f"validation {name}"
+                rows.append((f"{word} at step {step}", theirs, ours))
+    return rows
 
 
 def _recorded_from(run: Recorded, number: int) -> int:
@@ -476,14 +640,9 @@ def facts_of(step: Step, states: States, taken: Taken, number: int, earlier_step
 # --------------------------------------------------------------------------------------------
 
 
-def names_of(step: Step) -> list[str] | None:
-    """Return the source of each sample of the dataset, or None."""
-    sources = per_sample(step.train_set, "sources")
-    return None if sources is None else sources.astype(str).tolist()
-
-
-def print_result(step: Step, levels: Sequence[Level], verdict: Verdict, most: int) -> None:
+def print_result(analysis: Analysis, most: int) -> None:
     """Print the verdict, the facts, and the samples with the highest shares."""
+    step, levels, verdict = analysis.step, analysis.levels, analysis.verdict
     print(f"\nstep {step.number}: {'; '.join(map(str, levels)) or 'too few steps before it'}")
     print(verdict.cause)
     if verdict.named:
@@ -492,11 +651,10 @@ def print_result(step: Step, levels: Sequence[Level], verdict: Verdict, most: in
     print()
     head = ["", "of the loss", "of the gradient", "loss", "earlier"]
     rows = [[*head, "lifts"] if step.mixes else head]
-    names = names_of(step)
     for group in verdict.groups[:most]:
         text = group.name
-        if names:
-            text += f" of {', '.join(dict.fromkeys(names[index] for index in group.indices[:3]))}"
+        if about := in_words(describe_sample(step.task, step.train_set, group.indices[0])):
+            text += f" ({about})"
         if group.named:
             text += " <-"
         row = [
@@ -520,21 +678,18 @@ def print_result(step: Step, levels: Sequence[Level], verdict: Verdict, most: in
         print(f"  {fact}")
 
 
-def as_json(
-    run: Recorded,
-    step: Step,
-    taken: Taken,
-    levels: Sequence[Level],
-    verdict: Verdict,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    names = names_of(step)
+def as_json(analysis: Analysis, fork: Fork | None) -> dict[str, Any]:
+    """Return the result for --json."""
+    run, step, taken = analysis.run, analysis.step, analysis.taken
+    levels, verdict = analysis.levels, analysis.verdict
 
     def of_group(group: Group) -> dict[str, Any]:
         about = asdict(group) | {"times": len(group.places)}
         del about["places"]
-        if names:
-            about["sources"] = [names[index] for index in group.indices]
+        if sources := analysis.sources(group):
+            about["sources"] = sources
+        if group.named:
+            about["about"] = describe_sample(step.task, step.train_set, group.indices[0])
         return about
 
     exit_code = 0
@@ -559,5 +714,20 @@ def as_json(
             "verdict": taken.verdict,
             "proof": taken.proof,
         },
+        "fork": None if fork is None else _fork_as_json(fork, analysis),
         "exit_code": exit_code,
+    }
+
+
+def _fork_as_json(fork: Fork, analysis: Analysis) -> dict[str, Any]:
+    return {
+        "folder": str(fork.folder),
+        "text": fork.text,
+        "begin": fork.begin,
+        "same": fork.same,
+        "weights": list(fork.hashes),
+        "numbers": [
+            {"name": name, "run": theirs, "fork": ours}
+            for name, theirs, ours in numbers_of(fork, analysis)
+        ],
     }

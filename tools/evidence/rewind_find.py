@@ -1,7 +1,8 @@
 """Find the step of a log at which the loss or the norm of the gradient jumped.
 
-A value is compared with the values before it: with their median m and their deviation s, which is
-1.4826 times the median of |x - m|, or at least FLOOR * |m|. A value above m + LIMIT * s and above
+A value is compared with the values before it. The usual value m is the median of the last NEAR
+values. The deviation s is 1.4826 times the median of the absolute residuals of the last BEFORE
+values from a line by Theil and Sen, and at least FLOOR * |m|. A value above m + LIMIT * s and above
 RISE * m is a jump. All values are logarithms, if all are positive: the noise of a loss falls with
 the loss.
 """
@@ -17,17 +18,29 @@ import numpy as np
 BEFORE = 20
 """The most values before a value with which the value is compared."""
 
+NEAR = 5
+"""The values before a value whose median is the usual value: a loss falls."""
+
 LEAST = 4
 """The fewest values before a value."""
 
 LIMIT = 6.0
 FLOOR = 0.05
-RISE = 1.2
+RISE = 1.5
 MAD = 1.4826
 """Deviation of a normal distribution / median of the absolute differences from the median."""
 
 NAMES = ("loss", "grad_norm")
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+def _deviation(values: np.ndarray) -> float:
+    """Return the deviation of values (N,) from a line: the slope is the median of the slopes of all
+    pairs."""
+    one, two = np.triu_indices(len(values), 1)
+    slope = np.median((values[two] - values[one]) / (two - one))
+    residuals = values - slope * np.arange(len(values))
+    return MAD * float(np.median(np.abs(residuals - np.median(residuals))))
 
 
 class Level(NamedTuple):
@@ -74,9 +87,9 @@ class Series(NamedTuple):
         if logarithmic:
             before = np.log(before)
             value = math.log(value)
-        usual = float(np.median(before))
+        usual = float(np.median(before[-NEAR:]))
         floor = FLOOR if logarithmic else FLOOR * abs(usual)
-        deviation = max(MAD * float(np.median(np.abs(before - usual))), floor, 1e-12)
+        deviation = max(_deviation(before), floor, 1e-12)
         rise = math.log(RISE) if logarithmic else (RISE - 1) * abs(usual)
         limit = usual + max(LIMIT * deviation, rise)
         score = (value - usual) / deviation

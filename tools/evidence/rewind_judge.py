@@ -1,10 +1,10 @@
 """Judge a step whose loss or gradient norm jumped: the samples that explain the jump, or another
 cause.
 
-Samples are named if two facts hold. Without the samples, the jump is gone: at least EXPLAINED of
-the distance from the usual value, in each number that jumped. And the samples were at fault before
-the step: with weights from before the jump, the loss of the step is also high. So a step that a bad
-update made bad has no culprit.
+Samples are named if three facts hold. The samples have at least OUTSTANDING of each number that
+jumped. Without the samples, the jump is gone: at least EXPLAINED of the distance from the usual
+value. And the samples were at fault before the step: with weights from before the jump, the loss of
+the step is also high. So a step that a bad update made bad has no culprit.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from tools.evidence.rewind_find import Level
 from tools.evidence.rewind_shares import Row, SampleShare, Step
 
 EXPLAINED = 0.6
+OUTSTANDING = 0.5
+"""The least share of the named samples together, in each number that jumped."""
+
 MOST = 8
 """The most samples that are named, and at most a tenth of the samples of the step."""
 
@@ -206,6 +209,8 @@ def _name_samples(step: Step, verdict: Verdict, jumped: Sequence[Level]) -> None
         places = [place for group in candidates[:count] for place in group.places]
         if len(places) == len(step.places):
             return
+        if not step.mixes and not _outstanding(candidates[:count], jumped):
+            continue
         loss, norm = step.without(places)
         values = {"loss": loss, "grad_norm": norm}
         if all(_explains(level, values[level.name.partition("/")[0]]) for level in jumped):
@@ -214,6 +219,15 @@ def _name_samples(step: Step, verdict: Verdict, jumped: Sequence[Level]) -> None
             for group in verdict.named:
                 group.named = True
             return
+
+
+def _outstanding(groups: Sequence[Group], jumped: Sequence[Level]) -> bool:
+    """Return whether some samples have at least OUTSTANDING of each number that jumped."""
+    shares = {
+        "loss": sum(group.loss_share for group in groups),
+        "grad_norm": sum(group.gradient_share for group in groups),
+    }
+    return all(shares[level.name.partition("/")[0]] >= OUTSTANDING for level in jumped)
 
 
 def most_named(groups: Sequence[Group]) -> int:

@@ -352,6 +352,9 @@ def _prove(card: Card) -> list[str]:
         hint = f" `{DATA}` is where the data lie."
     if proof["left_out"]:
         hint += f" Add what chose the split: {', '.join(proof['left_out'])}."
+    if proof.get("fork"):
+        hint += f" The run {escaped(proof['fork'])}: the command takes the steps of a run without "
+        hint += "the fork."
     averaged = ""
     if card.averaged:
         averaged = " (the weights as trained; published is their average)"
@@ -366,6 +369,7 @@ def _prove(card: Card) -> list[str]:
         "code": run.get("code"),
         "commit": commit,
         "data": proof["data"],
+        "fork": proof.get("fork"),
         "digest in metrics.jsonl": proof["digest"],
     }
     rows = []

@@ -58,6 +58,7 @@ from tasks import har, robot, video
 from tools.evidence import provenance
 from tools.paper import model_card
 from tools.paper.report_scores import score
+from tools.paper.run_files import as_dict
 from tools.running import alone, guarded
 from tools.use import published
 from tools.use.evaluate import TRUST, of_run
@@ -514,6 +515,12 @@ def _proof(
     for key, value in _chosen(environment, OF_ENVIRONMENT).items():
         if value is not None:
             proof["run"][key] = value
+    if fork := as_dict(environment.get("fork")):
+        text = f"began as a fork of {Path(str(fork.get('run'))).name} at step {fork.get('step')}"
+        if not options.no_sources:  # a setting may name a source
+            text = str(fork.get("text"))
+        proof["fork"] = text
+        print(f"warning: the run {text}: the model card says so", file=sys.stderr)
     if replay:
         proof["replay"] = _chosen(replay, OF_REPLAY)
     return proof

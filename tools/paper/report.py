@@ -26,12 +26,10 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,9 @@ from engine.files.atomic import read_object, write_atomically
 from engine.report.log import of_trials
 from plugins.resilience import status
 from tools.arguments import whole_number
+from tools.paper import pages
 from tools.paper import report_figures as figures
+from tools.paper.pages import shown
 from tools.paper.report_scores import (
     Checkpoint,
     Episode,
@@ -62,9 +62,6 @@ from tools.paper.study_tables import STUDY, all_tables, load
 from tools.running import alone, guarded
 from tools.use.evaluate import TRUST, of_run
 from tools.use.tables import finite
-
-EXTRA = "pip install matplotlib jinja2"
-TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def main(argv: list[str]) -> int:
@@ -142,18 +139,10 @@ def _check_options(options: argparse.Namespace) -> str:
 
     Raises LockstepError.
     """
-    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise LockstepError(f"{' and '.join(missing)} not installed", "report.py", EXTRA)
+    pages.check_packages("report.py")
     if not options.runs:
         raise LockstepError("no run", "the first word", "give the folder of a run")
-    out = options.out = options.out or _free()
-    if out.suffix not in (".html", ".htm") or not out.parent.is_dir() or out.is_dir():
-        raise LockstepError(
-            f"{out} is not the name of a page",
-            "--out",
-            "give one that ends in .html, in a folder that is there",
-        )
+    options.out = pages.check_name(options.out or pages.free_name("report"))
     options.study = None
     studies: list[str] = [run for run in options.runs if (Path(run) / STUDY).is_file()]
     if not studies:
@@ -171,16 +160,6 @@ def _check_options(options: argparse.Namespace) -> str:
             "no training of the study is tested yet", study, "let tools/study.py go on"
         )
     return study
-
-
-def _free() -> Path:
-    """Return the first free name: report.html, report_2.html, ..."""
-    path = Path("report.html")
-    number = 1
-    while path.exists():
-        number += 1
-        path = Path(f"report_{number}.html")
-    return path
 
 
 # ---- what a run has written
@@ -354,13 +333,7 @@ def _name_apart(runs: list[Run]) -> None:
 
 def _page(runs: list[Run], options: argparse.Namespace) -> bytes:
     """Return the HTML page, encoded in UTF-8."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, finalize=plain
-    )
-    environment.filters |= {"num": shown, "share": figures.share}
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    template = pages.template("report.html.j2")
     facts: dict[str, list[str]] = {}
     for n, run in enumerate(runs):
         for name, text in _facts(run).items():
@@ -401,30 +374,6 @@ def _about_study(study: dict[str, Any]) -> dict[str, Any]:
         "tables": tables,
         "command": shlex.join(["python", "tools/study.py", *study["words"]]),
     }
-
-
-def shown(value: Any) -> str:
-    """Format a number or a text for a table."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    if not isinstance(value, float) or math.isinf(value):
-        return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1e3:
-        return f"{value:.4f}"
-    return f"{value:.4g}"
-
-
-def plain(value: Any) -> Any:
-    """Return a text without control characters. A value of another type is returned unchanged.
-
-    HTML forbids some control characters. Others reverse the direction of the text after them.
-    """
-    if type(value) is str:
-        return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value)
-    return value
-
-
-CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def _seconds(value: float) -> str:
@@ -609,7 +558,7 @@ def _of_scores(scores: Scores | None) -> dict[str, Any]:
         "trials": _trials(scores),
     }
     if not scores.episodes:
-        shown_parts["worst"] = _worst(scores)
+        shown_parts["worst"] = worst_samples(scores)
     return shown_parts
 
 
@@ -715,7 +664,7 @@ def _ethograms(scores: Scores) -> dict[str, Any]:
     }
 
 
-def _worst(scores: Scores) -> list[dict[str, Any]]:
+def worst_samples(scores: Scores) -> list[dict[str, Any]]:
     """Return the values of the template for each of the worst samples.
 
     Each entry has a picture of the sample, the true class, and the prediction.

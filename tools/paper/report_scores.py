@@ -365,15 +365,9 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
     weightless = -math.inf if math.isfinite(found.metrics.get("loss", math.nan)) else math.inf
     ranked = sorted(range(found.count), key=lambda n: -_badness(losses[n], weightless))
     for n in show_progress(ranked[:most], "Worst samples", "sample"):
-        batch = _batch(loaded, dataset, [n])
-        predicted = _predicted(loaded, batch, 1)
         source = found.sources[n] if found.sources else ""
         about = int(found.true[n]), int(found.guess[n])
-        values = {name: _row(values, 0) for name, values in predicted.items()}
-        shown = _batch(
-            loaded, getattr(dataset, "raw", dataset), [n]
-        )  # the samples, even if the dataset caches features of the samples
-        found.worst.append(Sample(n, losses[n], source, *about, _parts(shown), values))
+        found.worst.append(look_at(loaded, dataset, n, losses[n], source, *about))
     if found.worst and found.sources and (name := _action_of(found.worst[0])):
         members = {
             source: [n for n in range(found.count) if found.sources[n] == source]
@@ -386,6 +380,23 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
                 found.episodes.append(
                     _episode(loaded, dataset, members[source], source, mean[source], name)
                 )
+
+
+def look_at(
+    loaded: LoadedModel,
+    dataset: Any,
+    n: int,
+    loss: float,
+    source: str = "",
+    true: int = -1,
+    guess: int = -1,
+) -> Sample:
+    """Return a sample of a dataset, with the predictions of the task."""
+    predicted = _predicted(loaded, _batch(loaded, dataset, [n]), 1)
+    values = {name: _row(values, 0) for name, values in predicted.items()}
+    # the sample itself, even if the dataset caches features of the samples
+    shown = _batch(loaded, getattr(dataset, "raw", dataset), [n])
+    return Sample(n, loss, source, true, guess, _parts(shown), values)
 
 
 def _badness(loss: float, not_finite: float = math.inf) -> float:

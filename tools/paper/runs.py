@@ -40,7 +40,7 @@ from tools.use.evaluate import TEST, aligned
 
 COLUMNS = (
     "folder task state reason epoch epochs step monitor best baseline test looks time_s ended "
-    "resume_command"
+    "resume_command fork"
 ).split()
 SORTS = ("folder", "task", "state", "step", "best", "test", "time")
 COLUMN_OF_SORT = {"time": "time_s"}
@@ -139,6 +139,8 @@ def read(folder: Path) -> dict[str, Any]:
     run["looks"] = _whole(tested.get("looks"))
     run["ended"] = _text(now.get("time")) or None
     run["resume_command"] = _text(now.get("resume_command")) or None
+    fork = as_dict(_json(folder / run_folder.ENVIRONMENT).get("fork"))
+    run["fork"] = _text(fork.get("text")) or None
     return run
 
 
@@ -288,6 +290,9 @@ def lines(runs: list[dict[str, Any]], top: Path) -> list[str]:
         )
     head = ["", "task", "state", "epoch", "step", "monitor", "best", "baseline", "test", "time"]
     output = aligned([head, *rows])
+    for run in runs:
+        if run["fork"]:
+            output += ["", f"{_below(run['folder'], top)} {run['fork']}"]
     for run in runs:
         if run["state"] != "complete":
             state = run["state"]

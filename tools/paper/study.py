@@ -470,6 +470,7 @@ class Study:
             )
         if before is not None:
             self._check_code()
+            self._check_forks()
         if before != self.plan:
             _write_text(path, json.dumps(self.plan) + "\n")
         yield
@@ -502,6 +503,20 @@ class Study:
             todo = "change it back, give a new --out, or mix codes in one table with --force"
             raise LockstepError(what, str(self.folder), todo)
         print(f"warning: --force: {what}", flush=True)
+
+    def _check_forks(self) -> None:
+        """Raise LockstepError if a folder of a training has a fork, see tools/rewind.py, unless
+        --force is given."""
+        for each in self.trainings:
+            record = read_object(self.folder / each.name / "environment.json")
+            fork = as_dict(record.get("fork"))
+            if not fork:
+                continue
+            what = f"{each.name} is no training of this study: it {fork.get('text')}"
+            if not self.force:
+                todo = "move it to a folder of its own, or count it with --force"
+                raise LockstepError(what, str(self.folder), todo)
+            print(f"warning: --force: {what}", flush=True)
 
     def _changed_code(self, each: Training, otherwise: dict[str, str]) -> list[str]:
         """Return what has changed since a training began; empty for one that has not begun.

@@ -1,0 +1,268 @@
+"""tools/rewind.py: planted faults are named first; a step is divided exactly; a fork knows its run."""
+
+import contextlib
+import json
+import os
+import re
+
+import pytest
+import torch
+from conftest import ROOT, succeed
+from forked_tools import fork_trainings
+from runs import records
+from tampering import change_line, contents, copied, delete_checkpoints, keep_lines
+
+import tasks
+from engine import config
+from tools.evidence import rewind as tool
+from tools.evidence.rewind_find import Series, jumps, onset
+
+SPIKED = str(ROOT / "tests" / "tasks" / "spiked.py")
+SEEDS = int(os.environ.get("LOCKSTEP_REWIND", "1"))
+"""Seeds of each planted fault; docs/tools.md has the result of 10."""
+
+SMALL = {"device": "cpu", "amp": "off", "check_sums": False, "check_resume": False, "dataset.samples": 256}
+SMALL |= {"optim.lr": 1e-2, "epochs": 4, "dataset.epoch": 2, "save_every": 10, "keep_checkpoints": 50}
+
+
+def words(folder, **changes):
+    settings = SMALL | {name.replace("__", "."): value for name, value in changes.items()} | {"save_dir": folder}
+    return [SPIKED, *(f"{name}={value}" for name, value in settings.items())]
+
+
+@pytest.fixture
+def rewind(launch, monkeypatch, capfd, tmp_path):
+    """The tool in this process. Return the exit code, the result, and what was printed for a person."""
+    fork_trainings(launch, monkeypatch)
+
+    def call(*given):
+        page = [] if "--page" in given else ["--no-page"]
+        capfd.readouterr()
+        code = tool.main([*map(str, given), "--json", *page])
+        out, err = capfd.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return call
+
+
+@pytest.fixture
+def original(launch, once):
+    """A run with a wrong label, on two processes with dropout."""
+    changes = {"dataset__fault": "label", "dataset__dropout": 0.2, "batch_size": 16, "dataset__names": True}
+    changes |= {"epochs": 8, "dataset__epoch": 6}
+    return once("rewound", lambda folder: succeed(launch.train(*words(folder, **changes), processes=2)))
+
+
+# ---- the jump
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_jump_is_found_above_the_noise_and_in_a_falling_loss():
+    falling = [2.0 * 0.95**n * (1 + 0.04 * (-1) ** n) for n in range(60)]
+    steps = [*range(1, 61)]
+    assert not jumps([Series("loss", steps, falling)])
+    for place in (30, 31):
+        falling[place] *= 3
+    found = jumps([Series("loss", steps, falling)])
+    assert {level.step for level in found} == {31, 32} and onset(found) == 31
+    assert not jumps([Series("loss", steps, falling)], begin=32)
+
+
+def test_a_loss_that_may_be_negative_is_compared_without_a_logarithm():
+    values = [-1.0 + 0.01 * (-1) ** n for n in range(30)]
+    values[20] = 0.5
+    assert [level.step for level in jumps([Series("loss", [*range(30)], values)])] == [20]
+
+
+# ---- the shares, against a plain loop
+# ----------------------------------------------------------------------------------------------------------
+
+
+def plain_shares(run, number, indices):
+    """{index: (share of the loss, of the gradient, norm)} of a step, sample by sample, with the weights before."""
+    settings = config.parse([*words(run), "dataset.fault=label"], tasks.load).cfg
+    task = tasks.load(SPIKED)(settings)
+    train_set, _ = task.datasets()
+    model = task.model()
+    saved = torch.load(run / f"checkpoint_step{number - 1}.pt", weights_only=True)
+    model.load_state_dict(saved["model"])
+    losses, gradients = {}, {}
+    for index in indices:
+        loss = task.loss(model, train_set.__getitems__([index])).total
+        losses[index] = float(loss.detach())
+        grads = torch.autograd.grad(loss, [*model.parameters()])
+        gradients[index] = torch.cat([grad.double().flatten() for grad in grads])
+    whole = sum(gradients.values())
+    return {
+        index: (losses[index] / sum(losses.values()), float(g @ whole / whole.square().sum()), float(g.norm()) / 32)
+        for index, g in gradients.items()
+    }
+
+
+def checkpoint_files(run):
+    return {
+        entry["step"]: run / entry["file"] for entry in json.loads((run / "manifest.json").read_text())["checkpoints"]
+    }
+
+
+def test_the_shares_are_those_of_a_plain_loop(launch, rewind, tmp_path):
+    run = tmp_path / "run"
+    succeed(launch.train(*words(run, dataset__fault="label")))
+    code, found, err = rewind(run, "--step", 21)
+    assert code == 0, err
+    (run / "checkpoint_step20.pt").unlink(missing_ok=True)
+    os.link(checkpoint_files(run)[20], run / "checkpoint_step20.pt")
+    truth = plain_shares(run, 21, [sample["indices"][0] for sample in found["samples"]])
+    assert len(truth) == 32
+    for sample in found["samples"]:
+        loss, gradient, norm = truth[sample["indices"][0]]
+        assert sample["loss_share"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
+        assert sample["gradient_share"] == pytest.approx(gradient, rel=1e-4, abs=1e-6)
+        assert sample["norm"] == pytest.approx(norm, rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes, processes",
+    [
+        ({"dataset__dropout": 0.2, "virtual_workers": 4, "global_batch": 32}, 2),
+        ({"dataset__dropout": 0.2, "batch_size": 8, "gradient_accumulation_steps": 4}, 1),
+        ({"dataset__norm": "batch", "batch_size": 16}, 2),
+        ({"optim__ema_decay": 0.99, "exclude": "[sample:3,sample:5]"}, 1),
+    ],
+    ids=["virtual workers", "accumulation", "BatchNorm", "average and exclude"],
+)
+def test_the_step_is_divided_as_it_was_taken(launch, rewind, tmp_path, changes, processes):
+    """Loss and gradient norm of the log, to float32: on several processes, with dropout and with BatchNorm."""
+    run = tmp_path / "run"
+    succeed(launch.train(*words(run, **changes), processes=processes))
+    code, found, err = rewind(run, "--step", 25)
+    assert code == 0, err
+    line = next(line for line in records(run, "train") if line["step"] == 25)
+    assert found["loss"] == pytest.approx(line["loss"], rel=2e-6)
+    assert found["grad_norm"] == pytest.approx(line["grad_norm"], rel=2e-6)
+    for share in ("loss_share", "gradient_share"):
+        assert sum(sample[share] for sample in found["samples"]) == pytest.approx(1, abs=1e-5)
+    assert found["exact"]
+    if "norm" in str(changes):
+        assert "through BatchNorm" in err and all(sample["lifts"] is not None for sample in found["samples"])
+
+
+# ---- planted faults
+# ----------------------------------------------------------------------------------------------------------
+
+PLANTED = {
+    "label": {"epochs": 7, "dataset__epoch": 5},
+    "spike": {"epochs": 7, "dataset__epoch": 5},
+    "outlier": {"epochs": 7, "dataset__epoch": 5},
+    "duplicate": {"epochs": 7, "dataset__epoch": 5},
+    "rate": {"epochs": 7, "dataset__step": 45},
+}
+
+
+def culprit_of(run):
+    cfg = config.parse(["--config", str(run / "config.yaml")], tasks.load).cfg
+    return tasks.load(SPIKED)(cfg).datasets()[0].culprit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_named_first_and_a_bad_rate_blames_no_sample(fault, launch, rewind, tmp_path):
+    right, rows = 0, []
+    for seed in range(SEEDS):
+        run = tmp_path / f"run_{seed}"
+        changes = {"dataset__fault": fault, "dataset__seed": seed, "seed": seed, **PLANTED[fault]}
+        succeed(launch.train(*words(run, **changes)))
+        code, found, err = rewind(run)
+        culprit = culprit_of(run)
+        named = found["named"] if found else None
+        first = found["samples"][0]["indices"] if found and found.get("samples") else []
+        is_right = named == [culprit] == first
+        if fault == "rate":
+            is_right = named == [] and "the learning rate of step 45 was" in found["cause"]
+        right += is_right
+        rows.append((seed, culprit, code, found and found["step"], named, found and found["cause"]))
+    print(fault, right, "of", SEEDS, *rows, sep="\n  ")
+    assert right >= 0.9 * SEEDS, rows
+
+
+# ---- the run is proved first
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_is_only_read_and_the_samples_have_their_names(original, rewind, tmp_path):
+    before = contents(original)
+    page = tmp_path / "page.html"
+    code, found, err = rewind(original, "--page", page, "--most", 3)
+    assert code == 0, err
+    culprit = culprit_of(original)
+    assert found["named"] == [culprit] and found["samples"][0]["about"]["source"] == f"person_{culprit % 5}"
+    assert found["replayed"]["verdict"] == "same bits" and "the same bits as the run" in err
+    text = page.read_text()
+    assert f"sample {culprit}" in text and f"person_{culprit % 5}" in text and "<script" not in text
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text), "the page loads nothing"
+    assert contents(original) == before
+
+
+REFUSED = {
+    "a number in the log is another": (
+        lambda run: change_line(run, 17, lambda line: line.update(loss=line["loss"] * 1.001)),
+        "the run cannot be taken again in the same bits: the first difference is at step 17: loss",
+    ),
+    "no log": (lambda run: keep_lines(run, lambda line: False), "the run has no log"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_proved_is_refused_in_a_line(name, original, rewind, tmp_path):
+    change, message = REFUSED[name]
+    run = copied(original, tmp_path / "run")
+    change(run)
+    code, found, err = rewind(run, "--step", 18)
+    assert code != 0 and found is None
+    last = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(last) == 1 and message in last[0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--step", "99"], "the run has recorded steps 1 to 64"),
+        (["--step", "3", "--to", "5"], "--step and --from or --to"),
+        (["--again", "--with", "optim.lr=1"], "--again and a change"),
+        (["--until", "30"], "--until without a fork"),
+    ],
+)
+def test_bad_options_are_refused_before_a_step_is_taken(options, message, original, rewind):
+    code, found, err = rewind(original, *options)
+    assert code == 2 and found is None and message in err and "taking steps" not in err
+
+
+# ---- forks
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_without_a_change_ends_in_the_hash_of_the_run(original, rewind, tmp_path):
+    fork = tmp_path / "fork"
+    code, found, err = rewind(original, "--step", 18, "--again", "--into", fork)
+    assert code == 0, err
+    assert found["fork"]["same"] is True and found["fork"]["begin"] == 10
+    assert records(fork, "train")[-1]["digest"] == records(original, "train")[-1]["digest"]
+    assert "the fork ends in the bits of the run" in err
+
+
+def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_path):
+    fork = tmp_path / "fork"
+    code, found, err = rewind(original, "--without", "worst", "--into", fork)
+    assert code == 0, err
+    culprit = culprit_of(original)
+    begin = found["fork"]["begin"]
+    text = f"began as a fork of {original.name} at step {begin} without sample {culprit}"
+    about = json.loads((fork / "environment.json").read_text())["fork"]
+    assert about["text"] == text and about["without"] == [culprit] and about["sha256"]
+    first = json.loads((fork / "metrics.jsonl").read_text().splitlines()[0])
+    assert (first["event"], first["fork"], first["step"]) == ("fork", text, begin)
+    at_step = {line["step"]: line["loss"] for line in records(fork, "train")}[found["step"]]
+    assert at_step == pytest.approx(found["without"]["loss"], rel=0.02), "dropout masks of fewer samples differ"
+    listed = succeed(launch.python(str(ROOT / "tools" / "runs.py"), str(tmp_path))).out
+    assert text in listed
