@@ -1,6 +1,5 @@
 """tools/rewind.py: planted faults are named first; a step is divided exactly; a fork knows its run."""
 
-import contextlib
 import json
 import os
 import re
@@ -10,7 +9,7 @@ import torch
 from conftest import ROOT, succeed
 from forked_tools import fork_trainings
 from runs import records
-from tampering import change_line, contents, copied, delete_checkpoints, keep_lines
+from tampering import change_line, contents, copied, keep_lines
 
 import tasks
 from engine import config
@@ -108,7 +107,8 @@ def checkpoint_files(run):
 def test_the_shares_are_those_of_a_plain_loop(launch, rewind, tmp_path):
     run = tmp_path / "run"
     succeed(launch.train(*words(run, dataset__fault="label")))
-    code, found, err = rewind(run, "--step", 21)
+    fork = tmp_path / "fork"
+    code, found, err = rewind(run, "--step", 21, "--without", "worst:1", "--into", fork)
     assert code == 0, err
     (run / "checkpoint_step20.pt").unlink(missing_ok=True)
     os.link(checkpoint_files(run)[20], run / "checkpoint_step20.pt")
@@ -119,6 +119,9 @@ def test_the_shares_are_those_of_a_plain_loop(launch, rewind, tmp_path):
         assert sample["loss_share"] == pytest.approx(loss, rel=1e-4, abs=1e-7)
         assert sample["gradient_share"] == pytest.approx(gradient, rel=1e-4, abs=1e-6)
         assert sample["norm"] == pytest.approx(norm, rel=1e-4, abs=1e-8)
+    left = [sample["loss"] for sample in found["samples"][1:]]
+    first = records(fork, "train")[0]
+    assert first["step"] == 21 and first["loss"] == pytest.approx(sum(left) / 31, rel=1e-5), "without one sample"
 
 
 @pytest.mark.slow
@@ -173,7 +176,7 @@ def test_a_planted_fault_is_named_first_and_a_bad_rate_blames_no_sample(fault, l
         run = tmp_path / f"run_{seed}"
         changes = {"dataset__fault": fault, "dataset__seed": seed, "seed": seed, **PLANTED[fault]}
         succeed(launch.train(*words(run, **changes)))
-        code, found, err = rewind(run)
+        code, found, _ = rewind(run)
         culprit = culprit_of(run)
         named = found["named"] if found else None
         first = found["samples"][0]["indices"] if found and found.get("samples") else []
@@ -246,7 +249,7 @@ def test_a_fork_without_a_change_ends_in_the_hash_of_the_run(original, rewind, t
     fork = tmp_path / "fork"
     code, found, err = rewind(original, "--step", 18, "--again", "--into", fork)
     assert code == 0, err
-    assert found["fork"]["same"] is True and found["fork"]["begin"] == 10
+    assert found["fork"]["same"] is True and found["fork"]["begin"] == 16
     assert records(fork, "train")[-1]["digest"] == records(original, "train")[-1]["digest"]
     assert "the fork ends in the bits of the run" in err
 
@@ -263,6 +266,6 @@ def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_
     first = json.loads((fork / "metrics.jsonl").read_text().splitlines()[0])
     assert (first["event"], first["fork"], first["step"]) == ("fork", text, begin)
     at_step = {line["step"]: line["loss"] for line in records(fork, "train")}[found["step"]]
-    assert at_step == pytest.approx(found["without"]["loss"], rel=0.02), "dropout masks of fewer samples differ"
+    assert at_step < found["loss"] / 2, "dropout masks of fewer samples are others"
     listed = succeed(launch.python(str(ROOT / "tools" / "runs.py"), str(tmp_path))).out
     assert text in listed
