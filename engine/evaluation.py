@@ -76,9 +76,7 @@ def after_evaluation(run: Run) -> None:
     seed_generators(run.world.device, "after evaluation", run.cfg.seed, run.progress.step)
     reason = run.task.after_evaluation(dict(run.record.metrics))
     check("after_evaluation", reason)
-    run.progress.ended = run.world.reduce_on_rank0(
-        reason, lambda everyone: next(filter(None, everyone), None)
-    )
+    run.progress.ended = run.world.first(reason) or None
 
 
 def _with_empty(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -363,9 +363,7 @@ class Run:
         """(all ranks) Mark the run as stopped, for the reason of the first rank that wants to stop
         `here`."""
         reason = self.stop.reason if here else ""
-        self.stopped = self.world.reduce_on_rank0(
-            reason, lambda everyone: next(filter(None, everyone), "")
-        )
+        self.stopped = self.world.first(reason)
 
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""

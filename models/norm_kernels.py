@@ -56,17 +56,47 @@ PER_THREAD = 32
 # S        positions, C channels, D channels of a group
 # LAST     channels last: a step to the next channel is a step of 1
 # CHUNKS   chunks of the positions; a chunk has TILES blocks of BLOCK_S positions
+# known    (channels,) whether a channel of a block is one of the program's channels
 
 
 @triton.jit
-def _offsets(sample, positions, channels, S, C: tl.constexpr, LAST: tl.constexpr):
-    """Return the offsets (positions, channels) of a block in a map, int64."""
+def _block(sample, positions, channels, known, S, C: tl.constexpr, LAST: tl.constexpr):
+    """Return the offsets (positions, channels) of a block in a map, int64, and a mask of the places
+    that are in the map."""
+    inside = (positions < S)[:, None] & known[None, :]
     start = sample.to(tl.int64) * S * C
     places = positions.to(tl.int64)[:, None]
     columns = channels.to(tl.int64)[None, :]
     if LAST:
-        return start + places * C + columns
-    return start + columns * S + places
+        offsets = start + places * C + columns
+    else:
+        offsets = start + columns * S + places
+    return offsets, inside
+
+
+@triton.jit
+def _chunk(CHUNKS, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the sample, the chunk and the channels of a program of a large group, and `known`."""
+    program = tl.program_id(0)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    return program // CHUNKS, program % CHUNKS, channels, channels < C
+
+
+@triton.jit
+def _tile(
+    sample, chunk, tile, channels, known, S,
+    C: tl.constexpr, LAST: tl.constexpr, TILES: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Return offsets and mask of a block of a chunk, see `_block`."""
+    positions = (chunk * TILES + tile) * BLOCK_S + tl.arange(0, BLOCK_S)
+    return _block(sample, positions, channels, known, S, C, LAST)
+
+
+@triton.jit
+def _of_groups(values, sample, channels, known, C: tl.constexpr, D: tl.constexpr):
+    """Return (1, channels) of values (N, groups): the value of each channel's group."""
+    groups = sample.to(tl.int64) * (C // D) + channels // D
+    return tl.load(values + groups, mask=known, other=0.0)[None, :]
 
 
 @triton.jit
@@ -111,10 +141,10 @@ def _small_forward(
     """One group: y (N, C, S), means and rstds (N, groups) of x (N, C, S)."""
     program = tl.program_id(0)
     sample, group = program // (C // D), program % (C // D)
-    positions, of_group = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C)
+    of_group = tl.arange(0, BLOCK_C)
     channels = group * D + of_group
-    inside = (positions < S)[:, None] & (of_group < D)[None, :]
-    offsets = _offsets(sample, positions, channels, S, C, LAST)
+    known = of_group < D
+    offsets, inside = _block(sample, tl.arange(0, BLOCK_S), channels, known, S, C, LAST)
     values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
 
     size = S * 1.0 * D
@@ -142,10 +172,10 @@ def _small_backward(
     """
     program = tl.program_id(0)
     sample, group = program // (C // D), program % (C // D)
-    positions, of_group = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C)
+    of_group = tl.arange(0, BLOCK_C)
     channels = group * D + of_group
-    inside = (positions < S)[:, None] & (of_group < D)[None, :]
-    offsets = _offsets(sample, positions, channels, S, C, LAST)
+    known = of_group < D
+    offsets, inside = _block(sample, tl.arange(0, BLOCK_S), channels, known, S, C, LAST)
     rstd = tl.load(rstds + program)
     normal = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     normal = (normal - tl.load(means + program)) * rstd
@@ -157,13 +187,13 @@ def _small_backward(
     of_bias = tl.sum(of_z, 0)
     of_weight = tl.sum(of_z * normal, 0)
     places = sample.to(tl.int64) * 2 * C + channels
-    tl.store(sums + places, of_bias, mask=of_group < D)
-    tl.store(sums + places + C, of_weight, mask=of_group < D)
+    tl.store(sums + places, of_bias, mask=known)
+    tl.store(sums + places + C, of_weight, mask=known)
 
     size = S * 1.0 * D
     weights = tl.sum(w, 0)
-    first = tl.sum(tl.where(of_group < D, of_bias * weights, 0.0), 0) / size
-    second = tl.sum(tl.where(of_group < D, of_weight * weights, 0.0), 0) / size
+    first = tl.sum(tl.where(known, of_bias * weights, 0.0), 0) / size
+    second = tl.sum(tl.where(known, of_weight * weights, 0.0), 0) / size
     found = rstd * (of_z * w - first - normal * second)
     tl.store(of_x + offsets, found.to(of_x.dtype.element_ty), mask=inside)
 
@@ -179,17 +209,13 @@ def _moments(
     The first is the mean, the second the sum of squared distances from it. Blocks are merged by the
     formula of Chan, Golub and LeVeque (1979), which has no difference of large numbers.
     """
-    program = tl.program_id(0)
-    sample, chunk = program // CHUNKS, program % CHUNKS
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    sample, chunk, channels, known = _chunk(CHUNKS, C, BLOCK_C)
     mean = tl.zeros([BLOCK_C], tl.float32)
     squares = tl.zeros([BLOCK_C], tl.float32)
     for tile in range(TILES):
         before = tile * BLOCK_S
         start = chunk * TILES * BLOCK_S + before
-        positions = start + tl.arange(0, BLOCK_S)
-        inside = (positions < S)[:, None] & (channels < C)[None, :]
-        offsets = _offsets(sample, positions, channels, S, C, LAST)
+        offsets, inside = _tile(sample, chunk, tile, channels, known, S, C, LAST, TILES, BLOCK_S)
         values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         count = tl.minimum(tl.maximum(S - start, 0), BLOCK_S) * 1.0
         here = tl.sum(values, 0) / tl.maximum(count, 1.0)
@@ -199,9 +225,24 @@ def _moments(
         # Behind the last position a block is empty, and its share 0.
         mean += step * share
         squares += tl.sum(away * away, 0) + step * step * share * before
-    places = program.to(tl.int64) * 2 * C + channels
-    tl.store(parts + places, mean, mask=channels < C)
-    tl.store(parts + places + C, squares, mask=channels < C)
+    places = tl.program_id(0).to(tl.int64) * 2 * C + channels
+    tl.store(parts + places, mean, mask=known)
+    tl.store(parts + places + C, squares, mask=known)
+
+
+@triton.jit
+def _parts(
+    sample, group, start, S, CHUNKS,
+    C: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the places of parts of a group in (N, CHUNKS, 2, C), the positions of each part, and a
+    mask of those that exist. A part is a channel of a chunk, with a number from `start` on."""
+    numbers = start + tl.arange(0, BLOCK)
+    chunks = numbers // D
+    first = sample.to(tl.int64) * CHUNKS * 2 * C + group * D
+    places = first + chunks.to(tl.int64) * 2 * C + numbers % D
+    counts = tl.minimum(S - chunks * CHUNK, CHUNK) * 1.0
+    return places, counts, chunks < CHUNKS
 
 
 @triton.jit
@@ -212,27 +253,20 @@ def _merged_moments(
     """One group: means and rstds (N, groups) of parts (N, CHUNKS, 2, C); CHUNK positions each."""
     program = tl.program_id(0)
     sample, group = program // (C // D), program % (C // D)
-    first = sample.to(tl.int64) * CHUNKS * 2 * C + group * D
     size = S * 1.0 * D
 
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, CHUNKS * D, BLOCK):
-        parts_of = start + tl.arange(0, BLOCK)
-        chunks, of_group = parts_of // D, parts_of % D
-        places = first + chunks.to(tl.int64) * 2 * C + of_group
-        counts = tl.minimum(S - chunks * CHUNK, CHUNK) * 1.0
-        total += counts * tl.load(parts + places, mask=chunks < CHUNKS, other=0.0)
+        places, counts, exists = _parts(sample, group, start, S, CHUNKS, C, D, CHUNK, BLOCK)
+        total += counts * tl.load(parts + places, mask=exists, other=0.0)
     mean = tl.sum(total, 0) / size
 
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, CHUNKS * D, BLOCK):
-        parts_of = start + tl.arange(0, BLOCK)
-        chunks, of_group = parts_of // D, parts_of % D
-        places = first + chunks.to(tl.int64) * 2 * C + of_group
-        counts = tl.minimum(S - chunks * CHUNK, CHUNK) * 1.0
-        away = tl.load(parts + places, mask=chunks < CHUNKS, other=0.0) - mean
-        squares = tl.load(parts + places + C, mask=chunks < CHUNKS, other=0.0)
-        total += tl.where(chunks < CHUNKS, squares + counts * away * away, 0.0)
+        places, counts, exists = _parts(sample, group, start, S, CHUNKS, C, D, CHUNK, BLOCK)
+        away = tl.load(parts + places, mask=exists, other=0.0) - mean
+        squares = tl.load(parts + places + C, mask=exists, other=0.0)
+        total += tl.where(exists, squares + counts * away * away, 0.0)
     tl.store(means + program, mean)
     tl.store(rstds + program, 1.0 / tl.sqrt(tl.sum(total, 0) / size + eps))
 
@@ -245,17 +279,12 @@ def _large_forward(
     TILES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A chunk of y (N, C, S), of x and the statistics (N, groups)."""
-    program = tl.program_id(0)
-    sample, chunk = program // CHUNKS, program % CHUNKS
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    groups = sample.to(tl.int64) * (C // D) + channels // D
-    mean = tl.load(means + groups, mask=channels < C, other=0.0)[None, :]
-    rstd = tl.load(rstds + groups, mask=channels < C, other=0.0)[None, :]
+    sample, chunk, channels, known = _chunk(CHUNKS, C, BLOCK_C)
+    mean = _of_groups(means, sample, channels, known, C, D)
+    rstd = _of_groups(rstds, sample, channels, known, C, D)
     w, b = _affine(weight, bias, channels, C, AFFINE)
     for tile in range(TILES):
-        positions = (chunk * TILES + tile) * BLOCK_S + tl.arange(0, BLOCK_S)
-        inside = (positions < S)[:, None] & (channels < C)[None, :]
-        offsets = _offsets(sample, positions, channels, S, C, LAST)
+        offsets, inside = _tile(sample, chunk, tile, channels, known, S, C, LAST, TILES, BLOCK_S)
         values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         z = (values - mean) * rstd * w + b
         tl.store(y + offsets, _activated(z, ACTIVATION).to(y.dtype.element_ty), mask=inside)
@@ -269,27 +298,22 @@ def _gradient_sums(
     TILES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums for the gradients of bias and weight: parts (N, CHUNKS, 2, C)."""
-    program = tl.program_id(0)
-    sample, chunk = program // CHUNKS, program % CHUNKS
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    groups = sample.to(tl.int64) * (C // D) + channels // D
-    mean = tl.load(means + groups, mask=channels < C, other=0.0)[None, :]
-    rstd = tl.load(rstds + groups, mask=channels < C, other=0.0)[None, :]
+    sample, chunk, channels, known = _chunk(CHUNKS, C, BLOCK_C)
+    mean = _of_groups(means, sample, channels, known, C, D)
+    rstd = _of_groups(rstds, sample, channels, known, C, D)
     w, b = _affine(weight, bias, channels, C, AFFINE)
     of_bias = tl.zeros([BLOCK_C], tl.float32)
     of_weight = tl.zeros([BLOCK_C], tl.float32)
     for tile in range(TILES):
-        positions = (chunk * TILES + tile) * BLOCK_S + tl.arange(0, BLOCK_S)
-        inside = (positions < S)[:, None] & (channels < C)[None, :]
-        offsets = _offsets(sample, positions, channels, S, C, LAST)
+        offsets, inside = _tile(sample, chunk, tile, channels, known, S, C, LAST, TILES, BLOCK_S)
         normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
         of_z = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
         of_z = _through(of_z, normal * w + b, ACTIVATION)
         of_bias += tl.sum(of_z, 0)
         of_weight += tl.sum(of_z * normal, 0)
-    places = program.to(tl.int64) * 2 * C + channels
-    tl.store(parts + places, of_bias, mask=channels < C)
-    tl.store(parts + places + C, of_weight, mask=channels < C)
+    places = tl.program_id(0).to(tl.int64) * 2 * C + channels
+    tl.store(parts + places, of_bias, mask=known)
+    tl.store(parts + places + C, of_weight, mask=known)
 
 
 @triton.jit
@@ -339,21 +363,15 @@ def _large_backward(
     TILES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A chunk of of_x (N, C, S), the gradient of x, with shares (N, 2, groups)."""
-    program = tl.program_id(0)
-    sample, chunk = program // CHUNKS, program % CHUNKS
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    known = channels < C
-    of_sample = sample.to(tl.int64) * (C // D)
-    groups = of_sample + channels // D
-    mean = tl.load(means + groups, mask=known, other=0.0)[None, :]
-    rstd = tl.load(rstds + groups, mask=known, other=0.0)[None, :]
-    first = tl.load(shares + of_sample + groups, mask=known, other=0.0)[None, :]
-    second = tl.load(shares + of_sample + C // D + groups, mask=known, other=0.0)[None, :]
+    sample, chunk, channels, known = _chunk(CHUNKS, C, BLOCK_C)
+    mean = _of_groups(means, sample, channels, known, C, D)
+    rstd = _of_groups(rstds, sample, channels, known, C, D)
+    of_sample = shares + sample.to(tl.int64) * (C // D)
+    first = _of_groups(of_sample, sample, channels, known, C, D)
+    second = _of_groups(of_sample + C // D, sample, channels, known, C, D)
     w, b = _affine(weight, bias, channels, C, AFFINE)
     for tile in range(TILES):
-        positions = (chunk * TILES + tile) * BLOCK_S + tl.arange(0, BLOCK_S)
-        inside = (positions < S)[:, None] & known[None, :]
-        offsets = _offsets(sample, positions, channels, S, C, LAST)
+        offsets, inside = _tile(sample, chunk, tile, channels, known, S, C, LAST, TILES, BLOCK_S)
         normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
         of_z = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
         of_z = _through(of_z, normal * w + b, ACTIVATION)

@@ -60,6 +60,12 @@ class World:
         with phase.during("all_gather", waits=True):
             return exchange().reduce_on_rank0(value, choose, dist.group.WORLD)
 
+    def first(self, value: T) -> T:
+        """(all ranks) Return the value of the lowest rank whose value is true, such as a reason
+        that is no empty text; without one, the value of this rank."""
+        first = self.reduce_on_rank0(value, lambda everyone: next(filter(None, everyone), None))
+        return first or value
+
     def differs_across_ranks(self, value: Any) -> bool:
         """(all ranks) Return whether the text of the value differs on some rank. The ranks exchange
         its digest."""
@@ -99,7 +105,7 @@ def sync_errors(world: World) -> Iterator[None]:
         yield
     except LockstepError as error:
         problem = (str(error), error.exit_code)
-    if first := world.reduce_on_rank0(problem, lambda everyone: next(filter(None, everyone), None)):
+    if first := world.first(problem):
         raise LockstepError(first[0], exit_code=first[1], everywhere=True)
 
 

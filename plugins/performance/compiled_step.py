@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -109,8 +109,7 @@ class CompiledStep:
                 "compile: torch's compiler has compiled nothing, so steps are as without it: "
                 "a loss must call the model itself, not one of its methods"
             )
-        first = run.world.reduce_on_rank0(difference, _first_text)
-        if first:
+        if first := run.world.first(difference):
             self._give_up(first)
 
     def _difference(self, batch: Any, micro: Any) -> str:
@@ -173,11 +172,6 @@ class CompiledStep:
             f"compile={mode} makes a wrong step, so from step {run.progress.step + 1} on steps "
             f"run without it: {difference}{advice if run.precision.enabled else ''}"
         )
-
-
-def _first_text(texts: Iterable[str]) -> str:
-    """Return the first text that is not empty; an empty text if there is none."""
-    return next(filter(None, texts), "")
 
 
 @contextlib.contextmanager
