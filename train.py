@@ -192,7 +192,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
     run.begin_step()  # the step's turn, no gradients, training mode
     world, net, plan = run.world, run.net, run.plan
     in_ddp = isinstance(net, DistributedDataParallel)
-    totals: Any = 0
+    totals: Any = None
     for batch, micro in passes:
         # Also around the forward pass: there DDP decides whether the backward pass sums gradients.
         no_sync = net.no_sync() if in_ddp and not micro.closes_step else nullcontext()
@@ -203,7 +203,8 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
             ):
                 loss = run.task.loss(net, batch)
             # (votes, total, weight, *sums), float64; zeros but for the votes if empty
-            totals += run.loss_vector(loss, micro)
+            numbers = run.loss_vector(loss, micro)
+            totals = numbers if totals is None else totals + numbers
             if micro.closes_step and world.size > 1:
                 # runs during the backward pass, as DDP's own all-reduces do
                 pending_sum = dist.all_reduce(totals, async_op=True)
@@ -216,7 +217,8 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
         pending_sum.wait()
     phase(Phase.OPTIMIZER_STEP)
     totals = run.reducer.sum_workers(totals)
-    divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
+    # on the device, in the type of the weights: the host does not wait for it
+    divisor = torch.div(totals[2], plan.global_batch, out=run.divisor)
     grad_norm, skipped = optim.step(
         run.optimizer, run.scaler, run.reducer, run.lr, divisor, run.cfg.optim.grad_clip
     )

@@ -65,6 +65,7 @@ class Meter:
     for_state      names and shapes of `Loss.for_state` by turn, once all ranks have compared them
     losses         a MicroBatch and its loss for each pass of this rank in the current step
     terms          a `Terms`, for a task with `losses`
+    zero           () float32 on the device
     pending        numbers of steps that are being copied to the host
     grad_norm      of the last step
     totals         the loss, its weight and the task's sums: of all ranks, without skipped steps.
@@ -83,7 +84,7 @@ class Meter:
         self.for_state: dict[str, list[tuple[str, torch.Size]]] = {}
         self.losses: list[tuple[Any, Tensor]] = []
         self.terms: Any = None
-        self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.zero = torch.zeros((), device=world.device)
         self.pending: list[Pending] = []
         self.grad_norm = 0.0
         self.clear()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine import global_loss, hooks, task_state
 from engine.comm import digests
+from engine.comm.buffers import copy_all
 from engine.comm.reducer import LocalReducer
 from engine.comm.world import World
 from engine.contract import Loss, StepInfo, Task
@@ -110,6 +111,8 @@ class Run:
     stop     a StopRequest
     stopped  the reason of the first rank that has a reason, once all ranks have agreed to stop
     has_after_step  the task overrides `after_step`
+    divisor         () memory for the divisor of a step's gradients: in the type of the weights, or
+                    float64 if there are several types
     """
 
     cfg: Any
@@ -134,6 +137,9 @@ class Run:
             self.world, self.model, self.cfg.ddp.buffers
         )
         self.meter = Meter(self.world, len(self.reducer.block))
+        types = {p.dtype for group in self.optimizer.param_groups for p in group["params"]}
+        kind = types.pop() if len(types) == 1 else torch.float64
+        self.divisor = torch.empty((), dtype=kind, device=self.world.device)
         self.trained = TrainedWeights(self.model, weights_by_turn(self.model, self.task))
         self.record.fresh = hooks.initial_state.first(self)
         self.rates = Rates(self.task, self.optimizer, self.plan, self.cfg)
@@ -204,10 +210,11 @@ class Run:
             global_loss.current_pass = None
 
     def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
-        """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no
-        graph.
+        """Return a pass's part of the step's sums: (votes, total, weight, *sums, *for_state, 0, 0),
+        float64, no graph.
 
-        Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also
+        The zeros are the places of two numbers of the step, see `end_step`. Of an empty pass all
+        are zeros but the votes. (all ranks) The first loss of a run also
         compares the names of the sums. Raises LockstepError if `loss` has frozen a weight, or set
         one free.
         """
@@ -221,13 +228,15 @@ class Run:
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             names = [*check("loss", loss).sums]
             meter.names[meter.turn] = same_names(names, known, self.world.gather, "sums")
-        parts = [meter.no_vote]  # float64, so `stack` converts the other numbers
+        parts = [meter.zero]  # no vote
         for number in (loss.total, loss.weight, *loss.sums.values()):
             part = torch.as_tensor(number).detach()
             if part.ndim:
                 check("loss", loss)
             parts.append(part if part.device == device else scalar_on(device, part))
-        numbers = torch.stack(parts)
+        parts += [meter.zero, meter.zero]  # the places that `end_step` fills
+        numbers = torch.empty(len(parts), dtype=torch.float64, device=device)
+        copy_all(zip(numbers.unbind(), parts, strict=True))  # a kernel for each type of numbers
         if self.has_after_step:
             numbers = task_state.add_sums(self, numbers, loss.for_state)
         if micro.empty:
@@ -257,7 +266,8 @@ class Run:
         """End a step: update buffers, the average of weights, totals and progress. Return the
         actions that follow.
 
-        totals     (3 + sums + for_state,) of all ranks, as in `loss_vector`
+        totals     (3 + sums + for_state + 2,) of all ranks, as in `loss_vector`; the last two
+                   are filled
         grad_norm  before clipping
         skipped    1.0 if the optimizer has left the weights alone
         consumed   samples of the epoch that all ranks have seen
@@ -267,8 +277,8 @@ class Run:
             totals = task_state.after_step(self, totals, skipped)
         if self.ema is not None:
             self.ema.update(skipped, by_turn=bool(self.task.turns))
-        numbers = torch.cat([totals, skipped[None], grad_norm[None]])
-        return self.count_step(numbers, consumed)
+        copy_all(zip(totals[-2:].unbind(), (skipped, grad_norm), strict=True))
+        return self.count_step(totals, consumed)
 
     def count_step(self, numbers: Tensor, consumed: int) -> AfterStep:
         """Count a step whose weights and averages are updated. Return the actions that follow.
@@ -303,6 +313,8 @@ class Run:
         for recorder in self.record.recorders:
             recorder.end(numbers[:-2])
         skipped_before = progress.skipped_in_a_row
+        if self.ema is not None and outcomes and not outcomes[-1].skipped:
+            self.ema.begun = True
         for outcome in outcomes:
             if outcome.skipped or skipped_before:
                 self._count_skipped(outcome)

@@ -49,7 +49,7 @@ def add_sums(run: Any, numbers: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
     known = meter.for_state.get(meter.turn)
     meter.for_state[meter.turn] = same_names(forms, known, gather, "sums in `for_state`")
     values = [value.detach().to(numbers).flatten() for value in sums.values()]
-    return torch.cat([numbers, *values])
+    return torch.cat([numbers[:-2], *values, numbers[-2:]])
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def after_step(run: Any, totals: Tensor, skipped: Tensor) -> Tensor:
     skipped. Return the numbers. On a GPU a sync point."""
     forms, step = run.meter.for_state[run.meter.turn], run.progress.step
     sizes = [shape.numel() for _, shape in forms]
-    numbers, *sums = totals.split([len(totals) - sum(sizes), *sizes])
+    numbers, *sums, places = totals.split([len(totals) - sum(sizes) - 2, *sizes, 2])
     pairs = zip(forms, sums, strict=True)
     run.task.step_sums = {name: values.view(shape) for (name, shape), values in pairs}
     with run.world.host_sync():
@@ -67,7 +67,7 @@ def after_step(run: Any, totals: Tensor, skipped: Tensor) -> Tensor:
         # the same random numbers on every rank, with any partition, and after a resume
         seed_generators(run.world.device, "after step", run.cfg.seed, step)
         run.task.after_step(run.model, step)
-    return numbers
+    return torch.cat([numbers, places])
 
 
 # ---- checkpoints

@@ -230,6 +230,8 @@ class ACT(nn.Module):
     penalty     the weight of "kl" in the loss
     """
 
+    constant_buffers = ("vae_encoder_pos_enc",)
+
     def __init__(
         self, config: ACTConfig, state_dim: int, env_dim: int, action_dim: int, cameras: list[str]
     ):

@@ -23,6 +23,7 @@ class Backbone(nn.Module):
     parts: tuple[str, ...]
     feature_mean: Tensor
     feature_std: Tensor
+    constant_buffers = ("feature_mean", "feature_std")
 
     def __init__(self, fixed_norms: bool):
         super().__init__()

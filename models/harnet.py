@@ -47,6 +47,7 @@ class Downsample(nn.Module):
     """
 
     kernel: Tensor
+    constant_buffers = ("kernel",)
 
     def __init__(self, channels: int, factor: int, order: int):
         super().__init__()

@@ -152,6 +152,7 @@ class Standardise(nn.Module):
     mean: Tensor
     std: Tensor
     masked = False
+    constant_buffers = ("mean", "std")
 
     def __init__(self, mean: Tensor, std: Tensor):
         super().__init__()
@@ -230,6 +231,7 @@ class Normalizer(nn.Module):
             )
             self.register_buffer(self._name(feature, "middle"), middle.to(dtype))
             self.register_buffer(self._name(feature, "half"), half.to(dtype))
+        self.constant_buffers = [name for name, _ in self.named_buffers()]
 
     @staticmethod
     def _name(feature: str, what: str) -> str:

@@ -217,6 +217,7 @@ class Statistics(nn.Module):
                 self.register_buffer(
                     self._name(feature, name), torch.as_tensor(value, dtype=torch.float32).clone()
                 )
+        self.constant_buffers = [name for name, _ in self.named_buffers()]
 
     @staticmethod
     def _name(feature: str, what: str) -> str:

@@ -24,6 +24,7 @@ class FrozenBatchNorm2d(nn.Module):
     bias: Tensor
     running_mean: Tensor
     running_var: Tensor
+    constant_buffers = ("weight", "bias", "running_mean", "running_var")
 
     def __init__(self, channels: int):
         super().__init__()

@@ -24,11 +24,13 @@ FEW = 4
 class Place(NamedTuple):
     """The place of a buffer: `buffers[name]` of a module, `key` in the model.
 
-    of_norm  whether the module is a norm with running statistics
+    of_norm   whether the module is a norm with running statistics
+    constant  whether the module names the buffer in `constant_buffers`: no pass changes it
     """
 
     key: str
     of_norm: bool
+    constant: bool
     buffers: dict[str, Tensor]
     name: str
 
@@ -36,11 +38,14 @@ class Place(NamedTuple):
 class Buffers:
     """The buffers that checkpoints hold, such as the running statistics of norms.
 
-    A forward pass may change the buffers. The places are found once, because a walk over all
-    modules takes 0.1 ms.
+    A forward pass may change the buffers, but for those that a module names in
+    `constant_buffers`: these are neither kept nor restored. The places are found once, because a
+    walk over all modules takes 0.1 ms.
 
-    kept    values before the step, by key
-    copied  the tensors that the kept values were copied from, by key
+    changing  the places of the buffers that may change
+    kept      values before the step, by key
+    copied    the tensors that the kept values were copied from, by key
+    digests   of the constant buffers at the first call of `changed_constants`, by key
     """
 
     def __init__(self, model: nn.Module):
@@ -49,12 +54,15 @@ class Buffers:
             absent = private.non_persistent_buffers(module)
             buffers = private.own_buffers(module)
             of_norm = isinstance(module, private.NORM_WITH_STATISTICS)
+            constants = getattr(module, "constant_buffers", ())
             for name, _ in module.named_buffers(recurse=False):
                 if name not in absent:
                     key = f"{path}.{name}".removeprefix(".")
-                    self.places.append(Place(key, of_norm, buffers, name))
+                    self.places.append(Place(key, of_norm, name in constants, buffers, name))
+        self.changing = [place for place in self.places if not place.constant]
         self.kept: dict[str, Tensor] = {}
         self.copied: dict[str, Tensor] = {}
+        self.digests: dict[str, str] = {}
 
     def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
         """Return the present buffers by key. A module may replace a buffer.
@@ -62,31 +70,40 @@ class Buffers:
         of_norms  True: only the buffers of norms; False: only the buffers of other modules
         """
         found = {}
-        for key, of_norm, buffers, name in self.places:
-            if of_norms is None or of_norms == of_norm:
-                found[key] = buffers[name]
+        for place in self.places:
+            if of_norms is None or of_norms == place.of_norm:
+                found[place.key] = place.buffers[place.name]
         return found
+
+    def changed_constants(self) -> list[str]:
+        """Return the keys of the constant buffers whose bits differ from those at the first call. A
+        sync point."""
+        constants = {p.key: p.buffers[p.name] for p in self.places if p.constant}
+        digest_of = digests.each(constants.items())
+        self.digests = self.digests or digest_of
+        return [key for key, digest in digest_of.items() if digest != self.digests[key]]
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers. If the tensors are the tensors of the last step, reuse the memory."""
-        now = self()
+        now = {place.key: place.buffers[place.name] for place in self.changing}
         if now and all(
             b is self.copied.get(key) and b.shape == self.kept[key].shape for key, b in now.items()
         ):
-            _copy_all(zip(self.kept.values(), now.values(), strict=True))
+            copy_all(zip(self.kept.values(), now.values(), strict=True))
         else:
             self.kept = {key: buffer.clone() for key, buffer in now.items()}
             self.copied = now
 
     def changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (key, buffer, kept value) of the buffers with an unchanged shape.
+        """Yield (key, buffer, kept value) of the kept buffers with an unchanged shape.
 
         A cache may grow with the batch.
         """
-        for key, buffer in self().items():
-            if buffer.shape == self.kept[key].shape:
-                yield key, buffer, self.kept[key]
+        for place in self.changing:
+            buffer, before = place.buffers[place.name], self.kept[place.key]
+            if buffer.shape == before.shape:
+                yield place.key, buffer, before
 
     def changed(self) -> list[str]:
         """Return the keys of the buffers whose bits differ from the kept values."""
@@ -94,7 +111,7 @@ class Buffers:
 
     def restore(self) -> None:
         """Copy the kept values into the buffers."""
-        _copy_all((buffer, before) for _, buffer, before in self.changes())
+        copy_all((buffer, before) for _, buffer, before in self.changes())
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
@@ -137,18 +154,19 @@ class Buffers:
 def _by_dtype(
     pairs: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    """Return (targets, sources) for each type of targets: a list of several types would take a
+    """Return (targets, sources) for each pair of types: a list of several types would take a
     kernel for each tensor."""
-    lists: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in pairs:
-        targets, sources = lists.setdefault(target.dtype, ([], []))
+        targets, sources = lists.setdefault((target.dtype, source.dtype), ([], []))
         targets.append(target)
         sources.append(source)
     return lists.values()
 
 
-def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the source of each (target, source)."""
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the source of each (target, source). On a GPU a kernel for each pair of types, if the
+    strides of targets and sources are the same."""
     for targets, sources in _by_dtype(pairs):
         torch._foreach_copy_(targets, sources)
 

@@ -51,7 +51,7 @@ class LocalReducer:
         """(all ranks) Called at a log point, after the times of all ranks were taken."""
 
     def begin_step(self) -> None:
-        if self.buffers.places:
+        if self.buffers.changing:
             self.buffers.keep()
 
     def begin_pass(self, micro: Any) -> None: ...
@@ -90,7 +90,7 @@ class LocalReducer:
     def end_step(self, skipped: Tensor) -> None:
         """(all ranks) Restore the buffers if the step was skipped. Make the buffers of modules
         other than norms equal on all ranks, if ddp.buffers requires it."""
-        if self.buffers.places:
+        if self.buffers.changing:
             self.buffers.put_back(skipped)
         if self.mode != "same":
             buffers = self.buffers(of_norms=False).values()

@@ -27,7 +27,10 @@ class EMA:
             buffers with values that are not finite at the start. A mask of -inf is a constant, and
             an average of two infinities would be NaN.
     shares  1 - decay, for each type of averages
+    begun   a step has been averaged, as the host has read
     """
+
+    begun = False
 
     def __init__(self, model: nn.Module, decay: float):
         self.model = model
@@ -71,10 +74,11 @@ class EMA:
         by_turn  the averages of weights that require no gradient stay unchanged
         """
         taken = skipped == 0
-        first = self.n_averaged == 0
-        weights = {}
-        for dtype, share in self.shares.items():
-            weights[dtype] = taken * torch.where(first, 1.0, share)
+        shares = self.shares
+        if not self.begun:
+            first = self.n_averaged == 0
+            shares = {dtype: torch.where(first, 1.0, share) for dtype, share in shares.items()}
+        weights = {dtype: taken * share for dtype, share in shares.items()}
         pairs, copies, sources = Pairs(), list[Tensor](), list[Tensor]()
         for name, average, value in self._pairs():
             if by_turn and name in self.parameters and not self.parameters[name].requires_grad:
@@ -136,5 +140,6 @@ class EMA:
         """Load whole tensors, or rows like the rows of `values`. Raises KeyError if a name is
         missing."""
         self.n_averaged.copy_(state["n_averaged"])
+        self.begun = False
         for name, average in self.values.items():
             to_local(average).copy_(to_local(shard_like(state[f"module.{name}"], average)))

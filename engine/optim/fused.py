@@ -52,11 +52,13 @@ class AdamW(torch.optim.AdamW):
         """Take a step.
 
         The attributes `grad_scale` and `found_inf`, if set, are GradScaler's: a number on the
-        device.
+        device. `taken`, if set, is 1 - `found_inf`.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # If found_inf is 1, the kernel changes nothing, and the counters must not change, either.
-        taken: Any = 1.0 if found_inf is None else 1 - found_inf
+        taken: Any = getattr(self, "taken", None)
+        if taken is None:
+            taken = 1.0 if found_inf is None else 1 - found_inf
         arguments = []
         counters = list[Tensor]()
         for number, group in enumerate(self.param_groups):

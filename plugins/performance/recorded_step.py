@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
     def compared(self) -> list[float]:
         """Return loss, weight, norm of the gradient, and norm of the other sums. A sync point."""
-        sums = torch.linalg.vector_norm(self.totals[3:])
+        sums = torch.linalg.vector_norm(self.totals[3:-2])
         numbers: list[float] = torch.stack(
             [*self.totals[1:3], self.grad_norm.double(), sums]
         ).tolist()
@@ -255,7 +255,7 @@ class _Recording(_Pieces):
     def __init__(self, run: Run, stream: torch.cuda.Stream, ends: bool):
         super().__init__(run)
         self.stream, self.ends = stream, ends
-        self.keeps = bool(run.reducer.buffers.places) and not run.reducer.follows_passes
+        self.keeps = bool(run.reducer.buffers.changing) and not run.reducer.follows_passes
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.open = ExitStack()

@@ -23,7 +23,7 @@ from engine.data import fingerprint
 from engine.data.batches import batch_info, tree_leaves
 from engine.data.order import LazyOrder
 from engine.environment import environment
-from engine.errors import DISTRIBUTED, USAGE, console
+from engine.errors import DISTRIBUTED, USAGE, console, few
 from engine.evaluation import collects, reported
 from engine.gathered import Gathered, check_count
 from engine.hooks import check
@@ -68,6 +68,7 @@ def compare_ranks(run: Run) -> None:
     the same start would end in the same way.
     """
     world = run.world
+    _check_constants(run)
     if run.rates.scheduler is None:
         optimizers.check_schedulers(run.task, run.optimizer)
     schedulers.check(run)
@@ -127,8 +128,23 @@ def compare_weights(run: Run) -> None:
     on from the last checkpoint, whose weights are equal.
     """
     resume_check.check(run)
+    _check_constants(run)
     if run.world.size > 1:
         _compare_weights(run, DISTRIBUTED)
+
+
+def _check_constants(run: Run) -> None:
+    """Raise LockstepError if a buffer has changed that its module names in `constant_buffers`.
+
+    A skipped step would not restore the buffer, and virtual workers would not add up its changes.
+    """
+    changed = run.reducer.buffers.changed_constants()
+    if changed:
+        raise LockstepError(
+            f"the buffer {few(changed)} has changed, and its module names it in `constant_buffers`",
+            f"step {run.progress.step}",
+            "remove the name there: the buffer then follows the steps, as other buffers do",
+        )
 
 
 def _compare_weights(run: Run, exit_code: int = USAGE) -> None:

@@ -32,6 +32,7 @@ RENEWED = {
     "optimizers",
     "grad_scale",
     "found_inf",
+    "taken",
     "kept_lists",
 }
 """Attributes of an optimizer that a checkpoint holds, or that each step replaces."""

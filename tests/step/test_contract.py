@@ -170,7 +170,7 @@ def test_totals_to_watch_may_be_numbers(steps):  # noqa: F811
     run.begin_step()
     loss = Loss(torch.ones((), requires_grad=True), 2.0, {"hits": 3.0, "count": 4, "off": np.float32(0.5)})
     micro = SimpleNamespace(empty=False, indices=[0], closes_step=False, worker=0)
-    assert run.loss_vector(loss, micro).tolist() == [0, 1, 2, 3, 4, 0.5]
+    assert run.loss_vector(loss, micro).tolist() == [0, 1, 2, 3, 4, 0.5, 0, 0]
 
 
 # ---- the whole global batch ----
