@@ -204,7 +204,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
                 loss = run.task.loss(net, batch)
             # (votes, total, weight, *sums), float64; zeros but for the votes if empty
             numbers = run.loss_vector(loss, micro)
-            totals = numbers if totals is None else totals + numbers
+            totals = numbers if totals is None else totals.add_(numbers)
             if micro.closes_step and world.size > 1:
                 # runs during the backward pass, as DDP's own all-reduces do
                 pending_sum = dist.all_reduce(totals, async_op=True)

@@ -59,9 +59,14 @@ class Outcome(NamedTuple):
         """Return the results in other memory: the next launch overwrites this memory."""
         return Outcome(*map(torch.clone, self))
 
+    @property
+    def sums(self) -> Tensor:
+        """The sums behind loss and weight, without the two places that `Run.end_step` fills."""
+        return self.totals[3:-2]
+
     def compared(self) -> list[float]:
         """Return loss, weight, norm of the gradient, and norm of the other sums. A sync point."""
-        sums = torch.linalg.vector_norm(self.totals[3:-2])
+        sums = torch.linalg.vector_norm(self.sums)
         numbers: list[float] = torch.stack(
             [*self.totals[1:3], self.grad_norm.double(), sums]
         ).tolist()

@@ -107,16 +107,23 @@ def test_no_wait_in_a_step(gpu, kind):
     assert not [what for _, what in seen.waits if what.startswith(("data_loader.py", "engine/data/ahead.py"))]
 
 
-MORE = {"conv": 22, "perceptron": 20, "transformer": 16, "video": 12, "act": 20, "vla": 18}
+MORE = {"conv": 8, "perceptron": 3, "transformer": 4, "video": 4, "act": 5, "vla": 4}
 """Kernels of a step beyond those of a plain loop of torch's own, at most, without those that make its batch: the sums
-of a step in float64 (a kernel for each of some five numbers of several types), whether it is skipped, and a clip; the
-buffers, which are kept, and put back; the average of weights, which a skipped step leaves alone. One that grows is
-noticed."""
+of a pass in float64 (a kernel for each type of numbers), the divisor, whether the step is skipped; the average of
+weights (4), which a skipped step leaves alone. One that grows is noticed."""
+
+MORE |= {"norms": 22, "terms": 109, "virtual": -10}
+"""Those with more than a plain loop has: buffers that change, which are kept, and put back if the step is skipped; the
+weights of several terms, by one more forward pass each; virtual workers, beside as many passes of a plain loop."""
+
+PLAIN = {"virtual": [*HAR, "batch_size=2", EMA, "amp=bf16", "gradient_accumulation_steps=4"]}
+"""The words of the plain loop, where they are others."""
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in MORE])
 def test_a_step_takes_few_kernels_more_than_a_plain_loop(gpu, kind):
-    plain = gpu(*STEPS[kind], "num_workers=0", "steps=6", "device=cuda", script="tests/kit/plain_step.py")
+    words = [word for word in PLAIN.get(kind, STEPS[kind]) if not word.startswith("num_workers=")]
+    plain = gpu(*words, "num_workers=0", "steps=6", "device=cuda", script="tests/kit/plain_step.py")
     ours = gpu(*STEPS[kind], "steps=6", "log_every=100")
     kernels = {name: [sum(seen.kernels[step].values()) - seen.of_loader.get(step, 0) for step in (4, 5)]
                for name, seen in (("plain", plain), ("ours", ours))}  # fmt: skip

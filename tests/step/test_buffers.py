@@ -172,6 +172,62 @@ def test_buffers_are_kept_in_the_memory_of_the_step_before():
     assert not without.kept
 
 
+class Scaled(nn.Module):
+    """A norm, and a scale that no pass changes."""
+
+    constant_buffers = ("scale",)
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.ones(3))
+
+
+def test_a_constant_buffer_is_neither_kept_nor_put_back():
+    net = Scaled()
+    buffers = Buffers(net)
+    buffers.keep()
+    assert buffers.kept.keys() == buffers().keys() - {"scale"} and "scale" in buffers()
+    assert not buffers.changed_constants()
+    net.norm.running_mean += 1.0
+    net.scale += 1.0
+    buffers.put_back(torch.tensor(1.0))
+    assert not net.norm.running_mean.any() and net.scale.tolist() == [2.0] * 3
+    assert buffers.changed_constants() == ["scale"]
+
+
+CONSTANT = """
+import torch
+from torch import nn
+from tests.tasks import toy
+
+class Scale(nn.Module):
+    constant_buffers = ("scale",)
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        if self.training:
+            self.scale.data.mul_(0.999)
+        return x * self.scale
+
+class Task(toy.Task):
+    def model(self):
+        return nn.Sequential(Scale(), super().model())
+"""
+
+
+def test_a_constant_buffer_that_changes_ends_the_run(launch, tmp_path):
+    """After the first step, and although torch counts no change of `data`."""
+    (tmp_path / "own.py").write_text(CONSTANT)
+    task = [str(tmp_path / "own.py"), "check_sums=false", "steps=3"]
+    done = launch.python("train.py", *task, f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and not (tmp_path / "run" / "last.pt").exists()
+    assert "error: the buffer 0.scale has changed, and its module names it in `constant_buffers` (step 1)" in done.err
+
+
 class Parts(nn.Module):
     """What depends on the cut, and beside each its like that does not."""
 

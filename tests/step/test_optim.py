@@ -126,6 +126,7 @@ def test_the_average_is_torchs_own_but_of_skipped_steps():
         model[:2](torch.randn(8, 4) + 1)
         ours.update(torch.tensor(skipped))
         if not skipped:
+            ours.begun = True
             theirs.update_parameters(model)
         for name, value in ours.state_dict().items():
             if name.endswith("num_batches_tracked"):
