@@ -24,13 +24,11 @@ FEW = 4
 class Place(NamedTuple):
     """The place of a buffer: `buffers[name]` of a module, `key` in the model.
 
-    of_norm   whether the module is a norm with running statistics
-    constant  whether the module names the buffer in `constant_buffers`: no pass changes it
+    of_norm  whether the module is a norm with running statistics
     """
 
     key: str
     of_norm: bool
-    constant: bool
     buffers: dict[str, Tensor]
     name: str
 
@@ -43,6 +41,7 @@ class Buffers:
     walk over all modules takes 0.1 ms.
 
     changing  the places of the buffers that may change
+    constant  the places of the others
     kept      values before the step, by key
     copied    the tensors that the kept values were copied from, by key
     digests   of the constant buffers at the first call of `changed_constants`, by key
@@ -50,6 +49,8 @@ class Buffers:
 
     def __init__(self, model: nn.Module):
         self.places: list[Place] = []
+        self.changing: list[Place] = []
+        self.constant: list[Place] = []
         for path, module in model.named_modules():
             absent = private.non_persistent_buffers(module)
             buffers = private.own_buffers(module)
@@ -58,8 +59,9 @@ class Buffers:
             for name, _ in module.named_buffers(recurse=False):
                 if name not in absent:
                     key = f"{path}.{name}".removeprefix(".")
-                    self.places.append(Place(key, of_norm, name in constants, buffers, name))
-        self.changing = [place for place in self.places if not place.constant]
+                    place = Place(key, of_norm, buffers, name)
+                    self.places.append(place)
+                    (self.constant if name in constants else self.changing).append(place)
         self.kept: dict[str, Tensor] = {}
         self.copied: dict[str, Tensor] = {}
         self.digests: dict[str, str] = {}
@@ -70,23 +72,22 @@ class Buffers:
         of_norms  True: only the buffers of norms; False: only the buffers of other modules
         """
         found = {}
-        for place in self.places:
-            if of_norms is None or of_norms == place.of_norm:
-                found[place.key] = place.buffers[place.name]
+        for key, of_norm, buffers, name in self.places:
+            if of_norms is None or of_norms == of_norm:
+                found[key] = buffers[name]
         return found
 
     def changed_constants(self) -> list[str]:
         """Return the keys of the constant buffers whose bits differ from those at the first call. A
         sync point."""
-        constants = {p.key: p.buffers[p.name] for p in self.places if p.constant}
-        digest_of = digests.each(constants.items())
+        digest_of = digests.each(_present(self.constant).items())
         self.digests = self.digests or digest_of
         return [key for key, digest in digest_of.items() if digest != self.digests[key]]
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers. If the tensors are the tensors of the last step, reuse the memory."""
-        now = {place.key: place.buffers[place.name] for place in self.changing}
+        now = _present(self.changing)
         if now and all(
             b is self.copied.get(key) and b.shape == self.kept[key].shape for key, b in now.items()
         ):
@@ -100,10 +101,9 @@ class Buffers:
 
         A cache may grow with the batch.
         """
-        for place in self.changing:
-            buffer, before = place.buffers[place.name], self.kept[place.key]
-            if buffer.shape == before.shape:
-                yield place.key, buffer, before
+        for key, buffer in _present(self.changing).items():
+            if buffer.shape == self.kept[key].shape:
+                yield key, buffer, self.kept[key]
 
     def changed(self) -> list[str]:
         """Return the keys of the buffers whose bits differ from the kept values."""
@@ -149,6 +149,11 @@ class Buffers:
                 flat = torch.where(bad, then, now).split([*map(torch.numel, buffers)])
                 pairs = zip(flat, buffers, strict=True)
                 torch._foreach_copy_(buffers, [value.view_as(buffer) for value, buffer in pairs])
+
+
+def _present(places: Iterable[Place]) -> dict[str, Tensor]:
+    """Return the present buffers of some places by key."""
+    return {key: buffers[name] for key, _, buffers, name in places}
 
 
 def _by_dtype(

@@ -74,11 +74,11 @@ class EMA:
         by_turn  the averages of weights that require no gradient stay unchanged
         """
         taken = skipped == 0
-        shares = self.shares
-        if not self.begun:
-            first = self.n_averaged == 0
-            shares = {dtype: torch.where(first, 1.0, share) for dtype, share in shares.items()}
-        weights = {dtype: taken * share for dtype, share in shares.items()}
+        weights = {}
+        for dtype, share in self.shares.items():
+            if not self.begun:
+                share = torch.where(self.n_averaged == 0, 1.0, share)
+            weights[dtype] = taken * share
         pairs, copies, sources = Pairs(), list[Tensor](), list[Tensor]()
         for name, average, value in self._pairs():
             if by_turn and name in self.parameters and not self.parameters[name].requires_grad:
