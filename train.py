@@ -202,9 +202,8 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
                 world.device.type, run.precision.dtype, enabled=run.precision.enabled
             ):
                 loss = run.task.loss(net, batch)
-            # (votes, total, weight, *sums), float64; zeros but for the votes if empty
-            numbers = run.loss_vector(loss, micro)
-            totals = numbers if totals is None else totals.add_(numbers)
+            # adds (votes, total, weight, *sums), float64; zeros but for the votes if empty
+            totals = run.add_loss(totals, loss, micro)
             if micro.closes_step and world.size > 1:
                 # runs during the backward pass, as DDP's own all-reduces do
                 pending_sum = dist.all_reduce(totals, async_op=True)

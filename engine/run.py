@@ -209,6 +209,13 @@ class Run:
         finally:
             global_loss.current_pass = None
 
+    def add_loss(self, totals: Tensor | None, loss: Loss, micro: Any) -> Tensor:
+        """Add `loss_vector` of a pass to the totals of the passes before, in place. Return the
+        totals."""
+        numbers = self.loss_vector(loss, micro)
+        # 0 + the first numbers would take a kernel
+        return numbers if totals is None else totals.add_(numbers)
+
     def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (votes, total, weight, *sums, *for_state, 0, 0),
         float64, no graph.
