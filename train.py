@@ -138,7 +138,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
         return model
     if cfg.sync_bn:
         model = parallel.sync_batch_norm(model, world)
-    with performance.unloaded():
+    with performance.wrapping(run):
         net = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,

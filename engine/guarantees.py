@@ -77,7 +77,7 @@ class Performance:
 
     resolve = staticmethod(return_last)
     fast_step = staticmethod(return_last)
-    unloaded = staticmethod(empty_context)
+    wrapping = staticmethod(empty_context)
 
     def finish(self, run: Any) -> Any:
         return run.plan

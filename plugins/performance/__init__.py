@@ -5,7 +5,8 @@ A script without these calls takes the same steps in more time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from plugins.performance import (
     memory,
     shm_backend,
     snapshot,
+    streams,
 )
 from plugins.performance.averages import averages_on_gpu
 from plugins.performance.cached_data import InMemoryDataset, cache_datasets
@@ -63,6 +65,23 @@ def fast_step(run: Run, step: Callable[[Run, Any], AfterStep]) -> Callable[[Run,
     return cuda_graph.StepGraph(run, step)
 
 
+@contextmanager
+def wrapping(run: Run) -> Iterator[None]:
+    """Make a DDP in the block: without torch's compiler, and with accumulators of gradients that a
+    CUDA graph can record."""
+    device = run.world.device
+    with ExitStack() as stack:
+        stack.enter_context(compiler.unloaded())
+        if device.type == cuda_graph.KIND and not streams.nodes_follow() and records(run):
+            stack.enter_context(streams.accumulating_on(streams.recording_stream(device)))
+        yield
+
+
+def records(run: Run) -> bool:
+    """Return whether the steps of a run may be recorded."""
+    return bool(run.cfg.cuda_graph and not cuda_graph.unsupported_reason(run))
+
+
 def finish(run: Run) -> Plan:
     """Set the allocator, as the last step of a build; return the plan with texts that describe the
     choices."""
@@ -74,11 +93,11 @@ def finish(run: Run) -> Plan:
     # Last, because the memory of loading is freed by now. Not with FSDP: the memory that units free
     # after a pass would stay with the process, and FSDP would save no memory.
     keeps = run.world.device.type == "cpu" and not plan.sharded and cfg.allocator == "keep"
-    records = cfg.cuda_graph and not cuda_graph.unsupported_reason(run)
+    recorded = records(run)
     choices = {
         f"compiled ({plan.compile})": plan.compile != "off",
-        "steps recorded as CUDA graphs": records and cfg.cuda_graph is True,
-        "steps recorded as CUDA graphs if the GPU waits": records and cfg.cuda_graph == "auto",
+        "steps recorded as CUDA graphs": recorded and cfg.cuda_graph is True,
+        "steps recorded as CUDA graphs if the GPU waits": recorded and cfg.cuda_graph == "auto",
         "freed memory is kept": keeps and memory.keep_freed_memory(),
         f"{cached_bytes / 1e6:.1f} MB of data held": cached_bytes > 0,
         "sums through shared memory": shm_backend.channel() is not None,
@@ -97,4 +116,3 @@ hooks.caches.add(cache_datasets)
 hooks.averages.add(averages_on_gpu)
 hooks.device_copies.add(device_copies)
 hooks.warnings.add(cores.CpuContention)
-unloaded = compiler.unloaded

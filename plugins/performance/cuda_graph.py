@@ -3,7 +3,7 @@ take more time than the kernels. `recorded_step.py` records and launches.
 
 The steps of one form, with W = WARM_UP or MEASURED_WARM_UP:
 
-    1 to W - 2       kernel by kernel, on the stream of the recording
+    1 to W - 2       kernel by kernel
     W - 1            the same, and with cuda_graph=auto the time of host and GPU is taken
     W                the same, and all that a graph could not hold is noted
     W + 1            is recorded, launched, undone, and taken kernel by kernel: the results are
@@ -47,6 +47,7 @@ from plugins.performance.recorded_step import (
     RecordedStep,
     leaves_of,
 )
+from plugins.performance.streams import recording_stream
 
 WARM_UP = 3
 """Steps of one form that run kernel by kernel before the recording: kernels are chosen, state is
@@ -94,6 +95,7 @@ class StepGraph:
 
     form        of the batch of a recorded pass: the shape and type of each tensor
     state       the places in memory of the task's state at the recording, see `_places`
+    addresses   of the tensors that the graphs change
     taken       number of steps of that form
     recorded    None before the recording
     measures    with cuda_graph=auto, until the choice is made
@@ -103,7 +105,6 @@ class StepGraph:
 
     def __init__(self, run: Run, step: Callable[[Any, Any], Any]):
         self.run, self.step = run, step
-        self.stream = torch.cuda.Stream(run.world.device)
         self.inputs = Inputs(run)
         self.measures = run.cfg.cuda_graph == "auto"
         self.warm_up = MEASURED_WARM_UP if self.measures else WARM_UP
@@ -127,7 +128,7 @@ class StepGraph:
             )
         leaves = [leaves_of(batch) for batch, _ in pairs]
         if self.given_up or not self._can_launch(pairs, leaves):
-            return self.step(run, pairs)
+            return self._take_other(pairs)
         self.taken += 1
         return self._take(pairs, leaves)
 
@@ -159,13 +160,27 @@ class StepGraph:
         self.counts[tuple(self.form.items())] = self.taken
         self.form, self.taken = form, self.counts.get(tuple(form.items()), 0)
 
+    def _take_other(self, pairs: list[Pair]) -> AfterStep:
+        """(all ranks) Take a step of another form kernel by kernel. Give up if the step has
+        exchanged a tensor that the graphs read, such as a counter of the optimizer."""
+        due = self.step(self.run, pairs)
+        if self.recorded is not None:
+            moved = self.addresses != self._addresses()
+            self._give_up_together(
+                "a step of another form has put other tensors in the place of those that the "
+                "graphs read"
+                if moved
+                else ""
+            )
+        return due
+
     def _take(self, pairs: list[Pair], leaves: list[Leaves]) -> AfterStep:
         """Take a step of the form in the way that its number requires."""
         launch = self.taken - self.warm_up  # number of the launch, from 1
         if launch == 0:
             return self._watched(pairs, leaves[0])
         if launch < 0:
-            return self._timed(pairs) if launch == -1 else self._warm_up(pairs)
+            return self._timed(pairs) if launch == -1 else self.step(self.run, pairs)
         if launch == 1:
             self._record(pairs)
         if self.recorded is None:
@@ -186,20 +201,6 @@ class StepGraph:
 
     # ---- before the recording
 
-    def _warm_up(self, pairs: list[Pair]) -> AfterStep:
-        """Take a step kernel by kernel, on the stream of the recording."""
-        with self._on_stream():
-            return self.step(self.run, pairs)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Run the kernels of the block on the stream of the recording."""
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
-
     def _compute(self, pairs: list[Pair]) -> Outcome:
         """Compute a step kernel by kernel, up to `Run.end_step`."""
         observed = _ObservedRun(self.run)
@@ -210,10 +211,10 @@ class StepGraph:
         """(all ranks) Take a step kernel by kernel. With cuda_graph=auto give up if the GPU
         computes longer than the host launches, or has no room for the graphs. Two sync points."""
         if not self.measures:
-            return self._warm_up(pairs)
+            return self.step(self.run, pairs)
         device = self.run.world.device
         begin = self._now()
-        due = self._warm_up(pairs)
+        due = self.step(self.run, pairs)
         launched = time.perf_counter()
         rest = self._now() - launched
         reason = ""
@@ -232,7 +233,7 @@ class StepGraph:
         buffers = self.run.reducer.buffers
         before = [*map(id, buffers().values())]
         watched = [(self.inputs.observed(batch), micro) for batch, micro in pairs]
-        with self._on_stream(), _waits() as waits:
+        with _waits() as waits:
             outcome = self._compute(watched)
         reason = ""
         if self.inputs.reads - {"clock"}:
@@ -262,12 +263,11 @@ class StepGraph:
         reason = "its batches have several forms" if self.has_others else ""
         try:
             if not reason:
-                recorded.record(pairs[: 1 + is_further], self.stream)
+                recorded.record(pairs[: 1 + is_further], recording_stream(run.world.device))
         except Exception as error:  # an error of the step, too: it recurs kernel by kernel
             first = error.__context__ or error
             reason = f"recording it failed: {type(first).__name__}: {headline(first)}"
             vars(run.scaler).get("_per_optimizer_states", {}).clear()  # it may be unscaled
-            self.stream = torch.cuda.current_stream()  # the other one may still be recording
         if self.inputs.reads - {"clock"}:  # not yet in the step before
             reason = self._describe_read()
         self._give_up_together(reason)
@@ -275,6 +275,7 @@ class StepGraph:
             return
         self.recorded = recorded
         self.state = _places(run.task)
+        self.addresses = self._addresses()
         step, launches = run.progress.step + 1, len(pairs) + 1
         console.info(f"cuda_graph: from step {step} on, a step is {launches} launches")
 
@@ -315,6 +316,11 @@ class StepGraph:
             [*run.ema.values.values(), run.ema.n_averaged] if run.ema else [],
         ]
         return [*map(Tensor.detach, tensors(changed))]
+
+    def _addresses(self) -> list[int]:
+        """Return the addresses of the tensors that the graphs change."""
+        kept = self.run.reducer.buffers.kept.values()
+        return [tensor.data_ptr() for tensor in [*self._state_of_step(), *kept]]
 
     def _now(self) -> float:
         """Return the time; with cuda_graph=auto, after all work of the GPU. A sync point."""

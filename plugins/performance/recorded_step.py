@@ -39,6 +39,8 @@ from engine.errors import LockstepError
 from engine.optim.rates import group_rate
 from engine.phases import Phase, phase
 from engine.run import AfterStep, Run
+from plugins.performance import private
+from plugins.performance.streams import undisturbed
 
 Pair = tuple[Any, Any]
 """A batch and its MicroBatch."""
@@ -144,6 +146,22 @@ class Inputs:
             self.run.meter.terms.known = known.clone()
             self.terms = [self.run.meter.terms.known]
         return copied
+
+    @contextmanager
+    def read_rates(self) -> Iterator[None]:
+        """Let the optimizer read its rates from the memory. torch's own fused optimizers refuse a
+        record unless they are marked as `capturable`, which changes nothing in their kernels."""
+        groups = self.run.optimizer.param_groups
+        before = [{**group} for group in groups]
+        for group, memory in zip(groups, self.rates, strict=True):
+            group["lr"] = memory
+            if "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
 
     def fill(self, batch: Any, leaves: Leaves) -> None:
         """Copy a batch of the recorded form into the memory."""
@@ -334,15 +352,15 @@ class RecordedStep:
         ends = not self.has_workers and not run.has_after_step and run.reducer.mode == "same"
         recording = _Recording(run, stream, ends)
         batch = self.inputs.adopt(pairs[0][0])
-        for group, memory in zip(run.optimizer.param_groups, self.inputs.rates, strict=True):
-            group["lr"] = memory
         # a profiler's events would be recorded, too
         listeners, phase.listeners = phase.listeners, []
         run.seed_pass(pairs[0][1])
         try:
-            # a record that fails does not return to the current stream
-            with torch.cuda.stream(torch.cuda.current_stream()), recording.open:
+            with undisturbed(), self.inputs.read_rates(), recording.open:
                 self.step(recording, [(batch, micro) for _, micro in pairs])
+        except BaseException:
+            private.forget_record(recording.pool)
+            raise
         finally:
             phase.listeners = listeners
         *passes, self.update = recording.graphs
@@ -392,9 +410,15 @@ class RecordedStep:
 
     def end(self, consumed: int) -> AfterStep:
         """Do the host's part after a launched step, see `Run.end_step`."""
-        if self.numbers is None:
-            return self.run.end_step(*self.outcome, consumed)
-        return self.run.count_step(self.numbers, consumed)
+        if self.numbers is not None:
+            return self.run.count_step(self.numbers, consumed)
+        outcome = self.outcome
+        if self.run.has_after_step:
+            # the task may keep the sums, and may read the gradients
+            outcome = outcome.copy()
+            for p, gradient in zip(self.trained, self.gradients, strict=True):
+                p.grad = gradient
+        return self.run.end_step(*outcome, consumed)
 
     def _begin_step(self) -> None:
         """Do what is left of `Run.begin_step`: rates are inputs, gradients are memory."""

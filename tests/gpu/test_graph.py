@@ -20,13 +20,14 @@ TWO = ["gradient_accumulation_steps=2", "batch_size=6"]
 ODD = [GRAPHED, "dataset.samples=57", "epochs=6"]
 HAR = ["har", "dataset.stride=512", "model.width=8", "schedule.warmup_steps=6", "eval_every=9", "steps=20"]
 SCRIPT = """
-import sys
+import gc, sys
 from tests.kit import recording
 recording.install()
 import train
 [stream] = recording.current
 code = train.main(sys.argv[1:])
-assert recording.current == [stream]
+assert recording.current == [stream] and gc.isenabled()
+assert not recording.spoilt and not recording.overrides[0]
 print("LAUNCHED", recording.Graph.launched)
 sys.exit(code)
 """
@@ -154,7 +155,7 @@ def test_the_clock_saves_amid_recorded_steps(run, tmp_path):
         (["own.kind=progress"], "the loss reads batch['lockstep'].progress, which a graph would hold as it was: read"),
         (["own.kind=replaced"], "the model puts other tensors in the place of its buffers"),
         (
-            ["own.kind=read once", "own.after=3"],
+            ["own.kind=read once", "own.after=3", "model.dropout=0.3"],
             "recording it failed: RuntimeError: CUDA error: operation",
         ),
     ],
@@ -212,6 +213,97 @@ def test_rows_of_the_global_batch_in_three_passes_are_noticed(run, tmp_path):
     assert recorded[2].count("something changes on the host, which a graph holds as it was") == 1
     assert_same(eager, recorded)
     assert_same_parts(eager[0], recorded[0], "task")
+
+
+LOOKING = """
+import torch
+from engine.contract import Loss
+from tests.tasks import graphed
+class Task(graphed.Task):
+    state_attributes = ("moved",)
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.moved, self.kept = torch.zeros(4), torch.zeros(4)
+    def loss(self, net, batch):
+        loss = super().loss(net, batch)
+        return loss._replace(for_state={"out": net(batch["x"]).sum(0)})
+    def after_step(self, model, step):
+        self.moved += self.kept + model.norm.weight.grad.norm()
+        self.kept = self.step_sums["out"].float() if step % 5 else torch.zeros(4)
+"""
+
+
+def test_after_step_reads_gradients_and_keeps_sums(run, tmp_path):
+    """They lie in the graph's memory, which the next launch overwrites; a step kernel by kernel has others."""
+    (tmp_path / "own.py").write_text(LOOKING)
+    words = [str(tmp_path / "own.py"), "dataset.samples=57", "epochs=5", "check_resume=false"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert launched(recorded[2]) >= 16
+    assert_same(eager, recorded)
+    assert_same_parts(eager[0], recorded[0], "task")
+
+
+OWN_OPTIMIZER = """
+import torch
+from tests.tasks import graphed
+class Task(graphed.Task):
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=self.cfg.optim.lr, fused=True)
+"""
+
+
+def test_torchs_own_fused_optimizer_is_recorded(run, tmp_path):
+    """It refuses a capture unless it is marked as capturable; the mark is not in the checkpoint."""
+    (tmp_path / "own.py").write_text(OWN_OPTIMIZER)
+    words = [str(tmp_path / "own.py"), "dataset.samples=57", "epochs=4"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert launched(recorded[2]) >= 12 and "many launches" not in recorded[2]
+    assert_same(eager, recorded)
+
+
+KEEPS_A_GRAPH = """
+from tests.tasks import graphed
+class Task(graphed.Task):
+    def loss(self, net, batch):
+        self.last = super().loss(net, batch)
+        return self.last
+"""
+OLD_TORCH = "import torch\ndel torch.autograd.graph.set_override_stale_capture_stream\n"
+
+
+@pytest.mark.parametrize("torch", ["2.13", "2.12"])
+def test_a_loss_that_the_task_keeps(run, tmp_path, torch):
+    """Its nodes that accumulate gradients were made on the default stream."""
+    (tmp_path / "own.py").write_text((OLD_TORCH if torch == "2.12" else "") + KEEPS_A_GRAPH)
+    words = [str(tmp_path / "own.py"), "dataset.samples=57", "epochs=4"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert recorded[2].count("autograd node 'AccumulateGrad' has a stale reference") == (torch == "2.12")
+    assert (launched(recorded[2]) >= 12) == (torch == "2.13")
+    assert_same(eager, recorded)
+
+
+BRANCHES = """
+import torch
+from tests.tasks import graphed
+class Net(graphed.Net):
+    def __init__(self, *about):
+        super().__init__(*about)
+        self.more = torch.nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        return super().forward(x * self.more if len(x) == 12 else x)
+class Task(graphed.Task):
+    def model(self):
+        return Net(self.cfg.model.width, self.cfg.model.dropout, self.cfg.own.kind)
+"""
+
+
+def test_a_short_batch_that_leaves_a_weight_alone(run, tmp_path):
+    """The optimizer then gives the other weights counters of their own, which the graph does not advance."""
+    (tmp_path / "own.py").write_text(BRANCHES)
+    words = [str(tmp_path / "own.py"), "dataset.samples=57", "epochs=6"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert recorded[2].count("a step of another form has put other tensors in the place of those") == 1
+    assert_same(eager, recorded)
 
 
 def test_batches_of_another_form_are_taken_kernel_by_kernel(run):

@@ -11,6 +11,8 @@ GRAPHED = str(ROOT / "tests/tasks/graphed.py")
 SCRIPT = """
 import os, sys, torch
 from tests.kit import recording
+if "BEFORE_TORCH_2_13" in os.environ:
+    del torch.autograd.graph.set_override_stale_capture_stream
 recording.install()
 from plugins import parallel
 from plugins.parallel import grad_norm
@@ -19,6 +21,7 @@ grad_norm.sqrt_correctly_rounded = torch.sqrt
 import train
 code = train.main(sys.argv[1:])
 print("LAUNCHED", recording.Graph.launched, flush=True)
+assert not recording.spoilt
 sys.exit(code)
 """
 COMMON = ["epochs=5", "model.dropout=0.3", "optim.grad_clip=1", "optim.ema_decay=0.9", "amp=off"]
@@ -63,6 +66,16 @@ def test_recorded_steps_of_ranks_take_the_same_bits(ranks, words, cuts):
         assert recorded[1].count("from step 4 on, a step is") == 1, recorded[1]
         assert "stays many launches" not in recorded[1] and min(recorded[2]) >= 20
         assert_same(eager, recorded)
+
+
+@pytest.mark.slow
+def test_a_ddp_is_made_on_the_stream_of_the_records(ranks):
+    """Before torch 2.13, which takes the nodes of the gradients to the stream of a record."""
+    words = [GRAPHED, *COMMON, *WORKERS]
+    eager = ranks("eager", 2, *words, "cuda_graph=false")
+    recorded = ranks("recorded", 2, *words, "cuda_graph=true", BEFORE_TORCH_2_13="1")
+    assert "stays many launches" not in recorded[1] and min(recorded[2]) >= 20, recorded[1]
+    assert_same(eager, recorded)
 
 
 OWN = """
