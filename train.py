@@ -143,7 +143,8 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             bucket_cap_mb=cfg.bucket_cap_mb,
-            gradient_as_bucket_view=cfg.gradient_as_bucket_view,
+            # alone, a view would only give a norm other last bits: CUDA adds by address
+            gradient_as_bucket_view=cfg.gradient_as_bucket_view and world.size > 1,
             find_unused_parameters=cfg.find_unused_parameters,
             static_graph=cfg.static_graph,
             # no broadcast per forward pass: `checkpoint.capture` averages the buffers of norms

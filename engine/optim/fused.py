@@ -201,7 +201,10 @@ class SGD(torch.optim.SGD):
             rows = [*map(to_local, params)]
             if group["weight_decay"]:
                 taken: Any = 1.0 if found_inf is None else 1 - found_inf.to(params[0].dtype)
-                torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"] * taken)
+                share = group["lr"] * group["weight_decay"]
+                if isinstance(group["lr"], Tensor):  # of a CUDA graph: rounded as a number would be
+                    share = (group["lr"].double() * group["weight_decay"]).to(params[0].dtype)
+                torch._foreach_mul_(rows, 1 - share * taken)
             self.kernel(
                 rows,
                 [to_local(p.grad) for p in params],

@@ -15,8 +15,8 @@ def forget_record(pool: Any) -> None:
 
     `CUDAGraph::capture_end` raises CUDA's error before it ends the pool's allocation. While an
     allocation has not ended, the allocator gives back no block that a second stream has used, and
-    `empty_cache` fails. Before torch 2.12 the generator, too, would refuse every random number:
-    "Offset increment outside graph capture encountered unexpectedly".
+    `empty_cache` fails. Versions without a generator's state for each record (2.13 has it) would
+    refuse every random number: "Offset increment outside graph capture encountered unexpectedly".
 
     pool  of the records
     """

@@ -223,13 +223,13 @@ class Task(graphed.Task):
     state_attributes = ("moved",)
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.moved, self.kept = torch.zeros(4), torch.zeros(4)
+        self.moved, self.kept = torch.zeros(4).double(), torch.zeros(4)
     def loss(self, net, batch):
         loss = super().loss(net, batch)
         return loss._replace(for_state={"out": net(batch["x"]).sum(0)})
     def after_step(self, model, step):
         self.moved += self.kept + model.norm.weight.grad.norm()
-        self.kept = self.step_sums["out"].float() if step % 5 else torch.zeros(4)
+        self.kept = self.step_sums["out"]
 """
 
 
@@ -368,8 +368,30 @@ def test_auto_records_where_the_gpu_waits(run, tmp_path, kind):
     said = auto[2]
     assert "steps recorded as CUDA graphs if the GPU waits" in said
     assert said.count("a step stays many launches, because " + why) == bool(why)
-    assert launched(said) == {"records": 7, "busy": 1}.get(kind, 0)
+    assert launched(said) == {"records": 7, "busy": 2}.get(kind, 0)
     assert_same(eager, auto)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_rate_in_memory_has_the_bits_of_the_number(name):
+    """On a GPU each rate is a float32; a graph reads it from memory."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = make_optimizer(model, Optim(name=name, weight_decay=0.03))
+    optimizer.found_inf = torch.zeros(())
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.7)
+    found = {False: [], True: []}
+    for in_memory, weights in found.items():
+        optimizer.state.clear()
+        vars(optimizer).pop("kept_lists", None)
+        for step in range(20_000):
+            rate = torch.tensor(0.3 * (1 - step / 20_000))
+            for group in optimizer.param_groups:
+                group["lr"] = rate if in_memory else float(rate)
+            torch.nn.init.ones_(model.weight)
+            optimizer.step()
+            weights.append(model.weight.item())
+    assert found[False] == found[True]
 
 
 def test_without_a_gpu_it_says_so(launch, tmp_path):

@@ -8,8 +8,8 @@ Stricter than a GPU:
 memory       of a capture holds rubbish after each replay, unless a tensor outside of the graphs lies in it: the next
              graph of the pool may have that memory. Memory that was freed after the capture ends the replay.
 a read       of the host leaves allocator and generators as torch leaves them: nothing is given back, no random number
-gradients    of a node AccumulateGrad that was made on the default stream, by a DDP or a step whose graph is still alive,
-             are an error, with the words of torch 2.13
+gradients    of a node AccumulateGrad of the default stream, made by a DDP or a step whose graph is alive, are an
+             error, with the words of torch 2.13
 a collection may not come amid a capture: it could end a graph, or free what another stream has used
 """
 
@@ -174,6 +174,9 @@ class Generator:
     def manual_seed(self, seed):
         assert not underway, "a seed is set amid a capture"
         torch.default_generator.manual_seed(seed)
+
+    def __getattr__(self, name):
+        return getattr(torch.default_generator, name)
 
 
 def end_allocation(device, pool):

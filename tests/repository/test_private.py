@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine import private
 from engine.optim.fused import AdamW
 from plugins.parallel import private as parallel_private
+from plugins.performance import private as performance_private
 from plugins.preflight import private as preflight_private
 from plugins.resilience import private as resilience_private
 
@@ -26,7 +27,7 @@ def test_they_are_used_behind_one_fence():
     """The core and each plugin have one file of private names; fused kernels and the backend have theirs."""
     files = [ROOT / "train.py", ROOT / "data_loader.py", *ROOT.glob("engine/**/*.py"), *ROOT.glob("plugins/**/*.py")]
     using = {str(path.relative_to(ROOT)) for path in files if private_names(path)}
-    packages = ("engine", "plugins/parallel", "plugins/preflight", "plugins/resilience")
+    packages = ("engine", *(f"plugins/{name}" for name in ("parallel", "performance", "preflight", "resilience")))
     fenced = {f"{package}/private.py" for package in packages}
     assert using == fenced | {"engine/optim/fused.py", "plugins/performance/shm_backend.py"}
 
@@ -63,6 +64,15 @@ def test_the_workspaces_of_cublas_can_be_freed():
     """A torch without CUDA lacks the function, but declares it."""
     declared = (Path(torch.__file__).parent / "_C/__init__.pyi").read_text()
     assert "def _cuda_clearCublasWorkspaces() -> None" in declared
+
+
+def test_the_allocator_and_the_generator_forget_a_record():
+    """A torch without CUDA lacks the functions, but declares them."""
+    declared = (Path(torch.__file__).parent / "_C/__init__.pyi").read_text()
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        assert f"def {name}(device: _int, mempool_id: tuple[_int, _int]) -> None" in declared
+        assert name in Path(performance_private.__file__).read_text()
+    assert torch.Generator().clone_state() and torch.Generator.graphsafe_set_state
 
 
 def test_layers_and_what_hangs_on_them():
