@@ -1015,6 +1015,7 @@ NO_MORE = {
     "keep_checkpoints": 0,
     "check_sums": False,
     "optim": {"zero": False},
+    "ddp": {"shares": []},
     "wandb": {"enable": False},
     "mlflow": {"enable": False},
 }

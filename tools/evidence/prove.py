@@ -10,7 +10,8 @@ The command starts real trainings of a few steps and compares them.
 - With virtual workers (the config's number, or a chosen number): on one process twice, on two, on
   three, and on four processes. The last run is killed (SIGKILL) and resumed on two. Digests and
   logged numbers of each step, and the final state, must have the same bits. Two starts have
-  different hash seeds, as on two days.
+  different hash seeds, as on two days. With ddp.shares the first process of the runs on two and on
+  three has several times as many workers as another.
 - Without virtual workers: on one process in one pass and in more passes, on two and on three.
   Logged numbers and weights must be the same up to rounding. The limit of rounding is measured: in
   float64 the differences must be a billion times smaller (below 1e-9). If a task cannot compute in
@@ -181,6 +182,7 @@ class Trial:
     killed   at this step, and resumed on `after` processes
     seed     of the hashes of texts; the seed decides the order of a set
     limit_s  the training stops after so many seconds; 0: never
+    shares   ddp.shares, of virtual workers
     """
 
     kind: str
@@ -194,11 +196,14 @@ class Trial:
     text: str = ""
     took_s: float = 0.0
     limit_s: float = 0.0
+    shares: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         name = amount(self.processes, "process")
         if self.passes:
             name += ", more passes"
+        if self.shares:
+            name += f", shares {','.join(self.shares)}"
         if self.killed:
             name += f", killed, then {self.after}"
         return name
@@ -553,6 +558,8 @@ class Proof:
         for of_virtual, of_plain in itertools.zip_longest(inner, wide):
             if of_virtual:
                 plan.append({"kind": "virtual", "processes": of_virtual})
+                if self.cfg.ddp.shares:
+                    plan[-1]["shares"] = ["3", *(["1"] * (of_virtual - 1))]
             if of_plain:
                 plan += _plain_pair(of_plain)
         return plan
@@ -601,6 +608,7 @@ class Proof:
             "wandb.enable": False,
             "mlflow.enable": False,
             "multi_gpu": "none",
+            "ddp.shares": each.shares if each.kind == "virtual" else [],
             "global_batch": self.global_batch,
             "gradient_accumulation_steps": 0,
             "virtual_workers": self.workers if each.kind == "virtual" else 0,
@@ -689,6 +697,8 @@ class Proof:
     def _show(self, each: Trial, again: str = "") -> None:
         """Print the row of a run in the table of equal bits."""
         interruption = "none"
+        if each.shares:
+            interruption += f"; shares {','.join(each.shares)}"
         name = f"{each.processes}{again}"
         if each.killed:
             interruption = f"killed at step {each.killed}, resumed at {each.resumed_at}"
@@ -798,6 +808,7 @@ class Proof:
     def _repeated(self, each: Trial, folder: str, how: str, step: int) -> Trial:
         """Repeat a run up to a step, with a record of the step."""
         again = Trial(each.kind, each.processes, self.folder / folder, each.passes, seed=each.seed)
+        again.shares = each.shares
         if how == "resumed":
             again.killed = each.killed
             again.after = each.after

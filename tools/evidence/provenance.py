@@ -67,6 +67,7 @@ from tools.use.evaluate import TRUST, aligned, of_run
 
 ONE_PASS = {
     "virtual_workers": 0,
+    "ddp.shares": [],
     "gradient_accumulation_steps": 1,
     "multi_gpu": "none",
     "compile": "off",

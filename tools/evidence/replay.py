@@ -628,6 +628,7 @@ class Taker:
             "record": 0,
             "max_time_s": 0.0,
             "multi_gpu": "dp" if cfg.multi_gpu == "dp" else "none",
+            "ddp.shares": [],  # no bit depends on them
             "wandb.enable": False,
             "mlflow.enable": False,
             "optim.zero": False,  # true in an older run: the same bits, and an error now

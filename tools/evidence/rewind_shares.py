@@ -226,8 +226,8 @@ class Step:
 
     def _join_passes(self) -> None:
         """Take the step again as one pass: each sample is compared with all samples."""
-        one_pass = {"batch_size": self.run.plan.global_batch, "virtual_workers": 0}
-        one_pass |= {"gradient_accumulation_steps": 1, "global_batch": 0}
+        one_pass: dict[str, Any] = {"batch_size": self.run.plan.global_batch, "virtual_workers": 0}
+        one_pass |= {"gradient_accumulation_steps": 1, "global_batch": 0, "ddp.shares": []}
         plan = make_plan(
             config.changed(self.run.cfg, one_pass), self.run.world, self.run.plan.num_samples
         )
@@ -535,6 +535,7 @@ def load_run(cfg: Any, path: Path | None, processes: int, known: CheckpointState
     path   the checkpoint; None: the seed
     known  a checkpoint of the run with the choices for `auto`
     """
+    cfg = config.changed(cfg, {"ddp.shares": []})
     kernels.set_backends(cfg)
     world = World(0, 0, 1, launch.pick_device(cfg, launch.environment()))
     saved = api.read(path) if path else CheckpointState()

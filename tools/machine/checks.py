@@ -253,7 +253,7 @@ def cards(cfg: Any) -> Iterator[Line]:
         )
         yield warning(
             f"GPUs of different kinds: {', '.join(kinds)}; the slowest sets the pace",
-            f"{todo} does",
+            f"{todo} does; or let a slow GPU do less, with virtual_workers and ddp.shares=auto",
         )
     yield from _cuda(there)
 
@@ -413,7 +413,7 @@ def facts(world: World) -> dict[str, str]:
 
 
 MAY_DIFFER = {
-    "GPU": "the slowest sets the pace",
+    "GPU": "the slowest sets the pace, unless virtual_workers and ddp.shares=auto let it do less",
     "driver": "",
     "CPU threads": "set OMP_NUM_THREADS alike",
 }

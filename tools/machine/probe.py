@@ -69,6 +69,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
         "wandb.enable": False,
         "mlflow.enable": False,
         "oom": "stop",
+        "ddp.shares": [],
     }
     args = args._replace(cfg=config.changed(args.cfg, fixed))
 

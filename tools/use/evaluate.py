@@ -300,6 +300,7 @@ ONLY_TO_SCORE = {
     "compile": "off",
     "cuda_graph": False,
     "virtual_workers": 0,
+    "ddp.shares": [],
     "global_batch": 0,  # no step is taken, so any number of processes fits
     "gradient_accumulation_steps": 0,
     "drop_last": False,

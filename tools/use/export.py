@@ -90,7 +90,8 @@ def main(argv: list[str]) -> int:
 def _export(args: config.Args, options: argparse.Namespace) -> int:
     alone("a model is exported by one process", "export.py")
     out = options.out or folder_of(Path(options.run)) / f"model.{options.format}"
-    fixed = {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False}
+    fixed: dict[str, Any] = {"device": "cpu", "cache": "none", "compile": "off"}
+    fixed |= {"cuda_graph": False, "ddp.shares": []}
     args = args._replace(cfg=config.changed(args.cfg, fixed))
     with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
         about, exported, found = in_world(

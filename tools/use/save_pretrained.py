@@ -33,7 +33,8 @@ def main(argv: list[str]) -> int:
     folder = Path(*argv[1:]) if argv[1:] else folder_of(Path(argv[0])) / "pretrained_model"
 
     def work(args: config.Args, world: World) -> None:
-        found = train.build(args, world, split="val")
+        cfg = config.changed(args.cfg, {"ddp.shares": []})
+        found = train.build(args._replace(cfg=cfg), world, split="val")
         plan_text.print_plan(found, steps=False)
         task: Any = found.task
         if not hasattr(task, "save_pretrained"):
