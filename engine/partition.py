@@ -68,9 +68,9 @@ def deal_workers(workers: int, shares: Sequence[float]) -> list[int]:
     """Return the number of workers of each process, in proportion to the shares: by the largest
     remainder, and at least one each."""
     counts = [1] * len(shares)
-    one_worker = sum(shares) / workers
+    total = sum(shares)
     for _ in range(workers - len(shares)):
-        lacking = [*map(lambda share, count: share / one_worker - count, shares, counts)]
+        lacking = [*map(lambda share, count: workers * share - count * total, shares, counts)]
         counts[lacking.index(max(lacking))] += 1
     return counts
 

@@ -107,22 +107,40 @@ def step_seconds(counts: Sequence[int], times: Sequence[float], in_rounds: bool)
 
 def fastest_counts(deals: Deals, times: Sequence[float]) -> list[int]:
     """Return the numbers of workers, at least one for each process, with which `step_seconds` is
-    the least: each worker goes to the process that ends first with it or, in rounds, that lengthens
-    the step least.
+    the least.
 
     times  seconds per worker of each process
     """
+    if deals.in_rounds:
+        return _fastest_in_rounds(deals.workers, times)
     counts = [1] * len(times)
-    rounds = [max(times)] + [0.0] * deals.workers  # seconds of each round
     for _ in range(deals.workers - len(times)):
-        costs: list[float] = []
-        for count, time in zip(counts, times, strict=True):
-            lengthens = max(0.0, time - rounds[count])
-            costs.append(lengthens if deals.in_rounds else (count + 1) * time)
-        rank = costs.index(min(costs))
-        begun = counts[rank]
-        rounds[begun] = max(rounds[begun], times[rank])
-        counts[rank] += 1
+        # the process that ends first with one more worker
+        ends = [(count + 1) * time for count, time in zip(counts, times, strict=True)]
+        counts[ends.index(min(ends))] += 1
+    return counts
+
+
+def _fastest_in_rounds(workers: int, times: Sequence[float]) -> list[int]:
+    """Return `fastest_counts` in rounds. A round of n workers belongs to the n fastest processes,
+    and takes the time of the slowest of them. All processes are in the first round. The others are
+    chosen by dynamic programming over the number of workers that are left.
+    """
+    ranks = sorted(range(len(times)), key=times.__getitem__)
+    left = workers - len(times)
+    seconds, widths = [0.0], [0]  # by workers: the least time of their rounds, a round of these
+    for number in range(1, left + 1):
+        choices: list[tuple[float, int]] = []
+        for width, rank in enumerate(ranks, 1):
+            choices.append((times[rank] + seconds[max(0, number - width)], width))
+        least, width = min(choices)
+        seconds.append(least)
+        widths.append(width)
+    counts = [1] * len(times)
+    while left > 0:
+        for rank in ranks[: min(widths[left], left)]:
+            counts[rank] += 1
+        left -= widths[left]
     return counts
 
 

@@ -19,6 +19,9 @@ from plugins.parallel import grad_norm
 parallel.use_exact_kernels = lambda optimizer: None  # those of CPUs read the counters; a GPU has its own
 grad_norm.sqrt_correctly_rounded = torch.sqrt
 import train
+if os.environ.get("MOVES"):
+    from tests.kit import moving
+    moving.install()
 code = train.main(sys.argv[1:])
 print("LAUNCHED", recording.Graph.launched, flush=True)
 assert not recording.spoilt
@@ -76,6 +79,20 @@ def test_a_ddp_is_made_on_the_stream_of_the_records(ranks):
     recorded = ranks("recorded", 2, *words, "cuda_graph=true", BEFORE_TORCH_2_13="1")
     assert "stays many launches" not in recorded[1] and min(recorded[2]) >= 20, recorded[1]
     assert_same(eager, recorded)
+
+
+@pytest.mark.slow
+def test_recorded_steps_take_the_same_bits_while_workers_move(ranks):
+    """The pieces of a record are passes, so a process may take more or fewer of them in later steps."""
+    words = [GRAPHED, *COMMON, *WORKERS]
+    eager = ranks("eager", 1, *words, "cuda_graph=false")
+    for shares in ("3,1", "auto"):
+        more = ["cuda_graph=true", "log_every=1", f"ddp.shares={shares}"]
+        recorded = ranks(f"recorded {shares}", 2, *words, *more, MOVES="1")
+        assert "from step 4 on, a step is" in recorded[1] and "stays many launches" not in recorded[1], recorded[1]
+        assert len({*recorded[2]}) == 2, "a process takes more passes"
+        assert recorded[1].count("workers instead of") >= 3 or shares == "3,1", recorded[1]
+        assert_same(eager, recorded)
 
 
 OWN = """

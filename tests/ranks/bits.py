@@ -1,10 +1,11 @@
 """Run under torchrun (or plain): several trainings in one process group, each from its own argv; or a single one by
 `train.main`, with all that watches over it.
 
-    torchrun ... bits.py '[["har", "epochs=1", ...], ...]' [flat|rank|SIGNAL:RANK:STEP:METHOD]
+    torchrun ... bits.py '[["har", "epochs=1", ...], ...]' [flat|rank|moves|SIGNAL:RANK:STEP:METHOD]
 
 With a second word virtual workers are broken on purpose: a process adds up its workers in a row (flat), or draws random
-numbers by its rank (rank). Or a rank sends itself a signal, when it calls a method of `Run` in a step.
+numbers by its rank (rank). Or workers move at log points, whatever the times (moves). Or a rank sends itself a signal,
+when it calls a method of `Run` in a step.
 """
 
 import json
@@ -29,6 +30,10 @@ if "flat" in sys.argv[2:]:
             nodes[-2:] = [tree.Node(left.begin, right.end, tree._add(left.sums, right.sums, in_place))]
 
     tree.push_node = virtual.push_node = push
+if "moves" in sys.argv[2:]:
+    from tests.kit import moving
+
+    moving.install()
 if "rank" in sys.argv[2:]:
     seed = run.seed_generators
     run.seed_generators = lambda device, *key: seed(device, *key, dist.get_rank())
