@@ -9,6 +9,7 @@ from plugins.parallel import shares
 
 def counts_of_move(deals, times):
     """Numbers of workers that follow from the number of moves alone, at least one for each process."""
+    print("workers move", flush=True)
     draw = random.Random(len(deals.begins))
     ends = [0, *sorted(draw.sample(range(1, deals.workers), len(times) - 1)), deals.workers]
     return [end - begin for begin, end in itertools.pairwise(ends)]
