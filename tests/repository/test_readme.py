@@ -66,6 +66,7 @@ def in_the_guides(words):
 PLANS = {  # command: how many lines of its plan are shown
     "python train.py har --dry-run global_batch=256 batch_size=64": 8,
     "torchrun --standalone --nproc_per_node=3 train.py har --dry-run virtual_workers=8": 3,
+    "torchrun --standalone --nproc_per_node=2 train.py har --dry-run virtual_workers=8 ddp.shares=3,1": 3,
 }
 
 HERE = {
