@@ -32,9 +32,7 @@ def recording_stream(device: torch.device) -> torch.cuda.Stream:
 def accumulating_on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make the accumulators of a DDP on a stream. Steps on another stream have the same bits: torch
     lets the streams wait for each other at each weight."""
-    graph: Any = torch.autograd.graph
-    if hasattr(graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.10
-        graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    _warn_of_streams(False)
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -53,6 +51,7 @@ def undisturbed() -> Iterator[None]:
     gc.collect()
     gc.disable()
     if nodes_follow():
+        _warn_of_streams(False)
         graph.set_override_stale_capture_stream(True)
     try:
         with torch.cuda.stream(torch.cuda.current_stream()):
@@ -60,4 +59,12 @@ def undisturbed() -> Iterator[None]:
     finally:
         if nodes_follow():
             graph.set_override_stale_capture_stream(False)
+            _warn_of_streams(True)
         gc.enable()
+
+
+def _warn_of_streams(wanted: bool) -> None:
+    """Set whether torch warns of an accumulator on another stream than its gradient's."""
+    graph: Any = torch.autograd.graph
+    if hasattr(graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.10
+        graph.set_warn_on_accumulate_grad_stream_mismatch(wanted)

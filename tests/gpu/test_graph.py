@@ -282,6 +282,20 @@ def test_a_loss_that_the_task_keeps(run, tmp_path, torch):
     assert_same(eager, recorded)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("torch", ["2.13", "2.12"])
+def test_a_ddp_alone_is_recorded(run, tmp_path, torch):
+    """It holds the nodes that accumulate gradients. Its steps have the bits of those without it."""
+    words = [*ODD, "optim.grad_clip=0.1"]
+    plain = run("plain", *words)
+    script = (tmp_path / "script.py").read_text().replace("(sys.argv[1:])", "(sys.argv[1:], strict=True)")
+    (tmp_path / "script.py").write_text((OLD_TORCH if torch == "2.12" else "") + script)
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert launched(recorded[2]) >= 16 and "stays many launches" not in recorded[2], recorded[2]
+    assert_same(eager, recorded)
+    assert_same_parts(plain[0], eager[0], "model", "ema", "optimizer")
+
+
 BRANCHES = """
 import torch
 from tests.tasks import graphed
