@@ -93,7 +93,7 @@ class Capture(TorchDispatchMode):
         super().__init__()
         assert pool in (None, "pool"), "pieces that share memory are recorded into one pool"
         assert stream is not place.current_stream(), "a capture needs a stream of its own"
-        assert not gc.isenabled(), "a collection amid a capture may end a graph"
+        assert pool is None or not gc.isenabled(), "a collection amid a capture may end a graph"
         assert not underway and not spoilt, "a capture after one that has failed, or within another"
         self.graph, self.stream, self.mine, self.before = graph, stream, graph.mine, {}
 
