@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from tampering import change_line, contents, copied, keep_lines
 
 import tasks
 from engine import config
+from engine.errors import LockstepError
 from tools.evidence import rewind as tool
 from tools.evidence.rewind_find import Series, jumps, onset
+from tools.paper import study
 
 SPIKED = str(ROOT / "tests" / "tasks" / "spiked.py")
 SEEDS = int(os.environ.get("LOCKSTEP_REWIND", "1"))
@@ -269,3 +273,60 @@ def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_
     assert at_step < found["loss"] / 2, "dropout masks of fewer samples are others"
     listed = succeed(launch.python(str(ROOT / "tools" / "runs.py"), str(tmp_path))).out
     assert text in listed
+
+
+def test_a_fork_with_another_setting_stops_where_it_should(original, rewind, tmp_path):
+    fork = tmp_path / "fork"
+    options = ["--step", 30, "--with", "optim.grad_clip=0.1", "--until", 36, "--into", fork]
+    code, found, err = rewind(original, *options)
+    assert code == 0, err
+    lines, theirs = records(fork, "train"), records(original, "train")[24:36]
+    assert [line["step"] for line in lines] == [line["step"] for line in theirs] == [*range(25, 37)]
+    assert lines[0]["loss"] == theirs[0]["loss"] and lines[-1]["loss"] != theirs[-1]["loss"]
+    assert found["fork"]["same"] is None and "with optim.grad_clip=0.1" in found["fork"]["text"]
+
+
+def test_a_change_without_an_effect_and_a_wrong_key(original, rewind, tmp_path):
+    """The scheduler of this task restores the rates of the checkpoint."""
+    options = ["--step", 30, "--until", 36, "--into", tmp_path / "fork"]
+    code, _, err = rewind(original, *options, "--with", "optim.lr=1e-4")
+    assert code == 0 and "the change has no effect" in err
+    code, _, err = rewind(original, *options[:-1], tmp_path / "wrong", "--with", "optim.lrr=1")
+    assert code == 2 and "optim.lrr" in err and not (tmp_path / "wrong").exists()
+
+
+def test_a_window_of_steps_is_searched_step_by_step(launch, rewind, tmp_path):
+    """A log with a line for ten steps hides the jump; nothing jumps in a part of the run without the culprit."""
+    run = tmp_path / "run"
+    changes = {"dataset__fault": "label", "epochs": 7, "dataset__epoch": 5, "log_every": 10}
+    succeed(launch.train(*words(run, **changes)))
+    code, found, err = rewind(run, "--from", 40, "--to", 50)
+    assert code == 0 and found["named"] == [culprit_of(run)] and 40 < found["step"] <= 50, err
+    code, found, err = rewind(run, "--from", 20, "--to", 28)
+    assert code == 7 and found["step"] is None and "no step stands out" in err
+
+
+def test_a_fork_is_no_training_of_a_study_and_is_not_published_without_a_word(tmp_path, original, monkeypatch, capsys):
+    folder = copied(original, tmp_path / "study" / "fold_0")
+    about = json.loads((folder / "environment.json").read_text())
+    about["fork"] = {"text": "began as a fork of x at step 3 without sample 5", "run": "/data/x", "step": 3}
+    (folder / "environment.json").write_text(json.dumps(about))
+    plan = object.__new__(study.Study)
+    plan.folder, plan.force, plan.trainings = tmp_path / "study", False, [SimpleNamespace(name="fold_0")]
+    with pytest.raises(LockstepError, match="fold_0 is no training of this study: it began as a fork of x at step 3"):
+        plan._check_forks()
+    plan.force = True
+    plan._check_forks()
+    assert "warning: --force: fold_0" in capsys.readouterr().out
+
+
+def test_without_a_checkpoint_before_the_step_the_settings_are_named(original, rewind, launch, tmp_path):
+    """A run that began from a checkpoint that is gone."""
+    begin, run = tmp_path / "begin.pt", tmp_path / "later"
+    shutil.copy(checkpoint_files(original)[40], begin)
+    changes = {"dataset__fault": "label", "dataset__dropout": 0.2, "batch_size": 16, "dataset__names": True}
+    changes |= {"epochs": 8, "dataset__epoch": 6, "resume": begin, "save_every": 50}
+    succeed(launch.train(*words(run, **changes), processes=2))
+    begin.unlink()
+    code, found, err = rewind(run, "--step", 45)
+    assert code == 3 and found is None and "save_every=N, and keep_checkpoints=N" in err

@@ -39,8 +39,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import tasks
-from engine import api, config, threads
+from engine import api, command, config, threads
 from engine.contract import per_sample
 from engine.errors import LockstepError, amount
 from tools.arguments import NOT_KNOWN, whole_number
@@ -445,22 +447,32 @@ def take_states(again: Again, number: int) -> States:
     return States(paths, log_of(folder)[0])
 
 
-def step_config(run: Recorded, stretch: Stretch, rest_cfg: Any) -> Any:
-    """Return the config of the step in one process, without settings of speed."""
-    flat = config.flatten(run.config_of(stretch.after))
-    own = config.flatten(config.to_dict(rest_cfg))
-    settings = {key: value for key, value in flat.items() if key in own}
-    free = [key for key in settings if config.may_differ(key, run.task.resumable_keys)]
-    settings = {key: value for key, value in settings.items() if key not in free}
-    settings |= {
-        "task": rest_cfg.task,
-        "cache": "none",
-        "num_workers": 0,
-        "compile": "off",
-        "cuda_graph": False,
-        "save_dir": "",
-    }
-    return config.changed(rest_cfg, settings)
+ONE_PROCESS: dict[str, Any] = {
+    "cache": "none",  # each sample is read once
+    "num_workers": 0,
+    "compile": "off",
+    "cuda_graph": False,
+    "multi_gpu": "none",
+    "ddp.strategy": "ddp",
+    "ddp.shares": [],  # the workers have the same samples in any process
+    "optim.zero": False,  # true in an older run: the same bits, and an error now
+    "save_dir": "",
+    "resume": "never",
+    "wandb.enable": False,
+    "mlflow.enable": False,
+}
+"""Replacements of settings that change no number of a step."""
+
+
+def step_config(again: Again, stretch: Stretch) -> Any:
+    """Return the config of the steps of a stretch, for one process."""
+    run = again.run
+    known = config.flatten(config.to_dict(run.cfg))
+    flat = config.flatten(run.config_of(stretch.after) | {"task": run.cfg.task})
+    flat |= {key: value for key, value in ONE_PROCESS.items() if key in known}
+    file = again.place / "step.yaml"
+    file.write_text(yaml.safe_dump(flat))
+    return command.read(["--config", str(file), *again.rest], tasks).cfg
 
 
 @dataclass
@@ -492,7 +504,7 @@ def analyse(again: Again, taken: Taken, number: int) -> Analysis:
     run = again.run
     states = take_states(again, number)
     stretch = run.stretches(number - 1, _recorded_from(run, number))[0]
-    cfg = step_config(run, stretch, run.cfg)
+    cfg = step_config(again, stretch)
     threads.limit_threads(cfg.threads, 1)
     step = Step(cfg, states.paths[number - 1], run.processes(stretch), stretch.known)
     levels = at_step(series_of(taken.lines), number)
@@ -551,11 +563,26 @@ def lines_of(fork: Fork, analysis: Analysis) -> list[str]:
     for name, theirs, ours in numbers_of(fork, analysis):
         rows.append([name, f"{theirs:.4g}", f"{ours:.4g}"])
     lines = aligned(rows) if len(rows) > 1 else []
-    if fork.same:
+    if fork.changed and has_same_numbers(fork, analysis):
+        lines.append(
+            "the change has no effect: each number of the fork is that of the run (a task's own "
+            "scheduler holds the rates of the checkpoint)"
+        )
+    elif fork.same:
         lines.append(f"the fork ends in the bits of the run: weights sha256 {fork.hashes[0]}")
     elif fork.same is False:
         lines.append("the fork ends in other weights")
     return lines
+
+
+def has_same_numbers(fork: Fork, analysis: Analysis) -> bool:
+    """Return whether all common lines of the training have the same loss and gradient norm."""
+    common = [key for key in fork.log if key[1] == "train" and key in analysis.run.log]
+    return bool(common) and all(
+        fork.log[key].get(name) == analysis.run.log[key].get(name)
+        for key in common[1:]
+        for name in ("loss", "grad_norm")
+    )
 
 
 def numbers_of(fork: Fork, analysis: Analysis) -> list[tuple[str, float, float]]:
@@ -672,7 +699,7 @@ def print_result(analysis: Analysis, most: int) -> None:
         gradient = sum(group.gradient_share for group in rest)
         print(
             f"  and {amount(len(rest), 'sample')} with {100 * loss:.1f} % of the loss, "
-            f"{100 * gradient:.1f} % of the gradient"
+            f"{round(100 * gradient, 1) + 0.0:.1f} % of the gradient"
         )
     for fact in verdict.facts:
         print(f"  {fact}")

@@ -67,6 +67,7 @@ class Fork:
     """A fork that has ended.
 
     begin    the step of the checkpoint; 0: the seed
+    changed  whether samples or settings are others
     log      lines of the log
     same     whether the weights at the end have the run's bits; None: the ends are other steps
     """
@@ -74,6 +75,7 @@ class Fork:
     folder: Path
     text: str
     begin: int
+    changed: bool
     log: Log = field(default_factory=dict)
     hashes: tuple[str, str] = ("", "")
     same: bool | None = None
@@ -153,7 +155,7 @@ def make_fork(
             "correct that",
             exit_code=done.code if done.code in (2, 3, 4, 5, 6) else 1,
         )
-    fork = Fork(folder, text, begin.step, log_of(folder)[0])
+    fork = Fork(folder, text, begin.step, change != Change(), log_of(folder)[0])
     _compare_ends(fork, run)
     return fork
 

@@ -31,8 +31,11 @@ def describe_sample(task: Task, dataset: Any, index: int) -> dict[str, Any]:
     for place in _layers(dataset):
         for name, word in ATTRIBUTES.items():
             values: Any = getattr(place, name, None)
-            if word not in facts and _is_column(values, len(dataset)):
-                facts[word] = _plain(values[index])
+            if word in facts or not _is_column(values, len(dataset)):
+                continue
+            value = _plain(values[index])
+            if isinstance(value, int) or value not in facts.values():  # a source may be the video
+                facts[word] = value
     rate_hz = getattr(getattr(task, "recordings", None), "rate_hz", None)
     if rate_hz and "start" in facts:
         facts["time_s"] = round(facts["start"] / float(rate_hz), 3)
