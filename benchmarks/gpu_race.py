@@ -118,8 +118,9 @@ def workloads(folder: Path, tiny: bool) -> dict[str, Workload]:
     demonstrations = ["env.demonstrations=8", "env.size=16"] if tiny else ["env.demonstrations=240"]
     robot = ["robot", "eval.n_episodes=0", *demonstrations]
     act = [*robot, "policy.type=act", f"policy.chunk_size={5 if tiny else 20}"]
-    vla = [*robot, *["policy.chunk_size=5"] * tiny]
+    vla = [*robot]
     if tiny:
+        vla += ["policy.chunk_size=5"]
         act += ["policy.dim_model=16", "policy.n_heads=2", "policy.dim_feedforward=16"]
         act += ["policy.n_encoder_layers=1", "policy.n_vae_encoder_layers=1", "policy.latent_dim=4"]
     flat, conv = [f"{PLAIN}/perceptron.py", *har], [f"{PLAIN}/har.py", *har]
@@ -142,7 +143,9 @@ def loops(tiny: bool) -> list[Loop]:
     tuned = {"loader_processes": 0 if tiny else 4}
     batch = 8 if tiny else 64
     halves = {"batch_size": batch // 2}
-    workers = ["virtual_workers=2", *["ddp.backend=gloo"] * tiny]  # a stand-in has no NCCL
+    workers = ["virtual_workers=2"]
+    if tiny:
+        workers += ["ddp.backend=gloo"]  # a stand-in has no NCCL
     one, others = ("perceptron",), tuple(name for name in NAMES if name not in LARGE)
     last = "channels_last"
     card = "data on the card"
@@ -243,9 +246,10 @@ class Race(Contest):
             "epochs": ENDLESS,
             "drop_last": True,
             "folder": str(self.lab.folder / racer.way),
-            **({} if on_gpu else {"cpu": True}),
             **racer.loop.about,
         }
+        if not on_gpu:
+            about["cpu"] = True
         if racer.loop.function == "lockstep":
             # its watchdog would take a loop that waits for its turn for one that hangs
             always = ["drop_last=true", "ddp.timeout_s=3600"]
@@ -423,10 +427,13 @@ def _verdict(
         absent = [other for other in others if other not in measured]
         without = f" (without {'; '.join(absent)})" if absent else ""
         return Bar(what + without, closest(mine, [*measured.values()], "step_ms"), least)
-    missing = "all other loops are" if mine and len(others) > 1 else f"{name} is"
-    if mine and len(others) == 1:
-        missing = f"{others[0]} is"
-    return Bar(what, math.nan, least, reason=f"{missing} missing")
+    if not mine:
+        reason = f"{name} is missing"
+    elif len(others) == 1:
+        reason = f"{others[0]} is missing"
+    else:
+        reason = "all other loops are missing"
+    return Bar(what, math.nan, least, reason=reason)
 
 
 def text(command: str, results: Results, rounds: int) -> str:
