@@ -466,8 +466,12 @@ def test_a_decision_is_for_its_own_checkpoint(launch, tracks_run, tmp_path):
     """Another one of the same name does not use it, and says so."""
     data, run = tracks_run / "mice.npz", tmp_path / "run"
     shutil.copytree(tracks_run / "run", run, symlinks=True)
-    succeed(launch.python("tools/decide.py", run, data, "device=cpu"))
+    answer = json.loads(succeed(launch.python("tools/decide.py", "--json", run, data, "device=cpu")).out)
     (kept,) = run.glob("*.decision.json")
+    assert answer["output"] == str(kept)
+    written = json.loads(kept.read_text())
+    choices = ("temperature", "thresholds", "smoothing")
+    assert [answer[name] for name in choices] == [written[name] for name in choices]
     assert kept.with_suffix("").with_suffix(".pt").is_file()
     kept.write_text(kept.read_text().replace('"sha256": "', '"sha256": "0'))
     words = predict_words(run, data, tmp_path)

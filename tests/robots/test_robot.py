@@ -611,7 +611,8 @@ def test_what_is_not_here_is_downloaded_where_that_is_asked_for(launch, tmp_path
     hub.asked.clear()
     succeed(launch.python("train.py", *words, f"save_dir={tmp_path / 'second'}", **env))
     assert not hub.asked, "it lies in the cache"
-    succeed(launch.python("tools/save_pretrained.py", str(run), **env))
+    done = succeed(launch.python("tools/save_pretrained.py", "--json", str(run), **env))
+    assert json.loads(done.out) == {"output": f"{run}/pretrained_model"}
     card = huggingface_hub.ModelCard.load(run / "pretrained_model/README.md")
     about = card.data.to_dict()
     assert (about["library_name"], about["datasets"], "act" in about["tags"]) == ("lerobot", ["lab/walks"], True)
