@@ -127,29 +127,32 @@ class StepGraph:
                 "numbers: a graph reads tensors that change in place (copy_, lerp_)"
             )
         leaves = [leaves_of(batch) for batch, _ in pairs]
-        if self.given_up or not self._can_launch(pairs, leaves):
+        forms = [*map(_form_of, leaves)]
+        if self.given_up or not self._can_launch(pairs, forms):
             return self._take_other(pairs)
+        self._remove_others(leaves, forms)
         self.taken += 1
         return self._take(pairs, leaves)
 
-    def _can_launch(self, pairs: list[Pair], leaves: list[Leaves]) -> bool:
+    def _can_launch(self, pairs: list[Pair], forms: list[Form]) -> bool:
         """Return whether the form of a step's batches can be recorded, or is recorded; of several
-        processes, the same on all ranks.
-
-        The leaves of a batch that has another form than the recorded batch are removed.
-        """
+        processes, the same on all ranks."""
         if self.processes > 1 and pairs[0][1].samples < self.run.plan.global_batch:
             return False
-        forms = [*map(_form_of, leaves)]
         if self.recorded is None:
             self._count_form(forms[0])
-        others = [each for each, form in zip(leaves, forms, strict=True) if form != self.form]
-        if self.processes == 1:
-            return not others and not any(micro.empty for _, micro in pairs)
-        self.has_others |= bool(others)
-        for each in others:
-            each.clear()
-        return True
+        if self.processes > 1:
+            return True
+        alike = all(form == self.form for form in forms)
+        return alike and not any(micro.empty for _, micro in pairs)
+
+    def _remove_others(self, leaves: list[Leaves], forms: list[Form]) -> None:
+        """Remove the leaves of each batch that has another form than `form`: of several processes
+        such a pass is computed kernel by kernel."""
+        for each, form in zip(leaves, forms, strict=True):
+            if form != self.form:
+                self.has_others = True
+                each.clear()
 
     def _count_form(self, form: Form) -> None:
         """Set `form` and `taken`, before the recording. Of several processes all whole steps count,

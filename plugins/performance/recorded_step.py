@@ -246,7 +246,8 @@ def _refuse_other_ranks(*arguments: Any) -> Any:
 
 
 class _PassTaken(Exception):
-    """A pass is computed, and the rest of the step must not follow."""
+    """Ends `train_step` behind the last pass: the update is a graph, and must not be taken here. Of
+    `_SinglePass`, for `RecordedStep._compute_pass`."""
 
 
 class _SinglePass(_Pieces):
