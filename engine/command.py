@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine import config, launch
+from engine import config, hooks, launch
 from engine.errors import LockstepError
 
 
@@ -28,6 +28,7 @@ def read(argv: list[str], tasks: Any) -> config.Args:
     if args.print_config:
         print(config.to_yaml(args.cfg), end="", flush=True)
         raise config.EarlyExit
+    hooks.command_lines.each(args.cfg)
     if launch.is_local_rank0():
         for note in args.notes:
             print(f"note: {note}", file=sys.stderr)

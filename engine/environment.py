@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine import private
@@ -31,11 +33,18 @@ def environment(run: Run) -> dict[str, str]:
     }
     if run.plan.workers and not on_gpu:
         facts |= SQUARE_ROOT
+    if run.cfg.arithmetic == "capped":
+        facts |= CAPPED
+        facts["C library"] = " ".join(platform.libc_ver())
+        facts["NumPy"] = np.__version__
     return facts
 
 
 SQUARE_ROOT = {"square root": "correctly rounded"}
 """In the environment of a run with virtual workers on a CPU: the arithmetic of `comm.exact`."""
+
+CAPPED = {"device": "x86-64 CPU with AVX2", "arithmetic": "capped"}
+"""In the environment of a run with arithmetic=capped: the kind of CPU decides nothing."""
 
 
 def environment_of(state: dict[str, Any]) -> dict[str, str]:

@@ -126,12 +126,15 @@ NEEDS = (
     Need("performance", "compile", ("auto", "off")),
     Need("performance", "cuda_graph", ("auto", False)),
     Need("performance", "cache", ("auto", "none")),
+    Need("performance", "arithmetic", ("native",)),
     Need("performance", "ddp.backend", ("auto", "gloo")),
     # plugins/preflight/rules.py refuses unsuitable uses of these settings: shares that cannot be
-    # dealt, a CUDA graph of a step with several parts, sampler=balanced for data without labels.
+    # dealt, a CUDA graph of a step with several parts, sampler=balanced for data without labels,
+    # arithmetic=capped on a GPU.
     Need("preflight", "ddp.shares", ([],)),
     Need("preflight", "cuda_graph", ("auto", False)),
     Need("preflight", "sampler", ("shuffle",)),
+    Need("preflight", "arithmetic", ("native",)),
     Need("reporting", "record", (0,)),
     Need("reporting", "wandb.enable", (False,)),
     Need("reporting", "mlflow.enable", (False,)),

@@ -58,6 +58,8 @@ usages = Hook()
 """first(cfg, prog, tasks, task) -> the text of --help."""
 
 # ---- before the ranks have met
+command_lines = Hook()
+"""each(cfg): a command line has been read. A function may replace the process."""
 before_agent = Hook()
 """each(args, one_machine): set up torchrun's agent."""
 before_rendezvous = Hook()

@@ -58,6 +58,8 @@ def set_threads(run: Run) -> Plan:
         why = threads.set_threads(_threads(cfg), plan.gflop * plan.micro_batch, plan.threads)
         if plan.workers and not cfg.threads:
             why = "the same on any number of processes"
+        elif cfg.arithmetic == "capped" and not cfg.threads:
+            why = "the same on any machine"
         texts.append(f"{amount(torch.get_num_threads(), 'thread')} per process ({why})")
     if convolutions(run.model):
         texts.append(f"convolutions in {_ORDERS[plan.memory_format]} order")
@@ -72,8 +74,9 @@ def set_threads(run: Run) -> Plan:
 
 def _threads(cfg: Any) -> int:
     """Return the requested number of threads, 0 for a choice by rule. Virtual workers get one
-    thread: a number that depends on the processes would change the bits."""
-    return cfg.threads or min(1, cfg.virtual_workers)
+    thread: a number that depends on the processes would change the bits. A capped arithmetic gets
+    one, too: MKL limits several threads to the cores of the machine."""
+    return cfg.threads or int(cfg.virtual_workers > 0 or cfg.arithmetic == "capped")
 
 
 def set_memory_format(

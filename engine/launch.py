@@ -71,6 +71,12 @@ def start_again(more: dict[str, Any]) -> None:
     now = restart()
     later = now._replace(settings=now.settings | more, times=now.times + 1)
     os.environ[RESTART] = json.dumps(later._asdict())
+    replace_process()
+
+
+def replace_process() -> None:
+    """Replace this process by a new process with the same pid, command and environment. Does not
+    return; any thread may call."""
     # Otherwise ports, locks and files of the driver would stay open.
     for descriptor in Path("/proc/self/fd").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed

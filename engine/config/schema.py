@@ -476,6 +476,12 @@ class Config:
         changes=ROUNDING,
         resolved="deterministic kernels",
     )
+    arithmetic: Literal["native", "capped"] = option(
+        "native",
+        "capped: the bits of a CPU with AVX2 on every newer x86-64 CPU, of Intel or AMD; slower",
+        free=True,
+        changes=ROUNDING,
+    )
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto", "auto = GPU if there is one", free=True, changes=ROUNDING, resolved="device"
     )

@@ -17,6 +17,7 @@ from engine.comm.world import World, sync_errors
 from engine.plan import Plan
 from engine.run import AfterStep, Run
 from plugins.performance import (
+    capped,
     compiled_step,
     compiler,
     cores,
@@ -111,6 +112,7 @@ def device_copies(run: Run) -> snapshot.Copies:
     return snapshot.Copies(run.world.device, at_once=run.plan.sharded)
 
 
+hooks.command_lines.add(capped.set_arithmetic)
 hooks.shared_memory.add(shm_backend.channel)
 hooks.caches.add(cache_datasets)
 hooks.averages.add(averages_on_gpu)

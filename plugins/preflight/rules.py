@@ -95,6 +95,7 @@ SYNC_BN = Condition("ddp.sync_bn=true", lambda facts: facts.cfg.ddp.sync_bn)
 STATIC_GRAPH = Condition("ddp.static_graph=true", lambda facts: facts.cfg.ddp.static_graph)
 BALANCED = Condition("sampler=balanced", lambda facts: facts.cfg.sampler == "balanced")
 RECORD = Condition("record={cfg.record}", lambda facts: facts.cfg.record > 0)
+CAPPED = Condition("arithmetic=capped", lambda facts: facts.cfg.arithmetic == "capped")
 RECORDED_STEP = Condition("cuda_graph=true", lambda facts: True)
 
 SHARES = Condition("ddp.shares={value}", lambda facts: ",".join(facts.cfg.ddp.shares))
@@ -339,6 +340,25 @@ RULES = (
         what="{setting}",
         where="config",
         fix="name each GPU once",
+    ),
+    Rule(
+        moment="config",
+        setting=CAPPED,
+        excluded=Condition("threads={cfg.threads}", lambda facts: facts.cfg.threads > 1),
+        fix="drop threads, and start more processes",
+    ),
+    Rule(
+        moment="config",
+        setting=CAPPED,
+        excluded=COMPILE,
+        fix="drop compile: the compiler writes code for this CPU alone",
+    ),
+    Rule(
+        moment="launch",
+        setting=CAPPED,
+        excluded=Condition("a GPU", lambda facts: facts.visible),
+        what="{setting} is of CPUs, and this run would use {excluded}",
+        fix="add device=cpu, or drop it",
     ),
     Rule(
         moment="command",

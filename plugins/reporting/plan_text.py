@@ -352,12 +352,17 @@ def resumed(run: Run) -> None:
         console.info(f"  note: the schedule now spans {change}; {keep}")
     now = environment(run)
     # An old checkpoint lacks entries.
-    before = now | saved.environment
+    arithmetic = saved.config.get("arithmetic", "native")
+    before = now | {"arithmetic": arithmetic} | saved.environment
     moved = [f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
-    if moved and run.plan.workers:  # without virtual workers the bits may change in any case
+    # without virtual workers the bits may change in any case
+    promised = run.plan.workers or "capped" in (arithmetic, run.cfg.arithmetic)
+    if moved and promised:
         console.info(
             f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}"
         )
+    elif run.cfg.arithmetic == "capped":
+        console.info("  note: arithmetic=capped, the same bits on this CPU as on the one before")
     for key, change in saved.changes.items():
         if key != "code":  # `check_same_run` has warned
             console.info(f"  {change} from step {progress.step} on")

@@ -428,6 +428,7 @@ class Proof:
         self.say(
             f"{name}: {amount(self.steps, 'step')} of {batch}, {first.notes['device']}, {precision}"
         )
+        self.say(_decided_by(first.notes["environment"]))
         if cards.shares(self.cards, max(self.counts)):
             self.say(f"up to {cards.shared_by(self.cards, max(self.counts))}")
         if self.said_adds_up:
@@ -1055,12 +1056,24 @@ class Proof:
             "steps": self.steps,
             "global_batch": self.global_batch,
             "virtual_workers": self.workers,
+            "environment": self.trials[0].notes.get("environment", {}),
             "finding": vars(self.finding) if self.finding else None,
             "runs": [each.as_json() for each in self.trials],
             "differences": gaps,
             "not_known": self.not_known,
             "not_checked": self.left_out,
         }
+
+
+def _decided_by(facts: dict[str, str]) -> str:
+    """Return the facts that decide a digest, beside config, code and data."""
+    texts = [f"torch {facts['torch']}", f"arithmetic {facts.get('arithmetic', 'native')}"]
+    texts.append(f"{facts['device']} with {facts['CPU instructions']}")
+    if "arithmetic" in facts:
+        texts[-1] = f"any {facts['device']}"
+        texts += [facts["C library"], f"NumPy {facts['NumPy']}"]
+    texts.append(amount(int(facts["threads"]), "thread"))
+    return f"a digest is of {', '.join(texts)}"
 
 
 ROW = "  {:<14}{:<36}{:<12}{}"

@@ -28,6 +28,7 @@ import train
 from engine import contract, global_loss, private
 from engine.comm.buffers import Buffers
 from engine.data.batches import attach_info, batch_info, map_tensors
+from engine.environment import environment
 from engine.files.atomic import write_json
 from engine.files.store import MANIFEST
 from engine.run import Run
@@ -177,6 +178,7 @@ def _take_notes(run: Run, path: Path) -> None:
     has used, and the coarsest type."""
     notes: dict[str, Any] = {
         "device": str(run.world.device),
+        "environment": environment(run),
         "precision": run.precision.name,
         "samples": run.plan.num_samples,
         "global_batch": run.plan.global_batch,

@@ -1,0 +1,179 @@
+"""`arithmetic=capped`: the arithmetic of a CPU with AVX2, on every x86-64 CPU that has AVX2.
+
+torch, oneDNN, MKL, NumPy and OpenBLAS choose their kernels by the kind of CPU. Each reads a
+variable of the environment that limits the choice, once, when it is loaded. So the process sets the
+variables and starts itself again.
+
+MKL has an own choice for each maker of CPUs; MKL_CBWR=COMPATIBLE is the only one that CPUs of Intel
+and AMD share. Some kernels of that choice begin with the instructions `rcpps` and `rsqrtps`, whose
+results the maker of a CPU may choose. NumPy computes these functions in place of MKL.
+
+docs/same-bits.md has the evidence, `python benchmarks/cpu_kinds.py` repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine import launch
+from engine.errors import LockstepError
+
+STARTED = "LOCKSTEP_CAPPED"
+"""Environment variable: the process that has started itself again with VARIABLES."""
+
+
+def _variables() -> dict[str, str]:
+    """Return the variables that limit the kernels, with their values."""
+    config: Any = np.show_config(mode="dicts")
+    known = config["SIMD Extensions"]
+    names = sorted([*known["found"], *known["not found"]])
+    beyond_avx2 = [name for name in names if name == "X86_V4" or "AVX512" in name]
+    return {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_CBWR": "COMPATIBLE",
+        "OPENBLAS_CORETYPE": "Haswell",
+        # OpenBLAS cuts a product by its threads, of which there are as many as cores
+        "OPENBLAS_NUM_THREADS": "1",
+        # the names depend on the version of NumPy, and NumPy passes over a name that the CPU lacks
+        "NPY_DISABLE_CPU_FEATURES": " ".join(beyond_avx2),
+    }
+
+
+VARIABLES = _variables()
+
+CONFLICTS = (
+    "DNNL_MAX_CPU_ISA",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_VML_DEBUG_CPU_TYPE",
+    "NPY_ENABLE_CPU_FEATURES",
+)
+"""Variables that change the kernels, too, and must not be set."""
+
+
+def set_arithmetic(cfg: Any) -> None:
+    """With arithmetic=capped, start the process again unless VARIABLES are set, and replace the
+    functions of MKL that depend on the maker of the CPU. Raises LockstepError if the arithmetic
+    cannot be capped."""
+    if cfg.arithmetic != "capped":
+        return
+    problem, fix = _conflict() or _lack() or ("", "")
+    if problem:
+        what = f"arithmetic=capped, but {problem}"
+        raise LockstepError(what, "arithmetic", f"{fix}, or drop it", everywhere=True)
+    if any(name not in os.environ for name in VARIABLES):
+        _start_again()
+    replace_functions()
+
+
+def _conflict() -> tuple[str, str] | None:
+    """Return the first variable of the user that contradicts, with a fix."""
+    for name, value in VARIABLES.items():
+        given = os.environ.get(name, value)
+        if given != value:
+            return f"{name}={given} is set, in place of {value}", f"unset {name}"
+    for name in CONFLICTS:
+        if name in os.environ:
+            return f"{name}={os.environ[name]} is set", f"unset {name}"
+    # glibc's tunables of malloc change no number
+    if "glibc.cpu" in os.environ.get("GLIBC_TUNABLES", ""):
+        return "GLIBC_TUNABLES chooses the C library's functions", "unset GLIBC_TUNABLES"
+    return None
+
+
+def _lack() -> tuple[str, str] | None:
+    """Return what this machine or this build of torch lacks, with a fix."""
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64"):
+        return f"this CPU is {machine}", "use an x86-64 CPU"
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return "this CPU has no AVX2", "use a CPU with AVX2"
+    for library in (torch.backends.mkl, torch.backends.mkldnn):
+        if not library.is_available():
+            name = library.__name__.rpartition(".")[2]
+            return f"this torch is built without {name}", "install torch from pytorch.org"
+    return None
+
+
+def _start_again() -> None:
+    """Replace this process by one with VARIABLES. Raises LockstepError if this process is that one
+    already, and something has removed the variables."""
+    if os.environ.get(STARTED) == str(os.getpid()):
+        raise LockstepError(
+            "arithmetic=capped, but the variables that it sets are gone after a restart",
+            "arithmetic",
+            "look for sitecustomize.py, or drop it",
+            everywhere=True,
+        )
+    os.environ.update(VARIABLES)
+    os.environ[STARTED] = str(os.getpid())
+    launch.replace_process()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sqrt": np.sqrt,
+    "acos": np.arccos,
+    "asin": np.arcsin,
+    "atan": np.arctan,
+    "tan": np.tan,
+    "log": np.log,
+    "log2": np.log2,
+    "log10": np.log10,
+}
+"""The functions of torch that call a kernel of MKL with `rcpps` or `rsqrtps`, and NumPy's."""
+
+_library: list[torch.library.Library] = []
+"""The replaced functions: they are torch's again once the object is gone."""
+
+
+def replace_functions() -> None:
+    """Let torch call NumPy for FUNCTIONS on CPUs, in this process and in its forks."""
+    if _library:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in FUNCTIONS.items():
+        of_numpy = _kernel(function)
+        library.impl(name, of_numpy, "CPU", allow_override=True)
+        library.impl(f"{name}_", _in_place(of_numpy), "CPU", allow_override=True)
+        library.impl(f"{name}.out", _into(of_numpy), "CPU", allow_override=True)
+    _library.append(library)
+
+
+def _kernel(function: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """Return a kernel for tensors on a CPU, of the shape and the type of torch's result."""
+
+    def kernel(values: Tensor) -> Tensor:
+        if not (values.is_floating_point() or values.is_complex()):
+            values = values.to(torch.get_default_dtype())
+        dtype = values.dtype
+        if dtype in (torch.bfloat16, torch.float16):  # NumPy lacks bfloat16
+            values = values.float()
+        with np.errstate(all="ignore"):
+            # NumPy returns no array for a single number
+            result = np.asarray(function(values.detach().numpy()))
+        return torch.from_numpy(result).to(dtype)
+
+    return kernel
+
+
+def _in_place(kernel: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def in_place(values: Tensor) -> Tensor:
+        return values.copy_(kernel(values))
+
+    return in_place
+
+
+def _into(kernel: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def into(values: Tensor, *, out: Tensor) -> Tensor:
+        result = kernel(values)
+        return out.resize_(result.shape).copy_(result)
+
+    return into

@@ -1,0 +1,188 @@
+"""arithmetic=capped: the variables are set before torch is loaded, by one restart; what contradicts is refused; the
+functions that MKL computes by the maker of the CPU are NumPy's.
+
+That the bits are those of another kind of CPU needs another kind of CPU: `benchmarks/cpu_kinds.py`."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TOY, succeed
+from runs import same_bits, weights
+
+from engine import config, hooks
+from engine import launch as launching
+from engine.errors import LockstepError
+from plugins.performance import capped
+
+CAPPED = SimpleNamespace(arithmetic="capped")
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    """No variable is set, and a restart is counted and not made."""
+    restarts = []
+    for name in (*capped.VARIABLES, *capped.CONFLICTS, capped.STARTED, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launching, "replace_process", lambda: restarts.append(dict(os.environ)))
+    monkeypatch.setattr(capped, "replace_functions", lambda: None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    return restarts
+
+
+def test_native_sets_nothing(clean):
+    capped.set_arithmetic(SimpleNamespace(arithmetic="native"))
+    assert not clean and not capped.VARIABLES.keys() & os.environ.keys()
+
+
+def test_one_restart_sets_the_variables(clean):
+    capped.set_arithmetic(CAPPED)
+    capped.set_arithmetic(CAPPED)  # after the restart
+    (env,) = clean
+    assert capped.VARIABLES.items() <= env.items()
+
+
+def test_variables_that_something_removes_are_no_endless_restart(clean):
+    capped.set_arithmetic(CAPPED)
+    del os.environ["MKL_CBWR"]
+    with pytest.raises(LockstepError, match="gone after a restart"):
+        capped.set_arithmetic(CAPPED)
+    os.environ[capped.STARTED] = "1"  # of a parent, whose child has lost a variable
+    capped.set_arithmetic(CAPPED)
+    assert len(clean) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ATEN_CPU_CAPABILITY", "default"), ("ONEDNN_MAX_CPU_ISA", "SSE41"), ("MKL_CBWR", "AVX2"),
+     ("NPY_DISABLE_CPU_FEATURES", "AVX2"), ("DNNL_MAX_CPU_ISA", "AVX2"), ("MKL_VML_DEBUG_CPU_TYPE", "3"),
+     ("GLIBC_TUNABLES", "glibc.cpu.hwcaps=-AVX2")],
+)  # fmt: skip
+def test_a_variable_that_contradicts_is_refused(clean, name, value):
+    os.environ[name] = value
+    with pytest.raises(LockstepError, match=f"arithmetic=capped, but {name}.*: unset {name}, or drop it"):
+        capped.set_arithmetic(CAPPED)
+    assert not clean
+
+
+def test_tunables_of_memory_are_no_arithmetic(clean):
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.check=0"
+    capped.set_arithmetic(CAPPED)
+    assert len(clean) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "lacks"),
+    [(capped.platform, "machine", "aarch64", "this CPU is aarch64"),
+     (torch.backends.cpu, "get_cpu_capability", "DEFAULT", "this CPU has no AVX2"),
+     (torch.backends.mkl, "is_available", False, "this torch is built without mkl"),
+     (torch.backends.mkldnn, "is_available", False, "this torch is built without mkldnn")],
+)  # fmt: skip
+def test_a_machine_on_which_it_cannot_hold_is_refused(clean, monkeypatch, place, name, value, lacks):
+    monkeypatch.setattr(place, name, lambda: value)
+    with pytest.raises(LockstepError, match=f"arithmetic=capped, but {lacks}"):
+        capped.set_arithmetic(CAPPED)
+    assert not clean
+
+
+@pytest.mark.parametrize(("name", "value"), [("threads", 2), ("compile", "default")])
+def test_settings_that_contradict_are_refused(name, value):
+    cfg = config.Config(arithmetic="capped", **{name: value})
+    (error,) = hooks.find_conflicts("config", cfg=cfg)
+    assert f"arithmetic=capped with {name}={value}" in str(error)
+    assert not hooks.find_conflicts("config", cfg=config.Config(arithmetic="capped", threads=1))
+
+
+def test_gpus_are_refused():
+    facts = {"cfg": config.Config(arithmetic="capped"), "env": launching.Environment()}
+    (error,) = hooks.find_conflicts("launch", **facts, visible=1)
+    assert "arithmetic=capped is of CPUs" in str(error) and "device=cpu" in str(error)
+    assert not hooks.find_conflicts("launch", **facts, visible=0)
+
+
+FORMS = """
+import numpy as np, torch
+from plugins.performance import capped
+torch.manual_seed(0)
+grids = {name: torch.rand(37, 50, dtype=torch.float64) * .98 + .01 for name in capped.FUNCTIONS}
+torchs = {name: getattr(torch, name)(grid) for name, grid in grids.items()}
+slopes = {}
+for name, grid in grids.items():
+    x = grid.clone().requires_grad_()
+    getattr(torch, name)(x).sum().backward()
+    slopes[name] = x.grad
+capped.replace_functions()
+capped.replace_functions()
+for name, function in capped.FUNCTIONS.items():
+    f, x = getattr(torch, name), grids[name]
+    torch.testing.assert_close(f(x), torchs[name], rtol=1e-14, atol=1e-15)
+    for dtype in (torch.float32, torch.float64):
+        y = x.to(dtype)
+        truth = torch.from_numpy(function(y.numpy()))
+        assert f(y).dtype == dtype and torch.equal(f(y), truth), name
+        assert torch.equal(f(y.t()), truth.t()) and torch.equal(f(y[:, ::3]), truth[:, ::3]), name
+        out = torch.empty(0, dtype=dtype)
+        assert f(y, out=out) is out and torch.equal(out, truth), name
+        z = y.clone()
+        assert getattr(z, name + "_")() is z and torch.equal(z, truth), name
+        assert torch.equal(f(y[0, 0]), truth[0, 0]) and f(y[0, 0]).shape == (), name
+    for half in (torch.bfloat16, torch.float16):
+        assert torch.equal(f(x.to(half)), torch.from_numpy(function(x.to(half).float().numpy())).to(half)), name
+    assert f(torch.tensor([0, 1])).dtype == torch.float32 and f(torch.empty(0, 3)).shape == (0, 3)
+    leaf = x.clone().requires_grad_()
+    f(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, slopes[name], rtol=1e-13, atol=1e-14)
+assert torch.isnan(torch.sqrt(torch.tensor(-1.0)))
+p = torch.nn.Parameter(torch.rand(1000))
+adam = torch.optim.Adam([p], foreach=True)
+p.grad = torch.rand(1000)
+adam.step()
+x = torch.rand(200_000)
+assert torch.equal(torch._foreach_sqrt([x])[0], torch.from_numpy(np.sqrt(x.numpy())))
+print("all forms")
+"""
+
+
+def test_the_functions_are_numpys_in_every_form(launch):
+    """Strides, numbers, empty and integer tensors, halves, `out`, in place, gradients; torch's own to 1e-14."""
+    assert succeed(launch.python("-c", FORMS)).out == "all forms\n"
+
+
+def words(folder, *more):
+    return [TOY, "arithmetic=capped", "virtual_workers=2", "global_batch=24", "device=cpu", f"save_dir={folder}", *more]
+
+
+@pytest.mark.slow
+def test_one_processs_bits_are_those_of_two_and_of_variables_from_outside(launch, tmp_path):
+    """The restart happens once: a second one would print the line of the first again."""
+    one, two, outside = (tmp_path / name for name in ("one", "two", "outside"))
+    done = succeed(launch.train(*words(one)))
+    assert "1 thread per process" in done.out and done.out.count("Starting training") == 1
+    succeed(launch.launcher(2, *words(two)))
+    succeed(launch.train(*words(outside), **capped.VARIABLES))
+    assert same_bits(weights(one), weights(two)) and same_bits(weights(one), weights(outside))
+    environment = torch.load(one / "last.pt", weights_only=True)["environment"]
+    assert environment["arithmetic"] == "capped" and environment["CPU instructions"] == "AVX2"
+    assert environment["device"] == "x86-64 CPU with AVX2" and environment["NumPy"] == np.__version__
+    again = succeed(launch.train(*words(one, "epochs=3")))
+    assert "note: arithmetic=capped, the same bits on this CPU as on the one before" in again.out
+
+
+@pytest.mark.slow
+def test_a_native_run_that_goes_on_capped_says_so(launch, tmp_path):
+    run = tmp_path / "run"
+    succeed(launch.train(*words(run, "arithmetic=native", "epochs=1")))
+    more = succeed(launch.train(*words(run, "epochs=2")))
+    assert "note: no longer the same bits" in more.out and "arithmetic native -> capped" in more.out
+    back = succeed(launch.train(*words(run, "epochs=3", "arithmetic=native")))
+    assert "note: no longer the same bits" in back.out and "device x86-64 CPU with AVX2 -> " in back.out
+
+
+@pytest.mark.slow
+def test_a_variable_from_outside_is_refused_before_anything_is_written(launch, tmp_path):
+    done = launch.train(*words(tmp_path / "run"), ATEN_CPU_CAPABILITY="default")
+    assert done.code == 2 and len(done.errors) == 1 and "ATEN_CPU_CAPABILITY=default is set" in done.err
+    assert not (tmp_path / "run").exists()
