@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,7 @@ def set_arithmetic(cfg: Any) -> None:
         raise LockstepError(what, "arithmetic", f"{fix}, or drop it", everywhere=True)
     if any(name not in os.environ for name in VARIABLES):
         _start_again()
+    _check_in_force()
     replace_functions()
 
 
@@ -118,6 +120,18 @@ def _start_again() -> None:
     launch.replace_process()
 
 
+def _check_in_force() -> None:
+    """Raise LockstepError if torch was loaded before VARIABLES were set."""
+    kernels = torch.backends.cpu.get_cpu_capability()
+    if kernels != "AVX2":
+        raise LockstepError(
+            f"arithmetic=capped, but torch has loaded its kernels for {kernels} before",
+            "arithmetic",
+            "set the variables of plugins/performance/capped.py before torch is imported",
+            everywhere=True,
+        )
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": np.sqrt,
     "acos": np.arccos,
@@ -139,11 +153,13 @@ def replace_functions() -> None:
     if _library:
         return
     library = torch.library.Library("aten", "IMPL")
-    for name, function in FUNCTIONS.items():
-        of_numpy = _kernel(function)
-        library.impl(name, of_numpy, "CPU", allow_override=True)
-        library.impl(f"{name}_", _in_place(of_numpy), "CPU", allow_override=True)
-        library.impl(f"{name}.out", _into(of_numpy), "CPU", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
+        for name, function in FUNCTIONS.items():
+            of_numpy = _kernel(function)
+            library.impl(name, of_numpy, "CPU", allow_override=True)
+            library.impl(f"{name}_", _in_place(of_numpy), "CPU", allow_override=True)
+            library.impl(f"{name}.out", _into(of_numpy), "CPU", allow_override=True)
     _library.append(library)
 
 

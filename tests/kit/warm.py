@@ -258,7 +258,8 @@ class WarmPopen(subprocess.Popen):
 def warm_exec(program: str, args: list[str]) -> None:
     """os.execv in a forked command: it becomes another one without a new interpreter, where no thread would survive,
     neither Python's nor gloo's."""
-    if program == sys.executable and can_be_warm(args[1:], {}) and len(os.listdir("/proc/self/task")) == 1:
+    changed = {name: value for name, value in os.environ.items() if began.get(name) != value}
+    if program == sys.executable and can_be_warm(args[1:], changed) and len(os.listdir("/proc/self/task")) == 1:
         atexit._clear()
         ignored = tuple(n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN)
         become(args[1:], dict(os.environ), os.getcwd(), (1, 2), ignored)
@@ -266,6 +267,9 @@ def warm_exec(program: str, args: list[str]) -> None:
 
 
 execv = os.execv
+
+began: dict[str, str] = {}
+"""The environment in which this forked command began."""
 
 
 def become(words: list[str], env: dict[str, str], cwd: str, output: tuple[int, int], ignored: tuple = ()) -> None:
@@ -302,6 +306,8 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(err, "utf-8", "backslashreplace", line_buffering=True)
     os.environ.clear()
     os.environ.update(env)
+    began.clear()
+    began.update(env)
     os.chdir(cwd)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

@@ -29,7 +29,8 @@ def clean(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launching, "replace_process", lambda: restarts.append(dict(os.environ)))
     monkeypatch.setattr(capped, "replace_functions", lambda: None)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    kernels = lambda: os.environ.get("ATEN_CPU_CAPABILITY", "AVX512").upper()  # noqa: E731
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", kernels)
     return restarts
 
 
@@ -53,6 +54,13 @@ def test_variables_that_something_removes_are_no_endless_restart(clean):
     os.environ[capped.STARTED] = "1"  # of a parent, whose child has lost a variable
     capped.set_arithmetic(CAPPED)
     assert len(clean) == 2
+
+
+def test_variables_that_are_set_after_torch_is_loaded_do_nothing(clean, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    os.environ.update(capped.VARIABLES)
+    with pytest.raises(LockstepError, match="torch has loaded its kernels for AVX512 before"):
+        capped.set_arithmetic(CAPPED)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +159,16 @@ def test_the_functions_are_numpys_in_every_form(launch):
     assert succeed(launch.python("-c", FORMS)).out == "all forms\n"
 
 
-def words(folder, *more):
-    return [TOY, "arithmetic=capped", "virtual_workers=2", "global_batch=24", "device=cpu", f"save_dir={folder}", *more]
+def words(folder, *more, arithmetic="capped"):
+    return [
+        TOY,
+        f"arithmetic={arithmetic}",
+        "virtual_workers=2",
+        "global_batch=24",
+        "device=cpu",
+        f"save_dir={folder}",
+        *more,
+    ]
 
 
 @pytest.mark.slow
@@ -174,10 +190,10 @@ def test_one_processs_bits_are_those_of_two_and_of_variables_from_outside(launch
 @pytest.mark.slow
 def test_a_native_run_that_goes_on_capped_says_so(launch, tmp_path):
     run = tmp_path / "run"
-    succeed(launch.train(*words(run, "arithmetic=native", "epochs=1")))
+    succeed(launch.train(*words(run, "epochs=1", arithmetic="native")))
     more = succeed(launch.train(*words(run, "epochs=2")))
     assert "note: no longer the same bits" in more.out and "arithmetic native -> capped" in more.out
-    back = succeed(launch.train(*words(run, "epochs=3", "arithmetic=native")))
+    back = succeed(launch.train(*words(run, "epochs=3", arithmetic="native")))
     assert "note: no longer the same bits" in back.out and "device x86-64 CPU with AVX2 -> " in back.out
 
 
