@@ -12,7 +12,9 @@ python benchmarks/cpu_kinds.py --dry           print the row only
 
 Exit code 1: another bit than on another kind with the same torch.
 
-The file is also the task of these trainings: `python train.py benchmarks/cpu_kinds.py net.kind=gru`.
+The file is also the task of these trainings:
+
+python train.py benchmarks/cpu_kinds.py net.kind=gru
 """
 
 from __future__ import annotations
