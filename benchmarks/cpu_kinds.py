@@ -166,6 +166,7 @@ def functions() -> str:
         inside = x.abs() * 0.98 + 0.01
         for name in ELEMENTWISE:
             note(getattr(torch, name)(inside))
+        note(inside**0.5, inside**-0.5, inside**2, inside**1.7)
         for rows, inner, columns in ((1, 64, 8), (16, 16, 16), (31, 53, 17), (64, 300, 48)):
             a, b = x[: rows * inner].reshape(rows, inner), x[: inner * columns]
             note(a @ b.reshape(inner, columns), a.t() @ a)

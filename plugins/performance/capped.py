@@ -160,7 +160,24 @@ def replace_functions() -> None:
             library.impl(name, of_numpy, "CPU", allow_override=True)
             library.impl(f"{name}_", _in_place(of_numpy), "CPU", allow_override=True)
             library.impl(f"{name}.out", _into(of_numpy), "CPU", allow_override=True)
+        library.impl("pow.Tensor_Scalar", power, "CPU", allow_override=True)
+        library.impl("pow_.Scalar", _in_place(power), "CPU", allow_override=True)
+        library.impl("pow.Tensor_Scalar_out", _into(power), "CPU", allow_override=True)
     _library.append(library)
+
+
+def power(values: Tensor, exponent: Any) -> Tensor:
+    """Return `values ** exponent`. torch's kernel for an exponent of 0.5 is its square root."""
+    if exponent == 0.5:
+        return torch.sqrt(values)
+    if exponent == 2 and values.is_floating_point():
+        return values * values
+    number = torch.tensor(exponent)
+    if isinstance(exponent, float):
+        if not (values.is_floating_point() or values.is_complex()):
+            values = values.to(torch.get_default_dtype())
+        number = torch.tensor(exponent, dtype=values.dtype)
+    return torch.pow(values, number)
 
 
 def _kernel(function: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
@@ -180,16 +197,16 @@ def _kernel(function: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     return kernel
 
 
-def _in_place(kernel: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def in_place(values: Tensor) -> Tensor:
-        return values.copy_(kernel(values))
+def _in_place(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def in_place(values: Tensor, *more: Any) -> Tensor:
+        return values.copy_(kernel(values, *more))
 
     return in_place
 
 
-def _into(kernel: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def into(values: Tensor, *, out: Tensor) -> Tensor:
-        result = kernel(values)
+def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def into(values: Tensor, *more: Any, out: Tensor) -> Tensor:
+        result = kernel(values, *more)
         return out.resize_(result.shape).copy_(result)
 
     return into

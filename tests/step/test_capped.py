@@ -143,6 +143,19 @@ for name, function in capped.FUNCTIONS.items():
     leaf = x.clone().requires_grad_()
     f(leaf).sum().backward()
     torch.testing.assert_close(leaf.grad, slopes[name], rtol=1e-13, atol=1e-14)
+for x in (torch.rand(100) + .1, torch.rand(100, dtype=torch.float64) + .1):
+    truth = torch.from_numpy(np.sqrt(x.numpy()))
+    assert torch.equal(x ** .5, truth) and torch.equal(x.clone().pow_(.5), truth)
+    assert torch.equal(torch.pow(x, .5, out=torch.empty(0, dtype=x.dtype)), truth)
+    for exponent in (2, 3, -1, -2, 0, 1, -.5, 1.7):
+        exact = torch.from_numpy(np.power(x.double().numpy(), float(exponent))).to(x.dtype)
+        torch.testing.assert_close(x ** exponent, exact, rtol=3e-7 if x.dtype == torch.float32 else 1e-14, atol=0)
+whole = torch.arange(5)
+assert torch.equal(whole ** 2, whole * whole) and torch.equal(whole ** 3, whole * whole * whole)
+assert (whole ** 1.5).dtype == torch.float32 and (torch.rand(3).bfloat16() ** 3).dtype == torch.bfloat16
+leaf = torch.rand(9, dtype=torch.float64, requires_grad=True)
+(leaf ** .5).sum().backward()
+torch.testing.assert_close(leaf.grad, .5 / leaf.detach().sqrt(), rtol=1e-14, atol=0)
 assert torch.isnan(torch.sqrt(torch.tensor(-1.0)))
 p = torch.nn.Parameter(torch.rand(1000))
 adam = torch.optim.Adam([p], foreach=True)
