@@ -352,7 +352,7 @@ def resumed(run: Run) -> None:
         console.info(f"  note: the schedule now spans {change}; {keep}")
     now = environment(run)
     # An old checkpoint lacks entries.
-    arithmetic = saved.config.get("arithmetic", "native")
+    arithmetic = saved.environment.get("arithmetic", "native")
     before = now | {"arithmetic": arithmetic} | saved.environment
     moved = [f"{name} {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
     # without virtual workers the bits may change in any case
