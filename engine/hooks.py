@@ -88,6 +88,9 @@ initial_state = Hook()
 # ---- while a run trains
 returned = Hook()
 """each(method, value, *about): raise LockstepError if the task's `method` returned a bad value."""
+host_numbers = Hook()
+"""first(run) -> a copy of the numbers, texts and generators of the host that model and task keep,
+with `changes(later)` and `put_back()`."""
 device_copies = Hook()
 """first(run) -> copies of a state that leave the GPU while the training continues."""
 before_read = Hook()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 Sizes = tuple[int, ...]
@@ -28,6 +29,14 @@ Sizes = tuple[int, ...]
 DROPOUT: Any = nn.modules.dropout._DropoutNd
 NORM_WITH_STATISTICS: Any = nn.modules.batchnorm._NormBase
 """Base classes of layers; the second is the base of batch norms and of instance norms."""
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not load torch's compiler, which takes 2 s in each process."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -3,17 +3,21 @@ take more time than the kernels. `recorded_step.py` records and launches.
 
 The steps of one form, with W = WARM_UP or MEASURED_WARM_UP:
 
-    1 to W - 2       kernel by kernel
-    W - 1            the same, and with cuda_graph=auto the time of host and GPU is taken
-    W                the same, and all that a graph could not hold is noted
+    1 to W - 3       kernel by kernel
+    W - 2            the same, and with cuda_graph=auto the time of host and GPU is taken
+    W - 1            the same, and the operations are noted, in a single process
+    W                the same, and all that a graph could not hold is noted: waits, draws and
+                     counts of the host, operations with other arguments than in step W - 1
     W + 1            is recorded, launched, undone, and taken kernel by kernel: the results are
                      compared
     from W + 2 on    launches; with cuda_graph=auto the time of the first is compared as well
 
 A graph keeps each Python number at the value of the recording. So launches number 1, 2, 4, 8 and so
-on are undone, and the steps are taken again kernel by kernel. If the results differ, the graphs are
-given up. A loss that reads the number of the step is not recorded: `batch["lockstep"].clock` is the
-number in memory, which is filled before each launch.
+on are undone, and the steps are taken again kernel by kernel; and a launch after an evaluation or
+at the beginning of an epoch, if model or task have other numbers than before. If the operations
+of these steps have other arguments than those of step W, or the results differ, the graphs are
+given up (`host_part.py`). A loss that reads the number of the step is not recorded:
+`batch["lockstep"].clock` is the number in memory, which is filled before each launch.
 
 With cuda_graph=auto, the steps of a run are recorded where the GPU waits for the host. The steps
 have the same bits, so the choice may follow a measurement.
@@ -22,10 +26,11 @@ have the same bits, so the choice may follow a measurement.
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +39,11 @@ from torch import Tensor
 
 from engine import hooks
 from engine.contract import Task
-from engine.data.batches import tensors, tree_leaves
-from engine.errors import amount, console, headline
+from engine.data.batches import PLAIN, tensors, tree_leaves
+from engine.errors import amount, console, few, headline
 from engine.optim.make import parameters_of
 from engine.run import AfterStep, Run
+from plugins.performance.host_part import HostPart
 from plugins.performance.recorded_step import (
     NOTHING_FOLLOWS,
     Inputs,
@@ -54,7 +60,7 @@ WARM_UP = 3
 allocated."""
 
 MEASURED_WARM_UP = 8
-"""The same with cuda_graph=auto: the time of the last step but one is taken."""
+"""The same with cuda_graph=auto: the time of the last step but two is taken."""
 
 NEAR = 1e-2
 """Largest relative difference of loss and gradient: the order of a sum may change, the terms may
@@ -62,6 +68,11 @@ not."""
 
 BUSY = 2 / 3
 """cuda_graph=auto: largest share of a step in which the GPU computes, for a recording."""
+
+HELD = ": something changes on the host, which a graph holds as it was"
+
+RATE = re.compile(r"param_groups.*\['lr'\]")
+"""The name of a learning rate among the numbers of the host."""
 
 KIND = "cuda"
 
@@ -96,6 +107,9 @@ class StepGraph:
     form        of the batch of a recorded pass: the shape and type of each tensor
     state       the places in memory of the task's state at the recording, see `_places`
     addresses   of the tensors that the graphs change
+    numbers     the numbers of model and task, after the last step that was computed
+    host_part   of step W, or of step W - 1
+    epoch       of the last step
     taken       number of steps of that form
     recorded    None before the recording
     measures    with cuda_graph=auto, until the choice is made
@@ -115,13 +129,16 @@ class StepGraph:
         self.taken = 0
         self.counts: dict[Any, int] = {}
         self.has_others = False
+        self.host_part: HostPart | None = None
+        self.numbers: Any = None
+        self.epoch = 0
 
     def __call__(self, run: Run, passes: Any) -> AfterStep:
         """(all ranks) Take a step."""
         if self.given_up:
             return self.step(run, passes)
         pairs = [*passes]
-        if self.recorded is not None and self.state != _places(run.task):
+        if self.recorded is not None and self.state != _places(run):
             self._give_up(
                 "the state of the task is in other tensors than at the recording, or has other "
                 "numbers: a graph reads tensors that change in place (copy_, lerp_)"
@@ -182,16 +199,33 @@ class StepGraph:
         launch = self.taken - self.warm_up  # number of the launch, from 1
         if launch == 0:
             return self._watched(pairs, leaves[0])
+        if launch == -1 and self.processes == 1:  # DDP makes its buckets in a second step
+            return self._noted(pairs)
         if launch < 0:
-            return self._timed(pairs) if launch == -1 else self.step(self.run, pairs)
+            return self._timed(pairs) if launch == -2 else self.step(self.run, pairs)
         if launch == 1:
             self._record(pairs)
         if self.recorded is None:
             return self.step(self.run, pairs)
-        if _is_power_of_two(launch):
+        if self._has_other_numbers() or _is_power_of_two(launch):
             return self._verified(pairs, leaves)
         self.recorded.launch(pairs, leaves)
         return self.recorded.end(pairs[-1][1].consumed)
+
+    def _has_other_numbers(self) -> bool:
+        """(all ranks) Return whether model or task of a rank have other numbers than at the last
+        look.
+
+        They are looked at in an epoch's first step, and after an evaluation: methods of the task
+        may have changed them before. In each step that would take longer than a launch.
+        """
+        run = self.run
+        if run.progress.epoch == self.epoch and run.model.training:
+            return False
+        self.epoch = run.progress.epoch
+        before, self.numbers = self.numbers, hooks.host_numbers.first(run)
+        changed = bool(_changed(before, self.numbers))
+        return run.world.reduce_on_rank0(changed, any)
 
     def _give_up_together(self, reason: str) -> None:
         """(all ranks) Give up if a rank has a reason.
@@ -204,10 +238,17 @@ class StepGraph:
 
     # ---- before the recording
 
-    def _compute(self, pairs: list[Pair]) -> Outcome:
-        """Compute a step kernel by kernel, up to `Run.end_step`."""
-        observed = _ObservedRun(self.run)
-        self.step(observed, pairs)
+    def _compute(self, pairs: list[Pair], host_part: HostPart | None = None) -> Outcome:
+        """Compute a step kernel by kernel, up to `Run.end_step`.
+
+        host_part  notes the operations
+        """
+        watched = [(self.inputs.observed(batch), micro) for batch, micro in pairs]
+        if host_part is not None:
+            terms = self.run.meter.terms
+            host_part.add_inputs(tensors([watched, terms and terms.known]))
+        observed = _ObservedRun(self.run, host_part)
+        self.step(observed, watched)
         return observed.outcome
 
     def _timed(self, pairs: list[Pair]) -> AfterStep:
@@ -228,6 +269,16 @@ class StepGraph:
         self._give_up_together(reason)
         return due
 
+    def _noted(self, pairs: list[Pair]) -> AfterStep:
+        """Take a step kernel by kernel, and note the operations.
+
+        A difference to the next step is found before the recording, which would call the loss once
+        more: a count that nobody sees would then be ahead.
+        """
+        self.host_part = HostPart(self.run.world.device)
+        outcome = self._compute(pairs, self.host_part)
+        return self.run.end_step(*outcome, pairs[-1][1].consumed)
+
     def _watched(self, pairs: list[Pair], leaves: Leaves) -> AfterStep:
         """(all ranks) Take a step kernel by kernel, and give up if the step could not be
         recorded."""
@@ -235,14 +286,23 @@ class StepGraph:
         objects = [*filter(_is_object, leaves.values())]
         buffers = self.run.reducer.buffers
         before = [*map(id, buffers().values())]
-        watched = [(self.inputs.observed(batch), micro) for batch, micro in pairs]
+        numbers = hooks.host_numbers.first(self.run)
+        earlier, self.host_part = self.host_part, HostPart(self.run.world.device)
         with _waits() as waits:
-            outcome = self._compute(watched)
+            outcome = self._compute(pairs, self.host_part)
+        self.numbers = hooks.host_numbers.first(self.run)
+        changed = _changed(numbers, self.numbers)
         reason = ""
         if self.inputs.reads - {"clock"}:
             reason = self._describe_read()
         elif waits:
             reason = f"{waits[0]} waits for the GPU"
+        elif changed:
+            reason = f"a pass changes {few(changed, 1)} on the host, which a launch would not"
+        elif self.host_part.obstacle:
+            reason = self.host_part.obstacle
+        elif difference := earlier and earlier.difference(self.host_part):
+            reason = f"{difference}{HELD}"
         elif type(batch) is not dict or objects:
             reason = "a batch is no dict of nothing but tensors"
         elif before != [*map(id, buffers().values())]:
@@ -264,6 +324,7 @@ class StepGraph:
         is_further = len(pairs) > 1 and not pairs[1][1].opens_worker
         recorded = RecordedStep(run, self.step, self.inputs)
         reason = "its batches have several forms" if self.has_others else ""
+        kept = hooks.host_numbers.first(run)
         try:
             if not reason:
                 recorded.record(pairs[: 1 + is_further], recording_stream(run.world.device))
@@ -271,14 +332,16 @@ class StepGraph:
             first = error.__context__ or error
             reason = f"recording it failed: {type(first).__name__}: {headline(first)}"
             vars(run.scaler).get("_per_optimizer_states", {}).clear()  # it may be unscaled
+        kept.put_back()  # a module may have kept a tensor of the recording, for the next pass
         if self.inputs.reads - {"clock"}:  # not yet in the step before
             reason = self._describe_read()
         self._give_up_together(reason)
         if self.given_up:
             return
         self.recorded = recorded
-        self.state = _places(run.task)
+        self.state = _places(run)
         self.addresses = self._addresses()
+        self.epoch = run.progress.epoch
         step, launches = run.progress.step + 1, len(pairs) + 1
         console.info(f"cuda_graph: from step {step} on, a step is {launches} launches")
 
@@ -295,18 +358,34 @@ class StepGraph:
         launched = self.recorded.launch(pairs, leaves).copy()
         times.append(self._now())
         torch._foreach_copy_(state, before)
-        outcome = self._compute(pairs)
+        # the first launch also brings the graphs to the GPU: its time does not count
+        is_timed = self.measures and self.taken - self.warm_up > 1
+        host_part = None if is_timed else HostPart(run.world.device)
+        outcome = self._compute(pairs, host_part)
         times.append(self._now())
-        with run.world.host_sync():
-            reason = _difference(launched, outcome)
+        reason = self._describe_change(host_part, launched, outcome)
         if reason:
             reason += self._describe_unseen()
-        elif self.measures and self.taken - self.warm_up > 1:
-            # the first launch also brings the graphs to the GPU
+        elif is_timed:
             self.measures = False
             reason = _describe_gain(*times)
         self._give_up_together(reason)
         return run.end_step(*outcome, pairs[-1][1].consumed)
+
+    def _describe_change(
+        self, host_part: HostPart | None, launched: Outcome, eager: Outcome
+    ) -> str:
+        """Return why a launched step is not the same step kernel by kernel, or an empty text. A
+        sync point."""
+        if self.inputs.reads - {"clock"}:  # not in the steps before
+            return self._describe_read()
+        reason = ""
+        if self.host_part and host_part:
+            reason = self.host_part.difference(host_part)
+        if not reason:
+            with self.run.world.host_sync():
+                reason = _difference(launched, eager)
+        return reason and f"{reason}{HELD}"
 
     def _state_of_step(self) -> list[Tensor]:
         """Return the tensors that a step changes, in the memory that the graphs change: weights,
@@ -345,13 +424,37 @@ class StepGraph:
 class _ObservedRun(Run):
     """A run that keeps the outcome of a step, and leaves the rest of `Run.end_step` to the caller.
 
-    outcome  of the step
+    host_part  notes the operations of the passes, or None
+    outcome    of the step
     """
 
     outcome: Outcome
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, host_part: HostPart | None):
         vars(self).update(vars(run))
+        self.host_part = host_part
+
+    @contextmanager
+    def forward(self, micro: Any) -> Iterator[None]:
+        noted = self.host_part.follow() if self.host_part else nullcontext()
+        with super().forward(micro), noted:
+            yield
+
+    def votes(self, consumed: int) -> float:
+        """Return the votes.
+
+        The host adds them to the numbers of the pass: these operations are not the loss's, and a
+        step with a vote has them alone.
+        """
+        if self.host_part is not None:
+            self.host_part.paused = True
+        return super().votes(consumed)
+
+    def loss_vector(self, loss: Any, micro: Any) -> Tensor:
+        numbers = super().loss_vector(loss, micro)
+        if self.host_part is not None:
+            self.host_part.paused = False
+        return numbers
 
     def end_step(
         self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int
@@ -382,10 +485,17 @@ def _difference(launched: Outcome, eager: Outcome) -> str:
     texts = []
     for name, (a, b) in zip(names, pairs, strict=True):
         texts.append(f"{name} {a:.4g} instead of {b:.4g}")
-    return (
-        f"the recorded one has {', '.join(texts)}: something changes on the host, which a "
-        "graph holds as it was"
-    )
+    return f"the recorded one has {', '.join(texts)}"
+
+
+def _changed(before: Any, after: Any) -> list[str]:
+    """Return the names of the numbers of the host that differ.
+
+    The rates of the optimizer are left out: a graph reads them from memory.
+
+    before, after  results of `hooks.host_numbers`
+    """
+    return [name for name in before.changes(after) if not RATE.fullmatch(name)]
 
 
 def _first_text(texts: Iterable[str]) -> str:
@@ -423,11 +533,21 @@ def _form_of(leaves: Leaves) -> Form:
     return form
 
 
-def _places(task: Task) -> dict[str, Any]:
-    """Return the place in memory of each tensor of the task's state, and its other values."""
-    places = {}
+def _places(run: Run) -> dict[str, Any]:
+    """Return the place in memory of each tensor of the task's state, and its other values.
+
+    With `after_step` also the places of the weights, and with `prepare` the numbers of the task:
+    these methods may change them before a step.
+    """
+    task, places = run.task, {}
     for name, leaf in tree_leaves(task.state_dict()):
         places[name] = leaf.data_ptr() if isinstance(leaf, Tensor) else leaf
+    if run.has_after_step:
+        places["weights"] = [p.data_ptr() for p in run.model.parameters()]
+    if type(task).prepare is not Task.prepare:
+        for name, value in vars(task).items():
+            if type(value) in PLAIN:
+                places[f"self.{name}"] = value
     return places
 
 

@@ -140,7 +140,8 @@ class Inputs:
     def adopt(self, batch: Any) -> Any:
         """Copy a batch into memory of its own, which the graphs will read. Return the copy."""
         copied = self.observed(map_tensors(batch, torch.clone))
-        self.leaves = [*tensors(copied)]
+        # a loss may let the copies require gradients, and then nothing could fill them
+        self.leaves = [*map(Tensor.detach, tensors(copied))]
         known = self.run.meter.terms and self.run.meter.terms.known
         if known is not None:
             self.run.meter.terms.known = known.clone()

@@ -44,7 +44,7 @@ from plugins.preflight.prepare_check import check_prepare
 from plugins.preflight.private import release_device_cache
 from plugins.preflight.returned import check_returned
 from plugins.preflight.rules import find_conflicts
-from plugins.preflight.snapshot import Snapshot, snapshot_of
+from plugins.preflight.snapshot import Snapshot, host_numbers, snapshot_of
 from plugins.preflight.state_trial import try_after_evaluation
 
 ALIKE = "start the same code, config and data on all of them, and change weights on all ranks alike"
@@ -347,6 +347,7 @@ def plan_rows(run: Run) -> dict[str, str]:
     return rows
 
 
+hooks.host_numbers.add(host_numbers)
 hooks.initial_state.add(optimizers.initial_state)
 hooks.prepare_checks.add(check_prepare)
 hooks.returned.add(check_returned)

@@ -25,12 +25,11 @@ from engine import global_loss
 from engine.data.batches import batch_info, map_tensors
 from engine.errors import LockstepError, few
 from engine.hooks import check as check_returned
-from engine.private import NORM_WITH_STATISTICS, non_persistent_buffers
+from engine.private import NORM_WITH_STATISTICS, PlainDispatchMode, non_persistent_buffers
 from engine.run import Run
 from engine.seeds import seed_generators
 from engine.trial import project_gradients, rng_states
 from plugins.preflight.partition import partition_dependent
-from plugins.preflight.private import PlainDispatchMode
 from plugins.preflight.snapshot import (
     Snapshot,
     isolated,

@@ -10,19 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: Any = nn.modules.instancenorm._InstanceNorm
 """Base classes of layers; `engine.private.NORM_WITH_STATISTICS` is the base of both."""
-
-
-class PlainDispatchMode(TorchDispatchMode):
-    """A dispatch mode that does not load torch's compiler, which takes 2 s in each process."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 def closed_form(scheduler: LRScheduler) -> list[Any]:

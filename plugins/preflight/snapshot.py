@@ -65,6 +65,7 @@ class Snapshot:
         owners: Mapping[str, Any] = MappingProxyType({}),
         without: tuple[Any, ...] = (),
         copies: bool = True,
+        tensors: bool = True,
     ):
         """Copy the values of the roots.
 
@@ -72,10 +73,12 @@ class Snapshot:
         owners   {beginning of the names: class or file}, whose data are searched
         without  objects that are not searched, such as data sets
         copies   whether `put_back` will be called: tensors are copied, and not only hashed
+        tensors  whether the numbers of tensors and arrays are values, too
         """
         self.values: dict[str, Any] = {}
         self.copies: dict[str, Tensor] = {}
         self._copied = copies
+        self._reads_tensors = tensors
         self._versions: dict[str, int] = {}
         self._owned: list[tuple[Any, dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -147,6 +150,8 @@ class Snapshot:
         if id(value) in self._seen or depth > DEEPEST:
             return
         self._seen[id(value)] = value
+        if isinstance(value, (Tensor, np.ndarray)) and not self._reads_tensors:
+            return
         if isinstance(value, Tensor):
             self._add_tensor(name, value, in_module)
         elif isinstance(value, np.ndarray):
@@ -267,10 +272,17 @@ def isolated(run: Run) -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def snapshot_of(run: Run, copies: bool = True) -> Snapshot:
+def host_numbers(run: Run) -> Snapshot:
+    """Return a snapshot of all values but tensors and arrays. `put_back` gives each attribute and
+    container its former objects, tensors among them."""
+    return snapshot_of(run, copies=False, tensors=False)
+
+
+def snapshot_of(run: Run, copies: bool = True, tensors: bool = True) -> Snapshot:
     """Return a snapshot of the model, the task, its class, and its file.
 
-    copies  whether the values can be put back
+    copies   whether the values can be put back
+    tensors  whether the numbers of tensors are values, too
     """
     data = [run.loaders.train.sampler.dataset]
     if run.loaders.val is not None:
@@ -288,7 +300,8 @@ def snapshot_of(run: Run, copies: bool = True) -> Snapshot:
     file = sys.modules.get(type(run.task).__module__)
     if file is not None:
         owners[""] = file
-    return Snapshot(roots, owners, without=(*data, run.task.cfg, run), copies=copies)
+    without = (*data, run.task.cfg, run)
+    return Snapshot(roots, owners, without, copies, tensors)
 
 
 def numbers_of_data(run: Run) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.comm.shards import to_local
 from engine.contract import Task
 from engine.data.batches import map_tensors, tree_leaves
 from engine.errors import LockstepError, few, headline
@@ -81,11 +82,29 @@ def try_after_step(run: Run, for_state: dict[str, Tensor]) -> list[str]:
         steps.add(min(number, run.plan.total_steps) - 1)
 
     def change() -> None:
+        # held, so that no other tensor gets the address
+        weights = {name: to_local(p).detach() for name, p in run.model.named_parameters()}
         for step in sorted(steps):
             seed_generators(run.world.device, "after step", run.cfg.seed, step)
             task.after_step(run.model, step)
+        for name, p in run.model.named_parameters():
+            if name not in weights or to_local(p).data_ptr() != weights[name].data_ptr():
+                raise _moved_weight(name)
 
     return _try(run, "after_step", change)
+
+
+def _moved_weight(name: str) -> LockstepError:
+    """Return the error for a weight that `after_step` has put into other memory.
+
+    name  of the weight
+    """
+    return LockstepError(
+        f"`after_step` puts another tensor in the place of the weight {name}, and the optimizer "
+        "would train the former tensor",
+        "the task's `after_step`",
+        "change the weight in place: p.copy_(...), p.clamp_(...), p.lerp_(...)",
+    )
 
 
 def try_after_evaluation(run: Run, metrics: dict[str, float], start: Snapshot) -> list[str]:

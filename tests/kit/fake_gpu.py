@@ -8,8 +8,8 @@ wait holds rubbish until an event after it, or anything else, is waited for; a c
 sanitizer of torch.cuda is told of streams, events and memory. Every wait is noted with the line of the project,
 every kernel with its step, those of a stream of its own with the step that waits for them. Stricter than a GPU: what
 was made on one stream is used on another only after `record_stream`, and only the main thread uses the main stream.
-Not emulated: times, memory, rounding and autocast's list of CUDA (those are the CPU's), graphs, DDP's reducer, which
-is in C++.
+The GPU has a generator of its own, apart from the host's. Not emulated: times, memory, rounding and autocast's list of
+CUDA (those are the CPU's), graphs, DDP's reducer, which is in C++.
 """
 
 import collections
@@ -33,10 +33,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU, RUBBISH = torch.device("cuda", 0), 113
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "unique", "equal")
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "unique_dim_consecutive", "equal", "_linalg_check_errors", "_coalesce")  # fmt: skip
 TAKES_BOTH = ("copy_", "_to_copy", "index", "_index_put", "index_put", "set_", "lift")  # tensors of host and device
 COPIES = ("copy_", "_to_copy")
 NO_KERNEL = ("empty", "new_empty", "detach", "lift_fresh", "alias", "_local_scalar_dense", "set_", "record_stream")
+DISPATCH = ("fake_gpu.py", "recording.py", "host_part.py")  # files of dispatch modes
 IN_FLOAT32 = ("convolution",)  # in half, oneDNN writes beyond maps that are small (engine/precision.py)
 
 waits: list[tuple[int, str]] = []  # step, the project's line and what it waits for
@@ -140,8 +142,16 @@ def waited(what, upto=None):
     whose = "" if thread is threading.main_thread() else f" in the thread {thread.name.split('_')[0]}"
     waits.append((step(), f"{place} {what}{whose}"))
     if debug_mode[0] in (1, "warn") and what not in ("an event", "the device"):  # torch says nothing of these
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, *user_line())
     arrive(upto)
+
+
+def user_line():
+    """The file and the number of the line that has called torch."""
+    frame = sys._getframe(1)
+    while "/torch/" in frame.f_code.co_filename or Path(frame.f_code.co_filename).name in DISPATCH:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def is_ours(path):
@@ -226,14 +236,15 @@ def dispatch(func, args, kwargs):
             waited("a copy from the host")
     elif whole:
         waited("indices of the host")
-    if name in READS or (name == "index" and any(is_tensor(i) and i.dtype == torch.bool for i in args[1])):
+    if name in READS or reads_a_mask(name, args) or (name == "repeat_interleave" and kwargs.get("output_size") is None):
         waited(name)
     half = next((v.dtype for v in given if v.dtype in (torch.float16, torch.bfloat16)), None)
     if half and name.startswith(IN_FLOAT32):
         widened = tree_map_only(torch.Tensor, torch.Tensor.float, (some, more))
         out = tree_map_only(torch.Tensor, lambda value: value.to(half), func(*widened[0], **widened[1]))
     else:
-        out = func(*some, **more)
+        with generator.drawing() if DRAWS in func.tags else contextlib.nullcontext():
+            out = func(*some, **more)
     stream = current_stream()
     if name not in NO_KERNEL and not func.is_view:
         if stream is usual and threading.current_thread() is not threading.main_thread():
@@ -247,6 +258,13 @@ def dispatch(func, args, kwargs):
         if is_tensor(fresh):
             tell("memory_allocation", fresh.data_ptr())
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if on_gpu else wrapped
+
+
+def reads_a_mask(name, args):
+    """Whether an index is a mask, whose entries a GPU counts for the host."""
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    return any(is_tensor(index) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def launches(name, args):
@@ -322,6 +340,32 @@ class Stream:
 
     def synchronize(self):
         waited("a stream")
+
+
+class Generator:
+    """The GPU's generator."""
+
+    device = GPU
+
+    def __init__(self):
+        self.own = torch.Generator()
+
+    def __getattr__(self, name):  # manual_seed, get_state and the rest
+        return getattr(self.own, name)
+
+    @contextlib.contextmanager
+    def drawing(self):
+        """Let an operation of the CPU draw from this generator."""
+        host = torch.default_generator.get_state()
+        torch.default_generator.set_state(self.own.get_state())
+        try:
+            yield
+        finally:
+            self.own.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(host)
+
+
+generator, DRAWS = Generator(), torch.Tag.nondeterministic_seeded
 
 
 class Event:
@@ -404,7 +448,7 @@ def install():
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "_lazy_init": None,
         "is_initialized": True, "mem_get_info": (70 << 30, 80 << 30), "get_device_properties": card,
         "get_device_name": card.name, "max_memory_allocated": 0, "max_memory_reserved": 0, "memory_reserved": 0,
-        "is_bf16_supported": True, "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
@@ -418,9 +462,11 @@ def install():
     torch.cuda.synchronize = lambda device=None: waited("the device")
     torch.cuda.set_sync_debug_mode = lambda mode: debug_mode.__setitem__(0, mode)
     torch.cuda.get_sync_debug_mode = lambda: debug_mode[0]
-    torch.cuda.default_generators = (torch.default_generator,)
+    torch.cuda.default_generators, torch.cuda._initialized = (generator,), True
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.nccl = types.SimpleNamespace(version=lambda: (0, 0, 0))
     torch._C._activate_gpu_trace = lambda: None
+    torch._C._cuda_getDevice, torch.cuda.device = lambda: 0, lambda device=None: contextlib.nullcontext()
     torch._C._cuda_clearCublasWorkspaces = lambda: None
     torch.cuda.empty_cache = lambda: waited("the return of cached memory")
     of_both, host = torch.profiler.profile, torch.profiler.ProfilerActivity.CPU

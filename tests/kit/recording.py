@@ -16,9 +16,11 @@ a collection may not come amid a capture: it could end a graph, or free what ano
 import contextlib
 import gc
 import inspect
+import sys
 import warnings
 import weakref
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from engine import contract, meter
 from engine.comm import buffers
 
+DISPATCH = ("recording.py", "fake_gpu.py", "host_part.py")
 READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -44,6 +47,16 @@ def storage_of(tensor):
 
 def address(tensor):
     return storage_of(tensor).data_ptr()
+
+
+def on_device(tensor):
+    """Whether a tensor is on the GPU of `fake_gpu.py`. Without it the tensors of the CPU are."""
+    return place.gpu is None or tensor.is_cuda
+
+
+def constant(tensor):
+    """A number of the host in an operation of the GPU is an argument of a kernel: a constant of the graph."""
+    return tensor if on_device(tensor) or tensor.ndim else tensor.clone()
 
 
 class Graph:
@@ -100,14 +113,14 @@ class Capture(TorchDispatchMode):
     def __enter__(self):
         self.left = place.current_stream()
         place.set_stream(self.stream)
-        self.generator = torch.default_generator.get_state()
+        self.state = place.generator.get_state()
         underway.append(self)
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         underway.clear()
-        torch.default_generator.set_state(self.generator)
+        place.generator.set_state(self.state)
         held = Graph.held()
         for storage, was in self.before.values():
             storage.copy_(was)
@@ -121,16 +134,19 @@ class Capture(TorchDispatchMode):
         place.set_stream(self.left)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is READ:
+        if function is READ and on_device(args[0]):
             forbid()
+        args, kwargs = tree_map_only(torch.Tensor, constant, (args, kwargs or {}))
         given = tensors_in((args, kwargs))
-        for tensor in given:
+        for tensor in filter(on_device, given):
             if address(tensor) not in self.mine | self.before:
                 storage = storage_of(tensor)
                 self.before[address(tensor)] = storage, storage.clone()
         # Not the tensors themselves: their memory may be exchanged.
-        fixed = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}))
-        out = function(*args, **kwargs or {})
+        fixed = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        out = function(*args, **kwargs)
+        if not any(map(on_device, [*given, *tensors_in(out)])):
+            return out  # the host's own work is in no graph
         places = {address(tensor) for tensor in given}
         kept = [None if address(tensor) in places else tensor.detach() for tensor in tensors_in(out)]
         self.mine |= {address(tensor): storage_of(tensor) for tensor in kept if tensor is not None}
@@ -162,7 +178,7 @@ class Spoilt(TorchDispatchMode):
 
 
 class Generator:
-    """Stands in for a GPU's; its numbers are those of the CPU's."""
+    """Stands in for a GPU's; without `fake_gpu.py` its numbers are those of the CPU's."""
 
     def clone_state(self):
         return self
@@ -173,10 +189,12 @@ class Generator:
 
     def manual_seed(self, seed):
         assert not underway, "a seed is set amid a capture"
-        torch.default_generator.manual_seed(seed)
+        place.generator.manual_seed(seed)
 
     def __getattr__(self, name):
-        return getattr(torch.default_generator, name)
+        if name in ("get_state", "set_state"):
+            forbid()
+        return getattr(place.generator, name)
 
 
 def end_allocation(device, pool):
@@ -261,10 +279,18 @@ def install_rules():
         torch.autograd.graph.set_override_stale_capture_stream = override
 
 
+def user_line():
+    """The file and the number of the innermost line that belongs neither to torch nor to a dispatch mode."""
+    frame = sys._getframe(1)
+    while "/torch/" in frame.f_code.co_filename or Path(frame.f_code.co_filename).name in DISPATCH:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is READ:
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=3)
+            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, *user_line())
         return function(*args, **kwargs or {})
 
 
@@ -282,7 +308,12 @@ class Stream:
 
 
 current = [Stream()]
-place = SimpleNamespace(current_stream=lambda: current[0], set_stream=lambda stream: current.__setitem__(0, stream))
+place = SimpleNamespace(
+    gpu=None,
+    generator=torch.default_generator,
+    current_stream=lambda: current[0],
+    set_stream=lambda stream: current.__setitem__(0, stream),
+)
 
 
 @contextlib.contextmanager
@@ -335,7 +366,12 @@ def add_copy(add):
 def install_on(gpu):
     """Give the module `fake_gpu`, which is installed, CUDA graphs."""
     global place
-    place = SimpleNamespace(gpu=gpu, current_stream=gpu.current_stream, set_stream=gpu.set_stream)
+    place = SimpleNamespace(
+        gpu=gpu,
+        generator=gpu.generator.own,
+        current_stream=gpu.current_stream,
+        set_stream=gpu.set_stream,
+    )
     torch.cuda.CUDAGraph, torch.cuda.graph = LaunchedGraph, Capture
     torch.cuda.graph_pool_handle = lambda: "pool"
     install_rules()
