@@ -297,16 +297,16 @@ class StepGraph:
             reason = self._describe_read()
         elif waits:
             reason = f"{waits[0]} waits for the GPU"
+        elif type(batch) is not dict or objects:
+            reason = "a batch is no dict of nothing but tensors"
+        elif before != [*map(id, buffers().values())]:
+            reason = "the model puts other tensors in the place of its buffers"
         elif changed:
             reason = f"a pass changes {few(changed, 1)} on the host, which a launch would not"
         elif self.host_part.obstacle:
             reason = self.host_part.obstacle
         elif difference := earlier and earlier.difference(self.host_part):
             reason = f"{difference}{HELD}"
-        elif type(batch) is not dict or objects:
-            reason = "a batch is no dict of nothing but tensors"
-        elif before != [*map(id, buffers().values())]:
-            reason = "the model puts other tensors in the place of its buffers"
         self._give_up_together(reason)
         return self.run.end_step(*outcome, pairs[-1][1].consumed)
 

@@ -66,7 +66,7 @@ class Graph:
     alive = weakref.WeakSet()
 
     def __init__(self):
-        self.operations = []  # (function, arguments, outputs in memory of their own or None)
+        self.operations = []  # (function, arguments, outputs in memory of their own or None, with gradients or not)
         self.mine, self.given = {}, {}  # storages by address: of its own, and of others
         self.alive.add(self)
 
@@ -75,8 +75,8 @@ class Graph:
         held = self.held()
         if freed := [storage for storage in self.given.values() if not is_used(storage, held)]:
             raise RuntimeError(f"a graph reads memory that was freed: {[storage.nbytes() for storage in freed]} bytes")
-        with torch.no_grad():
-            for function, args, kwargs, kept in self.operations:
+        for function, args, kwargs, kept, has_grad in self.operations:
+            with torch.set_grad_enabled(has_grad):  # oneDNN's LSTM has other outputs without
                 for old, new in zip(kept, tensors_in(function(*args, **kwargs)), strict=True):
                     if old is not None:
                         old.copy_(new)
@@ -151,7 +151,7 @@ class Capture(TorchDispatchMode):
         kept = [None if address(tensor) in places else tensor.detach() for tensor in tensors_in(out)]
         self.mine |= {address(tensor): storage_of(tensor) for tensor in kept if tensor is not None}
         if function._schema.is_mutable or any(tensor is not None for tensor in kept):  # else it is a view
-            self.graph.operations.append((function, *fixed, kept))
+            self.graph.operations.append((function, *fixed, kept, torch.is_grad_enabled()))
         return out
 
 
