@@ -440,20 +440,16 @@ class _ObservedRun(Run):
         with super().forward(micro), noted:
             yield
 
-    def votes(self, consumed: int) -> float:
-        """Return the votes.
-
-        The host adds them to the numbers of the pass: these operations are not the loss's, and a
-        step with a vote has them alone.
-        """
-        if self.host_part is not None:
-            self.host_part.paused = True
-        return super().votes(consumed)
-
     def loss_vector(self, loss: Any, micro: Any) -> Tensor:
+        """Return the numbers of a pass. Of these operations only the numbers of the loss are noted:
+        votes and virtual workers add the host's own, which no graph holds."""
+        if self.host_part is None:
+            return super().loss_vector(loss, micro)
+        self.host_part.note_loss(loss)
+        self.host_part.paused = True
         numbers = super().loss_vector(loss, micro)
-        if self.host_part is not None:
-            self.host_part.paused = False
+        # DDP and virtual workers add up amid the backward pass, in an order of their own
+        self.host_part.paused = self.world.size > 1 or self.reducer.follows_passes
         return numbers
 
     def end_step(

@@ -59,6 +59,7 @@ class HostPart(PlainDispatchMode):
     drawn       the generators of the host that a pass has drawn from, such as `random`
     copied      the places that copy a tensor of the host to the device
     paused      the operations are not noted
+    passes      number of passes
     made        the addresses of memory that the loader or a pass has made
     held        tensors that no pass has made: while they live, no other tensor has their address
     """
@@ -70,6 +71,7 @@ class HostPart(PlainDispatchMode):
         self.drawn: set[str] = set()
         self.copied: list[str] = []
         self.paused = False
+        self.passes = 0
         self.made: set[int] = set()
         self.held: list[Tensor] = []
 
@@ -85,6 +87,8 @@ class HostPart(PlainDispatchMode):
     @contextmanager
     def follow(self) -> Iterator[None]:
         """Note the operations of a pass."""
+        self.paused = False
+        self.passes += 1
         before = rng_states(HOST)
         with self:
             yield
@@ -99,7 +103,7 @@ class HostPart(PlainDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if not self.paused and function.namespace != "c10d":
+        if function.namespace != "c10d":
             self._note(function, tree_leaves((args, kwargs)), tree_leaves(result))
         return result
 
@@ -116,13 +120,20 @@ class HostPart(PlainDispatchMode):
             return
         if function.__name__.startswith("lift_fresh"):  # torch.tensor(...), made out of sight
             self.made.update(map(_address, tensors))
-        place = _place()
-        arguments = [self._described(each) for each in given]
-        self.operations.append(Operation(function.__name__, arguments, place))
-        if any(each.device != self.device and each.ndim for each in tensors):
-            self.copied.append(place)
+        if not self.paused:
+            place = _place()
+            arguments = [self._described(each) for each in given]
+            self.operations.append(Operation(function.__name__, arguments, place))
+            if any(each.device != self.device and each.ndim for each in tensors):
+                self.copied.append(place)
         known = {*map(_address, tensors)}
         self.made.update({*map(_address, fresh)} - known)
+
+    def note_loss(self, loss: Any) -> None:
+        """Note the numbers of a Loss, which may be the host's."""
+        numbers = [loss.total, loss.weight, loss.factor, *loss.sums, *loss.sums.values()]
+        arguments = [self._described(each) for each in numbers]
+        self.operations.append(Operation("Loss", arguments, "the task's `loss`"))
 
     def _described(self, value: Any) -> Any:
         """Return an argument as it is compared.
@@ -165,7 +176,9 @@ class HostPart(PlainDispatchMode):
             if (mine.name, repr(mine.arguments)) != (other.name, repr(other.arguments)):
                 return _describe_difference(mine, other)
         before, now = len(self.operations), len(later.operations)
-        return "" if before == now else f"the loss takes {now} operations, and {before} before"
+        # the last step of an epoch may have fewer passes
+        is_equal = before == now or self.passes != later.passes
+        return "" if is_equal else f"the loss takes {now} operations, and {before} before"
 
 
 def _describe_difference(first: Operation, second: Operation) -> str:

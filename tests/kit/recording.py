@@ -89,7 +89,7 @@ class Graph:
         """How many tensors of the graphs lie in each storage."""
         counts = Counter()
         for graph in cls.alive:
-            for _, args, kwargs, kept in graph.operations:
+            for _, args, kwargs, kept, _ in graph.operations:
                 counts.update(address(tensor) for tensor in tensors_in((args, kwargs, kept)))
         return counts
 
