@@ -363,7 +363,7 @@ BUSY = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes on one core are equally slow")
 def test_a_process_whose_core_is_busy_loses_workers(launch, tmp_path):
     core, folder = max(os.sched_getaffinity(0)), tmp_path / "run"
-    words = [*FOREVER, "virtual_workers=8", "global_batch=64", "model.width=20000", f"slow.core={core}"]
+    words = [*FOREVER, "virtual_workers=8", "global_batch=64", "model.width=4000", f"slow.core={core}"]
     words += ["ddp.shares=auto", "seed=3", "optim.lr=1e-4"]
     burners = [launch.start(sys.executable, "-S", "-c", BUSY % core) for _ in range(4)]
     try:
