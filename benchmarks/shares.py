@@ -42,7 +42,12 @@ SLOW = 1
 FIXED = ("1,1", "5,3", "6,2", "7,1")
 """Shares of eight workers; the first are the even ones."""
 
-BURN = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
+BURN = """
+import os
+os.sched_setaffinity(0, {%d})
+parent = os.getppid()
+while os.getppid() == parent: pass
+"""
 
 
 @dataclass

@@ -356,7 +356,12 @@ def test_a_process_that_becomes_slow_loses_workers_until_it_recovers(launch, tmp
     assert_bits_of_one_process(launch, run, words, folder)
 
 
-BUSY = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
+BUSY = """
+import os
+os.sched_setaffinity(0, {%d})
+parent = os.getppid()
+while os.getppid() == parent: pass
+"""
 
 
 @pytest.mark.slow

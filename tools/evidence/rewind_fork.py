@@ -19,7 +19,7 @@ import yaml
 
 import tasks
 from engine import api, command, config
-from engine.errors import LockstepError, few
+from engine.errors import FAULT, LockstepError, few
 from engine.files.archive import CheckpointState
 from engine.files.atomic import sha256_of, write_atomically, write_json
 from engine.files.run_folder import ENVIRONMENT
@@ -153,7 +153,7 @@ def make_fork(
             f"the fork could not be trained: {done.problem}",
             str(folder),
             "correct that",
-            exit_code=done.code if done.code in (2, 3, 4, 5, 6) else 1,
+            exit_code=done.code if done.code in (2, 3, 4, 5, 6) else FAULT,
         )
     fork = Fork(folder, text, begin.step, change != Change(), log_of(folder)[0])
     _compare_ends(fork, run)
