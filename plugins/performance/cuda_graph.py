@@ -5,7 +5,7 @@ The steps of one form, with W = WARM_UP or MEASURED_WARM_UP:
 
     1 to W - 3       kernel by kernel
     W - 2            the same, and with cuda_graph=auto the time of host and GPU is taken
-    W - 1            the same, and the operations are noted, in a single process
+    W - 1            the same, and the operations are noted, without DDP
     W                the same, and all that a graph could not hold is noted: waits, draws and
                      counts of the host, operations with other arguments than in step W - 1
     W + 1            is recorded, launched, undone, and taken kernel by kernel: the results are
@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from engine import hooks
 from engine.contract import Task
@@ -199,7 +200,8 @@ class StepGraph:
         launch = self.taken - self.warm_up  # number of the launch, from 1
         if launch == 0:
             return self._watched(pairs, leaves[0])
-        if launch == -1 and self.processes == 1:  # DDP makes its buckets in a second step
+        in_ddp = isinstance(self.run.net, DistributedDataParallel)
+        if launch == -1 and not in_ddp:  # DDP makes its buckets anew in a second step
             return self._noted(pairs)
         if launch < 0:
             return self._timed(pairs) if launch == -2 else self.step(self.run, pairs)
@@ -449,7 +451,8 @@ class _ObservedRun(Run):
         self.host_part.paused = True
         numbers = super().loss_vector(loss, micro)
         # DDP and virtual workers add up amid the backward pass, in an order of their own
-        self.host_part.paused = self.world.size > 1 or self.reducer.follows_passes
+        in_ddp = isinstance(self.net, DistributedDataParallel)
+        self.host_part.paused = in_ddp or self.reducer.follows_passes
         return numbers
 
     def end_step(
