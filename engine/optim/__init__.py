@@ -42,7 +42,7 @@ def step(
     """
     if lr is not None:
         for group in optimizer.param_groups:
-            group["lr"] = group_rate(lr, group, divisor.device)
+            group["lr"] = group_rate(lr, group.get("lr_scale", 1.0), divisor.device)
     grads = [
         p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]

@@ -24,13 +24,14 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     return sorted({float(group["lr"]) for group in optimizer.param_groups if group["params"]})
 
 
-def group_rate(lr: float, group: dict[str, Any], device: torch.device) -> float:
+def group_rate(lr: float, factor: float, device: torch.device) -> float:
     """Return the rate of a group of the optimizer. On a GPU it is a float32, as in a CUDA graph,
     which reads the rate from memory: so a recorded step has the same bits.
 
-    lr  the rate of a group without a factor
+    lr      the rate of a group without a factor
+    factor  the group's `lr_scale`
     """
-    rate: float = lr * group.get("lr_scale", 1.0)
+    rate = lr * factor
     return float(np.float32(rate)) if device.type == "cuda" else rate
 
 

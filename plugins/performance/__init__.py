@@ -53,6 +53,8 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
 def fast_step(run: Run, step: Callable[[Run, Any], AfterStep]) -> Callable[[Run, Any], AfterStep]:
     """Return a callable that takes the steps of `step`: with the compiled model if `compile` is on,
     and by launches of CUDA graphs if `cuda_graph` is on and possible."""
+    if run.cfg.arithmetic == "capped":
+        step = capped.FirstStep(step)
     if run.plan.compile != "off":
         step = compiled_step.CompiledStep(run, step)
     if not run.cfg.cuda_graph:

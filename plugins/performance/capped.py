@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import sys
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,7 @@ import torch
 from torch import Tensor
 
 from engine import launch
-from engine.errors import LockstepError
+from engine.errors import LockstepError, console, few
 
 STARTED = "LOCKSTEP_CAPPED"
 """Environment variable: the process that has started itself again with VARIABLES."""
@@ -210,3 +214,68 @@ def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return out.resize_(result.shape).copy_(result)
 
     return into
+
+
+# ---- convolutions by the size of a cache
+
+
+class FirstStep:
+    """A step of a run with arithmetic=capped. The first call prints a warning if oneDNN cuts the
+    forward pass of a convolution by the size of the level 2 cache: its bits are those of CPUs with
+    an equal cache."""
+
+    def __init__(self, step: Callable[[Any, Any], Any]):
+        self.step = step
+        self.taken = False
+
+    def __call__(self, run: Any, passes: Any) -> Any:
+        if self.taken:
+            return self.step(run, passes)
+        self.taken = True
+        lines: list[str] = []
+        with onednn_lines(lines):
+            result = self.step(run, passes)
+        by_cache = convolutions_by_cache(lines)
+        if by_cache:
+            console.warning(
+                f"arithmetic=capped: oneDNN computes the convolution {few(by_cache)} by the size "
+                "of the level 2 cache: on a CPU with another cache the last bits may differ "
+                "(docs/same-bits.md)\n"
+            )
+        return result
+
+
+@contextmanager
+def onednn_lines(lines: list[str]) -> Iterator[None]:
+    """Add the lines of ONEDNN_VERBOSE=1 of the block to `lines`. oneDNN writes them to the file
+    of the standard output, so this file is another one meanwhile; all other lines follow."""
+    mkldnn: Any = torch.backends.mkldnn
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        output = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            with mkldnn.verbose(mkldnn.VERBOSE_ON):
+                yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(output, 1)
+            os.close(output)
+            file.seek(0)
+            for line in file.read().decode(errors="replace").splitlines(keepends=True):
+                if line.startswith("onednn_verbose"):
+                    lines.append(line)
+                else:
+                    sys.stdout.write(line)
+
+
+def convolutions_by_cache(lines: list[str]) -> list[str]:
+    """Return the sizes of the convolutions whose forward pass is `gemm:jit`, each once."""
+    found = []
+    for line in lines:
+        if ",convolution," in line and "gemm:jit" in line and ",forward" in line:
+            sizes = re.search(r"ic(\d+)oc(\d+)", line)
+            kernel = "x".join(re.findall(r"k[dhw](\d+)", line))
+            if sizes:
+                found.append(f"of {sizes[1]} to {sizes[2]} channels with the kernel {kernel}")
+    return [*dict.fromkeys(found)]

@@ -110,12 +110,13 @@ class _RecordedInfo(ObservedStep):
 class Inputs:
     """The memory that the graphs read, other than weights and state.
 
-    reads   the attributes of StepInfo that the loss reads
-    clock   (3,) float64, `batch["lockstep"].clock`
-    leaves  the tensors of a batch, which are filled before each launch
-    terms   the weights of the terms of a step of several passes; empty without
-    rates   () float32 for each group of the optimizer
-    filled  the numbers that `rates` hold
+    reads    the attributes of StepInfo that the loss reads
+    clock    (3,) float64, `batch["lockstep"].clock`
+    leaves   the tensors of a batch, which are filled before each launch
+    terms    the weights of the terms of a step of several passes; empty without
+    rates    () float32 for each group of the optimizer; groups with one factor share the memory
+    factors  the memory of `rates` by factor of the common rate, `lr_scale`
+    filled   the rates that the memory holds, by factor
     """
 
     def __init__(self, run: Run):
@@ -125,8 +126,13 @@ class Inputs:
         self.clock = torch.zeros(3, dtype=torch.float64, device=device)
         self.leaves: list[Tensor] = []
         self.terms: list[Tensor] = []
-        self.rates = [torch.zeros((), device=device) for _ in run.optimizer.param_groups]
-        self.filled: list[float] = []
+        self.factors: dict[float, Tensor] = {}
+        self.rates: list[Tensor] = []
+        for group in run.optimizer.param_groups:
+            factor = group.get("lr_scale", 1.0)
+            memory = self.factors.setdefault(factor, torch.zeros((), device=device))
+            self.rates.append(memory)
+        self.filled: dict[float, float] = {}
 
     def observed(self, batch: Any) -> Any:
         """Return the batch with a clock in `clock`; `reads` notes what the loss reads."""
@@ -172,14 +178,13 @@ class Inputs:
 
     def fill_step(self) -> None:
         """Copy the numbers that are the same in all passes of a step."""
-        common_rate = self.run.lr
-        rates = []
+        common_rate, device = self.run.lr, self.run.world.device
+        rates = {factor: group_rate(common_rate, factor, device) for factor in self.factors}
         for group in self.run.optimizer.param_groups:
-            group["lr"] = group_rate(common_rate, group, self.run.world.device)
-            rates.append(group["lr"])
+            group["lr"] = rates[group.get("lr_scale", 1.0)]
         if rates != self.filled:
-            for memory, rate in zip(self.rates, rates, strict=True):
-                memory.fill_(rate)
+            for factor, memory in self.factors.items():
+                memory.fill_(rates[factor])
             self.filled = rates
         for memory in self.terms:
             memory.copy_(self.run.meter.terms.known)

@@ -362,7 +362,10 @@ def resumed(run: Run) -> None:
             f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}"
         )
     elif run.cfg.arithmetic == "capped":
-        console.info("  note: arithmetic=capped, the same bits on this CPU as on the one before")
+        console.info(
+            "  note: arithmetic=capped, the same bits on this CPU as on the one before; the first "
+            "step names exceptions"
+        )
     for key, change in saved.changes.items():
         if key != "code":  # `check_same_run` has warned
             console.info(f"  {change} from step {progress.step} on")

@@ -200,6 +200,39 @@ def test_one_processs_bits_are_those_of_two_and_of_variables_from_outside(launch
     assert "note: arithmetic=capped, the same bits on this CPU as on the one before" in again.out
 
 
+WIDE = """
+from tasks.har import Task as Har
+from torch import nn
+class Wide(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.layers = nn.Sequential(nn.Conv1d(6, 64, 1), nn.Conv1d(64, 256, 9, padding=4), nn.Conv1d(256, 6, 1))
+    def forward(self, x):
+        return self.net(x + self.layers(x))
+class Task(Har):
+    def model(self):
+        print("a line of the task")
+        return Wide(super().model())
+    def loss(self, net, batch):
+        print("a line of the loss")
+        return super().loss(net, batch)
+"""
+
+
+@pytest.mark.slow
+def test_a_convolution_by_the_size_of_a_cache_is_named(launch, tmp_path):
+    """The lines of the task in the first step are printed all the same; har's own network has no such convolution."""
+    (tmp_path / "wide.py").write_text(WIDE)
+    words = ["arithmetic=capped", "device=cpu", "model.width=4", "batch_size=16", "steps=2", "check_sums=false"]
+    wide = succeed(launch.train(tmp_path / "wide.py", *words, f"save_dir={tmp_path / 'wide'}"))
+    assert "oneDNN computes the convolution of 64 to 256 channels with the kernel 1x9 by the size" in wide.out
+    assert wide.out.count("oneDNN computes") == 1 and "onednn_verbose" not in wide.out
+    assert wide.out.split("Starting training")[1].count("a line of the loss") == 2
+    usual = succeed(launch.train("har", *words, f"save_dir={tmp_path / 'usual'}"))
+    assert "oneDNN computes" not in usual.out
+
+
 @pytest.mark.slow
 def test_a_native_run_that_goes_on_capped_says_so(launch, tmp_path):
     run = tmp_path / "run"
