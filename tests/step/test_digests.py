@@ -11,6 +11,7 @@ from runs import records
 from torch import nn
 
 from engine.comm import digests
+from engine.comm.buffers import Buffers
 from engine.comm.digests import as_text, digest, sum_of_bits
 from engine.errors import LockstepError
 from plugins import preflight
@@ -125,7 +126,7 @@ def ranks(mine, theirs):
         run = SimpleNamespace(
             model=model,
             world=world,
-            reducer=SimpleNamespace(buffers=lambda of_norms: {}),
+            reducer=SimpleNamespace(buffers=Buffers(nn.Module())),
             record=record,
             progress=SimpleNamespace(step=7),
             task=SimpleNamespace(state_dict=dict),
