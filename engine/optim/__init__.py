@@ -74,7 +74,7 @@ def step(
     if in_kernel:
         optimizer.grad_scale = left if divides else None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        optimizer.taken = taken  # type: ignore[attr-defined]
+        optimizer.found_finite = taken  # type: ignore[attr-defined]
         steps = True
     else:
         # on GPUs a sync point: the host waits for the gradients of all ranks

@@ -52,11 +52,11 @@ class AdamW(torch.optim.AdamW):
         """Take a step.
 
         The attributes `grad_scale` and `found_inf`, if set, are GradScaler's: a number on the
-        device. `taken`, if set, is 1 - `found_inf`.
+        device. `found_finite`, if set, is 1 - `found_inf`.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # If found_inf is 1, the kernel changes nothing, and the counters must not change, either.
-        taken: Any = getattr(self, "taken", None)
+        taken: Any = getattr(self, "found_finite", None)
         if taken is None:
             taken = 1.0 if found_inf is None else 1 - found_inf
         arguments = []

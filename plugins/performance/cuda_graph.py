@@ -223,10 +223,10 @@ class StepGraph:
         look would take longer than a launch: some 0.6 ms.
         """
         run = self.run
-        epoch_begins = run.progress.epoch != self.epoch
+        if run.progress.epoch == self.epoch and run.model.training:
+            return False
         self.epoch = run.progress.epoch
-        draws_order = hasattr(run.loaders.train.dataset, "epoch_order")
-        if run.model.training and not (epoch_begins and draws_order):
+        if run.model.training and not hasattr(run.loaders.train.dataset, "epoch_order"):
             return False
         before, self.numbers = self.numbers, hooks.host_numbers.first(run)
         changed = bool(_changed(before, self.numbers))

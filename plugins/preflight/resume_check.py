@@ -32,7 +32,7 @@ RENEWED = {
     "optimizers",
     "grad_scale",
     "found_inf",
-    "taken",
+    "found_finite",
     "kept_lists",
 }
 """Attributes of an optimizer that a checkpoint holds, or that each step replaces."""
