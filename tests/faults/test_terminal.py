@@ -156,7 +156,7 @@ def test_a_tool_whose_output_is_lost_fails(launch, run, full):
     succeed(launch.python(*PYTHON[1:], TOY, "steps=1", f"save_dir={run}"))
     done = launch.python("tools/evaluate.py", str(run), output=full)
     said = "error: stdout cannot be written (No space left on device) (the output of a tool): start it again"
-    assert done.code == 1 and done.err.splitlines() == [said]
+    assert done.code == 70 and done.err.splitlines() == [said]
 
 
 # ---- whole runs ----
