@@ -127,7 +127,7 @@ def test_a_step_takes_few_kernels_more_than_a_plain_loop(gpu, kind):
     ours = gpu(*STEPS[kind], "steps=6", "log_every=100")
     kernels = {name: [sum(seen.kernels[step].values()) - seen.of_loader.get(step, 0) for step in (4, 5)]
                for name, seen in (("plain", plain), ("ours", ours))}  # fmt: skip
-    assert min(kernels["plain"]) > 100
+    assert min(kernels["plain"]) > 50
     assert max(kernels["ours"]) <= min(kernels["plain"]) + MORE[kind], kernels
 
 

@@ -74,7 +74,8 @@ class Task(toy.Task):
 
     def loss(self, net, batch):
         loss, kind, after = super().loss(net, batch), self.cfg.own.kind, self.cfg.own.after
-        captures = kind == "read once" and torch.cuda.is_current_stream_capturing()
+        on_gpu = torch.cuda.is_available()
+        captures = kind == "read once" and on_gpu and torch.cuda.is_current_stream_capturing()
         if kind == "read" or captures:
             loss.total.isnan().item()
         if kind == "number" and self.waves.batches > after:
