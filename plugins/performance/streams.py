@@ -49,6 +49,7 @@ def undisturbed() -> Iterator[None]:
     """
     graph: Any = torch.autograd.graph
     gc.collect()
+    collects = gc.isenabled()
     gc.disable()
     if nodes_follow():
         _warn_of_streams(False)
@@ -60,7 +61,8 @@ def undisturbed() -> Iterator[None]:
         if nodes_follow():
             graph.set_override_stale_capture_stream(False)
             _warn_of_streams(True)
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def _warn_of_streams(wanted: bool) -> None:
