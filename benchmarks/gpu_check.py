@@ -8,6 +8,7 @@ python benchmarks/gpu_check.py --only same         a part of them: same, around 
 python benchmarks/gpu_check.py --only speed --minutes 9
     all ways to run, each with the time that it needs
 python benchmarks/gpu_check.py --quick             nearly all of them, in four minutes on 16 cores
+python benchmarks/gpu_check.py --logs LOGS.tar.gz  keeps the output of every run, too
 python benchmarks/gpu_check.py --only amp,syncs    some of them; writes nothing without --out NAME
 python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: tests the checks themselves,
                                                    nothing else
@@ -28,6 +29,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
@@ -95,6 +97,23 @@ class Task(toy.Task):
     def model(self):
         return Net(self.cfg.model.width)
 """
+
+
+STRANGE = (
+    "counts",
+    "counts in hiding",
+    "draws",
+    "draws by torch",
+    "number of the host",
+    "row of the host",
+    "keeps",
+    "hook",
+    "prepares",
+    "evaluates",
+    "input",
+    "none",
+)
+"""What the host does in a step of `tests/tasks/strange.py`; the last two are recorded."""
 
 
 class Lab:
@@ -762,6 +781,27 @@ def said_of_graphs(lab: Lab, name: str) -> str:
     )
 
 
+def strange(lab: Lab, facts: Facts) -> None:
+    """cuda_graph: a host that does in a step what a graph would hold as it was: the bits of a step
+    kernel by kernel, and a line that says why"""
+    words = [str(ROOT / "tests/tasks/strange.py"), *lab.on, *lab.deterministic, "eval_every=10"]
+    commands = {}
+    for kind in STRANGE[: 1 if lab.tiny else None]:
+        exact = plain(*words, f"own.kind={kind}")
+        commands |= {kind: [*exact, "cuda_graph=false"]}
+        commands |= {f"{kind}, launches": [*exact, "cuda_graph=true"]}
+    runs = lab.train(commands)
+    failed = []
+    for kind in STRANGE[: 1 if lab.tiny else None]:
+        launches = f"{kind}, launches"
+        try:
+            weigh(facts, {name: runs[name] for name in (kind, launches)})
+        except Failed as error:
+            failed.append(str(error))
+        facts[launches] = f"{facts.pop(f'{launches} and {kind}')}; {said_of_graphs(lab, launches)}"
+    require(not failed, "; ".join(failed))
+
+
 def profiled(lab: Lab, facts: Facts) -> None:
     """--profile: where the time of a step goes, and a trace"""
     words = [*lab.har, "--profile", f"steps={60 if lab.tiny else 120}", "eval_every=1000"]
@@ -791,7 +831,7 @@ GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
         compiled,
         compiled_bf16,
     ),
-    "speed": (graph, speed, loader),
+    "speed": (graph, strange, speed, loader),
 }
 """The parts: the same numbers, and nobody waits; what is around a training, and the compiler;
 samples a second."""
@@ -1061,6 +1101,7 @@ def main(argv: list[str], began: float | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=RESULTS, help="where they go, instead of benchmarks/results"
     )
+    parser.add_argument("--logs", type=Path, help="a tar.gz for the output of every run")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; writes nothing")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -1111,8 +1152,18 @@ def main(argv: list[str], began: float | None = None) -> int:
                 one_by_one(lab, names, results, time.monotonic() + 60 * minutes)
         finally:
             lab.end()
+            keep_logs(Path(folder), args.logs)
     print("\n" + results.text())
     return int(results.failed())
+
+
+def keep_logs(root: Path, archive: Path | None) -> None:
+    """Write the output of every run below a folder, of those that failed, too."""
+    if archive is None:
+        return
+    with tarfile.open(archive, "w:gz") as tar:
+        for log in sorted(root.rglob("*.log")):
+            tar.add(log, str(log.relative_to(root)))
 
 
 def chosen(only: str, quick: bool, rehearse: bool) -> list[str]:

@@ -519,7 +519,10 @@ def main(argv: list[str], args: Any, began: float) -> int:
 
         results.save = save
         end = began + 60 * minutes - SPARE_S
-        run(root, args.rehearse, on_gpu, args.rounds, results, end)
+        try:
+            run(root, args.rehearse, on_gpu, args.rounds, results, end)
+        finally:
+            gpu_check.keep_logs(root, args.logs)
     print("\n" + text(command, results, args.rounds))
     return bars.exit_code(verdicts(results)) if args.check else 0
 

@@ -520,6 +520,7 @@ def main() -> int:
     )
     parser.add_argument("--gpu", action="store_true", help="on one GPU, in five minutes")
     parser.add_argument("--minutes", type=float, help="with --gpu: the most that it may take")
+    parser.add_argument("--logs", type=Path, help="with --gpu: a tar.gz for what the loops print")
     parser.add_argument(
         "--rehearse", action="store_true", help="with --gpu: tiny, where there is no GPU, too"
     )

@@ -460,6 +460,13 @@ def succeed(done: Done) -> Done:
     return done
 
 
+def place_of(task: str | Path, text: str) -> str:
+    """Return file:line of the only line of a source that holds this text, as messages name it."""
+    lines = enumerate(Path(task).read_text().splitlines(), 1)
+    (number,) = (number for number, line in lines if text in line)
+    return f"{Path(task).name}:{number}"
+
+
 def killed_and_resumed(
     launch: Launcher, words: list[str], at: list[str], processes: int = 1, between: Callable[[], Any] = lambda: None
 ) -> Done:

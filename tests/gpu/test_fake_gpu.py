@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FAULTY, ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, place_of, succeed
 from fake_run import HAR, run_on_fake_gpu
 from saved import assert_same_parts, load
 
@@ -87,7 +87,7 @@ STEPS = {
     "virtual": [*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=4", "ddp.backend=gloo"],
 }
 
-SAID = {"terms": {"tests/tasks/terms.py:18 a copy from the host"}}
+SAID = {"terms": {f"tests/tasks/{place_of(TERMS, 'out.new_tensor')} a copy from the host"}}
 """Waits that are the task's own."""
 
 

@@ -2,23 +2,24 @@
 numbers of a step show: the same bits as kernel by kernel, or a line that names the place. On `fake_gpu.py`."""
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, place_of
 from fake_run import run_on_fake_gpu
 from saved import assert_same_parts, load
 
 STRANGE = str(ROOT / "tests/tasks/strange.py")
 HELD = "something changes on the host, which a graph holds as it was"
+FACTOR = place_of(STRANGE, "self.factor(x)")
 WHY = {
     "draws": "the loss draws from the host's generator of random",
     "draws by torch": "the loss draws from the host's generator of torch",
     "counts": "a pass changes calls on the host, which a launch would not",
-    "counts in hiding": "mul at strange.py:30 takes 1.000",
-    "number of the host": "mul at strange.py:30 takes 1.000",
-    "row of the host": "strange.py:50 copies a tensor of the host in each pass",
-    "keeps": f"strange.py:53 reads another tensor than in a step before: {HELD}",
-    "hook": "mul at strange.py:33 takes 1.000",
+    "counts in hiding": f"mul at {FACTOR} takes 1.000",
+    "number of the host": f"mul at {FACTOR} takes 1.000",
+    "row of the host": f"{place_of(STRANGE, '.pin_memory()')} copies a tensor of the host in each pass",
+    "keeps": f"{place_of(STRANGE, 'SMALL * before')} reads another tensor than in a step before: {HELD}",
+    "hook": f"mul at {place_of(STRANGE, 'lambda grad')} takes 1.000",
     "prepares": "the state of the task is in other tensors than at the recording, or has other numbers",
-    "evaluates": "mul at strange.py:100 takes 1.0001, and 1.0 in a step before",
+    "evaluates": f"mul at {place_of(STRANGE, 'self.factors[0])')} takes 1.0001, and 1.0 in a step before",
     "input": "",
     "": "",
 }

@@ -53,6 +53,13 @@ class Settings(toy.Task.Settings):
     own: Own = section(Own)
 
 
+def is_recording():
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # of a torch without CUDA
+        return False
+
+
 class Task(toy.Task):
     Settings = Settings
     resumable_keys = ("own.",)
@@ -74,9 +81,7 @@ class Task(toy.Task):
 
     def loss(self, net, batch):
         loss, kind, after = super().loss(net, batch), self.cfg.own.kind, self.cfg.own.after
-        on_gpu = torch.cuda.is_available()
-        captures = kind == "read once" and on_gpu and torch.cuda.is_current_stream_capturing()
-        if kind == "read" or captures:
+        if kind == "read" or (kind == "read once" and is_recording()):
             loss.total.isnan().item()
         if kind == "number" and self.waves.batches > after:
             loss = loss._replace(total=loss.total * 1.5)
