@@ -443,6 +443,8 @@ def on(stream):
 
 def install():
     """From now on this process has a GPU, and so have the threads that it starts."""
+    from models import layers
+
     card = types.SimpleNamespace(name="No GPU", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "_lazy_init": None,
@@ -458,7 +460,7 @@ def install():
         on,
         current_stream,
     )
-    sys.modules["triton"] = None  # its kernels would be given addresses of the host
+    layers.HAS_TRITON = False  # its kernels would be given addresses of the host
     torch.cuda.synchronize = lambda device=None: waited("the device")
     torch.cuda.set_sync_debug_mode = lambda mode: debug_mode.__setitem__(0, mode)
     torch.cuda.get_sync_debug_mode = lambda: debug_mode[0]
