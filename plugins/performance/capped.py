@@ -37,8 +37,9 @@ STARTED = "LOCKSTEP_CAPPED"
 def _variables() -> dict[str, str]:
     """Return the variables that limit the kernels, with their values."""
     config: Any = np.show_config(mode="dicts")
-    known = config["SIMD Extensions"]
-    names = sorted([*known["found"], *known["not found"]])
+    # NumPy leaves out a list that is empty: "not found" on a CPU with all of them
+    known = config.get("SIMD Extensions", {})
+    names = sorted([*known.get("found", ()), *known.get("not found", ())])
     beyond_avx2 = [name for name in names if name == "X86_V4" or "AVX512" in name]
     return {
         "ATEN_CPU_CAPABILITY": "avx2",

@@ -39,6 +39,24 @@ def test_native_sets_nothing(clean):
     assert not clean and not capped.VARIABLES.keys() & os.environ.keys()
 
 
+@pytest.mark.parametrize(
+    ("known", "beyond"),
+    [
+        (
+            {"SIMD Extensions": {"baseline": ["X86_V2"], "found": ["X86_V3", "X86_V4", "AVX512_SPR"]}},
+            "AVX512_SPR X86_V4",
+        ),
+        ({"SIMD Extensions": {"baseline": ["SSE"], "not found": ["AVX2", "AVX512F"]}}, "AVX512F"),
+        ({"SIMD Extensions": {"baseline": ["NEON"]}}, ""),
+        ({}, ""),
+    ],
+    ids=["a CPU with all", "a CPU with none", "another architecture", "a NumPy that does not know"],
+)
+def test_numpy_leaves_out_an_empty_list_of_extensions(monkeypatch, known, beyond):
+    monkeypatch.setattr(np, "show_config", lambda mode: known)
+    assert capped._variables()["NPY_DISABLE_CPU_FEATURES"] == beyond
+
+
 def test_one_restart_sets_the_variables(clean):
     capped.set_arithmetic(CAPPED)
     capped.set_arithmetic(CAPPED)  # after the restart
