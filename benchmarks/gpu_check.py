@@ -425,12 +425,13 @@ def data_parallel(lab: Lab, facts: Facts) -> None:
 
 
 def devices(lab: Lab, facts: Facts) -> None:
-    """a checkpoint of the GPU resumed on the CPU, and one of the CPU on the GPU"""
+    """a checkpoint of the GPU resumed on the CPU, and one of the CPU on the GPU, up to the rounding
+    of a rate, which a GPU reads as a float32"""
     words, cpu = [*lab.toy, "schedule.horizon=16"], ["device=cpu"]
     ways = {"GPU": (lab.on, lab.on), "GPU then CPU": (lab.on, cpu), "CPU then GPU": (cpu, lab.on)}
     lab.train({name: plain(*words, *on[0], "steps=8") for name, on in ways.items()})
     compare(
-        lab, facts, {name: plain(*words, *on[1], "steps=16") for name, on in ways.items()}, 1e-9
+        lab, facts, {name: plain(*words, *on[1], "steps=16") for name, on in ways.items()}, 1e-7
     )
     for name in ways:
         require("step 8," in lab.said(name), f"{name}: it did not resume from step 8")
@@ -485,6 +486,10 @@ def cache(lab: Lab, facts: Facts) -> None:
         lab, facts, {kind: plain(*small, f"cache={kind}") for kind in ("none", "host", "device")}
     )
     require("of data held" in lab.said("device"), "no data were held")
+
+
+REFUSALS = {"refused": "recording it failed", "two processes": "waits for the GPU"}
+"""Why a kind of `graph` is no launch: gloo copies the sums of a GPU through the host."""
 
 
 def waiting(lab: Lab) -> dict[str, list[str]]:
@@ -741,6 +746,7 @@ def graph(lab: Lab, facts: Facts) -> None:
     processes, and after a record that CUDA refuses"""
     exact = [*lab.har, "amp=off", *lab.deterministic, f"steps={10 if lab.tiny else 50}"]
     flat, passes = [*exact, "model.mode=flatten"], "gradient_accumulation_steps=2"
+    half = [word for word in flat if word != "amp=off"]
     graphed = [str(ROOT / "tests/tasks/graphed.py"), *lab.on, "amp=off", *lab.deterministic]
     graphed.append("dataset.samples=57")
     # read by the host amid the record alone; dropout shows whether the generator is whole after it
@@ -751,7 +757,7 @@ def graph(lab: Lab, facts: Facts) -> None:
         kinds |= {
             "flatten": plain(*flat),
             "SGD": plain(*flat, "optim.name=sgd", "optim.weight_decay=0.03"),
-            "passes": plain(*flat, passes, "amp=fp16", "optim.ema_decay=0.99"),
+            "passes": plain(*half, passes, "amp=fp16", "optim.ema_decay=0.99"),
             "group of one": ddp(1, *flat, "optim.grad_clip=0.1"),
             "two processes": ddp(2, *flat, *workers),
         }
@@ -763,7 +769,7 @@ def graph(lab: Lab, facts: Facts) -> None:
     for kind in kinds:
         launches = f"{kind}, launches"
         weigh(facts, {name: runs[name] for name in (kind, launches)})
-        wanted = "recording it failed" if kind == "refused" else r"a step is \d launches"
+        wanted = REFUSALS.get(kind, r"a step is \d launches")
         require(
             lab.tiny or re.search(wanted, lab.said(launches)) is not None,
             f"{launches}: {said_of_graphs(lab, launches)}",

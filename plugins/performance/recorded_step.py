@@ -378,6 +378,8 @@ class RecordedStep:
             raise
         finally:
             phase.listeners = listeners
+        # the launches are on the main stream, and so is all that reads the memory of the record
+        torch.cuda.current_stream().wait_stream(stream)
         *passes, self.update = recording.graphs
         self.passes: list[PassGraph] = []
         for graph, (_, loss) in zip(passes, run.meter.losses, strict=True):

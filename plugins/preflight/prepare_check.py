@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.comm.digests import same_bits
 from engine.data.batches import tree_leaves
@@ -16,15 +18,24 @@ from engine.seeds import preserve_rng_state
 from engine.trial import rng_states
 from plugins.preflight import steps
 
+MOVES = {
+    *("_to_copy", "arange", "cat", "clone", "constant_pad_nd", "copy_", "empty", "empty_like"),
+    *("empty_strided", "fill_", "flip", "full", "full_like", "gather", "index", "index_select"),
+    *("lift_fresh", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "roll"),
+    *("stack", "zeros", "zeros_like"),
+}
+"""Operations that compute no number, but move or create numbers."""
+
 
 def check_prepare(loader: Any, random_samples: str) -> None:
     """Prepare four samples twice. Raises LockstepError where the second time gives different
     bits, or moves a generator that `prepare` does not seed.
 
     Held data are prepared one by one, too: if that gives the same bits, passes may be prepared
-    together. Not with virtual workers, whose bits would depend on how many a process runs; and not
-    if `prepare` reads the number of the step, because passes of several steps are prepared
-    together. A `prepare` that reads the number is tried in the last step of the run, too.
+    together. With virtual workers also each operation must be `of_each_row`, or the bits might
+    depend on how many workers a process runs. Passes are not prepared together if `prepare` reads
+    the number of the step, because they are of several steps. A `prepare` that reads the number is
+    tried in the last step of the run, too.
     """
     if loader.prepare is not None:
         alike = []
@@ -54,6 +65,18 @@ def _check(loader: Any, random_samples: str) -> bool:
             name for name, place in rng_states(loader.device).items() if place != before[name]
         ]
 
+    def prepared_alike() -> bool:
+        """Return whether samples have the same bits alone. An error shows by itself if it is one of
+        training, too."""
+        with contextlib.suppress(Exception):
+            if plan.workers and not of_each_row(lambda: prepared(0, samples), loader.device):
+                return False
+            ones = [prepared(n, n + 1)[0] for n in range(samples)]
+            return all(
+                same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole
+            )
+        return False
+
     with preserve_rng_state(loader.device):
         (whole, _), (again, moved) = prepared(0, samples), prepared(0, samples)
         changed = [name for name, leaf in whole.items() if not _same(leaf, again.get(name))]
@@ -69,14 +92,39 @@ def _check(loader: Any, random_samples: str) -> bool:
                 "random_samples=warn trains all the same",
             )
             stop_or_warn(error, random_samples)
-        # of a single sample; it shows by itself if it is one of training
-        with contextlib.suppress(Exception):
-            if loader.cached is not None and not plan.workers:
-                ones = [prepared(n, n + 1)[0] for n in range(samples)]
-                return all(
-                    same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole
-                )
-    return False
+        return loader.cached is not None and prepared_alike()
+
+
+def of_each_row(function: Callable[[], Any], device: torch.device) -> bool:
+    """Return whether each number that a function computes has the same bits in a batch of any size.
+
+    True on a GPU, where the function computes elementwise and moves numbers. On a CPU the last
+    elements of a batch may take other instructions than the rest. The bits of a matrix product or a
+    sum may depend on the number of rows anywhere.
+    """
+    operations = _Operations()
+    with operations:
+        function()
+    return device.type == "cuda" and operations.of_each_row
+
+
+class _Operations(TorchDispatchMode):
+    """
+    of_each_row  no operation but elementwise ones, views and MOVES has been called
+    """
+
+    of_each_row = True
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not (
+            torch.Tag.pointwise in operation.tags
+            or operation.is_view
+            or operation._schema.name.removeprefix("aten::") in MOVES
+        ):
+            self.of_each_row = False
+        return operation(*args, **kwargs or {})
 
 
 def _same(a: Any, b: Any) -> bool:
