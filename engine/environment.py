@@ -33,11 +33,7 @@ def environment(run: Run) -> dict[str, str]:
     }
     if run.plan.workers and not on_gpu:
         facts |= SQUARE_ROOT
-    if run.cfg.arithmetic == "capped":
-        facts |= CAPPED
-        facts["C library"] = " ".join(platform.libc_ver())
-        facts["NumPy"] = np.__version__
-    return facts
+    return facts | of_arithmetic(run.cfg)
 
 
 SQUARE_ROOT = {"square root": "correctly rounded"}
@@ -45,6 +41,14 @@ SQUARE_ROOT = {"square root": "correctly rounded"}
 
 CAPPED = {"device": "x86-64 CPU with AVX2", "arithmetic": "capped"}
 """In the environment of a run with arithmetic=capped: the kind of CPU decides nothing."""
+
+
+def of_arithmetic(cfg: Any) -> dict[str, str]:
+    """Return the facts in the environment of a run with arithmetic=capped; none of another run."""
+    if cfg.arithmetic != "capped":
+        return {}
+    libraries = {"C library": " ".join(platform.libc_ver()), "NumPy": np.__version__}
+    return CAPPED | libraries
 
 
 def environment_of(state: dict[str, Any]) -> dict[str, str]:

@@ -201,6 +201,10 @@ class Log(NullLog):
                 f"{found.phase}{'' if run.cfg.ddp.shares else advice}"
             )
 
+    def shares(self, run: Run, facts: dict[str, Any]) -> None:
+        """Log the number of virtual workers of each process, from a step on."""
+        self._write("shares", run, facts)
+
     def skipped(self, run: Run, skipped: Skipped) -> None:
         """Log a skipped step; print the cause, unless `why` has another reason."""
         facts: dict[str, Any] = {"skipped_step": skipped.step, "ranks": skipped.samples}

@@ -32,7 +32,7 @@ def reducer(run: Run) -> LocalReducer | None:
         of_workers = ShardedWorkerReducer(workers, world, model, cfg.timeout_s, deals)
     else:
         of_workers = WorkerReducer(workers, world, model, cfg.find_unused_parameters, deals)
-    if cfg.shares == ["auto"] and 1 < world.size < workers:
+    if cfg.shares == ["auto"]:
         of_workers.balance = Balance(world.size)
     return of_workers
 

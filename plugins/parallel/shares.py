@@ -27,6 +27,7 @@ class Balance:
     times     (ranks,) seconds per worker in the current window; a window ends when the busiest
               process has computed for ENOUGH_S
     previous  the times of the window before; empty after a move
+    logged    whether the log has the deal with which this process began
     """
 
     ENOUGH_S = 1.0
@@ -39,11 +40,15 @@ class Balance:
     def __init__(self, processes: int):
         self.times = [0.0] * processes
         self.previous: list[float] = []
+        self.logged = False
 
     def move(self, run: Any) -> None:
         """(all ranks) Add the newest times of all ranks. At the end of a window deal the workers
         anew, if the steps will be faster."""
         deals = run.plan.deals
+        self._log_start(run)
+        if not 1 < len(self.times) < deals.workers:
+            return  # one process, or one worker each: nothing can move
         if run.progress.step < deals.begins[-1]:
             return  # the last move has not begun
         self.times = [*map(add, self.times, run.meter.stragglers.newest.sum(1).tolist())]
@@ -63,7 +68,19 @@ class Balance:
         first = run.world.reduce_on_rank0(deals.reached, max) + 2
         if first < run.plan.total_steps:
             deals.add(first, wanted)
-            console.info(f"ddp.shares: {_reason(counts, wanted, times)}, from step {first + 1} on")
+            why = _reason(counts, wanted, times)
+            text = _numbers(counts, wanted)
+            console.info(f"ddp.shares: {why}: {text}, from step {first + 1} on")
+            _log(run, first, wanted, why)
+
+    def _log_start(self, run: Any) -> None:
+        """Log the deal with which this process began. The line is of a log point after the first
+        step, so a resume from an earlier step drops the line before it writes its own."""
+        if self.logged:
+            return
+        self.logged = True
+        deals = run.plan.deals
+        _log(run, run.record.resumed.step, counts_of(deals, deals.blocks[0]), "the start")
 
     def _gains(
         self, deals: Deals, counts: list[int], wanted: list[int], times: list[float]
@@ -144,15 +161,26 @@ def _fastest_in_rounds(workers: int, times: Sequence[float]) -> list[int]:
     return counts
 
 
+def _log(run: Any, first: int, counts: list[int], why: str) -> None:
+    """Log the number of workers of each process from a step on; steps are counted from 0."""
+    run.record.log.shares(run, {"from_step": first + 1, "workers": counts, "why": why})
+
+
 def _reason(counts: list[int], wanted: list[int], times: list[float]) -> str:
-    """Return why workers move, and the new number of workers of each process: the process whose
-    number changes most, and its time beside the median of the others."""
+    """Return why workers move: the process whose number changes most, and its time beside the
+    median of the others."""
     changes = [(abs(new - old), time) for old, new, time in zip(counts, wanted, times, strict=True)]
     rank = changes.index(max(changes))
     others = statistics.median([*times[:rank], *times[rank + 1 :]])
-    now = f"{few(wanted)} workers instead of {few(counts)}"
-    if len(counts) > SHOWN:
-        moved = [r for r, (change, _) in enumerate(changes) if change]
-        now = few([f"process {r} has {wanted[r]} workers instead of {counts[r]}" for r in moved])
-    ratio = times[rank] / others
-    return f"process {rank} takes {ratio:.1f} times as long per worker: {now}"
+    return f"process {rank} takes {times[rank] / others:.1f} times as long per worker"
+
+
+def _numbers(counts: list[int], wanted: list[int]) -> str:
+    """Return the new number of workers of each process; of many processes where it changes."""
+    if len(counts) <= SHOWN:
+        return f"{few(wanted)} workers instead of {few(counts)}"
+    texts = []
+    for rank, (before, now) in enumerate(zip(counts, wanted, strict=True)):
+        if now != before:
+            texts.append(f"process {rank} has {now} workers instead of {before}")
+    return few(texts)

@@ -16,6 +16,7 @@ from engine.comm.world import World, on_rank0
 from engine.contract import Task, per_sample
 from engine.environment import environment
 from engine.errors import amount, console, few
+from engine.files.archive import CheckpointState
 from engine.optim.layers import block_groups, layer_factors
 from engine.plan import Plan, data_parallel_devices
 from engine.run import Run
@@ -287,6 +288,19 @@ def print_plan(run: Run, steps: bool = True) -> None:
     rows = _rows_of_the_plan(run) if steps else _rows_of_the_model(run)
     lines = [f"  {name:<16} {text}\n" for name, text in rows.items()]
     console.info("".join(lines))
+    if not steps and (note := arithmetic_note(run.record.resumed, run.cfg)):
+        console.warning(f"{note}\n")
+
+
+def arithmetic_note(saved: CheckpointState, cfg: Any) -> str:
+    """Return a line for a tool that computes in another arithmetic than the run; empty if not."""
+    of_run = saved.environment.get("arithmetic", "native")
+    if of_run == cfg.arithmetic:
+        return ""
+    return (
+        f"arithmetic={cfg.arithmetic}, and the run of the checkpoint has arithmetic={of_run}: the "
+        "last digits may differ"
+    )
 
 
 def training(run: Run, strict: bool) -> None:

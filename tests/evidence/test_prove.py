@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -134,6 +135,30 @@ def test_a_loss_over_all_pairs_has_no_virtual_workers(proved):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("processes", "given"), [("1,2", "auto"), ("1,2,3", "3,1")])
+def test_unequal_shares_of_virtual_workers_are_tried(proved, tmp_path, processes, given):
+    """On two processes, of which the first has several times as many workers; also where the killed run is on two."""
+    found = proved(*WORDS[:2], "--processes", processes, TASK, f"ddp.shares={given}", "--keep", str(tmp_path / "runs"))
+    assert found["holds"] and not any("ddp.shares" in text for text in found["not_checked"])
+    dealt = [run for run in found["runs"] if run["shares"]]
+    assert [(run["processes"], run["shares"], run["killed_at"]) for run in dealt] == [(2, "3,1", 0)]
+    assert {run["digest"] for run in found["runs"] if run["kind"] == "virtual"} == {dealt[0]["digest"]}
+    configs = [path.read_text() for path in (tmp_path / "runs").glob("*_2/config.yaml")]
+    assert sum(re.search(r"shares:\s+- '?3'?\s+- '?1'?\n", text) is not None for text in configs) == 1, (
+        "it ran with these"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["virtual_workers=2"], ["--processes", "1"]])
+def test_shares_that_no_run_has_are_named(proved, words):
+    """With a worker for each process, and with one process, no deal is unequal."""
+    found = proved(*WORDS[:4], TASK, "ddp.shares=auto", *words)
+    assert "unequal shares of virtual workers (ddp.shares)" in found["not_checked"]
+    assert not any(run["shares"] for run in found["runs"])
+
+
+@pytest.mark.slow
 def test_slow_steps_are_fewer_and_what_does_not_fit_is_named(proved):
     found = proved("--seconds", "30", "--processes", "1", TASK, "plant.mistake=slow")
     assert found["holds"] is not False and 2 <= found["steps"] < 20
@@ -235,6 +260,43 @@ def test_runs_of_another_length_than_the_first_are_compared_at_the_end(tmp_path)
     assert "whole final state" not in proof._same_bits()[0]
     proof._look_at_the_end(again)
     assert proof.finding.what == "in the final state alone: /model/w"
+
+
+# ---- what a digest is of ---------------------------------------------------------------------------------------------
+
+CPU = {"torch": "2.13.0+cpu", "device": "AMD EPYC", "CPU instructions": "AVX512", "cuDNN": "", "threads": "2"}
+CAPPED = {"arithmetic": "capped", "device": "x86-64 CPU with AVX2", "C library": "glibc 2.36", "NumPy": "2.4.6"}
+GPU = {"device": "NVIDIA H100", "cuDNN": "91002", "threads": "1"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (CPU, "a digest is of torch 2.13.0+cpu, arithmetic native, AMD EPYC with AVX512, 2 threads"),
+        (CPU | CAPPED, "a digest is of torch 2.13.0+cpu, arithmetic capped, any x86-64 CPU with AVX2, glibc 2.36, "
+         "NumPy 2.4.6, 2 threads"),
+        (CPU | GPU, "a digest is of torch 2.13.0+cpu, arithmetic native, NVIDIA H100, cuDNN 91002, 1 thread"),
+    ],
+    ids=["a CPU", "any CPU", "a GPU"],
+)  # fmt: skip
+def test_the_line_has_all_that_decides_a_digest(facts, line):
+    assert prove._decided_by(facts) == line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", ["native", "capped"])
+def test_the_machine_of_the_digests_is_printed(launch, arithmetic):
+    """The facts of this machine, read here by other ways."""
+    words = ["--processes", "1", "--steps", "2", "--seconds", "60", TOY, "device=cpu", f"arithmetic={arithmetic}"]
+    done = launch.python(PROVE, *words)
+    assert done.code == 7, done.err  # no other cut
+    (line,) = [line for line in done.out.splitlines() if line.startswith("a digest is of")]
+    assert f"torch {torch.__version__}, arithmetic {arithmetic}, " in line and line.endswith(", 1 thread")
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)[1].strip()
+    if arithmetic == "capped":
+        assert f"any x86-64 CPU with AVX2, {os.confstr('CS_GNU_LIBC_VERSION')}, NumPy {np.__version__}" in line
+    else:
+        assert f"{cpu} with {torch.backends.cpu.get_cpu_capability()}" in line
 
 
 # ---- the arithmetic --------------------------------------------------------------------------------------------------

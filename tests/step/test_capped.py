@@ -3,6 +3,7 @@ functions that MKL computes by the maker of the CPU are NumPy's.
 
 That the bits are those of another kind of CPU needs another kind of CPU: `benchmarks/cpu_kinds.py`."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -266,3 +267,45 @@ def test_a_variable_from_outside_is_refused_before_anything_is_written(launch, t
     done = launch.train(*words(tmp_path / "run"), ATEN_CPU_CAPABILITY="default")
     assert done.code == 2 and len(done.errors) == 1 and "ATEN_CPU_CAPABILITY=default is set" in done.err
     assert not (tmp_path / "run").exists()
+
+
+# ---- tools
+
+
+def scored(launch, run, *more):
+    """The metrics to the last digit, the hash of the state, and the warnings."""
+    done = succeed(launch.python("tools/evaluate.py", run, "--json", "--state", *more))
+    found = json.loads(done.out)
+    warnings = [line for line in done.err.splitlines() if "arithmetic=" in line]
+    return found["metrics"], found["sha256"]["state"], warnings
+
+
+def replayed(launch, run, *more):
+    done = launch.python("tools/replay.py", run, "--json", *more)
+    found = json.loads(done.out)
+    (machine,) = [line for line in done.err.splitlines() if line.startswith("  machine ")]
+    return found["verdict"], machine
+
+
+@pytest.mark.slow
+def test_tools_compute_in_the_arithmetic_of_the_run_or_name_the_other(launch, tmp_path):
+    """A capped run and a native run: the score and the steps are those of the run, unless `arithmetic` is given."""
+    runs = {name: tmp_path / name for name in ("capped", "native")}
+    for name, run in runs.items():
+        succeed(launch.train(*words(run, "steps=4", "epochs=0", "amp=off", "log_every=1", arithmetic=name)))
+        ended = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+        truth = ended["loss"]
+        other = {"capped": "native", "native": "capped"}[name]
+        metrics, state, warnings = scored(launch, run)
+        assert metrics["loss"] == truth and not warnings
+        assert scored(launch, run, f"arithmetic={name}") == (metrics, state, [])
+        _, same_state, warnings = scored(launch, run, f"arithmetic={other}")
+        assert same_state == state, "of the checkpoint"
+        assert warnings == [
+            f"warning: arithmetic={other}, and the run of the checkpoint has arithmetic={name}: the last digits may differ"
+        ]
+        verdict, machine = replayed(launch, run)
+        assert verdict == "same bits" and machine.startswith("  machine  the same: ")
+        assert ("the same: x86-64 CPU with AVX2" in machine) is (name == "capped")
+        verdict, machine = replayed(launch, run, f"arithmetic={other}")
+        assert verdict == "rounding" and f"arithmetic {name} -> {other}; device " in machine

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TOY, launching, succeed, wait_until
-from runs import progress, same_bits, weights
+from runs import progress, records, same_bits, weights
 from saved import assert_same_bits
 from test_same_bits import ATTENTION, CONV, interrupt_thrice
 from test_the_idea import TERMS
@@ -22,6 +22,7 @@ import tasks
 from engine import config, partition, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
+from engine.errors import few
 from plugins.parallel import shares
 
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
@@ -116,7 +117,12 @@ class Ranks:
             progress=SimpleNamespace(step=0),
             meter=SimpleNamespace(stragglers=self.stragglers),
             world=SimpleNamespace(reduce_on_rank0=lambda value, choose: choose(iter([value, value + 3]))),
+            record=SimpleNamespace(resumed=SimpleNamespace(step=0), log=SimpleNamespace(shares=self.note)),
         )
+        self.events = []
+
+    def note(self, run, facts):
+        self.events.append((run.progress.step, facts["from_step"], facts["workers"]))
 
     def log(self, *times):
         """A log point after ten steps, with the seconds per worker of each rank; returns the counts from now on."""
@@ -135,6 +141,7 @@ def test_a_slow_process_loses_workers_and_gets_them_back():
     for _ in range(5):
         assert ranks.log(1, 3) == [6, 2]
     assert [*itertools.starmap(ranks.log, [(1, 1)] * 3)][1:] == [[4, 4]] * 2
+    assert ranks.events == [(10, 1, [4, 4]), (20, 27, [6, 2]), (90, 97, [4, 4])]
 
 
 def test_noise_moves_nothing():
@@ -271,6 +278,7 @@ def test_unequal_shares_end_in_the_bits_of_one_process(trained, processes, given
     assert moves >= 5 * processes * len(RUNS) if given == "auto" else not moves
     for name in RUNS:
         assert_same_bits(folder / name, trained(1) / name)
+        assert (len(records(folder / name, "shares")) > 2) is (given == "auto")
 
 
 @pytest.mark.slow
@@ -282,6 +290,13 @@ def test_a_run_with_moving_workers_is_killed_and_resumed_on_other_numbers_of_pro
     succeed(launch.python(*run))
     succeed(launch.python("train.py", *words, f"save_dir={tmp_path / 'straight'}"))
     assert_same_bits(tmp_path / "run", tmp_path / "straight")
+    lines = records(tmp_path / "run", "shares")
+    steps = [line["step"] for line in lines]
+    starts = [line for line in lines if line["why"] == "the start"]
+    assert steps == sorted(steps) and len(lines) > len(starts)
+    assert len(starts) == len({line["step"] for line in starts}), "a repeated step has no line twice"
+    assert [len(line["workers"]) for line in starts] == [2, 3, 2, 1]
+    assert {sum(line["workers"]) for line in lines} == {6}
 
 
 def test_a_resume_with_shares_of_another_number_of_processes_is_refused_and_continued(launch, tmp_path):
@@ -301,6 +316,7 @@ def test_a_resume_with_shares_of_another_number_of_processes_is_refused_and_cont
 # ---- slow processes ----
 
 FOREVER = ["steps=100000", "epochs=0", "eval_every=100000", "schedule.kind=constant", "log_every=4"]
+LINE = re.compile(r"ddp.shares: (process .*) on$", re.M)
 MOVE = re.compile(r"ddp.shares: process \d+ takes [\d.]+ times as long per worker: (\d+), (\d+) workers instead of")
 
 
@@ -354,6 +370,11 @@ def test_a_process_that_becomes_slow_loses_workers_until_it_recovers(launch, tmp
         flag.unlink()
         wait_for_counts(run, lambda first, second: 3 <= first <= 5)
     assert_bits_of_one_process(launch, run, words, folder)
+    begin, *moves = records(folder, "shares")
+    assert (begin["from_step"], begin["workers"], begin["why"]) == (1, [4, 4], "the start")
+    logged = [f"{line['why']}: {few(line['workers'])}, from {line['from_step']}" for line in moves]
+    assert [re.sub(" workers instead of .* step", ", from", line) for line in LINE.findall(run.said())] == logged
+    assert len(logged) >= 4
 
 
 BUSY = """

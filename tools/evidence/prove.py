@@ -11,7 +11,7 @@ The command starts real trainings of a few steps and compares them.
   three, and on four processes. The last run is killed (SIGKILL) and resumed on two. Digests and
   logged numbers of each step, and the final state, must have the same bits. Two starts have
   different hash seeds, as on two days. With ddp.shares the first process of the runs on two and on
-  three has several times as many workers as another.
+  three has several times as many workers as another; with --processes 1,2 of a further run on two.
 - Without virtual workers: on one process in one pass and in more passes, on two and on three.
   Logged numbers and weights must be the same up to rounding. The limit of rounding is measured: in
   float64 the differences must be a billion times smaller (below 1e-9). If a task cannot compute in
@@ -266,6 +266,7 @@ class Trial:
             "kind": self.kind,
             "processes": self.processes,
             "more_passes": self.passes,
+            "shares": ",".join(self.shares),
             "killed_at": self.killed,
             "resumed_at": self.resumed_at if self.killed else 0,
             "resumed_on": self.after,
@@ -553,13 +554,15 @@ class Proof:
         inner = list[int]()
         if virtual:
             inner = [n for n in self.counts if 1 < n < most]
+            if self.cfg.ddp.shares and not inner and most > 1:
+                inner = [most]  # the killed run has even shares
             if self._in_one_pass() > 1:
                 plan += _plain_pair(1, passes=True)
         wide = [n for n in self.counts if 1 < n <= 3] or [n for n in self.counts[:1] if n > 3]
         for of_virtual, of_plain in itertools.zip_longest(inner, wide):
             if of_virtual:
                 plan.append({"kind": "virtual", "processes": of_virtual})
-                if self.cfg.ddp.shares:
+                if self.cfg.ddp.shares and self.workers > of_virtual:
                     plan[-1]["shares"] = ["3", *(["1"] * (of_virtual - 1))]
             if of_plain:
                 plan += _plain_pair(of_plain)
@@ -966,6 +969,8 @@ class Proof:
                 self.left_out.append(
                     "dropout without virtual workers, where its masks depend on the cut: it was off"
                 )
+        if self.cfg.ddp.shares and not any(each.shares for each in self.agreed):
+            self.left_out.append("unequal shares of virtual workers (ddp.shares)")
         if not notes["scored"] and self.evaluate:
             self.left_out.append("an evaluation: the task has no validation data")
         if not self.cfg.num_workers:
@@ -1068,10 +1073,12 @@ class Proof:
 def _decided_by(facts: dict[str, str]) -> str:
     """Return the facts that decide a digest, beside config, code and data."""
     texts = [f"torch {facts['torch']}", f"arithmetic {facts.get('arithmetic', 'native')}"]
-    texts.append(f"{facts['device']} with {facts['CPU instructions']}")
-    if "arithmetic" in facts:
-        texts[-1] = f"any {facts['device']}"
-        texts += [facts["C library"], f"NumPy {facts['NumPy']}"]
+    if facts["cuDNN"]:
+        texts += [facts["device"], f"cuDNN {facts['cuDNN']}"]
+    elif "arithmetic" in facts:
+        texts += [f"any {facts['device']}", facts["C library"], f"NumPy {facts['NumPy']}"]
+    else:
+        texts.append(f"{facts['device']} with {facts['CPU instructions']}")
     texts.append(amount(int(facts["threads"]), "thread"))
     return f"a digest is of {', '.join(texts)}"
 

@@ -58,7 +58,7 @@ from engine.comm.world import World
 from engine.data.fingerprint import Fingerprint, fingerprint
 from engine.data.fingerprint import compare as data_difference
 from engine.data.splits import load_datasets
-from engine.environment import SQUARE_ROOT
+from engine.environment import SQUARE_ROOT, of_arithmetic
 from engine.errors import LockstepError, amount, few
 from engine.files import archive, run_folder
 from engine.files.archive import CheckpointState
@@ -509,7 +509,7 @@ def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway)
     found.facts["environment"] = here
     recorded = run_folder.torch_version(run.environment) or here["torch"]
     moved = dict[str, None]()
-    for then in [each.environment for each in saved] or [{"torch": recorded}]:
+    for then in [NATIVE | each.environment for each in saved] or [{"torch": recorded}]:
         for name, value in here.items():
             if then.get(name, value) != value:
                 moved[f"{name} {then[name]} -> {value}"] = None
@@ -528,9 +528,13 @@ def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway)
     found.say("machine", text)
 
 
+NATIVE = {"arithmetic": "native"}
+"""In an environment without the entry."""
+
+
 def _machine(cfg: Any) -> dict[str, str]:
     """Return the facts of this machine that decide the last bits of a training."""
-    here = {
+    here = NATIVE | {
         "device": private.cpu_model(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": str(torch.__version__),
@@ -541,7 +545,7 @@ def _machine(cfg: Any) -> dict[str, str]:
         here["cuDNN"] = str(torch.backends.cudnn.version())
     elif cfg.virtual_workers:
         here |= SQUARE_ROOT
-    return here
+    return here | of_arithmetic(cfg)
 
 
 # ---- take the steps
@@ -1168,8 +1172,8 @@ def _moved(stretch: Stretch, folder: Path) -> str:
     if not (stretch.known.path and saved):
         return ""
     newest = api.read(saved[max(saved)])
-    now = newest.environment
-    then = stretch.known.environment
+    now = NATIVE | newest.environment
+    then = NATIVE | stretch.known.environment
     return "; ".join(
         f"{name} {then[name]} -> {now[name]}"
         for name in then

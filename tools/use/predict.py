@@ -70,6 +70,7 @@ from formats.lab.bouts import Smoothing, columns_of, decide, one_hot
 from formats.lab.clips import FRAMES, Clips
 from formats.lab.events.pairing import OF_FILE, videos_in
 from formats.lab.windows import Recordings, Windows
+from plugins.reporting import plan_text
 from plugins.resilience import status
 from tasks import har, video
 from tools.arguments import whole_number
@@ -246,6 +247,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     assert saved.path
     if world.main:
         warn_once(resume.code_changes(saved, cfg.task))
+        warn_once(plan_text.arithmetic_note(saved, cfg))
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
     dataset = None
