@@ -301,9 +301,8 @@ def test_tools_compute_in_the_arithmetic_of_the_run_or_name_the_other(launch, tm
         assert scored(launch, run, f"arithmetic={name}") == (metrics, state, [])
         _, same_state, warnings = scored(launch, run, f"arithmetic={other}")
         assert same_state == state, "of the checkpoint"
-        assert warnings == [
-            f"warning: arithmetic={other}, and the run of the checkpoint has arithmetic={name}: the last digits may differ"
-        ]
+        line = f"arithmetic={other}, and the run of the checkpoint has arithmetic={name}: the last digits may differ"
+        assert warnings == [f"warning: {line}"]
         verdict, machine = replayed(launch, run)
         assert verdict == "same bits" and machine.startswith("  machine  the same: ")
         assert ("the same: x86-64 CPU with AVX2" in machine) is (name == "capped")
