@@ -769,7 +769,7 @@ def graph(lab: Lab, facts: Facts) -> None:
     for kind in kinds:
         launches = f"{kind}, launches"
         weigh(facts, {name: runs[name] for name in (kind, launches)})
-        wanted = REFUSALS.get(kind, r"a step is \d launches")
+        wanted = REFUSALS.get(kind, r"a step is (one|\d) launch")
         require(
             lab.tiny or re.search(wanted, lab.said(launches)) is not None,
             f"{launches}: {said_of_graphs(lab, launches)}",

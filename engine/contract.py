@@ -86,6 +86,7 @@ class BatchInfo:
                  global batch, one number repeated for each sample; else None
     step_info    the batch's place in the run: `step`, `epoch`, `progress` and `turn`, see
                  `StepInfo`
+    packed       (bytes,) uint8: the memory of all tensors of the batch, where one piece holds them
     """
 
     OF_SAMPLES: ClassVar = ("index", "position", "seed", "mean_weight")
@@ -95,6 +96,7 @@ class BatchInfo:
     seed: Tensor
     mean_weight: Tensor | None = None
     step_info: StepInfo = field(default=StepInfo(), kw_only=True)
+    packed: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def step(self) -> int:

@@ -51,7 +51,7 @@ class Pending(NamedTuple):
     names: list[str]
     numbers: Tensor
     step: int
-    losses: list[tuple[Any, Tensor]]
+    losses: list[tuple[Any, Any]]
     copied: torch.cuda.Event | None
 
 
@@ -63,9 +63,10 @@ class Meter:
     turn           the turn of the current step; empty without turns
     names          names of the task's sums by turn, once all ranks have compared them
     for_state      names and shapes of `Loss.for_state` by turn, once all ranks have compared them
-    losses         a MicroBatch and its loss for each pass of this rank in the current step
+    losses         a MicroBatch and its loss for each pass of this rank in the current step; None
+                   for the loss of an only pass, which the numbers of the step hold
     terms          a `Terms`, for a task with `losses`
-    zero           () float32 on the device
+    no_vote        () float32 on the device, zero
     pending        numbers of steps that are being copied to the host
     grad_norm      of the last step
     totals         the loss, its weight and the task's sums: of all ranks, without skipped steps.
@@ -82,9 +83,9 @@ class Meter:
         self.turn = ""
         self.names: dict[str, list[str]] = {}
         self.for_state: dict[str, list[tuple[str, torch.Size]]] = {}
-        self.losses: list[tuple[Any, Tensor]] = []
+        self.losses: list[tuple[Any, Any]] = []
         self.terms: Any = None
-        self.zero = torch.zeros((), device=world.device)
+        self.no_vote = torch.zeros((), device=world.device)
         self.pending: list[Pending] = []
         self.grad_norm = 0.0
         self.clear()
@@ -121,16 +122,19 @@ class Meter:
         results = []
         while len(self.pending) > left:
             row = self.pending.pop(0)
-            if row.copied:
+            # copied a step ago: waits only if the host is a whole step ahead
+            if row.copied and not row.copied.query():
                 with self.world.host_sync():
-                    # copied a step ago: waits only if the host is a whole step ahead
                     row.copied.synchronize()
             votes, *sums, skipped, self.grad_norm = row.numbers.tolist()
             for name, value in zip(row.names, sums, strict=True):
                 total = self.totals.get(name, 0.0)
                 self.totals[name] = total if skipped else total + value
             self.skipped += skipped
-            results.append(StepResult(row.step, row.losses, votes, skipped, sums[1]))
+            losses = []
+            for micro, loss in row.losses:
+                losses.append((micro, row.numbers[1] if loss is None else loss))
+            results.append(StepResult(row.step, losses, votes, skipped, sums[1]))
             if votes:
                 left = 0  # a run that stops or saves needs the numbers of every step
         return results

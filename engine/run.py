@@ -235,13 +235,13 @@ class Run:
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             names = [*check("loss", loss).sums]
             meter.names[meter.turn] = same_names(names, known, self.world.gather, "sums")
-        parts = [meter.zero]  # no vote
+        parts = [meter.no_vote]
         for number in (loss.total, loss.weight, *loss.sums.values()):
             part = torch.as_tensor(number).detach()
             if part.ndim:
                 check("loss", loss)
             parts.append(part if part.device == device else scalar_on(device, part))
-        parts += [meter.zero, meter.zero]  # the places that `end_step` fills
+        parts += [meter.no_vote, meter.no_vote]  # the places that `end_step` fills
         numbers = torch.empty(len(parts), dtype=torch.float64, device=device)
         copy_all(zip(numbers.unbind(), parts, strict=True))  # a kernel for each type of numbers
         if self.has_after_step:

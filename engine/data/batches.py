@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from engine.contract import INFO_KEY, Batch, BatchInfo, StepInfo
 
 PLAIN = {int, float, bool, str, bytes, type(None)}
 STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
+
+ALIGNED = 512
+"""The address of a batch of its own is a multiple of so many bytes."""
 
 # ---- traverse
 # ----------------------------------------------------------------------------------------
@@ -201,16 +205,62 @@ def split_rows(
     batch: Batch, micros: list[Any], step_info: Callable[[list[Any]], StepInfo]
 ) -> Iterator[Batch]:
     """Yield the part of each pass of a group, with the pass's own StepInfo. The rows are aligned as
-    in batches of their own. A part is copied when the part is asked for."""
+    in batches of their own.
+
+    Passes of one size get pieces of memory that hold all tensors of a pass, so that one copy moves
+    a pass. Other parts are copied when the part is asked for.
+    """
+    sizes = {len(micro.indices) for micro in micros}
+    packed = pack_passes(batch, len(micros)) if len(sizes) == 1 else None
     end = 0
-    for micro in micros:
+    for number, micro in enumerate(micros):
         begin = end
         end += len(micro.indices)
-        part = map_tensors(batch, functools.partial(aligned_rows, slice(begin, end)))
+        if packed is None:
+            part = map_tensors(batch, functools.partial(aligned_rows, slice(begin, end)))
+        else:
+            part = packed.part(number)
         info = find_info(part)
         if info is not None:
             info.step_info = step_info([micro])
+            info.packed = packed.rows[number] if packed else None
         yield part
+
+
+class PackedPasses(NamedTuple):
+    """Passes of one size, each in one piece of memory.
+
+    batch    of all passes
+    rows     (bytes,) uint8 of each pass
+    columns  a tensor of the batch in each pass; for each tensor in the order of `tree_map`
+    """
+
+    batch: Batch
+    rows: tuple[Tensor, ...]
+    columns: list[tuple[Tensor, ...]]
+
+    def part(self, number: int) -> Batch:
+        columns = iter(self.columns)
+        return map_tensors(self.batch, lambda _: next(columns)[number])
+
+
+def pack_passes(batch: Batch, count: int) -> PackedPasses | None:
+    """Copy a batch on a GPU so that each of `count` passes of one size is a piece of memory; return
+    None for a batch on the host, or with a tensor that is not contiguous."""
+    leaves = [*tensors(batch)]
+    if not all(leaf.is_cuda and leaf.is_contiguous() and leaf.numel() for leaf in leaves):
+        return None
+    # bytes of each tensor of a pass, and its place in the piece
+    sizes = [leaf.numel() * leaf.element_size() // count for leaf in leaves]
+    places = [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+    memory = torch.empty(count, places.pop(), dtype=torch.uint8, device=leaves[0].device)
+    columns = []
+    for leaf, place, size in zip(leaves, places, sizes, strict=True):
+        column = memory[:, place : place + size].view(leaf.dtype)
+        columns.append(column.unflatten(1, (len(leaf) // count, *leaf.shape[1:])))
+    groups = [leaf.unflatten(0, (count, -1)) for leaf in leaves]
+    torch._foreach_copy_(columns, groups)
+    return PackedPasses(batch, memory.unbind(), [column.unbind() for column in columns])
 
 
 def aligned_rows(rows: slice, values: Tensor) -> Tensor:
@@ -218,4 +268,4 @@ def aligned_rows(rows: slice, values: Tensor) -> Tensor:
     depend on that."""
     piece = values[rows]
     offset = rows.start * values.stride(0) * values.element_size()
-    return piece if offset % 512 == 0 else piece.clone()
+    return piece if offset % ALIGNED == 0 else piece.clone()

@@ -347,8 +347,11 @@ class StepGraph:
         self.state = _places(run)
         self.addresses = self._addresses()
         self.epoch = run.progress.epoch
-        step, launches = run.progress.step + 1, len(pairs) + 1
-        console.info(f"cuda_graph: from step {step} on, a step is {launches} launches")
+        step = run.progress.step + 1
+        launches = "one launch"
+        if recorded.update is not None:
+            launches = f"{len(pairs) + 1} launches"
+        console.info(f"cuda_graph: from step {step} on, a step is {launches}")
 
     # ---- launches
 

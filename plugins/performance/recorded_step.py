@@ -121,6 +121,8 @@ class Inputs:
     reads    the attributes of StepInfo that the loss reads
     clock    (3,) float64, `batch["lockstep"].clock`
     leaves   the tensors of a batch, which are filled before each launch
+    packed   the memory of all `leaves`, where a batch comes in one piece; else None
+    places   of the leaves in `packed`, in bytes
     terms    the weights of the terms of a step of several passes; empty without
     rates    () float32 for each group of the optimizer; groups with one factor share the memory
     factors  the memory of `rates` by factor of the common rate, `lr_scale`
@@ -133,6 +135,8 @@ class Inputs:
         self.reads: set[str] = set()
         self.clock = torch.zeros(3, dtype=torch.float64, device=device)
         self.leaves: list[Tensor] = []
+        self.packed: Tensor | None = None
+        self.places: list[int] = []
         self.terms: list[Tensor] = []
         self.factors: dict[float, Tensor] = {}
         self.rates: list[Tensor] = []
@@ -153,13 +157,26 @@ class Inputs:
 
     def adopt(self, batch: Any) -> Any:
         """Copy a batch into memory of its own, which the graphs will read. Return the copy."""
-        copied = self.observed(map_tensors(batch, torch.clone))
+        info = find_info(batch)
+        packed = info.packed if info else None
+        if packed is None:
+            copied = self.observed(map_tensors(batch, torch.clone))
+        else:
+            copied = self.observed(self._adopt_packed(batch, packed))
         # a loss may let the copies require gradients, and then nothing could fill them
         self.leaves = [*map(Tensor.detach, tensors(copied))]
         known = self.run.meter.terms and self.run.meter.terms.known
         if known is not None:
             self.run.meter.terms.known = known.clone()
             self.terms = [self.run.meter.terms.known]
+        return copied
+
+    def _adopt_packed(self, batch: Any, packed: Tensor) -> Any:
+        """Copy a batch whose tensors lie in one piece of memory. Return the copy."""
+        self.packed = memory = packed.clone()
+        self.places = _places_in(packed, [*tensors(batch)])
+        copied = map_tensors(batch, lambda leaf: _moved(leaf, packed, memory))
+        batch_info(copied).packed = None
         return copied
 
     @contextmanager
@@ -180,7 +197,12 @@ class Inputs:
 
     def fill(self, batch: Any, leaves: Leaves) -> None:
         """Copy a batch of the recorded form into the memory."""
-        torch._foreach_copy_(self.leaves, [*filter(torch.is_tensor, leaves.values())])
+        given = [*filter(torch.is_tensor, leaves.values())]
+        piece = batch_info(batch).packed if self.packed is not None else None
+        if self.packed is None or piece is None or _places_in(piece, given) != self.places:
+            torch._foreach_copy_(self.leaves, given)
+        else:
+            self.packed.copy_(piece)  # one copy, where each tensor would take some 15 us
         if self.reads:  # its clock
             self.clock.copy_(batch_info(batch).clock)
 
@@ -196,6 +218,19 @@ class Inputs:
             self.filled = rates
         for memory in self.terms:
             memory.copy_(self.run.meter.terms.known)
+
+
+def _places_in(packed: Tensor, leaves: list[Tensor]) -> list[int]:
+    """Return the place of each tensor in a piece of memory, in bytes."""
+    begin = packed.data_ptr()
+    return [leaf.data_ptr() - begin for leaf in leaves]
+
+
+def _moved(leaf: Tensor, packed: Tensor, memory: Tensor) -> Tensor:
+    """Return the tensor at the place in `memory` that `leaf` has in `packed`."""
+    (place,) = _places_in(packed, [leaf])
+    of_leaf = memory[place : place + leaf.numel() * leaf.element_size()]
+    return of_leaf.view(leaf.dtype).view(leaf.shape)
 
 
 class _PieceReducer:
@@ -280,6 +315,7 @@ class _Recording(_Pieces):
     stream   of the records
     pool     memory of the graphs
     ends     the update holds all of `Run.end_step`
+    whole    the pass and the update are one graph: nothing is between them
     keeps    the first pass keeps the values of buffers before the step
     graphs   recorded so far
     open     the record that has begun
@@ -290,9 +326,9 @@ class _Recording(_Pieces):
     outcome: Outcome
     numbers: Tensor | None = None
 
-    def __init__(self, run: Run, stream: torch.cuda.Stream, ends: bool):
+    def __init__(self, run: Run, stream: torch.cuda.Stream, ends: bool, whole: bool):
         super().__init__(run)
-        self.stream, self.ends = stream, ends
+        self.stream, self.ends, self.whole = stream, ends, whole
         self.keeps = bool(run.reducer.buffers.changing) and not run.reducer.follows_passes
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -315,11 +351,13 @@ class _Recording(_Pieces):
             self.reducer.buffers.keep()
         with super().forward(micro):
             yield
-        self.open.close()
+        if not self.whole:
+            self.open.close()
 
     def end_passes(self) -> None:
         """Begin the record of the update."""
-        self.begin_graph()
+        if not self.whole:
+            self.begin_graph()
 
     def end_step(
         self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int
@@ -343,7 +381,7 @@ class RecordedStep:
     """The recorded pieces of the steps of a run.
 
     passes     the first pass of a worker, and the further pass
-    update     the graph of the update
+    update     the graph of the update; None where the pass holds the update
     totals     the memory of the passes' numbers, which the update reads
     outcome    the memory of the update's results
     numbers    for the host, see `Run.count_step`; None if the update ends before `Run.end_step`
@@ -365,7 +403,8 @@ class RecordedStep:
         """
         run = self.run
         ends = not self.has_workers and not run.has_after_step and run.reducer.mode == "same"
-        recording = _Recording(run, stream, ends)
+        whole = len(pairs) == 1 and pairs[0][1].closes_step and not self.has_workers
+        recording = _Recording(run, stream, ends, whole and self.processes == 1)
         batch = self.inputs.adopt(pairs[0][0])
         # a profiler's events would be recorded, too
         listeners, phase.listeners = phase.listeners, []
@@ -380,7 +419,8 @@ class RecordedStep:
             phase.listeners = listeners
         # the launches are on the main stream, and so is all that reads the memory of the record
         torch.cuda.current_stream().wait_stream(stream)
-        *passes, self.update = recording.graphs
+        passes = [*recording.graphs]
+        self.update = None if recording.whole else passes.pop()
         self.passes: list[PassGraph] = []
         for graph, (_, loss) in zip(passes, run.meter.losses, strict=True):
             self.passes.append(PassGraph(graph, loss))
@@ -403,6 +443,9 @@ class RecordedStep:
         run = self.run
         self._begin_step()
         self.inputs.fill_step()
+        votes = run.votes(pairs[-1][1].consumed)
+        if votes and self.update is None:
+            run.meter.no_vote.fill_(votes)
         rows: Any = 0
         for (batch, micro), parts in zip(pairs, leaves, strict=True):
             with run.forward(micro):
@@ -413,7 +456,11 @@ class RecordedStep:
             if self.has_workers and micro.closes_worker:
                 rows = rows + run.reducer.worker_row(self.totals, micro)
                 self._give_gradients()
-        if votes := run.votes(micro.consumed):
+        if self.update is None:
+            if votes:
+                run.meter.no_vote.zero_()
+            return self.outcome
+        if votes:
             # an assignment of a number would copy from pageable memory, and wait
             (rows[0, 0] if self.has_workers else self.totals[0]).fill_(votes)
         phase(Phase.GRADIENT_SYNC, waits=self.processes > 1)
@@ -456,7 +503,9 @@ class RecordedStep:
         self.inputs.fill(batch, leaves)
         graph, loss = self.passes[0 if micro.opens_worker else 1]
         graph.replay()
-        self.run.meter.losses.append((micro, loss.clone()))  # it is read during the next launch
+        # a copy, because the loss is read during the next launch
+        kept = None if self.update is None else loss.clone()
+        self.run.meter.losses.append((micro, kept))
 
     def _compute_pass(self, batch: Any, micro: Any) -> None:
         """Compute a pass kernel by kernel, with its results in the memory of the records."""

@@ -68,8 +68,10 @@ def _check(loader: Any, random_samples: str) -> bool:
     def prepared_alike() -> bool:
         """Return whether samples have the same bits alone. An error shows by itself if it is one of
         training, too."""
+        unprepared = loader.unprepared(slice(0, samples))
         with contextlib.suppress(Exception):
-            if plan.workers and not of_each_row(lambda: prepared(0, samples), loader.device):
+            of_rows = of_each_row(lambda: loader.prepared(*unprepared), loader.device)
+            if plan.workers and not of_rows:
                 return False
             ones = [prepared(n, n + 1)[0] for n in range(samples)]
             return all(

@@ -384,6 +384,8 @@ class Event:
             waited("an event", self.posted)
 
     def query(self):
+        if self.step == step():
+            return False
         arrive(self.posted)
         return True
 

@@ -329,6 +329,9 @@ class Event:
     def record(self):
         pass
 
+    def query(self):
+        return True
+
     def synchronize(self):
         pass
 

@@ -316,7 +316,7 @@ def test_a_weight_of_the_host_is_no_copy_to_the_device(steps, weight):
     run, outcomes = steps()
     next(outcomes)
     run.world = replace(run.world, device=torch.device("meta"))
-    run.meter.zero, total = run.meter.zero.to("meta"), torch.zeros((), device="meta", requires_grad=True)
+    run.meter.no_vote, total = run.meter.no_vote.to("meta"), torch.zeros((), device="meta", requires_grad=True)
     loss, micro = Loss(total, weight), SimpleNamespace(empty=False, closes_step=False, indices=[])
     with (reads := Reads()):
         numbers = run.loss_vector(loss, micro)
