@@ -183,7 +183,7 @@ def cpu_model() -> str:
     name."""
     text = ""
     with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
     line = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     return line[1] if line else platform.machine()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
+from formats import home
 from formats.robots import language, lerobot, lerobot_mix
 from formats.weights import pretrained
 from models import act, vla
@@ -679,4 +680,4 @@ def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str
 def _cache_dir(wanted: str, given: bool) -> Path:
     if not given:
         return simulation.GENERATED
-    return Path(wanted or os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep")).expanduser()
+    return home.cache_folder(wanted)

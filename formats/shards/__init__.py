@@ -41,6 +41,7 @@ import torch.distributed as dist
 from engine.config import option
 from engine.contract import LockstepError
 from engine.errors import console
+from formats import home
 from formats.shards import cache as shard_cache
 from formats.shards.files import INDEX, Index, Opened, RowGroups, Shard
 
@@ -437,9 +438,7 @@ def size(count: float) -> str:
 
 
 def cache_folder(wanted: str) -> Path:
-    return Path(
-        wanted or Path(os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep"), "shards")
-    ).expanduser()
+    return home.expand(wanted) if wanted else home.cache_folder() / "shards"
 
 
 def read_index(root: str) -> Index:

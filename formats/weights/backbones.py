@@ -7,7 +7,6 @@ safetensors, with the publisher's names. Weights of the published head are ignor
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -199,8 +198,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def cache_folder(wanted: str) -> Path:
-    """Return the cache folder: `wanted`, else $LOCKSTEP_CACHE, else ~/.cache/lockstep."""
-    return Path(os.path.expanduser(wanted or os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep")))

@@ -8,18 +8,17 @@ import re
 from pathlib import Path
 
 from engine.contract import LockstepError
+from formats.home import expand
 
 
 def home() -> Path:
     env = os.environ.get
-    return Path(
-        env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    ).expanduser()
+    return expand(env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
 
 
 def repository(kind: str, repo_id: str) -> Path:
     """Return the folder of `repo_id`; `kind` is "datasets" or "models"."""
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home() / "hub").expanduser()
+    cache = expand(os.environ.get("HF_HUB_CACHE") or home() / "hub")
     return cache / f"{kind}--{repo_id.replace('/', '--')}"
 
 

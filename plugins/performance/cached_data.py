@@ -5,6 +5,8 @@ A batch is then one gather, without a copy from the host.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 from operator import mul
 from pathlib import Path
@@ -193,10 +195,8 @@ def _free_bytes(device: torch.device) -> int:
     """Return the free bytes of a GPU or of the machine; sys.maxsize if they are unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:  # not Linux
-        pass
-    return sys.maxsize
+    text = ""
+    with contextlib.suppress(OSError):  # not Linux
+        text = Path("/proc/meminfo").read_text(errors="replace")
+    available_kb = re.search(r"^MemAvailable: *(\d+) kB", text, re.MULTILINE)
+    return int(available_kb[1]) * 1024 if available_kb else sys.maxsize

@@ -20,8 +20,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -34,11 +34,19 @@ STARTED = "LOCKSTEP_CAPPED"
 """Environment variable: the process that has started itself again with VARIABLES."""
 
 
+def _extensions() -> dict[str, list[str]]:
+    """Return the extensions of CPUs that NumPy has kernels for; empty if NumPy does not list them,
+    as a build of 1.26 by setuptools."""
+    config: Any = None
+    with suppress(TypeError):  # `show_config` has no `mode`
+        config = np.show_config(mode="dicts")
+    return (config or {}).get("SIMD Extensions", {})
+
+
 def _variables() -> dict[str, str]:
     """Return the variables that limit the kernels, with their values."""
-    config: Any = np.show_config(mode="dicts")
     # NumPy leaves out a list that is empty: "not found" on a CPU with all of them
-    known = config.get("SIMD Extensions", {})
+    known = _extensions()
     names = sorted([*known.get("found", ()), *known.get("not found", ())])
     beyond_avx2 = [name for name in names if name == "X86_V4" or "AVX512" in name]
     return {
@@ -107,6 +115,8 @@ def _lack() -> tuple[str, str] | None:
         if not library.is_available():
             name = library.__name__.rpartition(".")[2]
             return f"this torch is built without {name}", "install torch from pytorch.org"
+    if not _extensions():
+        return "this NumPy does not list the extensions that it uses", "install NumPy from PyPI"
     return None
 
 
@@ -251,7 +261,7 @@ def onednn_lines(lines: list[str]) -> Iterator[None]:
     """Add the lines of ONEDNN_VERBOSE=1 of the block to `lines`. oneDNN writes them to the file
     of the standard output, so this file is another one meanwhile; all other lines follow."""
     mkldnn: Any = torch.backends.mkldnn
-    with tempfile.TemporaryFile() as file:
+    with _file_without_name() as file:
         sys.stdout.flush()
         output = os.dup(1)
         os.dup2(file.fileno(), 1)
@@ -268,6 +278,14 @@ def onednn_lines(lines: list[str]) -> Iterator[None]:
                     lines.append(line)
                 else:
                     sys.stdout.write(line)
+
+
+def _file_without_name() -> IO[bytes]:
+    """Return a new file: in memory, because `docker run --read-only` has no folder for the file; in
+    a folder with a Python for older C libraries."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("onednn_lines"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def convolutions_by_cache(lines: list[str]) -> list[str]:

@@ -65,7 +65,9 @@ def contention_warning(share: float) -> str:
 
     share  of `CpuContention.share()`; for NaN the load of the machine counts
     """
-    load, count = os.getloadavg()[0], available()
+    load, count = 0.0, available()
+    with contextlib.suppress(OSError):  # a sandbox may have no load
+        load = os.getloadavg()[0]
     measured = not math.isnan(share)
     waited = f"threads wait {100 * share:.0f} % of their time for a core, " if measured else ""
     if share > CONTENDED or (not measured and load > 1.5 * count):

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.comm.world import World
@@ -433,8 +434,10 @@ def dead_peer(client: StoreClient) -> Failure | None:
 def _state(pid: int) -> tuple[str, int]:
     """Return the state of a process (T: stopped, Z: a zombie) and the parent's pid; ("", 0) for a
     process without an entry in /proc."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-        state, parent = file.read().rpartition(")")[2].split()[:2]
+    with contextlib.suppress(OSError):
+        # the name of a process has any bytes
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        state, parent = text.rpartition(")")[2].split()[:2]
         return state, int(parent)
     return "", 0
 

@@ -107,11 +107,12 @@ def _interface_of(address: str, probe: socket.socket) -> str:
     packed = ipaddress.ip_address(address).packed
     with contextlib.suppress(OSError):
         if len(packed) == 16:
-            rows = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+            # the name of an interface has any bytes
+            rows = os.fsdecode(Path("/proc/net/if_inet6").read_bytes()).splitlines()
             return next((row.split()[-1] for row in rows if row.startswith(packed.hex())), "")
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                request = struct.pack("256s", name.encode()[:15])
+                request = struct.pack("256s", os.fsencode(name)[:15])
                 if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == packed:
                     return name
     return ""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option
 from engine.contract import Batch, LockstepError
+from formats import home
 from formats.weights import backbones
 from formats.weights.features import VERSION, Features, compute_once, statistics
 from models.backbone import Backbone
@@ -261,7 +262,7 @@ class FromWeights(Classification):
         for kind in (Backbone, type(net)):  # includes the input's normalisation
             digest.update(Path(inspect.getfile(kind)).read_bytes())
         name = f"{self.published_name()}-{digest.hexdigest()[:16]}"
-        return digest.digest(), backbones.cache_folder("") / "features" / name
+        return digest.digest(), home.cache_folder() / "features" / name
 
     def prepare(self, batch: Batch) -> Batch:
         """Choose a cached version of each sample by its seed, or augment the sample."""

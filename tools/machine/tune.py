@@ -21,8 +21,10 @@ gloo, and the result has ddp.backend=gloo.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -229,11 +231,13 @@ def would_not_fit(rows: list[Row], batch: int, processes: int) -> bool:
         1, last["batch_size"] - before["batch_size"]
     )
     needed = last["memory_mb"] + max(0.0, slope) * (batch - last["batch_size"])
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    except OSError:  # not Linux
+    text = ""
+    with contextlib.suppress(OSError):  # not Linux
+        text = Path("/proc/meminfo").read_text(errors="replace")
+    available_kb = re.search(r"^MemAvailable: *(\d+) kB", text, re.MULTILINE)
+    if not available_kb:
         return False
-    return processes * needed > int(lines["MemAvailable"].split()[0]) / 1e3
+    return processes * needed > int(available_kb[1]) / 1e3
 
 
 def main(argv: list[str]) -> int:
