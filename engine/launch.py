@@ -207,7 +207,7 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
 
 def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
     """Raise LockstepError for a GPU that is not visible."""
-    wrong = [gpu for gpu in gpu_ids if gpu >= visible]
+    wrong = sorted({*gpu_ids} - {*range(visible)})
     if wrong:
         what = f"gpu_ids={wrong} asked, {visible} visible"
         raise LockstepError(what, "gpu_ids", f"choose from 0..{visible - 1}")

@@ -198,5 +198,5 @@ def _free_bytes(device: torch.device) -> int:
     text = ""
     with contextlib.suppress(OSError):  # not Linux
         text = Path("/proc/meminfo").read_text(errors="replace")
-    available_kb = re.search(r"^MemAvailable: *(\d+) kB", text, re.MULTILINE)
+    available_kb = re.search(r"^MemAvailable: *(\d+)", text, re.MULTILINE)
     return int(available_kb[1]) * 1024 if available_kb else sys.maxsize

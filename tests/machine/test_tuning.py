@@ -210,7 +210,9 @@ def test_the_next_batch_is_not_tried_where_all_processes_together_would_fill_mem
 ):
     """Each has taken 100 MB and 10 MB a sample, and 1100 MB are free: then the kernel kills, whom it likes."""
     free = "MemTotal:   9999999 kB\nMemFree:       9999 kB\nMemAvailable: 1100000 kB\n"
-    monkeypatch.setattr(tune, "Path", lambda name: SimpleNamespace(read_text={"/proc/meminfo": lambda: free}[name]))
+    monkeypatch.setattr(
+        tune, "Path", lambda name: SimpleNamespace(read_text={"/proc/meminfo": lambda errors: free}[name])
+    )
     rows = [{"batch_size": n, "memory_mb": 100.0 + 10 * n, "device": "cpu", "out_of_memory": False} for n in (4, 8)]
     assert tune.would_not_fit(rows, batch, processes) is not fits
     assert not tune.would_not_fit([rows[0], rows[1] | {"device": "cuda:0"}], batch, processes), "there it is tried"

@@ -234,7 +234,7 @@ def would_not_fit(rows: list[Row], batch: int, processes: int) -> bool:
     text = ""
     with contextlib.suppress(OSError):  # not Linux
         text = Path("/proc/meminfo").read_text(errors="replace")
-    available_kb = re.search(r"^MemAvailable: *(\d+) kB", text, re.MULTILINE)
+    available_kb = re.search(r"^MemAvailable: *(\d+)", text, re.MULTILINE)
     if not available_kb:
         return False
     return processes * needed > int(available_kb[1]) / 1e3
