@@ -206,28 +206,30 @@ def _moments(
 ):  # fmt: skip
     """Statistics of a chunk of each channel: parts (N, CHUNKS, 2, C) of x (N, C, S).
 
-    The first is the mean, the second the sum of squared distances from it. Blocks are merged by the
-    formula of Chan, Golub and LeVeque (1979), which has no difference of large numbers.
+    The first is the mean, the second the sum of squared distances from it. Distances are taken from
+    the mean of the first block, b of the chunk's n blocks: the square of the mean distance is at
+    most n / b times the variance, so their difference loses few digits. A sum over the positions
+    takes longer than the load, so there is one behind the last block.
     """
     sample, chunk, channels, known = _chunk(CHUNKS, C, BLOCK_C)
-    mean = tl.zeros([BLOCK_C], tl.float32)
-    squares = tl.zeros([BLOCK_C], tl.float32)
-    for tile in range(TILES):
-        before = tile * BLOCK_S
-        start = chunk * TILES * BLOCK_S + before
+    start = chunk * TILES * BLOCK_S
+    offsets, inside = _tile(sample, chunk, 0, channels, known, S, C, LAST, TILES, BLOCK_S)
+    values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    first = (tl.sum(values, 0) / tl.minimum(S - start, BLOCK_S))[None, :]
+    away = tl.where(inside, values - first, 0.0)
+    total, squares = away, away * away
+    for tile in range(1, TILES):
         offsets, inside = _tile(sample, chunk, tile, channels, known, S, C, LAST, TILES, BLOCK_S)
         values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-        count = tl.minimum(tl.maximum(S - start, 0), BLOCK_S) * 1.0
-        here = tl.sum(values, 0) / tl.maximum(count, 1.0)
-        away = tl.where(inside, values - here[None, :], 0.0)
-        share = count / (before + count)
-        step = here - mean
-        # Behind the last position a block is empty, and its share 0.
-        mean += step * share
-        squares += tl.sum(away * away, 0) + step * step * share * before
+        away = tl.where(inside, values - first, 0.0)
+        total += away
+        squares += away * away
+    distance = tl.sum(total, 0) / tl.minimum(S - start, TILES * BLOCK_S)
+    square = tl.sum(squares, 0) - distance * tl.sum(total, 0)
+    square = tl.where(square < 0.0, 0.0, square)  # a maximum would make 0 of NaN
     places = tl.program_id(0).to(tl.int64) * 2 * C + channels
-    tl.store(parts + places, mean, mask=known)
-    tl.store(parts + places + C, squares, mask=known)
+    tl.store(parts + places, tl.sum(first, 0) + distance, mask=known)
+    tl.store(parts + places + C, square, mask=known)
 
 
 @triton.jit
@@ -297,23 +299,24 @@ def _gradient_sums(
     ACTIVATION: tl.constexpr,
     TILES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's sums for the gradients of bias and weight: parts (N, CHUNKS, 2, C)."""
+    """A chunk's sums for the gradients of bias and weight: parts (N, CHUNKS, 2, C). A sum over the
+    positions takes longer than the loads, so there is one behind the last block."""
     sample, chunk, channels, known = _chunk(CHUNKS, C, BLOCK_C)
     mean = _of_groups(means, sample, channels, known, C, D)
     rstd = _of_groups(rstds, sample, channels, known, C, D)
     w, b = _affine(weight, bias, channels, C, AFFINE)
-    of_bias = tl.zeros([BLOCK_C], tl.float32)
-    of_weight = tl.zeros([BLOCK_C], tl.float32)
+    of_bias = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
+    of_weight = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
     for tile in range(TILES):
         offsets, inside = _tile(sample, chunk, tile, channels, known, S, C, LAST, TILES, BLOCK_S)
         normal = (tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
         of_z = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
         of_z = _through(of_z, normal * w + b, ACTIVATION)
-        of_bias += tl.sum(of_z, 0)
-        of_weight += tl.sum(of_z * normal, 0)
+        of_bias += of_z
+        of_weight += of_z * normal
     places = tl.program_id(0).to(tl.int64) * 2 * C + channels
-    tl.store(parts + places, of_bias, mask=known)
-    tl.store(parts + places + C, of_weight, mask=known)
+    tl.store(parts + places, tl.sum(of_bias, 0), mask=known)
+    tl.store(parts + places + C, tl.sum(of_weight, 0), mask=known)
 
 
 @triton.jit
@@ -411,6 +414,11 @@ class Form(NamedTuple):
         return min(8, max(1, self.block_s * self.block_c // (32 * PER_THREAD)))
 
     @property
+    def warps_of_sums(self) -> int:
+        """Return the warps of a program that keeps two sums for each place of a block."""
+        return min(8, 2 * self.warps)
+
+    @property
     def grid(self) -> tuple[int, ...]:
         """Return the programs of a launch over blocks."""
         if not self.chunks:
@@ -482,8 +490,9 @@ def _forward(
         return y, means, rstds
     parts = x.new_empty(form.samples, form.chunks, 2, c, dtype=torch.float32)
     wrap_triton(_moments)[form.grid](
-        x, parts, form.size, form.chunks, c, last, tiles, s, form.block_c, num_warps=warps
-    )
+        x, parts, form.size, form.chunks,
+        c, last, tiles, s, form.block_c, num_warps=form.warps_of_sums,
+    )  # fmt: skip
     wrap_triton(_merged_moments)[(form.samples * groups,)](
         parts, means, rstds, form.size, form.chunks, eps, c, d, tiles * s, 1024, num_warps=4
     )
@@ -524,7 +533,7 @@ def _backward(
     shares = grad.new_empty(form.samples, 2, groups, dtype=torch.float32)
     wrap_triton(_gradient_sums)[form.grid](
         grad, x, weight, bias, means, rstds, parts, form.size, form.chunks,
-        c, d, last, affine, activation, tiles, s, form.block_c, num_warps=warps,
+        c, d, last, affine, activation, tiles, s, form.block_c, num_warps=form.warps_of_sums,
     )  # fmt: skip
     columns = min(64, triton.next_power_of_2(d))
     wrap_triton(_merged_sums)[(form.samples * groups,)](

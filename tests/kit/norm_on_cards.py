@@ -133,6 +133,8 @@ def kernels():
         large = "_moments _merged_moments _large_forward _gradient_sums _merged_sums _large_backward".split()
         for name in large if form.chunks else ["_small_forward", "_small_backward"]:
             warps = 4 if "merged" in name else form.warps
+            if name in ("_moments", "_gradient_sums"):
+                warps = form.warps_of_sums
             for architecture in ARCHITECTURES if network == EVERYWHERE else [90]:
                 kernel = getattr(norm, name)
                 found[f"{network} {architecture} {name}"] = compiled(kernel, constants, warps, form.size, architecture)
