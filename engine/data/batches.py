@@ -210,16 +210,22 @@ def split_rows(
     Passes of one size get pieces of memory that hold all tensors of a pass, so that one copy moves
     a pass. Other parts are copied when the part is asked for.
     """
+    # in a dict it is a part of the batch, elsewhere an attribute
+    beside = None if isinstance(batch, dict) else find_info(batch)
+    whole = [batch, beside]
     sizes = {len(micro.indices) for micro in micros}
-    packed = pack_passes(batch, len(micros)) if len(sizes) == 1 else None
+    packed = None
+    if len(sizes) == 1 and all(map(_can_be_packed, tensors(whole))):
+        packed = pack_passes(whole, len(micros))
     end = 0
     for number, micro in enumerate(micros):
         begin = end
         end += len(micro.indices)
         if packed is None:
-            part = map_tensors(batch, functools.partial(aligned_rows, slice(begin, end)))
+            parts = map_tensors(whole, functools.partial(aligned_rows, slice(begin, end)))
         else:
-            part = packed.part(number)
+            parts = packed.part(number)
+        part = parts[0] if beside is None else attach_info(*parts)
         info = find_info(part)
         if info is not None:
             info.step_info = step_info([micro])
@@ -244,12 +250,15 @@ class PackedPasses(NamedTuple):
         return map_tensors(self.batch, lambda _: next(columns)[number])
 
 
-def pack_passes(batch: Batch, count: int) -> PackedPasses | None:
-    """Copy a batch on a GPU so that each of `count` passes of one size is a piece of memory; return
-    None for a batch on the host, or with a tensor that is not contiguous."""
+def _can_be_packed(leaf: Tensor) -> bool:
+    """Return whether a piece of memory can hold a tensor of a pass. On the host nothing is gained
+    by that."""
+    return leaf.is_cuda and leaf.is_contiguous() and leaf.numel() > 0
+
+
+def pack_passes(batch: Batch, count: int) -> PackedPasses:
+    """Copy a batch so that each of `count` passes of one size is a piece of memory."""
     leaves = [*tensors(batch)]
-    if not all(leaf.is_cuda and leaf.is_contiguous() and leaf.numel() for leaf in leaves):
-        return None
     # bytes of each tensor of a pass, and its place in the piece
     sizes = [leaf.numel() * leaf.element_size() // count for leaf in leaves]
     places = [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]

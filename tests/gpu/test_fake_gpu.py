@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import FAULTY, ROOT, TOY, place_of, succeed
 from fake_run import HAR, run_on_fake_gpu
 from saved import assert_same_parts, load
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
+
+from plugins.preflight.prepare_check import of_each_row
 
 VIDEO = ["video", "dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
 ROBOT = ["robot", "env.demonstrations=8", "env.size=16", "eval.n_episodes=0", "policy.chunk_size=5", "batch_size=8"]
@@ -169,6 +172,57 @@ def test_recorded_virtual_workers_take_the_bits_of_those_kernel_by_kernel(launch
     assert "from step 4 on, a step is 7 launches" in recorded.out and "stays" not in recorded.out
     assert max(kernels.get("a graph", 0) for kernels in recorded.kernels.values()) == 7
     assert_same_parts(load(tmp_path / "eager"), load(tmp_path / "gpu"))
+
+
+def test_a_launched_step_of_one_pass_is_few_calls(gpu):
+    """The rate, the batch in one piece, and the graph; of another form is the last batch of the epoch."""
+    words = [*HAR, "mode=flatten", "batch_size=16", "cache=device", EMA, "amp=bf16", "cuda_graph=true"]
+    seen = gpu(*words, "steps=14", "eval_every=20", "log_every=100", FAKE_GRAPHS="1")
+    assert "from step 4 on, a step is one launch" in seen.out
+    for step in (5, 8, 12):
+        assert sum(seen.kernels[step].values()) - seen.of_loader.get(step, 0) == 3, seen.kernels[step]
+        assert seen.kernels[step]["a graph"] == seen.kernels[step]["copy_"] == seen.kernels[step]["fill_"] == 1
+
+
+PRODUCT = """
+from tasks.har import Task as Har
+class Task(Har):
+    def prepare(self, batch):
+        batch = super().prepare(batch)
+        turn = batch["x"].new_ones(batch["x"].shape[-1]).diag()
+        return batch | {"x": batch["x"] @ turn}
+"""
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_passes_of_virtual_workers_are_prepared_together(gpu, tmp_path, product):
+    """Where no operation of `prepare` depends on the number of rows; a product of matrices does."""
+    (tmp_path / "own.py").write_text(PRODUCT)
+    words = [*HAR, "mode=flatten", "batch_size=8", "global_batch=16", "virtual_workers=2", "ddp.backend=gloo"]
+    if product:
+        words[0] = str(tmp_path / "own.py")
+    seen = gpu(*words, "cache=device", "amp=off", "steps=14", "eval_every=20", "log_every=100")
+    made = [seen.of_loader.get(step, 0) for step in range(4, 13)]
+    assert (min(made) > 100) if product else (sorted(made)[4] < 30), made
+
+
+@pytest.mark.parametrize(
+    ("compute", "alike"),
+    [
+        (lambda x: torch.where(x > 0, x.exp(), x.flip(1))[:, ::2].clamp(0, 1).to(torch.half), True),
+        (lambda x: torch.stack([x.roll(1, 1), x[:, [2, 0, 1, 3]], x.gather(1, x.long().abs() % 4)]).bfloat16(), True),
+        (lambda x: x @ x.T, False),
+        (lambda x: x - x.mean(1, keepdim=True), False),
+        (lambda x: x.cumsum(1), False),
+        (lambda x: x + torch.randn_like(x), False),
+        (lambda x: torch.nn.functional.interpolate(x[None], size=9, mode="linear"), False),
+    ],
+    ids=["elementwise", "moved", "product", "mean", "cumulative sum", "drawn", "interpolated"],
+)
+def test_numbers_that_have_the_same_bits_in_a_batch_of_any_size(compute, alike):
+    x = torch.randn(6, 4)
+    assert of_each_row(lambda: compute(x), torch.device("cuda")) == alike
+    assert not of_each_row(lambda: compute(x), torch.device("cpu")), "the last rows may take other instructions"
 
 
 def test_a_sample_of_held_data_with_nan_is_named(gpu):

@@ -1,5 +1,6 @@
 """The command for whoever has a GPU: that it says so where there is none, and that it would notice."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -52,6 +53,38 @@ def test_the_rehearsal_passes(rehearse, capsys):
     assert states.keys() == gpu_check.CHECKS.keys() - set(gpu_check.NOT_REHEARSED)
     assert set(states.values()) == {"ok"}
     assert sorted(gpu_check.RESULTS.iterdir()) == before
+
+
+class Listed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", sorted(gpu_check.CHECKS))
+def test_no_check_gives_a_setting_twice(tmp_path, name):
+    """A rehearsal leaves out runs that only a GPU can take; a first run of one must not end at its words."""
+    runs = []
+
+    class OnlyLists(gpu_check.Lab):
+        def start(self, name, command, **more):
+            runs.append(command)
+            raise Listed
+
+        def train(self, commands):
+            runs.extend(commands.values())
+            raise Listed
+
+        def parts(self, calls):
+            runs.extend(calls.values())
+            raise Listed
+
+    lab = OnlyLists(tmp_path, tiny=False)
+    lab.folder = tmp_path
+    with contextlib.suppress(Listed):
+        gpu_check.CHECKS[name](lab, {})
+    assert runs
+    for words in runs:
+        keys = [word.partition("=")[0] for word in words if re.match(r"[a-z_.]+=", word)]
+        assert len(keys) == len({*keys}), words
 
 
 def provoke(monkeypatch, rehearse, *words, **checks):

@@ -195,6 +195,18 @@ def test_statistics_far_from_zero(form, order):
     assert torch.equal(y, bias[:, None].expand_as(y)), "of a constant the bias is left"
 
 
+@pytest.mark.parametrize("order", ["contiguous", "channels last"])
+def test_a_first_block_far_from_the_rest(order, monkeypatch):
+    """Distances are taken from its mean: those of the other blocks are then hundreds of deviations."""
+    for name, value in zip(("SMALL", "TILE", "TILES"), (0, 256, 8), strict=True):
+        monkeypatch.setattr(kernels, name, value)
+    x, grad, weight, bias = some((2, 8, 600), order)
+    first = kernels.form_of(x, 4).block_s
+    x[:, :, :first] *= 1e-3
+    x[:, :, first:] += 300
+    assert_true(ours(x, grad, weight, bias, 4), truth(x, grad, weight, bias, 4))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_operator_has_the_bits_of_the_direct_call(form, activation):
     x, grad, weight, bias = some((2, 24, 5, 7))

@@ -382,6 +382,55 @@ def test_arrays_of_a_ready_batch_become_tensors():
     assert isinstance(batch["deep"][1], np.ndarray) and batch["rows"] == [[1], []]
 
 
+@dataclass
+class Signals:
+    x: torch.Tensor
+    labels: list[Any]
+    odd: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, "dataclass"])
+def test_passes_of_one_size_are_packed_and_each_is_what_its_rows_were(kind):
+    """Of all types; each tensor of a pass begins where a batch of its own would."""
+    x = torch.randn(12, 5, 3)
+    parts = {"x": x, "labels": [x.half(), x[:, 0] > 0, {"name": "a text"}], "odd": torch.arange(12, dtype=torch.int8)}
+    parts["labels"].append(torch.complex(x[:, 0, 0], x[:, 0, 1]))
+    index = torch.arange(12)
+    info = BatchInfo(index, index + 1, index * 3)
+    batch = batches.attach_info(parts if kind is dict else Signals(**parts), info)
+    packed = batches.pack_passes(batch, 3)
+    for number in range(3):
+        part, rows = packed.part(number), slice(4 * number, 4 * number + 4)
+        right = batches.map_tensors(batch, lambda leaf, rows=rows: leaf[rows])
+        pairs = [*zip(batches.tree_leaves(part), batches.tree_leaves(right), strict=True)]
+        assert len(pairs) == (10 if kind is dict else 6)
+        for (name, leaf), (other, expected) in pairs:
+            assert name == other and type(leaf) is type(expected)
+            if isinstance(leaf, torch.Tensor):
+                assert leaf.dtype == expected.dtype and torch.equal(leaf, expected)
+                place = leaf.data_ptr() - packed.rows[number].data_ptr()
+                assert place % 512 == 0 and place + leaf.numel() * leaf.element_size() <= len(packed.rows[number])
+                assert leaf.is_contiguous()
+    assert isinstance(part, kind if kind is dict else Signals)
+
+
+@pytest.mark.parametrize("kind", [dict, "dataclass", torch.Tensor])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 4, 3)])
+def test_a_pass_has_the_loaders_numbers_of_its_own_samples(kind, sizes):
+    """Also in a batch that is no dict, as `prepare` may return one: there they are an attribute."""
+    x, index = torch.randn(sum(sizes), 5), torch.arange(sum(sizes))
+    whole = {dict: {"x": x}, "dataclass": Signals(x, [], x[:, 0]), torch.Tensor: x}[kind]
+    whole = batches.attach_info(whole, BatchInfo(index, index + 1, index * 3))
+    micros = [SimpleNamespace(indices=[0] * size, step=n) for n, size in enumerate(sizes)]
+    begin = 0
+    for part, micro in zip(batches.split_rows(whole, micros, lambda of: of[0].step), micros, strict=True):
+        rows = slice(begin, begin := begin + len(micro.indices))
+        info = batches.batch_info(part)
+        assert info.index.tolist() == index[rows].tolist() and info.seed.tolist() == (index * 3)[rows].tolist()
+        assert info.step_info == micro.step
+    assert batches.batch_info(whole).index.tolist() == index.tolist()
+
+
 def test_objects_are_told_apart_by_what_is_the_same_in_every_process():
     def digest(value):
         return fingerprint([{"x": 0, "value": value}] * 3)
