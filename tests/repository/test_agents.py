@@ -118,6 +118,31 @@ def test_a_preparation_names_its_file_and_its_lines(launch, tmp_path):
     assert (again.code, again.out) == (2, "") and "it exists" in again.errors[0]
 
 
+@pytest.mark.slow
+def test_tools_of_a_run_answer_with_the_keys_of_the_page(launch, tmp_path):
+    run = tmp_path / "run"
+    succeed(launch.train(*HAR, "steps=3", "epochs=0", f"save_dir={run}"))
+    given = {
+        "evaluate": [run],
+        "provenance": [run],
+        "report": [run, "--out", tmp_path / "report.html", "--no-samples"],
+        "decide": [run],
+        "export": [run, "--out", tmp_path / "net.pt2"],
+        "runs": [run],
+    }
+    for tool, words in given.items():
+        done = succeed(launch.python(f"tools/{tool}.py", *words, "--json"))
+        answer = json.loads(done.out)
+        answer = answer[0] if tool == "runs" else answer
+        for names, line in rows("tool | keys of the JSON").items():
+            if f"`{tool}.py`" not in names:
+                continue
+            keys = {*re.findall(r"`(\w+)`", line.split(" | ")[1])} - {"predictions", "file", "report", "output"}
+            assert keys <= answer.keys(), tool
+        written = {"report": "report", "decide": "output", "export": "file"}.get(tool)
+        assert not written or Path(answer[written]).exists(), tool
+
+
 # ---- a program -------------------------------------------------------------------------------------------------------
 
 

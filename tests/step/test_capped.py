@@ -220,6 +220,7 @@ def test_one_processs_bits_are_those_of_two_and_of_variables_from_outside(launch
 
 
 WIDE = """
+import numpy, torch
 from tasks.har import Task as Har
 from torch import nn
 class Wide(nn.Module):
@@ -232,6 +233,8 @@ class Wide(nn.Module):
 class Task(Har):
     def model(self):
         print("a line of the task")
+        x = torch.rand(100_000)
+        print("NumPy's square root:", torch.equal(torch.sqrt(x), torch.from_numpy(numpy.sqrt(x.numpy()))))
         return Wide(super().model())
     def loss(self, net, batch):
         print("a line of the loss")
@@ -248,8 +251,12 @@ def test_a_convolution_by_the_size_of_a_cache_is_named(launch, tmp_path):
     assert "oneDNN computes the convolution of 64 to 256 channels with the kernel 1x9 by the size" in wide.out
     assert wide.out.count("oneDNN computes") == 1 and "onednn_verbose" not in wide.out
     assert wide.out.split("Starting training")[1].count("a line of the loss") == 2
+    assert "NumPy's square root: True" in wide.out
     usual = succeed(launch.train("har", *words, f"save_dir={tmp_path / 'usual'}"))
-    assert "oneDNN computes" not in usual.out
+    assert "oneDNN computes" not in usual.out and "1 thread per process (the same on any machine)" in usual.out
+    words[0], words[4] = "arithmetic=native", "steps=3"
+    changed = succeed(launch.train("har", *words, f"save_dir={tmp_path / 'usual'}"))
+    assert "note: no longer the same bits" in changed.out, "a promise without virtual workers, too"
 
 
 @pytest.mark.slow

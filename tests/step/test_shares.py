@@ -313,6 +313,25 @@ def test_a_resume_with_shares_of_another_number_of_processes_is_refused_and_cont
     assert same_bits(weights(folder), weights(straight))
 
 
+@pytest.mark.slow
+def test_tools_take_a_run_with_shares_on_any_number_of_processes(launch, tmp_path):
+    words = [TOY, "virtual_workers=4", "global_batch=12", "model.dropout=0.2", "seed=3", "epochs=0", "steps=4"]
+    words += ["device=cpu", "digest_every=1", "log_every=1"]
+    dealt, even = tmp_path / "dealt", tmp_path / "even"
+    succeed(launch.torchrun(2, "train.py", *words, "ddp.shares=3,1", f"save_dir={dealt}"))
+    succeed(launch.python("train.py", *words, f"save_dir={even}"))
+
+    def answer(tool, *given):
+        return json.loads(succeed(launch.python(f"tools/{tool}.py", "--json", *given)).out)
+
+    assert answer("replay", dealt, "--processes", "1")["verdict"] == "same bits"
+    compared = answer("compare", dealt, even)
+    assert compared["verdict"] == "same" and not compared["differs"]
+    scored = [answer("evaluate", run, "--state")["sha256"] for run in (dealt, even)]
+    assert scored[0] == scored[1]
+    assert answer("provenance", dealt)["root"] == answer("provenance", even)["root"]
+
+
 # ---- slow processes ----
 
 FOREVER = ["steps=100000", "epochs=0", "eval_every=100000", "schedule.kind=constant", "log_every=4"]
