@@ -252,7 +252,7 @@ def test_a_convolution_by_the_size_of_a_cache_is_named(launch, tmp_path):
     assert wide.out.count("oneDNN computes") == 1 and "onednn_verbose" not in wide.out
     assert wide.out.split("Starting training")[1].count("a line of the loss") == 2
     assert "NumPy's square root: True" in wide.out
-    usual = succeed(launch.train("har", *words, f"save_dir={tmp_path / 'usual'}"))
+    usual = succeed(launch.train("har", *words, f"save_dir={tmp_path / 'usual'}", OMP_NUM_THREADS="2"))
     assert "oneDNN computes" not in usual.out and "1 thread per process (the same on any machine)" in usual.out
     words[0], words[4] = "arithmetic=native", "steps=3"
     changed = succeed(launch.train("har", *words, f"save_dir={tmp_path / 'usual'}"))

@@ -124,9 +124,9 @@ class Ranks:
     def note(self, run, facts):
         self.events.append((run.progress.step, facts["from_step"], facts["workers"]))
 
-    def log(self, *times):
-        """A log point after ten steps, with the seconds per worker of each rank; returns the counts from now on."""
-        self.run.progress.step += 10
+    def log(self, *times, steps=10):
+        """A log point after some steps, with the seconds per worker of each rank; returns the counts from now on."""
+        self.run.progress.step += steps
         self.deals.begin_step(self.run.progress.step + 1)  # the loader is a step ahead
         self.stragglers.newest = torch.tensor([[0.0, time] for time in times])
         self.balance.move(self.run)
@@ -142,6 +142,21 @@ def test_a_slow_process_loses_workers_and_gets_them_back():
         assert ranks.log(1, 3) == [6, 2]
     assert [*itertools.starmap(ranks.log, [(1, 1)] * 3)][1:] == [[4, 4]] * 2
     assert ranks.events == [(10, 1, [4, 4]), (20, 27, [6, 2]), (90, 97, [4, 4])]
+
+
+def test_a_move_that_would_begin_after_the_last_step_is_none(caplog):
+    caplog.set_level("INFO", "lockstep")
+    ranks = Ranks([4, 4])
+    ranks.run.plan.total_steps = 26
+    assert [ranks.log(1, 3) for _ in range(2)] == [[4, 4]] * 2 and len(ranks.events) == 1 and not caplog.messages
+
+
+def test_a_further_move_needs_two_windows_of_the_new_deal():
+    """Neither the window of the decision counts, nor the time until the new deal begins."""
+    ranks = Ranks([8, 8])
+    assert [ranks.log(1, 2), ranks.log(1, 4)] == [[8, 8], [12, 4]]
+    assert ranks.log(1, 4, steps=2) == [12, 4] and ranks.run.progress.step < ranks.deals.begins[-1]
+    assert [ranks.log(1, 4), ranks.log(1, 4)] == [[12, 4], [13, 3]]
 
 
 def test_noise_moves_nothing():
