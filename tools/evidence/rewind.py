@@ -20,8 +20,9 @@ checkpoint of the run before the step. It knows the run from which it began; too
 tools/study.py name the run, too. Other arguments change the config of the analysis
 (dataset.root=..., device=cpu).
 
-Exit code 0: the step was found and divided, and a cause was printed. 1: the steps could not be
-taken again in the same bits. 7: no jump was found, or no digest and no checkpoint proves the steps.
+Exit code 0: the step was found and divided, and a cause was printed. 1: the steps have other bits
+here, or a fork without a change ends in other weights. 7: no jump was found, no digest and no
+checkpoint proves the steps, or the samples do not add up to the step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 import tasks
@@ -137,12 +139,7 @@ def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str,
         taken = take_again(again, window)
         print(taken.proof, flush=True)
         if taken.verdict == replay.DIFFERS and not options.anyway:
-            raise LockstepError(
-                f"the run cannot be taken again in the same bits: {taken.difference}",
-                str(folder),
-                "see tools/replay.py for the cause; --anyway divides the step all the same",
-                exit_code=1,
-            )
+            return _other_bits(run, taken)
         number = options.step or find_step(run, window, taken)
         if not number:
             return _not_found(run, options)
@@ -184,6 +181,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _not_found(run: Recorded, options: argparse.Namespace) -> dict[str, Any]:
     """Print that no step stands out. Return the result."""
     every = lines_every(run)
+    skipped = [line["step"] for line in train_lines(run.log) if line.get("skipped_steps")]
     text = "no step stands out: no loss and no gradient norm of the log is far above the values "
     text += "before"
     if options.begin is None and options.end is None and every > 1:
@@ -191,8 +189,22 @@ def _not_found(run: Recorded, options: argparse.Namespace) -> dict[str, Any]:
             f"; the log has a line for {every} steps, so that a jump of one step may be averaged "
             "away: --from A --to B looks at each step, --step N divides one"
         )
+    if skipped:
+        text += f"; steps were skipped, because they were not finite: --step {skipped[0]}"
     print(text)
     return {"run": str(run.folder), "step": None, "cause": text, "exit_code": NOT_KNOWN}
+
+
+def _other_bits(run: Recorded, taken: Taken) -> dict[str, Any]:
+    """Print that the steps have other bits here. Return the result."""
+    print("tools/replay.py looks for the cause; --anyway divides the step all the same")
+    return {
+        "run": str(run.folder),
+        "step": None,
+        "cause": taken.proof,
+        "replayed": taken.as_json(),
+        "exit_code": 1,
+    }
 
 
 # ---- the steps to take again
@@ -321,7 +333,6 @@ class Taken:
     log      a line for each step
     verdict  as of tools/replay.py
     proof    a sentence
-    difference  the first difference; empty for the same bits
     """
 
     begin: int
@@ -329,7 +340,14 @@ class Taken:
     log: Log
     verdict: str
     proof: str
-    difference: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "from": self.begin,
+            "to": self.end,
+            "verdict": self.verdict,
+            "proof": self.proof,
+        }
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -370,8 +388,10 @@ def take_again(again: Again, window: Window) -> Taken:
     if first:
         taken.verdict = replay.DIFFERS
         names = ", ".join(each["name"] for each in first["differences"][:3])
-        taken.difference = f"the first difference is at step {first['step']}: {names}"
-        taken.proof = f"{steps} are not those of the run: {taken.difference}"
+        taken.proof = (
+            f"{steps} have other bits than the run: the first difference is at step "
+            f"{first['step']}: {names}"
+        )
     elif proven < window.end:
         taken.verdict = replay.UNKNOWN
         taken.proof = (
@@ -481,6 +501,7 @@ class Analysis:
 
     stretch  the steps from the nearest checkpoint of the run up to the step
     levels   of loss and gradient norm at the step
+    agrees   the divided step has the loss and the gradient norm of the log
     names    the source of each sample of the dataset, or None
     """
 
@@ -490,7 +511,17 @@ class Analysis:
     stretch: Stretch
     levels: list[Level]
     verdict: Verdict
+    agrees: bool
     names: list[str] | None
+
+    def exit_code(self, fork: Fork | None) -> int:
+        if self.taken.verdict == replay.DIFFERS:
+            return 1
+        if fork is not None and fork.same is False and not fork.changed:
+            return 1
+        if self.taken.verdict == replay.UNKNOWN or self.step.problem or not self.agrees:
+            return NOT_KNOWN
+        return 0
 
     def sources(self, group: Group) -> list[str]:
         """Return the sources of a group, once each; empty without names."""
@@ -512,11 +543,38 @@ def analyse(again: Again, taken: Taken, number: int) -> Analysis:
     earlier_step = min(states.paths)
     earlier = step.losses_with(states.paths[earlier_step]) if earlier_step < number - 1 else []
     updates = updates_before(step, states, taken.log, number)
+    difference = difference_to_log(step, taken.log.get((number, "train"), {}))
+    agrees = not difference > CLOSE[step.run.precision.name]
+    if not agrees:
+        step.problem = (
+            "no sample is named: the divided step has not the loss and gradient norm of the log "
+            f"(relative difference {difference:.0e})"
+        )
     verdict = judge(step, shares, levels, earlier, updates)
-    verdict.facts += facts_of(step, states, taken, number, earlier_step)
+    verdict.facts += facts_of(step, states, taken)
+    if agrees and not math.isnan(difference):
+        verdict.facts.append(
+            "loss and gradient norm of the divided step agree with the log (relative difference "
+            f"{difference:.0e}); the samples add up to the step within {step.difference:.0e}"
+        )
+    if earlier:
+        verdict.facts.append(f"earlier: the weights of step {earlier_step}")
     sources = per_sample(step.train_set, "sources")
     names = None if sources is None else sources.astype(str).tolist()
-    return Analysis(run, step, taken, stretch, levels, verdict, names)
+    return Analysis(run, step, taken, stretch, levels, verdict, agrees, names)
+
+
+def difference_to_log(step: Step, line: dict[str, Any]) -> float:
+    """Return the largest relative difference of loss and gradient norm to a line of the log; NaN if
+    the line has no such number.
+
+    With turns, the loss of a line has the name of the turn.
+    """
+    loss = [value for name, value in line.items() if name.partition("/")[0] == "loss"]
+    differences = [math.nan]
+    for value, logged in ((step.sums.loss, loss[:1]), (step.sums.norm, [line.get("grad_norm")])):
+        differences += [abs(value - one) / abs(one) for one in logged if one]
+    return float(np.nanmax(differences)) if len(differences) > 1 else math.nan
 
 
 # ---- the fork
@@ -576,9 +634,11 @@ def lines_of(fork: Fork, analysis: Analysis) -> list[str]:
 
 
 def has_same_numbers(fork: Fork, analysis: Analysis) -> bool:
-    """Return whether all common lines of the training have the same loss and gradient norm."""
+    """Return whether all common lines of the training have the same loss and gradient norm. The
+    first step of a fork has the weights of the checkpoint, and shows no setting of the optimizer.
+    """
     common = [key for key in fork.log if key[1] == "train" and key in analysis.run.log]
-    return bool(common) and all(
+    return len(common) > 1 and all(
         fork.log[key].get(name) == analysis.run.log[key].get(name)
         for key in common[1:]
         for name in ("loss", "grad_norm")
@@ -629,23 +689,9 @@ def updates_before(step: Step, states: States, log: Log, number: int) -> list[Up
     return updates
 
 
-def facts_of(step: Step, states: States, taken: Taken, number: int, earlier_step: int) -> list[str]:
-    """Return sentences on the division, and on the agreement with the log."""
+def facts_of(step: Step, states: States, taken: Taken) -> list[str]:
+    """Return sentences on the division."""
     facts = list(step.notes)
-    line = taken.log.get((number, "train"), {})
-    differences = []
-    for name, value in (("loss", step.sums.loss), ("grad_norm", step.sums.norm)):
-        logged = line.get(name)
-        if isinstance(logged, float) and logged:
-            differences.append(abs(value - logged) / abs(logged))
-    if differences:
-        close = max(differences) <= CLOSE[step.run.precision.name]
-        agree = "agree with" if close else "DIFFER from"
-        facts.append(
-            f"loss and gradient norm of the divided step {agree} the log (relative difference "
-            f"{max(differences):.0e}); the gradients of the samples add up within "
-            f"{step.difference:.0e}"
-        )
     other = [
         key
         for key, line in states.log.items()
@@ -659,7 +705,6 @@ def facts_of(step: Step, states: States, taken: Taken, number: int, earlier_step
             "sample contains the path through the statistics of the pass; `lifts` is the loss of "
             "the step less the loss without the sample"
         )
-    facts.append(f"earlier: the weights of step {earlier_step}")
     return facts
 
 
@@ -670,14 +715,16 @@ def facts_of(step: Step, states: States, taken: Taken, number: int, earlier_step
 def print_result(analysis: Analysis, most: int) -> None:
     """Print the verdict, the facts, and the samples with the highest shares."""
     step, levels, verdict = analysis.step, analysis.levels, analysis.verdict
-    print(f"\nstep {step.number}: {'; '.join(map(str, levels)) or 'too few steps before it'}")
+    print()
+    if levels:
+        print(f"step {step.number}: {'; '.join(map(str, levels))}")
     print(verdict.cause)
-    if verdict.named:
-        values = verdict.without
+    if values := verdict.without:
         print(f"  without: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}")
     print()
-    head = ["", "of the loss", "of the gradient", "loss", "earlier"]
-    rows = [[*head, "lifts"] if step.mixes else head]
+    has_earlier = any(math.isfinite(group.before) for group in verdict.groups)
+    head = ["", "of the loss", "of the gradient", "loss"]
+    rows = [[*head, *["earlier"] * has_earlier, *["lifts"] * bool(step.mixes)]]
     for group in verdict.groups[:most]:
         text = group.name
         if about := in_words(describe_sample(step.task, step.train_set, group.indices[0])):
@@ -686,23 +733,32 @@ def print_result(analysis: Analysis, most: int) -> None:
             text += " <-"
         row = [
             text,
-            f"{100 * group.loss_share:.1f} %",
-            f"{100 * group.gradient_share:.1f} %",
+            percent(group.loss_share),
+            percent(group.gradient_share),
             f"{group.loss:.4g}",
-            f"{group.before:.4g}",
         ]
-        rows.append([*row, f"{group.lifts:.4g}"] if step.mixes else row)
+        if has_earlier:
+            row.append(f"{group.before:.4g}")
+        if step.mixes:
+            row.append(f"{group.lifts:.4g}")
+        rows.append(row)
     print("\n".join(aligned(rows)))
     rest = verdict.groups[most:]
     if rest:
         loss = sum(group.loss_share for group in rest)
         gradient = sum(group.gradient_share for group in rest)
         print(
-            f"  and {amount(len(rest), 'sample')} with {100 * loss:.1f} % of the loss, "
-            f"{round(100 * gradient, 1) + 0.0:.1f} % of the gradient"
+            f"  and {amount(len(rest), 'sample')} with {percent(loss)} of the loss, "
+            f"{percent(gradient)} of the gradient"
         )
     for fact in verdict.facts:
         print(f"  {fact}")
+
+
+def percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "-"
+    return f"{round(100 * share, 1) + 0.0:.1f} %"
 
 
 def as_json(analysis: Analysis, fork: Fork | None) -> dict[str, Any]:
@@ -719,9 +775,6 @@ def as_json(analysis: Analysis, fork: Fork | None) -> dict[str, Any]:
             about["about"] = describe_sample(step.task, step.train_set, group.indices[0])
         return about
 
-    exit_code = 0
-    if taken.verdict == replay.UNKNOWN:
-        exit_code = NOT_KNOWN
     return {
         "run": str(run.folder),
         "step": step.number,
@@ -735,14 +788,9 @@ def as_json(analysis: Analysis, fork: Fork | None) -> dict[str, Any]:
         "samples": [of_group(group) for group in verdict.groups],
         "exact": step.exact and step.rows_of_output,
         "facts": verdict.facts,
-        "replayed": {
-            "from": taken.begin,
-            "to": taken.end,
-            "verdict": taken.verdict,
-            "proof": taken.proof,
-        },
+        "replayed": taken.as_json(),
         "fork": None if fork is None else _fork_as_json(fork, analysis),
-        "exit_code": exit_code,
+        "exit_code": analysis.exit_code(fork),
     }
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +127,6 @@ def make_fork(
     folder: Path,
     until: int,
     rest: Sequence[str],
-    tell: Callable[[int], object] = lambda step: None,
 ) -> Fork:
     """Train a fork from the beginning of a stretch to the end of the run. Return the fork.
 
@@ -145,7 +144,7 @@ def make_fork(
         words += _forced(run, begin, command.read(words, tasks).cfg)
         text = f"began as a fork of {run.folder.resolve().name} at step {begin.step} {change}"
         _note(folder, run, begin, change, text)
-        done = train_in(folder, words, run.processes(stretch), tell=tell)
+        done = train_in(folder, words, run.processes(stretch))
     finally:
         _forget(folder)
     if done.code:

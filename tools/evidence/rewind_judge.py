@@ -5,6 +5,8 @@ Samples are named if three facts hold. The samples have at least OUTSTANDING of 
 jumped. Without the samples, the jump is gone: at least EXPLAINED of the distance from the usual
 value. And the samples were at fault before the step: with weights from before the jump, the loss of
 the step is also high. So a step that a bad update made bad has no culprit.
+
+In a step whose loss or gradient is not finite, the samples that are not finite are named.
 """
 
 from __future__ import annotations
@@ -154,17 +156,21 @@ def judge(
     earlier  the mean loss of each sample with weights from before the jump; empty if unknown
     updates  of the steps before, the last of the step before this step
     """
-    groups = groups_of(shares, contents_of(step))
-    if earlier:
-        by_place = dict(zip([share.place for share in shares], earlier, strict=True))
-        for group in groups:
-            group.before = float(np.mean([by_place[place] for place in group.places]))
+    groups = _groups_with_earlier(step, shares, earlier)
     jumped = [level for level in levels if level.jumped]
     names = [level.name for level in jumped]
     groups.sort(key=lambda group: -group.score(names))
     verdict = Verdict(groups)
+    if not step.finite:
+        _name_not_finite(step, verdict)
+        return verdict
+    if step.problem:
+        verdict.cause = step.problem
+        return verdict
     if not jumped:
         verdict.cause = f"step {step.number} is no jump"
+        if not levels:
+            verdict.cause = f"too few steps before step {step.number} to judge it"
         return verdict
     by_lift = step.mixes and "loss" in {name.partition("/")[0] for name in names}
     if by_lift:  # a sample that spoils the statistics of the pass raises the loss of the others
@@ -177,6 +183,39 @@ def judge(
     else:
         verdict.cause = _of_no_sample(step, groups, jumped, at_fault, updates)
     return verdict
+
+
+def _groups_with_earlier(
+    step: Step, shares: Sequence[SampleShare], earlier: Sequence[float]
+) -> list[Group]:
+    groups = groups_of(shares, contents_of(step))
+    if earlier:
+        by_place = dict(zip([share.place for share in shares], earlier, strict=True))
+        for group in groups:
+            group.before = float(np.mean([by_place[place] for place in group.places]))
+    return groups
+
+
+def _name_not_finite(step: Step, verdict: Verdict) -> None:
+    """Name the samples whose own loss is not finite; without one, whose own gradient is not.
+
+    A number that is not finite in one row makes the gradients of the others NaN, too.
+    """
+    groups = verdict.groups
+    by_loss = [group for group in groups if not math.isfinite(group.loss)]
+    named = by_loss or [group for group in groups if not math.isfinite(group.norm)]
+    text = f"loss or gradient of step {step.number} is not finite"
+    if not named or len(named) == len(groups):
+        number = "all" if named else "none"
+        verdict.cause = f"{text}; of single samples, {number} are not: no sample stands out"
+        return
+    for group in named:
+        group.named = True
+    verdict.named = named
+    verdict.groups.sort(key=lambda group: not group.named)
+    names = few([group.name for group in named], MOST)
+    noun = "its" if len(named) == 1 else "their"
+    verdict.cause = f"{names}: {text}, and neither is {noun} own"
 
 
 def _loss_of(shares: Sequence[SampleShare], earlier: Sequence[float]) -> float:
@@ -276,7 +315,8 @@ def cause_of_updates(updates: Sequence[Update]) -> str:
             f"the learning rate of step {highest.step} was {highest.lr:.3g}, "
             f"{highest.lr / usual_lr:.1f} times the usual {usual_lr:.3g}"
         )
-    known = [each for each in updates if math.isfinite(each.ratio)]
+    # with turns, the weights of the step's turn do not change in the steps of other turns
+    known = [each for each in updates if math.isfinite(each.ratio) and each.ratio]
     if len(known) < 2:
         return ""
     usual = float(np.median([each.ratio for each in known]))

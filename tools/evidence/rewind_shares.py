@@ -10,15 +10,16 @@ weights, through the forward pass of the whole pass. So dropout masks are those 
 samples depend on each other, as with BatchNorm, `g_i` contains the path through the statistics of
 the pass. The sums over the samples are compared with the pass, because a loss or a network that
 mixes rows has other sums. Where the output has no row for each sample, a sample is computed alone
-(`exact` is False).
+(`exact` is False). Samples that do not add up to the step are not judged (`problem`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +45,19 @@ from plugins.resilience.signals import StopRequest
 CLOSE = {"off": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
 """By precision, the largest relative difference between the sums over the samples and the step."""
 
+ROUGH = 0.1
+"""Above this relative difference between the sums and the step, the shares say nothing."""
+
 
 class Pass(NamedTuple):
-    """A forward pass of the step: the batch on the device, and its place in the step."""
+    """A forward pass of the step: the batch on the device, and its place in the step.
+
+    weights  of the terms of a task with `losses`, {term: weight over the whole step}
+    """
 
     batch: Batch
     micro: MicroBatch
+    weights: Mapping[str, float] = MappingProxyType({})
 
 
 class Row(NamedTuple):
@@ -184,7 +192,10 @@ class Step:
     sums        of the whole step
     parameters  that the step trains
     mixes       the part of the model through which samples depend on each other; else empty
+    difference  between the sums over the samples and the step, relative: the larger one of loss
+                and gradient
     exact       the samples add up to the step
+    problem     a sentence, where the samples do not add up to the step at all; else empty
     notes       sentences on the division
     """
 
@@ -194,10 +205,11 @@ class Step:
         self.task: Task = self.run.task
         self.number = self.run.progress.step + 1
         self.gathers = self.exact = False
+        self.has_terms = type(self.task).losses is not Task.losses
         self.rows_of_output = True
+        self.difference = 0.0
+        self.problem = ""
         self.notes: list[str] = []
-        self.passes = passes_of(self.run, processes)
-        self.weights = self._weights_of_terms()
         with_batch_norm = partition_dependent(self.run.model, self.run.plan.accumulation)
         parts = [part for part in with_batch_norm.split(", ") if "BatchNorm" in part]
         self.mixes = parts[0] if parts else ""
@@ -208,7 +220,8 @@ class Step:
         self.scale = 1.0
         if self.run.scaler.is_enabled():
             self.scale = self.run.scaler.get_scale() / self.run.plan.global_batch
-        self.sums = self._whole()
+        self.passes = self._weighed(passes_of(self.run, processes))
+        self.sums = self._sums_of(self.passes)
         if self.gathers and len(self.passes) > 1:
             self._join_passes()
 
@@ -221,6 +234,11 @@ class Step:
             for row in range(len(each.micro.indices))
         ]
 
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient of the step are finite numbers."""
+        return math.isfinite(self.sums.loss) and math.isfinite(self.sums.norm)
+
     def index_of(self, place: Row) -> int:
         return int(self.passes[place.number].micro.indices[place.row])
 
@@ -232,36 +250,37 @@ class Step:
             config.changed(self.run.cfg, one_pass), self.run.world, self.run.plan.num_samples
         )
         self.run.plan = plan
-        self.passes = passes_of(self.run, 1)
+        self.passes = self._weighed(passes_of(self.run, 1))
         self.notes.append(
             "each sample is compared with all samples (gather_batch): the step was divided as one "
             "pass, and dropout masks are others"
         )
-        self.sums = self._whole()
+        self.sums = self._sums_of(self.passes)
 
-    def _whole(self) -> Sums:
-        """Return the sums of the whole step."""
+    def _sums_of(self, passes: Iterable[Pass]) -> Sums:
+        """Return the sums of some passes."""
         sums = Sums()
-        for each in self.passes:
-            loss, _, gathered = self._forward(each, graph=True)
+        for each in passes:
+            loss, _, gathered = self._forward(each)
             self.gathers = self.gathers or bool(gathered.tensors)
             sums.add(loss, self._gradient(loss.total, keep=False))
         return sums
 
     # ---- a pass ----
 
-    def _forward(self, each: Pass, graph: bool) -> tuple[Loss, Any, Gathered]:
+    def _forward(self, each: Pass) -> tuple[Loss, Any, Gathered]:
         """Compute a pass as in the step. Return the loss, the network's output, and the gathered
         tensors."""
-        micro = each.micro
-        gathered = Gathered(len(micro.indices))
-        net = _Watched(self.run.model)
+        gathered = Gathered(len(each.micro.indices))
+        net = self._watched(each)
+        return self._loss(net, each, gathered), net.output, gathered
+
+    def _watched(self, each: Pass) -> _Watched:
+        """Return the model in the state in which a worker begins a pass."""
         self.run.model.train()
-        if micro.opens_worker:
+        if each.micro.opens_worker:
             self.buffers.restore()
-        with torch.set_grad_enabled(graph):
-            loss = self._loss(net, each, gathered)
-        return loss, net.output, gathered
+        return _Watched(self.run.model)
 
     def _loss(self, net: nn.Module, each: Pass, gathered: Gathered) -> Loss:
         """Return the task's loss of a batch, with the weights of the whole step for each term."""
@@ -271,9 +290,9 @@ class Step:
         global_loss.current_pass = gathered
         try:
             with run.precision.autocast():
-                if type(task).losses is Task.losses:
-                    return task.loss(net, each.batch)
-                return self._joined(task.losses(net, each.batch), each)
+                if self.has_terms:
+                    return self._joined(task.losses(net, each.batch), each)
+                return task.loss(net, each.batch)
         finally:
             global_loss.current_pass = None
 
@@ -281,27 +300,23 @@ class Step:
         """Return the loss of several terms, as `global_loss.join`, with the weights of the step."""
         total: Any = 0.0
         for name, term in terms.items():
-            weight = self.weights.get(name, 1.0)
+            weight = each.weights[name]
             if weight:
                 kind = torch.promote_types(term.total.dtype, torch.float32)
                 total = total + term.factor * term.total.to(kind) * (each.micro.samples / weight)
         count = torch.tensor(float(len(each.micro.indices)))
         return Loss(torch.as_tensor(total), count)
 
-    @torch.no_grad()
-    def _weights_of_terms(self) -> dict[str, float]:
-        """Return the weight of each term over the step, of a task with `losses`."""
+    def _weighed(self, passes: Sequence[Pass]) -> list[Pass]:
+        """Return the passes of a step, with the weight of each term over the step."""
         weights: dict[str, float] = {}
-        if type(self.task).losses is Task.losses:
-            return weights
-        for each in self.passes:
-            self.run.model.train()
+        for each in passes if self.has_terms else ():
             self.run.seed_pass(each.micro)
             with self.run.precision.autocast():
-                terms = copied_task(self.task).losses(_Watched(self.run.model), each.batch)
+                terms = copied_task(self.task).losses(self._watched(each), each.batch)
             for name, term in terms.items():
                 weights[name] = weights.get(name, 0.0) + float(term.weight)
-        return weights
+        return [each._replace(weights=weights) for each in passes]
 
     def _gradient(self, total: Tensor, keep: bool) -> list[Tensor]:
         """Return the derivative of a total by each parameter.
@@ -358,7 +373,7 @@ class Step:
 
         only  these rows; None: all rows
         """
-        whole, output, gathered = self._forward(each, graph=True)
+        whole, output, gathered = self._forward(each)
         samples = len(each.micro.indices)
         rows = range(samples) if only is None else sorted(only)
         has_rows = self.rows_of_output and _has_rows(output, samples)
@@ -373,22 +388,24 @@ class Step:
     def _rows_add_up(self, each: Pass, whole: Loss, output: Any, gathered: Gathered) -> bool:
         """Return whether the losses of the rows of the output add up to the loss of the pass."""
         total = size = 0.0
-        with torch.no_grad():
-            try:
-                for row in range(len(each.micro.indices)):
-                    loss = self._of_row(each, row, output, gathered)
-                    total += float(loss.total)
-                    size += abs(float(loss.total))
-            except Exception:  # a task that reads more than its output's rows
-                return False
+        try:
+            for row in range(len(each.micro.indices)):
+                part = float(self._of_row(each, row, output, gathered).total.detach())
+                total += part
+                size += abs(part)
+        except Exception:  # a task that reads more than its output's rows
+            return False
+        expected = float(whole.total.detach())
+        if not math.isfinite(expected):
+            return not math.isfinite(total)
         limit = CLOSE[self.run.precision.name] * max(size, 1e-12)
-        return abs(total - float(whole.total.detach())) <= limit
+        return abs(total - expected) <= limit
 
     def _of_row(self, each: Pass, row: int, output: Any, gathered: Gathered) -> Loss:
         """Return the loss of a row: of the output of the whole pass, or of the sample alone."""
         samples = len(each.micro.indices)
         micro = each.micro._replace(indices=[each.micro.indices[row]])
-        part = Pass(select_rows(each.batch, [row], samples), micro)
+        part = Pass(select_rows(each.batch, [row], samples), micro, each.weights)
         if not self.rows_of_output:
             gathered = Gathered(1)
             gathered.begin(None)
@@ -399,18 +416,27 @@ class Step:
 
     def _compare(self, parts: Sums) -> None:
         """Compare the sums over the samples with the step."""
-        limit = CLOSE[self.run.precision.name]
-        difference = _norm(torch._foreach_sub(parts.gradient, self.sums.gradient))
-        norm = _norm(self.sums.gradient)
-        self.difference = difference / norm if norm else 0.0
-        self.exact = self.difference <= limit
-        if self.rows_of_output and self.exact:
+        if not self.finite:
+            self.notes.append("loss or gradient of the step is not finite: no sample has a share")
             return
-        self.notes.append(
-            "each sample was computed alone, because the network returns no row for each sample, "
-            "or the loss mixes rows: the gradients add up to the step's within "
-            f"{self.difference:.1e}"
-        )
+        limit = CLOSE[self.run.precision.name]
+        of_gradient = _norm(torch._foreach_sub(parts.gradient, self.sums.gradient))
+        norm = _norm(self.sums.gradient)
+        of_loss = abs(parts.total - self.sums.total)
+        size = max(abs(self.sums.total), 1e-12)
+        self.difference = max(of_gradient / norm if norm else 0.0, of_loss / size)
+        self.exact = self.difference <= limit
+        if not self.rows_of_output:
+            self.notes.append(
+                "each sample was computed alone, because the network returns no row for each "
+                "sample, or the loss mixes rows: the samples add up to the step within "
+                f"{self.difference:.1e}"
+            )
+        if not self.difference <= ROUGH:
+            self.problem = (
+                "no sample is named: loss and gradient of single samples do not add up to the step "
+                f"(relative difference {self.difference:.1g})"
+            )
 
     def of_samples(self, places: Collection[Row]) -> Sums:
         """Return the sums of some samples within the step."""
@@ -424,40 +450,38 @@ class Step:
     def without(self, places: Collection[Row]) -> tuple[float, float]:
         """Return the loss and the norm of the gradient of the step without some samples.
 
-        Where samples depend on each other, the passes are computed again without the samples.
+        Where a sample changes the part of the others, the passes are computed again without the
+        samples: by the statistics of a pass, by the loss, or by the weights of the terms.
         """
-        if not self.mixes:
+        if self.mixes or self.gathers or self.has_terms:
+            left = self._sums_of(self._passes_without(places))
+        else:
             left = self.sums.without(self.of_samples(places))
-            return left.loss, left.norm
-        sums = Sums()
-        for each in self._passes_without(places):
-            loss, _, _ = self._forward(each, graph=True)
-            sums.add(loss, self._gradient(loss.total, keep=False))
-        return sums.loss, sums.norm
+        return left.loss, left.norm
 
-    @torch.no_grad()
     def loss_without(self, places: Collection[Row]) -> float:
         """Return the loss of the step, computed again without some samples."""
         total = weight = 0.0
         for each in self._passes_without(places):
-            loss, _, _ = self._forward(each, graph=False)
-            total += float(loss.total)
+            loss, _, _ = self._forward(each)
+            total += float(loss.total.detach())
             weight += float(loss.weight)
         return total / weight if weight else math.nan
 
-    def _passes_without(self, places: Collection[Row]) -> Iterator[Pass]:
+    def _passes_without(self, places: Collection[Row]) -> list[Pass]:
+        """Return the passes of the step without some samples. The others keep pass and seed."""
+        left = []
         for number, each in enumerate(self.passes):
             samples = len(each.micro.indices)
             dropped = {place.row for place in places if place.number == number}
             rows = [row for row in range(samples) if row not in dropped]
-            if len(rows) == samples:
-                yield each
-            elif rows:
+            if rows:
                 indices = [each.micro.indices[row] for row in rows]
-                micro = each.micro._replace(indices=indices)
-                yield Pass(select_rows(each.batch, rows, samples), micro)
+                of_step = each.micro.samples - len(places)
+                micro = each.micro._replace(indices=indices, samples=of_step)
+                left.append(Pass(select_rows(each.batch, rows, samples), micro))
+        return self._weighed(left)
 
-    @torch.no_grad()
     def losses_with(self, path: Path | None) -> list[float]:
         """Return the mean loss of each sample with the weights of another checkpoint of the run;
         None: with the weights of the seed. The weights of the step are put back."""
@@ -472,11 +496,11 @@ class Step:
             self.buffers.keep()
             losses = []
             for each in self.passes:
-                _, output, gathered = self._forward(each, graph=False)
+                _, output, gathered = self._forward(each)
                 for row in range(len(each.micro.indices)):
                     loss = self._of_row(each, row, output, gathered)
-                    weight = float(loss.weight)
-                    losses.append(float(loss.total) / weight if weight else math.nan)
+                    total, weight = float(loss.total.detach()), float(loss.weight)
+                    losses.append(total / weight if weight else math.nan)
             return losses
         finally:
             model.load_state_dict(own)
@@ -501,11 +525,12 @@ def _norm(gradient: Iterable[Tensor]) -> float:
 
 
 def _has_rows(output: Any, samples: int) -> bool:
-    """Return whether each tensor with a graph in a network's output has a row for each sample."""
-    with_graph = [
-        leaf for _, leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    return bool(with_graph) and all(leaf.shape[:1] == (samples,) for leaf in with_graph)
+    """Return whether a tensor with a graph in a network's output has a row for each sample. Other
+    tensors, such as a temperature, belong to all samples."""
+    return any(
+        isinstance(leaf, Tensor) and leaf.requires_grad and leaf.shape[:1] == (samples,)
+        for _, leaf in tree_leaves(output)
+    )
 
 
 def select_rows(value: Any, rows: list[int], samples: int) -> Any:
