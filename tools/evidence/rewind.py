@@ -59,7 +59,7 @@ from tools.evidence.rewind_fork import (
     make_fork,
     samples_in,
 )
-from tools.evidence.rewind_judge import Group, Update, Verdict, change_ratio, judge
+from tools.evidence.rewind_judge import Group, Update, Verdict, change_ratio, judge, percent
 from tools.evidence.rewind_samples import describe_sample, in_words
 from tools.evidence.rewind_shares import CLOSE, Step
 from tools.paper import pages
@@ -744,7 +744,9 @@ def print_result(analysis: Analysis, most: int) -> None:
         rows.append(row)
     print("\n".join(aligned(rows)))
     rest = verdict.groups[most:]
-    if rest:
+    if rest and not step.finite:
+        print(f"  and {amount(len(rest), 'more sample')}")
+    elif rest:
         loss = sum(group.loss_share for group in rest)
         gradient = sum(group.gradient_share for group in rest)
         print(
@@ -753,12 +755,6 @@ def print_result(analysis: Analysis, most: int) -> None:
         )
     for fact in verdict.facts:
         print(f"  {fact}")
-
-
-def percent(share: float) -> str:
-    if not math.isfinite(share):
-        return "-"
-    return f"{round(100 * share, 1) + 0.0:.1f} %"
 
 
 def as_json(analysis: Analysis, fork: Fork | None) -> dict[str, Any]:

@@ -339,6 +339,13 @@ def change_ratio(before: dict[str, Any], after: dict[str, Any], names: set[str])
     return math.sqrt(change / size) if size else math.nan
 
 
+def percent(share: float) -> str:
+    """Return a share as a text such as 12.5 %; a dash for a share that is not finite."""
+    if not math.isfinite(share):
+        return "-"
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # no -0.0
+
+
 def sources_of(indices: Sequence[int], sources: Sequence[str] | None) -> str:
     """Return the sources of some samples with counts; empty without sources."""
     if sources is None:

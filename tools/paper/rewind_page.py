@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from engine.contract import StepInfo
 from engine.errors import amount
 from engine.files.atomic import write_atomically
 from tools.evidence.rewind_find import WORDS, series_of
+from tools.evidence.rewind_judge import percent
 from tools.evidence.rewind_samples import describe_sample, label_of
 from tools.paper import pages
 from tools.paper import report_figures as figures
@@ -59,12 +61,14 @@ def write_page(
         title=f"{analysis.run.folder.resolve().name}: step {step.number}",
         cause=verdict.cause,
         cards=_cards(analysis),
-        curves_of=[("the run", figures.colour(0)), ("the step", figures.colour(1))],
+        curves_of=[("the run", figures.colour(0)), (f"step {step.number}", figures.colour(1))],
+        curves_of_fork=[("the run", figures.colour(0)), ("the fork", figures.colour(1))],
         panels=_panels([analysis.taken.lines], step.number),
         fork=about_fork,
         panels_of_fork=_panels_of_fork(analysis, fork),
         samples=_samples(analysis, groups),
         rest=_of_rest(rest),
+        finite=step.finite,
         facts=[analysis.taken.proof, *verdict.facts],
         command=shlex.join(["python", "tools/rewind.py", *sys.argv[1:]]),
     )
@@ -81,8 +85,9 @@ def _cards(analysis: Analysis) -> list[tuple[str, str]]:
         cards.append((word, f"{level.value:.4g}, usually {level.usual:.4g}"))
     values = analysis.verdict.without
     if values:
-        text = f"{values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
-        cards.append(("loss without them", text))
+        noun = "the sample" if len(analysis.verdict.named) == 1 else "these samples"
+        cards.append((f"loss without {noun}", f"{values['loss']:.4g}"))
+        cards.append((f"gradient norm without {noun}", f"{values['grad_norm']:.4g}"))
     cards.append(("samples of the step", str(len(step.places))))
     return [*cards, ("taken again", analysis.taken.verdict)]
 
@@ -90,11 +95,14 @@ def _cards(analysis: Analysis) -> list[tuple[str, str]]:
 def _of_rest(rest: Sequence[Group]) -> str:
     if not rest:
         return ""
-    loss = 100 * sum(group.loss_share for group in rest)
-    gradient = 100 * sum(group.gradient_share for group in rest)
+    loss = sum(group.loss_share for group in rest)
+    if not math.isfinite(loss):
+        return f"The step has {amount(len(rest), 'more sample')}."
+    gradient = sum(group.gradient_share for group in rest)
+    verb = "has" if len(rest) == 1 else "have"
     return (
-        f"The other {amount(len(rest), 'sample')} have {loss:.1f} % of the loss and "
-        f"{gradient:.1f} % of the gradient."
+        f"The other {amount(len(rest), 'sample')} {verb} {percent(loss)} of the loss and "
+        f"{percent(gradient)} of the gradient."
     )
 
 
@@ -104,13 +112,13 @@ def _panels(logs: Sequence[Lines], step: int) -> list[dict[str, Any]]:
     step  marked by a line; 0: no mark
     """
     panels = []
-    names = dict.fromkeys(series.name for lines in logs for series in series_of(lines))
+    found = [_points_of(lines) for lines in logs]
+    names = dict.fromkeys(name for points in found for name in points if name != "lr")
     for name in [*names, "lr"]:
         curves = []
-        for number, lines in enumerate(logs):
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            if points:
-                x, y = np.array(points, np.float64).T
+        for number, points in enumerate(found):
+            if points.get(name):
+                x, y = np.array(points[name], np.float64).T
                 curves.append(figures.Curve(number, "train", x, y))
         if not curves:
             continue
@@ -123,6 +131,17 @@ def _panels(logs: Sequence[Lines], step: int) -> list[dict[str, Any]]:
         image = figures.curves(curves, name != "lr")
         panels.append({"title": title, "image": image, "note": note})
     return panels
+
+
+def _points_of(lines: Lines) -> dict[str, list[tuple[int, float]]]:
+    """Return {name: [(step, value)]} of loss and gradient norm, with turns of each turn, and of the
+    learning rate."""
+    points = {
+        series.name: list(zip(series.steps, series.values, strict=True))
+        for series in series_of(lines)
+    }
+    rates = [(line["step"], line["lr"]) for line in lines if line.get("lr") is not None]
+    return points | {"lr": rates}
 
 
 def _panels_of_fork(analysis: Analysis, fork: Fork | None) -> list[dict[str, Any]]:
@@ -175,14 +194,15 @@ def _samples(analysis: Analysis, groups: Sequence[Group]) -> list[dict[str, Any]
     rows = worst_samples(scores)
     for row, group in zip(rows, groups, strict=True):
         facts = describe_sample(task, dataset, group.indices[0])
-        row["source"] = facts.pop("source", "")
+        row["source"] = ""  # a line of the table, with its word
         row["table"] = [(word, str(value)) for word, value in facts.items()] + row["table"]
         title = group.name
         if row["true"] and row["guess"] and row["true"] != row["guess"]:
             title += f": {row['true']}, taken for {row['guess']}"
         lifts = group.lifts if step.mixes else None
         row |= {"title": title, "named": group.named, "before": group.before, "lifts": lifts}
-        row |= {"loss_share": group.loss_share, "gradient_share": group.gradient_share}
+        shares = ("loss", group.loss_share), ("gradient", group.gradient_share)
+        row["shares"] = [(name, share, percent(share)) for name, share in shares]
     return rows
 
 
