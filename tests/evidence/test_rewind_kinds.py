@@ -72,6 +72,8 @@ def test_a_run_of_each_kind_is_divided_and_goes_on_in_its_own_bits(name, trained
     assert code == 0, err
     assert found["fork"]["same"] is True and same_bits(weights(fork), weights(run))
     line = line_of(run, STEP)
+    shown = [(row["name"].split()[0].partition("/")[0], row["run"]) for row in found["fork"]["numbers"]]
+    assert shown[:2] == [("loss", loss_of(line)), ("grad_norm", line["grad_norm"])]
     close = {"bf16": 1e-3, "fp16": 1e-3}.get(name, 5e-6)
     assert found["loss"] == pytest.approx(loss_of(line), rel=close)
     assert found["grad_norm"] == pytest.approx(line["grad_norm"], rel=close)

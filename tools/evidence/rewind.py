@@ -40,7 +40,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 import tasks
@@ -50,7 +49,7 @@ from engine.errors import LockstepError, amount
 from tools.arguments import NOT_KNOWN, whole_number
 from tools.evidence import replay
 from tools.evidence.replay import Log, Recorded, Stretch, Taker, log_of, saved_at
-from tools.evidence.rewind_find import BEFORE, Level, at_step, jumps, onset, series_of
+from tools.evidence.rewind_find import BEFORE, NAMES, Level, at_step, jumps, onset, series_of
 from tools.evidence.rewind_fork import (
     Change,
     Fork,
@@ -570,11 +569,13 @@ def difference_to_log(step: Step, line: dict[str, Any]) -> float:
 
     With turns, the loss of a line has the name of the turn.
     """
-    loss = [value for name, value in line.items() if name.partition("/")[0] == "loss"]
-    differences = [math.nan]
-    for value, logged in ((step.sums.loss, loss[:1]), (step.sums.norm, [line.get("grad_norm")])):
-        differences += [abs(value - one) / abs(one) for one in logged if one]
-    return float(np.nanmax(differences)) if len(differences) > 1 else math.nan
+    differences = []
+    for name, logged in jumping_numbers(line).items():
+        value = step.sums.norm if name == "grad_norm" else step.sums.loss
+        if logged:
+            apart = abs(value - logged) / abs(logged)
+            differences.append(apart if math.isfinite(apart) else math.inf)
+    return max(differences, default=math.nan)
 
 
 # ---- the fork
@@ -639,10 +640,14 @@ def has_same_numbers(fork: Fork, analysis: Analysis) -> bool:
     """
     common = [key for key in fork.log if key[1] == "train" and key in analysis.run.log]
     return len(common) > 1 and all(
-        fork.log[key].get(name) == analysis.run.log[key].get(name)
+        jumping_numbers(fork.log[key]) == jumping_numbers(analysis.run.log[key])
         for key in common[1:]
-        for name in ("loss", "grad_norm")
     )
+
+
+def jumping_numbers(line: dict[str, Any]) -> dict[str, Any]:
+    """Return loss and gradient norm of a line; with turns, the losses of the turns."""
+    return {name: value for name, value in line.items() if name.partition("/")[0] in NAMES}
 
 
 def numbers_of(fork: Fork, analysis: Analysis) -> list[tuple[str, float, float]]:
@@ -659,7 +664,9 @@ def numbers_of(fork: Fork, analysis: Analysis) -> list[tuple[str, float, float]]
         if not steps:
             continue
         step = min(steps) if first else max(steps)
-        names = ("loss", "grad_norm") if first else ("loss", analysis.run.task.monitor)
+        names = ["loss", analysis.run.task.monitor]
+        if first:
+            names = [*jumping_numbers(logs[0][step, event])]
         for name in dict.fromkeys(names):
             theirs, ours = (log[step, event].get(name) for log in logs)
             if isinstance(theirs, float) and isinstance(ours, float):

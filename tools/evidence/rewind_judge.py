@@ -161,11 +161,11 @@ def judge(
     names = [level.name for level in jumped]
     groups.sort(key=lambda group: -group.score(names))
     verdict = Verdict(groups)
-    if not step.finite:
-        _name_not_finite(step, verdict)
-        return verdict
     if step.problem:
         verdict.cause = step.problem
+        return verdict
+    if not step.finite:
+        _name_not_finite(step, verdict)
         return verdict
     if not jumped:
         verdict.cause = f"step {step.number} is no jump"
