@@ -731,7 +731,11 @@ def print_result(analysis: Analysis, most: int) -> None:
     print()
     has_earlier = any(math.isfinite(group.before) for group in verdict.groups)
     head = ["", "of the loss", "of the gradient", "loss"]
-    rows = [[*head, *["earlier"] * has_earlier, *["lifts"] * bool(step.mixes)]]
+    if has_earlier:
+        head.append("earlier")
+    if step.mixes:
+        head.append("lifts")
+    rows = [head]
     for group in verdict.groups[:most]:
         text = group.name
         if about := in_words(describe_sample(step.task, step.train_set, group.indices[0])):
