@@ -4,10 +4,13 @@ import json
 import os
 import re
 import shutil
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, succeed
 from forked_tools import fork_trainings
 from runs import records, same_bits, weights
@@ -194,6 +197,29 @@ def test_a_planted_fault_is_named_first_and_a_bad_rate_blames_no_sample(fault, l
     assert right >= 0.9 * SEEDS, rows
 
 
+@pytest.mark.slow
+def test_samples_with_equal_data_are_one_entry(launch, rewind, tmp_path):
+    run = tmp_path / "run"
+    succeed(launch.train(*words(run, dataset__fault="twins", epochs=7, dataset__epoch=5)))
+    code, found, err = rewind(run)
+    culprit = culprit_of(run)
+    twins = [culprit, (culprit + 1) % 256]
+    assert code == 0 and sorted(found["named"]) == sorted(twins) == sorted(found["samples"][0]["indices"]), err
+    assert "(equal data)" in err
+
+
+@pytest.mark.slow
+def test_a_sample_that_spoils_the_statistics_of_a_pass_is_named(launch, rewind, tmp_path):
+    """With BatchNorm it raises the loss of the others, and the samples are ordered by what each lifts."""
+    run = tmp_path / "run"
+    changes = {"dataset__fault": "outlier", "dataset__norm": "batch", "epochs": 7, "dataset__epoch": 5}
+    succeed(launch.train(*words(run, **changes)))
+    code, found, err = rewind(run)
+    assert code == 0 and found["named"] == [culprit_of(run)], err
+    lifts = [sample["lifts"] for sample in found["samples"]]
+    assert lifts == sorted(lifts, reverse=True)
+
+
 # ---- the run is proved first
 # ----------------------------------------------------------------------------------------------------------
 
@@ -333,7 +359,8 @@ def test_a_fork_without_a_change_ends_in_the_hash_of_the_run(original, rewind, t
 
 def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_path):
     fork = tmp_path / "fork"
-    code, found, err = rewind(original, "--without", "worst", "--into", fork)
+    page = tmp_path / "page.html"
+    code, found, err = rewind(original, "--without", "worst", "--into", fork, "--page", page, "keep_checkpoints=3")
     assert code == 0, err
     culprit = culprit_of(original)
     begin = found["fork"]["begin"]
@@ -346,6 +373,33 @@ def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_
     assert at_step < found["loss"] / 2, "dropout masks of fewer samples are others"
     listed = succeed(launch.python(str(ROOT / "tools" / "runs.py"), str(tmp_path))).out
     assert text in listed
+    shown = page.read_text()
+    assert text in shown and "the fork</bdi></span>" in shown and f"loss at step {found['step']}" in shown
+    settings = config.flatten(yaml.safe_load((fork / "config.yaml").read_text()))
+    assert settings["keep_checkpoints"] == 3, "an argument of the command line is one of the fork, too"
+    hub = tmp_path / "hub"
+    done = launch.python(str(ROOT / "tools" / "publish.py"), str(fork), "--to", str(hub), "--license", "mit")
+    assert text in succeed(done).err and text in (hub / "README.md").read_text()
+
+
+def test_a_fork_without_a_change_in_other_weights_is_a_verdict(original, rewind, monkeypatch):
+    parts = {"begin": 16, "changed": False, "hashes": ("a", "b"), "same": False}
+    monkeypatch.setattr(tool, "make_fork", lambda *given: tool.Fork(given[3], "a fork", **parts))
+    code, found, err = rewind(original, "--step", 18, "--again")
+    assert code == found["exit_code"] == 1 and "the fork ends in other weights" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["taking steps", "going on from"])
+def test_a_signal_ends_the_training_of_the_moment(line, original, launch, tmp_path):
+    """No process and no temporary file stays, which `launch` checks; a fork that has begun is a run to resume."""
+    fork = tmp_path / "fork"
+    command = [str(ROOT / "tools" / "rewind.py"), str(original), "--step", "18", "--again", "--no-page"]
+    running = launch.start(sys.executable, *command, "--into", str(fork))
+    running.wait_for(line)
+    running.signal(signal.SIGTERM)
+    done = running.wait()
+    assert done.code == 143 and done.errors == ["error: interrupted"], done.err
 
 
 def test_a_fork_with_another_setting_stops_where_it_should(original, rewind, tmp_path):

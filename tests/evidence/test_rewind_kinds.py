@@ -28,6 +28,7 @@ KINDS = {
     "virtual workers of three processes": ("toy", 3, OF_WORKERS),
     "a scheduler": ("schedulers", 1, {"own.scheduler": "OneCycleLR"}),
     "a scheduler of evaluations": ("schedulers", 1, {"own.scheduler": "ReduceLROnPlateau"}),
+    "buffers": ("buffers", 2, {"batch_size": 3, "gradient_accumulation_steps": 2, "ddp.buffers": "mean"}),
     "bf16": ("toy", 1, {"amp": "bf16"}),
     "fp16": ("toy", 1, {"amp": "fp16"}),
     "a balanced sampler": ("toy", 2, {"sampler": "balanced", "batch_size": 6}),

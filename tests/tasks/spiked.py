@@ -24,6 +24,7 @@ class Windows:
     spike      a burst in one channel, thirty times as high as the wave, with the frequency of another class
     outlier    finite numbers a hundred times as high in all channels, with the frequency of another class
     duplicate  a wave between two classes, TIMES times in one step of the epoch `epoch`
+    twins      as `label`, and the next sample has the same data: both in one step of the epoch `epoch`
     """
 
     def __init__(self, data, count, seed):
@@ -36,7 +37,8 @@ class Windows:
         self.y = torch.from_numpy(self.labels).long()
         self.culprit = int(rng.integers(count))
         self.fault, self.batch, self.epoch, self.slot = data.fault, data.batch, data.epoch, int(rng.integers(2, 8))
-        if self.fault == "label":
+        self.twin = (self.culprit + 1) % count
+        if self.fault in ("label", "twins"):
             self.y[self.culprit] = (self.y[self.culprit] + 2) % CLASSES
         elif self.fault == "spike":
             self.x[self.culprit, 1] += 30 * self._burst(time)
@@ -46,6 +48,9 @@ class Windows:
             other = (int(self.y[self.culprit]) + 1) % CLASSES
             alike = int(np.flatnonzero(self.labels == other)[0])
             self.x[self.culprit] = 0.45 * self.x[self.culprit] + 0.55 * self.x[alike]
+
+        if self.fault == "twins":
+            self.x[self.twin], self.y[self.twin] = self.x[self.culprit], self.y[self.culprit]
 
     def _burst(self, time):
         other = (int(self.labels[self.culprit]) + 2) % CLASSES
@@ -63,6 +68,12 @@ class Windows:
         if self.fault == "duplicate" and epoch == self.epoch:
             first = self.slot * self.batch
             order[first : first + TIMES] = self.culprit
+        elif self.fault == "twins":
+            order = order[(order != self.culprit) & (order != self.twin)]
+            order = np.append(order, order[:2])
+            if epoch == self.epoch:
+                first = self.slot * self.batch
+                order[first : first + 2] = self.culprit, self.twin
         elif self.fault != "rate":
             # once, in the epoch `epoch`: before, the sample's place is taken by another
             found = np.flatnonzero(order == self.culprit)

@@ -144,7 +144,7 @@ def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str,
             return _not_found(run, options)
         analysis = analyse(again, taken, number)
         print_result(analysis, options.most)
-        fork = go_on(analysis, options, rest) if _forks(options) else None
+        fork = go_on(again, analysis, options) if _forks(options) else None
         result = as_json(analysis, fork)
         if not options.no_page:
             rows = numbers_of(fork, analysis) if fork else []
@@ -260,14 +260,24 @@ def scratch_folder() -> Iterator[Path]:
 
 
 class Interruption:
-    """A signal that ends the trainings. No exception is raised in the handler."""
+    """A signal that ends the trainings and the division. No exception is raised in the handler.
+
+    number  of the signal; 0: none
+    """
 
     def __init__(self) -> None:
         self.takers: list[Taker] = []
+        self.number = 0
 
     def end(self, number: int, frame: Any) -> None:
+        self.number = number
         for taker in self.takers:
             taker.end(number, frame)
+
+    def check(self, _: object = None) -> None:
+        """Raise LockstepError after a signal."""
+        if self.number:
+            raise LockstepError("interrupted", exit_code=128 + self.number)
 
 
 @contextlib.contextmanager
@@ -538,7 +548,7 @@ def analyse(again: Again, taken: Taken, number: int) -> Analysis:
     threads.limit_threads(cfg.threads, 1)
     step = Step(cfg, states.paths[number - 1], run.processes(stretch), stretch.known)
     levels = at_step(series_of(taken.lines), number)
-    shares = step.divide()
+    shares = step.divide(again.interrupted.check)
     earlier_step = min(states.paths)
     earlier = step.losses_with(states.paths[earlier_step]) if earlier_step < number - 1 else []
     updates = updates_before(step, states, taken.log, number)
@@ -582,7 +592,7 @@ def difference_to_log(step: Step, line: dict[str, Any]) -> float:
 # --------------------------------------------------------------------------------------------
 
 
-def go_on(analysis: Analysis, options: argparse.Namespace, rest: list[str]) -> Fork:
+def go_on(again: Again, analysis: Analysis, options: argparse.Namespace) -> Fork:
     """Train the fork of the options, and print the difference to the run."""
     change = Change(samples_without(analysis, options.without), tuple(options.changed))
     run = analysis.run
@@ -590,7 +600,15 @@ def go_on(analysis: Analysis, options: argparse.Namespace, rest: list[str]) -> F
     begin = analysis.stretch.begin
     start = f"step {begin.step}" if begin.path else "the seed"
     print(f"\ngoing on from {start} {change}, in {folder}", flush=True)
-    fork = make_fork(run, analysis.stretch, change, folder, options.until or 0, rest)
+    fork = make_fork(
+        run,
+        analysis.stretch,
+        change,
+        folder,
+        options.until or 0,
+        again.rest,
+        again.interrupted.check,
+    )
     print("\n".join(lines_of(fork, analysis)))
     return fork
 

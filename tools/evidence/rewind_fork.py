@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,8 +127,13 @@ def make_fork(
     folder: Path,
     until: int,
     rest: Sequence[str],
+    check: Callable[[int], object],
 ) -> Fork:
     """Train a fork from the beginning of a stretch to the end of the run. Return the fork.
+
+    until  the last step; 0: the last step of the run
+    rest   changes of the config
+    check  called with the last step a few times a second; an exception ends the training
 
     Raises LockstepError for a bad setting, before a file is written, and for a failed training.
     """
@@ -144,7 +149,7 @@ def make_fork(
         words += _forced(run, begin, command.read(words, tasks).cfg)
         text = f"began as a fork of {run.folder.resolve().name} at step {begin.step} {change}"
         _note(folder, run, begin, change, text)
-        done = train_in(folder, words, run.processes(stretch))
+        done = train_in(folder, words, run.processes(stretch), tell=check)
     finally:
         _forget(folder)
     if done.code:

@@ -16,7 +16,7 @@ mixes rows has other sums. Where the output has no row for each sample, a sample
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -336,12 +336,16 @@ class Step:
 
     # ---- the samples ----
 
-    def divide(self) -> list[SampleShare]:
-        """Return the share of each sample of the step, in the order of the passes."""
+    def divide(self, check: Callable[[], object]) -> list[SampleShare]:
+        """Return the share of each sample of the step, in the order of the passes.
+
+        check  called before each sample; an exception ends the division
+        """
         shares: list[SampleShare] = []
         parts = Sums()
         for number, each in enumerate(self.passes):
             for row, (loss, gradient) in enumerate(self._of_rows(each)):
+                check()
                 parts.add(loss, gradient)
                 place = Row(number, row)
                 shares.append(self._share(place, loss, gradient))
