@@ -75,6 +75,20 @@ def test_a_jump_is_found_above_the_noise_and_in_a_falling_loss():
     assert not jumps([Series("loss", steps, falling)], begin=32)
 
 
+def test_the_step_is_the_first_of_a_jump_and_not_the_highest(capsys):
+    lines = {n: {"event": "train", "step": n, "loss": 1 + 0.01 * (-1) ** n} for n in range(1, 61)}
+    lines[31]["loss"], lines[32]["loss"], lines[33]["loss"] = 4.0, 9.0, 3.0
+    log = {(number, "train"): line for number, line in lines.items()}
+    run = SimpleNamespace(log=log, steps=[*lines])
+    options = SimpleNamespace(step=None, begin=None, end=None)
+    assert tool.choose_window(run, options) == tool.Window(30, 31)
+    assert "step 31 of the log: loss 4, usually 1" in capsys.readouterr().out
+    taken = tool.Taken(20, 40, log, "same bits", "")
+    assert tool.find_step(run, tool.Window(25, 35), taken) == 31
+    assert tool.find_step(run, tool.Window(31, 35), taken) == 32
+    assert not tool.find_step(run, tool.Window(35, 40), taken)
+
+
 def test_a_loss_that_may_be_negative_is_compared_without_a_logarithm():
     values = [-1.0 + 0.01 * (-1) ** n for n in range(30)]
     values[20] = 0.5
@@ -317,6 +331,15 @@ def test_samples_that_do_not_add_up_to_the_step_are_not_named(original, rewind, 
     assert "each sample was computed alone" in err and not found["exact"]
 
 
+def test_a_step_that_was_usual_with_earlier_weights_has_no_culprit(original, rewind, monkeypatch):
+    """Whatever share a sample has of the step: after a bad update a few samples have most of the loss, too."""
+    monkeypatch.setattr(rewind_shares.Step, "losses_with", lambda self, path: [0.01] * len(self.places))
+    code, found, err = rewind(original)
+    assert code == 0 and found["named"] == [] and found["samples"][0]["loss_share"] > 0.5, err
+    assert "with the weights from before the jump the loss of these 32 samples is as usual" in found["cause"]
+    assert re.search(r"the update[^;]*[0-9.]+ %", found["cause"]), "the change of the weights is known"
+
+
 def test_a_sample_that_is_not_finite_is_named(launch, rewind, tmp_path):
     run = tmp_path / "run"
     changes = {"own.kind": "factors", "own.bad": 5, "check_sums": False, "device": "cpu", "amp": "off", "log_every": 1}
@@ -337,6 +360,11 @@ def test_a_sample_that_is_not_finite_is_named(launch, rewind, tmp_path):
         (["--step", "3", "--to", "5"], "--step and --from or --to"),
         (["--again", "--with", "optim.lr=1"], "--again and a change"),
         (["--until", "30"], "--until without a fork"),
+        (
+            ["--step", "20", "save_every=7"],
+            "the tool chooses save_every by itself (command line): drop it, or give --with",
+        ),
+        (["--step", "20", "--keep-checkpoints", "2"], "the tool chooses keep_checkpoints by itself"),
     ],
 )
 def test_bad_options_are_refused_before_a_step_is_taken(options, message, original, rewind):
@@ -360,7 +388,7 @@ def test_a_fork_without_a_change_ends_in_the_hash_of_the_run(original, rewind, t
 def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_path):
     fork = tmp_path / "fork"
     page = tmp_path / "page.html"
-    code, found, err = rewind(original, "--without", "worst", "--into", fork, "--page", page, "keep_checkpoints=3")
+    code, found, err = rewind(original, "--without", "worst", "--into", fork, "--page", page, "ddp.timeout_s=77")
     assert code == 0, err
     culprit = culprit_of(original)
     begin = found["fork"]["begin"]
@@ -376,10 +404,13 @@ def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_
     shown = page.read_text()
     assert text in shown and "the fork</bdi></span>" in shown and f"loss at step {found['step']}" in shown
     settings = config.flatten(yaml.safe_load((fork / "config.yaml").read_text()))
-    assert settings["keep_checkpoints"] == 3, "an argument of the command line is one of the fork, too"
-    hub = tmp_path / "hub"
-    done = launch.python(str(ROOT / "tools" / "publish.py"), str(fork), "--to", str(hub), "--license", "mit")
-    assert text in succeed(done).err and text in (hub / "README.md").read_text()
+    assert settings["ddp.timeout_s"] == 77, "an argument of the command line is one of the fork, too"
+    refused = publish(launch, fork, tmp_path / "hub")
+    assert refused.code == 2 and "give a checkpoint from before the change" in refused.err, "two orders of samples"
+
+
+def publish(launch, run, folder):
+    return launch.python(str(ROOT / "tools" / "publish.py"), str(run), "--to", str(folder), "--license", "mit")
 
 
 def test_a_fork_without_a_change_in_other_weights_is_a_verdict(original, rewind, monkeypatch):
@@ -400,9 +431,10 @@ def test_a_signal_ends_the_training_of_the_moment(line, original, launch, tmp_pa
     running.signal(signal.SIGTERM)
     done = running.wait()
     assert done.code == 143 and done.errors == ["error: interrupted"], done.err
+    assert line != "taking steps" or "the same bits as the run" not in done.out, "the steps were taken to their end"
 
 
-def test_a_fork_with_another_setting_stops_where_it_should(original, rewind, tmp_path):
+def test_a_fork_with_another_setting_stops_where_it_should(original, rewind, launch, tmp_path):
     fork = tmp_path / "fork"
     options = ["--step", 30, "--with", "optim.grad_clip=0.1", "--until", 36, "--into", fork]
     code, found, err = rewind(original, *options)
@@ -410,7 +442,11 @@ def test_a_fork_with_another_setting_stops_where_it_should(original, rewind, tmp
     lines, theirs = records(fork, "train"), records(original, "train")[24:36]
     assert [line["step"] for line in lines] == [line["step"] for line in theirs] == [*range(25, 37)]
     assert lines[0]["loss"] == theirs[0]["loss"] and lines[-1]["loss"] != theirs[-1]["loss"]
-    assert found["fork"]["same"] is None and "with optim.grad_clip=0.1" in found["fork"]["text"]
+    text = found["fork"]["text"]
+    assert found["fork"]["same"] is None and text.endswith("with optim.grad_clip=0.1")
+    done = succeed(publish(launch, fork, tmp_path / "hub"))
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert text in done.err and f"fork of {original.name} at step 24" in card
 
 
 def test_a_change_without_an_effect_and_a_wrong_key(original, rewind, tmp_path):

@@ -133,6 +133,12 @@ class Task(contract.Task):
     def model(self):
         return Net(self.cfg.dataset.norm, self.cfg.dataset.dropout)
 
+    def metadata(self):
+        return {}
+
+    def load_metadata(self, metadata):
+        pass
+
     def scheduler(self, optimizer):
         data = self.cfg.dataset
         bad = data.step - 1 if data.fault == "rate" else -1

@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
 
 def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     alone("torchrun started this, which starts processes itself", "environment")
-    _check_options(options)
+    _check_options(options, rest)
     folder = folder_of(Path(options.run))
     run = Recorded(folder, cfg, tasks.load(cfg.task)(cfg))
     if not run.log:
@@ -158,7 +158,16 @@ def _forks(options: argparse.Namespace) -> bool:
     return bool(options.without or options.changed or options.again)
 
 
-def _check_options(options: argparse.Namespace) -> None:
+OF_THE_TOOL = ("log_every", "save_every", "keep_checkpoints", "digest_every", "record")
+"""Settings that the tool chooses for the steps that are taken again."""
+
+
+def _check_options(options: argparse.Namespace, rest: list[str]) -> None:
+    for word in rest:
+        key = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if key in OF_THE_TOOL:
+            todo = f"drop it, or give --with {key}=VALUE for a fork"
+            raise LockstepError(f"the tool chooses {key} by itself", "command line", todo)
     if options.step and (options.begin is not None or options.end):
         raise LockstepError("--step and --from or --to", "command line", "give one of them")
     if options.end and options.end <= (options.begin or 0):
