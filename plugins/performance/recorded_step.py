@@ -403,7 +403,7 @@ class RecordedStep:
         """
         run = self.run
         ends = not self.has_workers and not run.has_after_step and run.reducer.mode == "same"
-        whole = len(pairs) == 1 and pairs[0][1].closes_step and not self.has_workers
+        whole = pairs[0][1].closes_step and not self.has_workers
         recording = _Recording(run, stream, ends, whole and self.processes == 1)
         batch = self.inputs.adopt(pairs[0][0])
         # a profiler's events would be recorded, too

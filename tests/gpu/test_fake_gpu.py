@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from saved import assert_same_parts, load
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
 
+from engine.contract import BatchInfo
+from engine.data import batches
+from plugins.performance.recorded_step import Inputs, leaves_of
 from plugins.preflight.prepare_check import of_each_row
 
 VIDEO = ["video", "dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
@@ -162,15 +166,18 @@ def test_no_wait_in_a_step_whose_rank_votes(gpu, tmp_path, recorded):
 
 
 @pytest.mark.slow
-def test_recorded_virtual_workers_take_the_bits_of_those_kernel_by_kernel(launch, gpu, tmp_path):
+@pytest.mark.parametrize(("workers", "passes", "launches"), [(3, 2, 7), (1, 1, 2)])
+def test_recorded_virtual_workers_take_the_bits_of_those_kernel_by_kernel(
+    launch, gpu, tmp_path, workers, passes, launches
+):
     """With two passes each, dropout, the norm's statistics, an average of the weights, and the step's clock."""
     words = [str(ROOT / "tests/tasks/graphed.py"), "dataset.samples=54", "epochs=4", "own.kind=clock", "amp=bf16"]
-    words += ["model.dropout=0.3", "optim.grad_clip=1", "virtual_workers=3", "batch_size=2", *TWO[:1]]
-    words.append("ddp.backend=gloo")
+    words += ["model.dropout=0.3", "optim.grad_clip=1", f"virtual_workers={workers}", "batch_size=2"]
+    words += [f"gradient_accumulation_steps={passes}", "ddp.backend=gloo"]
     run_on_fake_gpu(launch, tmp_path / "eager", *words, "cuda_graph=false")
     recorded = gpu(*words, "cuda_graph=true", FAKE_GRAPHS="1")
-    assert "from step 4 on, a step is 7 launches" in recorded.out and "stays" not in recorded.out
-    assert max(kernels.get("a graph", 0) for kernels in recorded.kernels.values()) == 7
+    assert f"from step 4 on, a step is {launches} launches" in recorded.out and "stays" not in recorded.out
+    assert max(kernels.get("a graph", 0) for kernels in recorded.kernels.values()) == launches
     assert_same_parts(load(tmp_path / "eager"), load(tmp_path / "gpu"))
 
 
@@ -182,6 +189,25 @@ def test_a_launched_step_of_one_pass_is_few_calls(gpu):
     for step in (5, 8, 12):
         assert sum(seen.kernels[step].values()) - seen.of_loader.get(step, 0) == 3, seen.kernels[step]
         assert seen.kernels[step]["a graph"] == seen.kernels[step]["copy_"] == seen.kernels[step]["fill_"] == 1
+
+
+def test_a_tensor_beside_the_piece_of_its_batch_is_copied():
+    """A hook may have put another in its place: the piece then holds the former."""
+    x = torch.randn(6, 5)
+    batch = {"x": x, "lockstep": BatchInfo(*torch.arange(18).view(3, 6))}
+    packed = batches.pack_passes(batch, 2)
+    first, second = (packed.part(number) for number in range(2))
+    for part, row in zip((first, second), packed.rows, strict=True):
+        part["lockstep"].packed = row
+    inputs = Inputs(SimpleNamespace(world=SimpleNamespace(device="cpu"), optimizer=SimpleNamespace(param_groups=[]),
+                                    meter=SimpleNamespace(terms=None)))  # fmt: skip
+    memory = inputs.adopt(first)
+    assert torch.equal(memory["x"], x[:3]) and memory["x"].data_ptr() != first["x"].data_ptr()
+    inputs.fill(second, leaves_of(second))
+    assert torch.equal(memory["x"], x[3:]) and memory["lockstep"].index.tolist() == [3, 4, 5]
+    second["x"] = torch.full_like(x[3:], 7.0)
+    inputs.fill(second, leaves_of(second))
+    assert memory["x"].eq(7).all() and memory["lockstep"].index.tolist() == [3, 4, 5]
 
 
 PRODUCT = """
