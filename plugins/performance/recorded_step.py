@@ -8,6 +8,8 @@ A step has up to three pieces:
     update         norm, clipping, optimizer; and buffers, the average of weights, and the numbers
                    for the host
 
+A step of one pass on one process is one piece: nothing is between the pass and the update.
+
 The recorded function is `train_step` itself, with a `_Recording` for the run: `forward` records a
 pass, `end_step` ends the record of the update. Between the launches is the host's part: copy the
 batch into the memory that the graphs read, seed the generators (a launch uses the present seeds),
