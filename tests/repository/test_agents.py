@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FAULTY, ROOT, succeed, wait_until
+from conftest import FAULTY, ROOT, TOY, succeed, wait_until
 
 from engine import errors
 from engine.errors import FAULT, LockstepError
 from plugins import resilience
-from tools import arguments
+from tools import arguments, running
 
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 HAR = "har model.mode=flatten device=cpu global_batch=128 virtual_workers=4".split()
@@ -92,7 +92,8 @@ def test_a_tool_that_breaks_has_not_said_no(capfd):
         raise LockstepError("the exported model is off", exit_code=1)
 
     assert resilience.guarded(refused, FAULT)([]) == 1, "a verdict"
-    assert capfd.readouterr().err.count("error: ZeroDivisionError: division by zero") == 2
+    assert running.guarded([TOY, "device=cpu"], main) == FAULT, "each tool of a task"
+    assert capfd.readouterr().err.count("error: ZeroDivisionError: division by zero") == 3
 
 
 @pytest.mark.slow
