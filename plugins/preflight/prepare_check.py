@@ -123,7 +123,7 @@ class _Operations(TorchDispatchMode):
         if not (
             torch.Tag.pointwise in operation.tags
             or operation.is_view
-            or operation._schema.name.removeprefix("aten::") in MOVES
+            or str(operation.overloadpacket).removeprefix("aten.") in MOVES
         ):
             self.of_each_row = False
         return operation(*args, **kwargs or {})
