@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ def _check(loader: Any, random_samples: str) -> bool:
         training, too."""
         unprepared = loader.unprepared(slice(0, samples))
         with contextlib.suppress(Exception):
-            of_rows = of_each_row(lambda: loader.prepared(*unprepared), loader.device)
-            if plan.workers and not of_rows:
+            again = partial(loader.prepared, *unprepared)
+            if plan.workers and not of_each_row(again, loader.device):
                 return False
             ones = [prepared(n, n + 1)[0] for n in range(samples)]
             return all(
@@ -104,10 +105,12 @@ def of_each_row(function: Callable[[], Any], device: torch.device) -> bool:
     elements of a batch may take other instructions than the rest. The bits of a matrix product or a
     sum may depend on the number of rows anywhere.
     """
+    if device.type != "cuda":
+        return False  # without the dispatch mode, whose first use loads torch's compiler: 2 s
     operations = _Operations()
     with operations:
         function()
-    return device.type == "cuda" and operations.of_each_row
+    return operations.of_each_row
 
 
 class _Operations(TorchDispatchMode):
