@@ -470,7 +470,7 @@ def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, folder):
 def test_loader_processes_die_with_their_rank(launch, folder):
     """Even one that hangs, and torch's own watchdog would not notice. Nobody is left to remove the folder of their
     sockets; under the launcher torchrun's agent does."""
-    launch.may_stay.append("lockstep_")
+    launch.may_stay += ["lockstep_", "torch_"]
     words = words_of("worker hangs", folder, "fault.rank=0", "num_workers=2", "loader_timeout_s=600")
     run = launch.start(sys.executable, "train.py", *words)
     run.wait_for("Starting training")

@@ -53,7 +53,7 @@ def run_with(tmp_path):
         record = {"packages": {"torch": version}}
         (tmp_path / "environment.json").write_text(json.dumps(record))
         (tmp_path / "config.yaml").write_text("task: har\n")
-        cfg = SimpleNamespace(device="cpu", virtual_workers=0)
+        cfg = SimpleNamespace(device="cpu", virtual_workers=0, arithmetic="native")
         return SimpleNamespace(folder=tmp_path, environment=record, cfg=cfg)
 
     return make

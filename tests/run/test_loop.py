@@ -88,6 +88,9 @@ class Event:
     def record(self):
         pass
 
+    def query(self):
+        return False
+
     def synchronize(self):
         Event.waited += 1
 
