@@ -287,9 +287,9 @@ def test_the_line_has_all_that_decides_a_digest(facts, line):
 @pytest.mark.parametrize("arithmetic", ["native", "capped"])
 def test_the_machine_of_the_digests_is_printed(launch, arithmetic):
     """The facts of this machine, read here by other ways."""
-    words = ["--processes", "1", "--steps", "2", "--seconds", "60", TOY, "device=cpu", f"arithmetic={arithmetic}"]
+    words = ["--processes", "1", "--steps", "2", "--seconds", "15", TOY, "device=cpu", f"arithmetic={arithmetic}"]
     done = launch.python(PROVE, *words)
-    assert done.code == 7, done.err  # no other cut
+    assert done.code in (0, 7), done.err  # 7: a slow machine has no time for another cut
     (line,) = [line for line in done.out.splitlines() if line.startswith("a digest is of")]
     assert f"torch {torch.__version__}, arithmetic {arithmetic}, " in line and line.endswith(", 1 thread")
     cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)[1].strip()
