@@ -251,8 +251,8 @@ class PackedPasses(NamedTuple):
 
 
 def _can_be_packed(leaf: Tensor) -> bool:
-    """Return whether a piece of memory can hold a tensor of a pass. On the host nothing is gained
-    by that."""
+    """Return whether a piece of memory can hold a tensor of a pass. On the host a piece would only
+    cost a copy."""
     return leaf.is_cuda and leaf.is_contiguous() and leaf.numel() > 0
 
 

@@ -69,11 +69,11 @@ def _check(loader: Any, random_samples: str) -> bool:
     def prepared_alike() -> bool:
         """Return whether samples have the same bits alone. An error shows by itself if it is one of
         training, too."""
-        unprepared = loader.unprepared(slice(0, samples))
         with contextlib.suppress(Exception):
-            again = partial(loader.prepared, *unprepared)
-            if plan.workers and not of_each_row(again, loader.device):
-                return False
+            if plan.workers:
+                some = partial(loader.prepared, *loader.unprepared(slice(0, samples)))
+                if not of_each_row(some, loader.device):
+                    return False
             ones = [prepared(n, n + 1)[0] for n in range(samples)]
             return all(
                 same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole
