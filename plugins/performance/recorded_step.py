@@ -159,9 +159,10 @@ class Inputs:
 
     def adopt(self, batch: Any) -> Any:
         """Copy a batch into memory of its own, which the graphs will read. Return the copy."""
+        self.packed = None
         info = find_info(batch)
         packed = info.packed if info else None
-        if packed is None:
+        if packed is None or not _holds(packed, [*tensors(batch)]):
             copied = self.observed(map_tensors(batch, torch.clone))
         else:
             copied = self.observed(self._adopt_packed(batch, packed))
@@ -226,6 +227,12 @@ def _places_in(packed: Tensor, leaves: list[Tensor]) -> list[int]:
     """Return the place of each tensor in a piece of memory, in bytes."""
     begin = packed.data_ptr()
     return [leaf.data_ptr() - begin for leaf in leaves]
+
+
+def _holds(packed: Tensor, leaves: list[Tensor]) -> bool:
+    """Return whether all tensors lie in a piece of memory. One that a user has put in the place of
+    another does not."""
+    return all(0 <= place < len(packed) for place in _places_in(packed, leaves))
 
 
 def _moved(leaf: Tensor, packed: Tensor, memory: Tensor) -> Tensor:

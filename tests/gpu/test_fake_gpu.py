@@ -208,6 +208,10 @@ def test_a_tensor_beside_the_piece_of_its_batch_is_copied():
     second["x"] = torch.full_like(x[3:], 7.0)
     inputs.fill(second, leaves_of(second))
     assert memory["x"].eq(7).all() and memory["lockstep"].index.tolist() == [3, 4, 5]
+    memory = inputs.adopt(second)
+    assert memory["x"].eq(7).all() and memory["lockstep"].index.tolist() == [3, 4, 5]
+    inputs.fill(first, leaves_of(first))
+    assert torch.equal(memory["x"], x[:3]) and memory["lockstep"].index.tolist() == [0, 1, 2]
 
 
 PRODUCT = """
