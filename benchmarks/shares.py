@@ -7,8 +7,8 @@ python benchmarks/shares.py --load          hold back by a real load on the core
 
 The runs are interleaved. This file is also the task: a small perceptron. A pass sleeps, so that
 other processes of the machine matter little; on the slow process it sleeps three times as long.
-With --load no pass sleeps, and the perceptron is large: the slow process shares its core with two
-others.
+With --load no pass sleeps, and a sample is 256 vectors, so that a step computes long and sends
+little: the slow process shares its core with two others.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ while os.getppid() == parent: pass
 class HeldBack:
     seconds: float = option(0.0, "sleep of a pass", low=0)
     width: int = option(16, "of the perceptron", low=1)
+    positions: int = option(1, "vectors of a sample, each of which the perceptron maps", low=1)
     times: float = option(3.0, "as long on the slow process", low=0)
     core: int = option(-1, "the only core of the slow process, and no core of the other", low=-1)
 
@@ -67,7 +68,7 @@ class Task(contract.Task):
 
     def datasets(self):
         draw = torch.Generator().manual_seed(0)
-        x = torch.randn(512, 64, generator=draw)
+        x = torch.randn(512, self.cfg.held.positions, 64, generator=draw)
         return [{"x": row, "y": torch.tensor(n % 4)} for n, row in enumerate(x)], None
 
     def model(self):
@@ -81,7 +82,8 @@ class Task(contract.Task):
     def loss(self, net, batch):
         held = self.cfg.held
         time.sleep(held.seconds * (held.times if self.is_slow else 1))
-        losses = nn.functional.cross_entropy(net(batch["x"]), batch["y"], reduction="sum")
+        scores = net(batch["x"]).mean(dim=1)
+        losses = nn.functional.cross_entropy(scores, batch["y"], reduction="sum")
         return Loss(losses, len(batch["y"]))
 
 
@@ -110,13 +112,16 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600, help="too few, and auto learns most of the time")
     parser.add_argument("--load", action="store_true")
     options = parser.parse_args()
     core = max(os.sched_getaffinity(0))
     words = [str(Path(__file__).resolve()), f"steps={options.steps}", "epochs=0", "log_every=5"]
     words += ["global_batch=64", "virtual_workers=8", "device=cpu", "amp=off", "check_sums=false"]
-    words += [f"held.core={core}", "held.width=20000"] if options.load else ["held.seconds=0.02"]
+    if options.load:
+        words += [f"held.core={core}", "held.positions=256", "held.width=256"]
+    else:
+        words.append("held.seconds=0.02")
     rates: dict[str, list[float]] = {}
     hashes: set[str] = set()
     for number in range(options.rounds):
