@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Compare ddp.shares=auto with fixed deals of eight virtual workers to two processes, one of which
-is held back threefold: throughput, and the hash of the weights.
+"""Compare ddp.shares=auto with fixed deals of the workers, where one of two processes is slow.
+
+It is held back threefold. Eight virtual workers; throughput, and the hash of the weights:
 
 python benchmarks/shares.py
 python benchmarks/shares.py --load          hold back by a real load on the core, not by a sleep
@@ -112,7 +113,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600, help="too few, and auto learns most of the time")
+    parser.add_argument("--steps", type=int, default=600, help="auto learns in the first 100")
     parser.add_argument("--load", action="store_true")
     options = parser.parse_args()
     core = max(os.sched_getaffinity(0))
