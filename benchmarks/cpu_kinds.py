@@ -273,7 +273,7 @@ def differences(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--native", action="store_true")
     parser.add_argument("--under", default="", help="the command of an emulator")
     parser.add_argument("--dry", action="store_true")

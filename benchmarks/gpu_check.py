@@ -1094,7 +1094,7 @@ def started_at() -> float:
 
 def main(argv: list[str], began: float | None = None) -> int:
     began = time.monotonic() if began is None else began
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parts = f"{' or '.join(GROUPS)} ({PART_MINUTES:g} minutes each)"
     parser.add_argument("--only", default="", help=f"{parts}, or some of {','.join(CHECKS)}")
     parser.add_argument(

@@ -137,7 +137,7 @@ def count(network: nn.Module, clips: Tensor, form: str, last: bool) -> collectio
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--frames", type=int, default=17)
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--width", type=int, default=40)

@@ -112,7 +112,7 @@ def group_norm(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> Callab
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--only", choices=[*NETWORKS, "operations"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.6, help="of one measurement in a round")

@@ -76,7 +76,7 @@ def turn(kind: type[Clips], folder: Path, seed: int, batches: int, work_s: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--clips", type=int, default=1200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work-ms", type=float, default=30.0)

@@ -333,7 +333,7 @@ def save(world: World, rounds: int, steps: int) -> list[Bar]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("command", choices=DEFAULTS)
     parser.add_argument(
         "--rounds", type=int, default=0, help=f"0: {[DEFAULTS[name][0] for name in DEFAULTS]}"

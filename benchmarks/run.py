@@ -504,7 +504,7 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--only",
         default="",

@@ -36,7 +36,7 @@ ROWS: dict[str, tuple[str, list[str]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--processes", default="1,2,3")
     args = parser.parse_args()

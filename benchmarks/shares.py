@@ -111,7 +111,7 @@ def busy(core: int) -> Iterator[None]:
 def main() -> int:
     from tools.running import train_in
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600, help="auto learns in the first 100")
     parser.add_argument("--load", action="store_true")

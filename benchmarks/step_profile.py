@@ -85,7 +85,7 @@ def print_functions(step: Callable[[], Any], count: int, rows: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--plain", action="store_true", help="a plain loop of the network")
     parser.add_argument("--rows", type=int, default=30, help="of each table")
     parser.add_argument("--steps", type=int, default=300, help="of each measurement")

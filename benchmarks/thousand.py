@@ -298,7 +298,7 @@ def compared(sizes: list[int]) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024])
     sizes = parser.parse_args(argv).ranks
     free_mb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20

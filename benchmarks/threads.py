@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["--measure"]:
         measure(int(argv[1]), float(argv[2]), argv[3:])
         return 0
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--only", choices=[*TRAININGS, "whole"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.5, help="of one measurement")
