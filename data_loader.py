@@ -72,7 +72,7 @@ class MicroBatch(NamedTuple):
 
 
 class TrainSampler(DistributedSampler[Any]):
-    """torch's DistributedSampler as a batch sampler that never pads and knows its position.
+    """torch's DistributedSampler as a batch sampler that never pads and has a position.
 
     torch's own sampler appends the first samples again until the shards are equal. Here shards may
     differ by one sample, and the sums of a step make the result exact.

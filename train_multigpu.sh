@@ -36,9 +36,9 @@ self=$(readlink -f -- "${BASH_SOURCE[0]}")
 here=${self%/*}
 
 # A stdout or stderr that is full or closed ends no training.
-say() { printf '%s\n' "$@" 2>/dev/null || true; }
-warn() { say "warning: $1" >&2 || true; }
-fail() { say "error: $1" >&2 || true; exit 2; }
+show() { printf '%s\n' "$@" 2>/dev/null || true; }
+warn() { show "warning: $1" >&2 || true; }
+fail() { show "error: $1" >&2 || true; exit 2; }
 
 check_configs() { # ARGUMENTS: refuse a missing file before anything is announced
     local word file before=''
@@ -276,10 +276,10 @@ if [[ -n $only_print ]]; then
 fi
 
 line='=========================================='
-say "$line" "Multi-GPU Training Launcher" "$line"
-if ((found)); then say "Number of GPUs: $processes"; else say "Number of processes: $processes (CPU)"; fi
-[[ -z $place ]] || say "$place"
-((!found)) || say '' "Available GPUs:" "${gpus[@]:0:processes}"
-say '' "Launching distributed training..." ''
+show "$line" "Multi-GPU Training Launcher" "$line"
+if ((found)); then show "Number of GPUs: $processes"; else show "Number of processes: $processes (CPU)"; fi
+[[ -z $place ]] || show "$place"
+((!found)) || show '' "Available GPUs:" "${gpus[@]:0:processes}"
+show '' "Launching distributed training..." ''
 # exec: torchrun's agent takes over this process's id: signals are its own, and no shell waits in between.
 exec "${command[@]}"

@@ -593,7 +593,7 @@ def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     policy, demos = work.cfg.policy, work.task.demos
     steps = work.epochs * -(-len(work.train_set) // (work.batch_size * work.size))
     episodes = sorted(
-        {int(e) for e in work.train_set.told["episode_index"][work.train_set.rows].tolist()}
+        {int(e) for e in work.train_set.indices["episode_index"][work.train_set.rows].tolist()}
     )
     same = (
         "dim_model",

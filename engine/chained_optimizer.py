@@ -43,7 +43,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
-        self.state = defaultdict(dict)  # a new one, by which AdamW tells that its lists are old
+        self.state = defaultdict(dict)  # a new object: AdamW then makes new lists
         for each in self.optimizers:
             self.state.update(each.state)
             each.state = self.state

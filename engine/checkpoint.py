@@ -40,7 +40,7 @@ def locate(cfg: Any, world: World) -> tuple[Any, CheckpointState]:
 
     A run that torchrun, or lack of memory, has restarted is resumed from its own folder.
     """
-    # A node that rejoins has restart count 0: ask all ranks.
+    # A node that rejoins has restart count 0: read the counts of all ranks.
     restarted = world.reduce_on_rank0(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", any)
 
     def look() -> tuple[dict[str, str], Path | None, list[str]]:

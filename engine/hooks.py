@@ -121,7 +121,7 @@ events = Hook()
 
 # ---- when a run fails
 translators = Hook()
-"""first(error, place) -> the LockstepError for an exception that the function knows, or None."""
+"""first(error, place) -> the LockstepError for an exception that the function handles, or None."""
 
 
 def check(method: str, value: Any, *about: Any) -> Any:

@@ -31,13 +31,13 @@ class StepResult(NamedTuple):
     weight: float
 
     @property
-    def asks_to_stop(self) -> bool:
-        """Whether a rank wants to stop: each such vote is 1."""
+    def requests_stop(self) -> bool:
+        """Whether a rank requests a stop: each such vote is 1."""
         return self.votes >= 1
 
     @property
-    def asks_to_save(self) -> bool:
-        """Whether rank 0 wants to save: its vote is 0.5."""
+    def requests_save(self) -> bool:
+        """Whether rank 0 requests a save: its vote is 0.5."""
         return self.votes % 1 > 0
 
 

@@ -326,8 +326,8 @@ class Run:
             if outcome.skipped or skipped_before:
                 self._count_skipped(outcome)
             if outcome.votes:
-                save = save or outcome.asks_to_save
-                if outcome.asks_to_stop and not self.stopped:
+                save = save or outcome.requests_save
+                if outcome.requests_stop and not self.stopped:
                     self.agree_to_stop()  # all ranks hold the same votes, so all get here
         reported = skipped_before or any(outcome.skipped for outcome in outcomes)
         return AfterStep(outcomes if reported else [], log, compare, save)
@@ -379,8 +379,10 @@ class Run:
             yield self.model.eval()
 
     def agree_to_stop(self, here: bool = True) -> None:
-        """(all ranks) Mark the run as stopped, for the reason of the first rank that wants to stop
-        `here`."""
+        """(all ranks) Mark the run as stopped, for the reason of the first rank that has a reason.
+
+        here  the reason of this rank counts
+        """
         reason = self.stop.reason if here else ""
         self.stopped = self.world.first(reason)
 

@@ -34,7 +34,7 @@ class ToolMethods:
         """Return, after `load_metadata`, all samples of the configured data as one dataset to
         score."""
         raise LockstepError(
-            "this task only knows its own two splits",
+            "this task has only its own two splits",
             "split all",
             "give it a method `full_dataset`",
         )

@@ -90,7 +90,7 @@ class Task(contract.Task):
         sets = pair(self.cfg.shards, kind=Frames)
         for each in filter(None, sets):
             each.chunk = self.cfg.model.chunk
-        self.text, row = sets[0].told(), sets[0].read([0])[0]
+        self.text, row = sets[0].summary(), sets[0].read([0])[0]
         if missing := {"observation.state", "action", "episode_index"} - row.keys():
             what = f"the rows have no {', '.join(sorted(missing))}"
             raise LockstepError(

@@ -115,7 +115,7 @@ class Task(contract.Task):
             sets = pair(self.cfg.shards, kind=Documents)
             for each in filter(None, sets):
                 each.length, each.indent_weight = cfg.length, cfg.indent_weight
-            self.chars, self.text = "".join(map(chr, range(256))), sets[0].told()
+            self.chars, self.text = "".join(map(chr, range(256))), sets[0].summary()
             return sets
         text = read(cfg.path) if cfg.path else documentation()
         self.chars = "".join(sorted(set(text)))

@@ -108,9 +108,9 @@ class Task(contract.Task):
         self.num_trials = cfg.eval.n_episodes if self.simulation and cfg.eval.trials_every else 0
         self.films: list[trials.Trial] = []  # of the last evaluation
         self.demos = self._demonstrations()
-        said = language.texts_of(self.demos, cfg.dataset.command)
-        self.texts = said.texts
-        both = language.with_texts(self._chunks(), said)
+        texts = language.texts_of(self.demos, cfg.dataset.command)
+        self.texts = texts.texts
+        both = language.with_texts(self._chunks(), texts)
         # Commands without a training episode.
         self.never = sorted({*both[1].labels.tolist()} - {*both[0].labels.tolist()})
         self._measure(both[0])
@@ -183,7 +183,7 @@ class Task(contract.Task):
             lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights, skipped),
             lerobot_mix.chunks(demos, val, deltas, frames),
         )
-        self.of_each = lerobot_mix.told(demos, *both)
+        self.of_each = lerobot_mix.describe_sets(demos, *both)
         return both
 
     def _measure(self, train: lerobot.Chunks) -> None:
@@ -594,8 +594,8 @@ class Task(contract.Task):
         text = f"{self.num_trials} in the simulation {self.simulation}"
         delay = self.cfg.eval.delay
         if delay:
-            is_told = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
-            knowledge = "given" if is_told else "ignorant of"
+            is_given = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
+            knowledge = "given" if is_given else "ignorant of"
             text += f", {amount(delay, 'step')} late, {knowledge} what is executed meanwhile"
         return text
 

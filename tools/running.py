@@ -168,14 +168,14 @@ def train_in(
     words: list[str],
     processes: int = 1,
     kill_at: int = 0,
-    tell: Callable[[int], object] = lambda step: None,
+    notify: Callable[[int], object] = lambda step: None,
     env: Mapping[str, str] | None = None,
 ) -> Trained:
     """Run train.py with these arguments and `save_dir=folder` in `processes` processes, and wait
     for the end.
 
     kill_at  send SIGKILL to the launcher and to rank 0 once the log has this step; 0: never
-    tell     called with the last step in the log, a few times a second
+    notify   called with the last step in the log, a few times a second
     env      added to the environment, such as the visible GPUs
 
     A process computes in one thread, because the number of threads changes the last digits. A set
@@ -185,7 +185,7 @@ def train_in(
 
     def look(child: subprocess.Popen[bytes]) -> None:
         step = last_step(folder)
-        tell(step)
+        notify(step)
         if 0 < kill_at <= step and child.poll() is None:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 os.kill(json.loads((folder / "status.json").read_text())["pid"], signal.SIGKILL)

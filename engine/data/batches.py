@@ -211,41 +211,42 @@ def split_rows(
     a pass. Other parts are copied when the part is asked for.
     """
     # in a dict it is a part of the batch, elsewhere an attribute
-    beside = None if isinstance(batch, dict) else find_info(batch)
-    whole = [batch, beside]
+    attached = None if isinstance(batch, dict) else find_info(batch)
+    group = [batch, attached]
     sizes = {len(micro.indices) for micro in micros}
     packed = None
-    if len(sizes) == 1 and all(map(_can_be_packed, tensors(whole))):
-        packed = pack_passes(whole, len(micros))
+    if len(sizes) == 1 and all(map(_can_be_packed, tensors(group))):
+        packed = pack_passes(group, len(micros))
     end = 0
     for number, micro in enumerate(micros):
         begin = end
         end += len(micro.indices)
         if packed is None:
-            parts = map_tensors(whole, functools.partial(aligned_rows, slice(begin, end)))
+            parts = map_tensors(group, functools.partial(take_aligned, slice(begin, end)))
         else:
             parts = packed.part(number)
-        part = parts[0] if beside is None else attach_info(*parts)
+        part = parts[0] if attached is None else attach_info(*parts)
         info = find_info(part)
         if info is not None:
             info.step_info = step_info([micro])
-            info.packed = packed.rows[number] if packed else None
+            info.packed = packed.pieces[number] if packed else None
         yield part
 
 
 class PackedPasses(NamedTuple):
-    """Passes of one size, each in one piece of memory.
+    """The passes of a batch, all of one size, each in one piece of memory.
 
     batch    of all passes
-    rows     (bytes,) uint8 of each pass
+    pieces   (bytes,) uint8, the memory of each pass
     columns  a tensor of the batch in each pass; for each tensor in the order of `tree_map`
     """
 
     batch: Batch
-    rows: tuple[Tensor, ...]
+    pieces: tuple[Tensor, ...]
     columns: list[tuple[Tensor, ...]]
 
     def part(self, number: int) -> Batch:
+        """Return the batch of a pass."""
         columns = iter(self.columns)
         return map_tensors(self.batch, lambda _: next(columns)[number])
 
@@ -272,7 +273,7 @@ def pack_passes(batch: Batch, count: int) -> PackedPasses:
     return PackedPasses(batch, memory.unbind(), [column.unbind() for column in columns])
 
 
-def aligned_rows(rows: slice, values: Tensor) -> Tensor:
+def take_aligned(rows: slice, values: Tensor) -> Tensor:
     """Return some rows; copied if they are not aligned as a batch of their own, because kernels
     depend on that."""
     piece = values[rows]

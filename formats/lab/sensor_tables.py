@@ -83,7 +83,7 @@ class Reading:
     ignored   {role: reason}: a column of this role is found by its name, and not read
     missing   whether a channel's cell may be empty or NaN
     skip      whether to skip unreadable lines
-    tell      callback with the number of lines read
+    progress  callback with the number of lines read
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -98,7 +98,7 @@ class Reading:
     ignored: dict[str, str] = field(default_factory=dict)
     missing: bool = False
     skip: bool = False
-    tell: Callable[[int], Any] = bool
+    progress: Callable[[int], Any] = bool
 
 
 @dataclass
@@ -310,7 +310,7 @@ def _read_text(path: Path, how: Reading) -> Sheet:
             parser = _Parser(path, block, how)
         parser.add(block, first)
         first += len(block)
-        how.tell(len(block))
+        how.progress(len(block))
     if parser is None or not parser.lines:
         raise LockstepError("no rows of data", str(path), EMPTY)
     return parser.sheet()
@@ -413,7 +413,7 @@ class _Parser:
         for row, n in [] if self.how.missing else np.argwhere(np.isnan(values)).tolist():
             todo = "--missing fill draws a line over it, --missing cut cuts the recording there"
             cell = columns[channels[n]][row]
-            bad.setdefault(lines[row], self._say(cell, channels[n], lines[row], todo))
+            bad.setdefault(lines[row], self._cell_error(cell, channels[n], lines[row], todo))
         if bad and not self.how.skip:
             raise LockstepError(f"{bad[min(bad)]}, or --bad-lines skip leaves out such lines")
         self.bad += [bad[line] for line in sorted(bad)]
@@ -448,7 +448,7 @@ class _Parser:
                 full.append(n)
         return [rows[n] for n in full], lines[full]
 
-    def _say(self, cell: str, place: int, line: int, todo: str) -> str:
+    def _cell_error(self, cell: str, place: int, line: int, todo: str) -> str:
         name, cell = self.header[place], cell.strip()
         what = f"{name} is {cell[:40]!r}" if cell else f"{name} is empty"
         return str(LockstepError(what, f"{self.path}:{line}, column {place + 1}", todo))
@@ -465,7 +465,7 @@ class _Parser:
             values = np.array([self._number(cell) for cell in cells])
         for row in np.flatnonzero(np.abs(values) > MOST).tolist():
             todo = "write a number that float32 has" if is_number(cells[row]) else "write a number"
-            bad.setdefault(lines[row], self._say(cells[row], place, lines[row], todo))
+            bad.setdefault(lines[row], self._cell_error(cells[row], place, lines[row], todo))
         return values
 
     def _number(self, cell: str) -> float:
@@ -500,7 +500,7 @@ class _Parser:
             clock = f"{todo}, to --time-unit"
         for row in np.flatnonzero(~np.isfinite(values)).tolist():
             cure = clock if DATE.search(cells[row]) else todo
-            bad[lines[row]] = self._say(cells[row], place, lines[row], cure)
+            bad[lines[row]] = self._cell_error(cells[row], place, lines[row], cure)
         return values
 
     def sheet(self) -> Sheet:
@@ -548,7 +548,7 @@ def _cure_of_columns(columns: Sequence[Sequence[str]]) -> str:
     """Return the option that names the columns of a file without a header.
 
     Dates, or else the first numbers that rise by one step, are the times. Which text is a person
-    and which is a label is for the user to say.
+    and which is a label the user decides.
     """
     numeric = [*map(_is_numeric, columns)]
     dated = [c for c, n in enumerate(numeric) if not n and _is_clock(columns[c], False)]
@@ -721,7 +721,7 @@ class _ParquetReader:
         start_s = 0.0
         if time is not None:
             time, start_s = _since_first(time, clock.unit)
-        self.how.tell(len(values))
+        self.how.progress(len(values))
         notes = self.places.notes(self.path, self.header) + unit_notes
         if clock.note:
             notes.append(f"{self.path}: {clock.note}")

@@ -195,7 +195,7 @@ def one_of_each_video(
     prefer     texts in the name of the file to take, such as `filtered` or the number of a
                snapshot; `raw` takes the file that is not filtered
     by_folder  names of videos that several folders have, each a video of its own
-    Raises LockstepError for two files of a video that `prefer` does not tell apart.
+    Raises LockstepError for two files of a video that `prefer` does not distinguish.
     """
     by_video: dict[str, list[Source]] = {}
     for source in sources:

@@ -511,7 +511,7 @@ def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
     if _flag(header, "timestamps") == "true":
         raise LockstepError("@timeStamps true is not supported", where, "resample to an even rate")
     if _flag(header, "targetlabel") == "true":
-        what = "its labels are numbers to predict (@targetLabel), and har tells classes apart"
+        what = "its labels are numbers to predict (@targetLabel), and har distinguishes classes"
         raise LockstepError(
             what, where, "write a task that learns numbers: examples/own_task.py is one"
         )

@@ -412,8 +412,8 @@ class _Table:
 def file_state(path: Path) -> list[int]:
     """Return values that change with a file's content; [] without the file.
 
-    The time of the last change of the inode, which no program sets, tells apart files whose size
-    and time of modification were kept.
+    The time of the last change of the inode, which no program sets, differs between files whose
+    size and time of modification were kept.
     """
     try:
         stat = path.stat()

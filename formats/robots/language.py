@@ -51,8 +51,8 @@ class Texts:
 class WithTexts:
     """Samples of `chunks` whose batches also have `text_index`, drawn from the samples' seeds."""
 
-    def __init__(self, chunks: Any, said: Texts):
-        self.chunks, self.said = chunks, said
+    def __init__(self, chunks: Any, texts: Texts):
+        self.chunks, self.texts = chunks, texts
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -67,7 +67,7 @@ class WithTexts:
             seeds = mix(sample_seeds(0, 0, torch.as_tensor(indices))) & ((1 << 63) - 1)
         batch: Batch = self.chunks.__getitems__(indices)
         return batch | {
-            "text_index": self.said.draw(self.chunks.rows[torch.as_tensor(indices)], seeds)
+            "text_index": self.texts.draw(self.chunks.rows[torch.as_tensor(indices)], seeds)
         }
 
     def __getitem__(self, index: int, seed: int) -> dict[str, Tensor]:
@@ -77,9 +77,9 @@ class WithTexts:
         }
 
 
-def with_texts(both: tuple[Any, Any], said: Texts) -> tuple[Any, Any]:
+def with_texts(both: tuple[Any, Any], texts: Texts) -> tuple[Any, Any]:
     """Return the training and validation samples, with `text_index` for additional texts."""
-    return (WithTexts(both[0], said), WithTexts(both[1], said)) if len(said.choices) else both
+    return (WithTexts(both[0], texts), WithTexts(both[1], texts)) if len(texts.choices) else both
 
 
 def texts_of(demos: Demonstrations, style: str) -> Texts:
@@ -106,20 +106,18 @@ def texts_of(demos: Demonstrations, style: str) -> Texts:
         )
         raise LockstepError(what, f"dataset.command={style}, {demos.root}", todo)
     every = [[row for row in rows if row.get("style") == style] for rows in every]
-    told = dict.fromkeys(row["content"] for rows in every for row in rows)
-    texts = [*demos.tasks, *(text for text in told if text not in demos.tasks)]
+    annotated = dict.fromkeys(row["content"] for rows in every for row in rows)
+    texts = [*demos.tasks, *(text for text in annotated if text not in demos.tasks)]
     number = {text: at for at, text in reversed([*enumerate(texts)])}
     choices = list(range(len(texts)))
     begin, count = demos.columns["task_index"].copy(), np.ones_like(demos.columns["task_index"])
     for e, rows in enumerate(every):
-        said, frames = (
-            [number[row["content"]] for row in rows],
-            slice(int(demos.start[e]), int(demos.end[e])),
-        )
-        if said and style == "task_aug":
-            begin[frames], count[frames] = len(choices), len(said)
-            choices += said
-        elif said:
+        of_episode = [number[row["content"]] for row in rows]
+        frames = slice(int(demos.start[e]), int(demos.end[e]))
+        if of_episode and style == "task_aug":
+            begin[frames], count[frames] = len(choices), len(of_episode)
+            choices += of_episode
+        elif of_episode:
             # Use the precision of the frames' timestamps.
             starts = np.array([row["timestamp"] for row in rows], np.float32)
             order = np.argsort(starts)
@@ -132,7 +130,7 @@ def texts_of(demos: Demonstrations, style: str) -> Texts:
                     what, f"{demos.root}: {COLUMN}", "leave one, or exclude the episode"
                 )
             at = np.searchsorted(starts[order], demos.columns["timestamp"][frames], "right") - 1
-            begin[frames] = np.where(at >= 0, np.array(said)[order][at], begin[frames])
+            begin[frames] = np.where(at >= 0, np.array(of_episode)[order][at], begin[frames])
     return Texts(texts, *map(torch.as_tensor, (choices, begin, count)))
 
 

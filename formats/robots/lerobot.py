@@ -929,12 +929,12 @@ class Chunks:
             if feature.kind and name in demos.columns
         ]
         self.columns = {name: torch.from_numpy(demos.columns[name]) for name in numbers}
-        told = {
+        columns = {
             name: demos.columns[name] for name in ("task_index", "episode_index", "frame_index")
         }
-        self.told = {
+        self.indices = {
             name: torch.from_numpy(array)
-            for name, array in (told | {"row": demos.columns["index"]}).items()
+            for name, array in (columns | {"row": demos.columns["index"]}).items()
         }
         inside = torch.zeros(len(self.rows), dtype=torch.float64)
         for step in self.deltas.get("action", torch.zeros(1, dtype=torch.int64)):
@@ -957,7 +957,7 @@ class Chunks:
         places = {"rows": self.rows, "first rows": self.first, "last rows": self.last}
         texts = {"tasks": np.array(self.tasks)}
         texts |= {name: np.array(values) for name, values in self.facts.items()}
-        return self.columns | self.told | places | texts
+        return self.columns | self.indices | places | texts
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch of B indices. For each feature of a policy the batch holds
@@ -972,7 +972,7 @@ class Chunks:
         """
         chosen = torch.as_tensor(indices)
         rows = self.rows[chosen]
-        batch: Batch = {key: column[rows] for key, column in self.told.items()}
+        batch: Batch = {key: column[rows] for key, column in self.indices.items()}
         windows = {}
         for name in self.deltas:
             windows[name], batch[f"{name}_is_pad"] = self._window(name, chosen)

@@ -278,8 +278,8 @@ def _common(
             kept[name] = some
             called = {each: feature.names for each, feature in there.items() if feature.names}
             if some.kind and not some.is_picture and len({*map(tuple, called.values())}) > 1:
-                told = "; ".join(f"{', '.join(those)} ({each})" for each, those in called.items())
-                notes.append(f"warning: the numbers of {name} are called otherwise: {told}"[:300])
+                texts = "; ".join(f"{', '.join(those)} ({each})" for each, those in called.items())
+                notes.append(f"warning: the numbers of {name} are called otherwise: {texts}"[:300])
         elif some.kind and is_wanted:
             which = f"not in {', '.join(absent)}"
             which = (
@@ -302,10 +302,12 @@ def _of_pictures(demos: Joined) -> lerobot.Stats:
     """
     names, stats = ("mean", "std", "min", "max"), {}
     for camera in demos.cameras:
-        told = [part.stats.get(camera, {}) for part in demos.parts]
+        of_parts = [part.stats.get(camera, {}) for part in demos.parts]
         counts = [{"count": np.array([sum(part.lengths.values())])} for part in demos.parts]
-        if all({*names} <= of.keys() for of in told):
-            whole = lerobot.aggregate([of | count for of, count in zip(told, counts, strict=True)])
+        if all({*names} <= of.keys() for of in of_parts):
+            whole = lerobot.aggregate(
+                [of | count for of, count in zip(of_parts, counts, strict=True)]
+            )
             stats[camera] = {name: whole[name] for name in names}
     return stats
 
@@ -331,10 +333,10 @@ def size_of(demos: Demonstrations, camera: str, fitted: Any) -> tuple[int, int]:
         for name, part in zip(names, parts, strict=True)
     }
     height, width = next(iter(sizes.values()))
-    told = {name: f"{h}x{w}" for name, (h, w) in sizes.items()}
+    shown = {name: f"{h}x{w}" for name, (h, w) in sizes.items()}
     _same(
         f"the size of {camera}",
-        told,
+        shown,
         f"give dataset.resize={height},{width} or the like: all are brought to it",
     )
     return height, width
@@ -409,7 +411,7 @@ class Chunks(lerobot.Chunks):
     ):
         super().__init__(demos, episodes, deltas, pictures, skipped)
         self.facts = facts_of(demos)
-        self.told["dataset_index"] = torch.from_numpy(demos.columns["dataset_index"])
+        self.indices["dataset_index"] = torch.from_numpy(demos.columns["dataset_index"])
         self.owner = demos.columns["dataset_index"][self.rows.numpy()]  # (len,)
         self.datasets = np.array(demos.names)[self.owner]
         self.sources = np.char.add(np.char.add(self.datasets, ":"), self.sources)
@@ -524,7 +526,7 @@ def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
         raise LockstepError(what, "dataset.weights", todo)
 
 
-def told(demos: Demonstrations, train: lerobot.Chunks, val: lerobot.Chunks) -> list[str]:
+def describe_sets(demos: Demonstrations, train: lerobot.Chunks, val: lerobot.Chunks) -> list[str]:
     """Return a line for each of several sets: episodes, frames and samples per epoch."""
     if not (isinstance(demos, Joined) and isinstance(train, Chunks) and isinstance(val, Chunks)):
         return []

@@ -168,7 +168,7 @@ class Recorder:
                 if staged.keep:
                     todo = "resume=True goes on with it; remove the folder to begin again"
                     raise LockstepError(
-                        f"a recording was interrupted: {staged.told()}", str(self.root), todo
+                        f"a recording was interrupted: {staged.summary()}", str(self.root), todo
                     )
                 staged.clear()
                 going_on = False
@@ -400,9 +400,9 @@ class Recorder:
         except OSError as error:
             raise _cannot_write(self.root, error) from None
         finally:
-            told = self._recording.told()
+            recorded = self._recording.summary()
             if self._recording.end():
-                print(f"kept: {told}; resume=True goes on after them", file=sys.stderr)
+                print(f"kept: {recorded}; resume=True goes on after them", file=sys.stderr)
 
     def _finish(self) -> None:
         if self._frames:

@@ -153,7 +153,7 @@ class Recording:
         os.close(self._lock)
         self._lock = -1
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"{amount(len(self.episodes), 'finished episode')} in {self.path}"
 
 

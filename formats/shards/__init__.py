@@ -359,6 +359,10 @@ class Shards:
     # ---- messages of a task ----
 
     def told(self) -> str:
+        """Return `summary`, by the name that copies of the examples call."""
+        return self.summary()
+
+    def summary(self) -> str:
         """Return a line on the shards: number, size, order, and needs of this machine."""
         mean = int(np.mean([shard.bytes for shard in self.shards]))
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -154,10 +154,10 @@ def compute_once(
         raise LockstepError(
             what, str(folder), "make room, or give another folder by LOCKSTEP_CACHE"
         ) from None
-    told = f"{total - count} of {total} found in {folder}"
+    text = f"{total - count} of {total} found in {folder}"
     if damaged:
-        told += f"; warning: {damaged} of {len(spans)} files were damaged and are made anew"
-    return table, told
+        text += f"; warning: {damaged} of {len(spans)} files were damaged and are made anew"
+    return table, text
 
 
 def _all(one: Callable[..., bool], todo: list[Any], count: int, threads: int) -> None:

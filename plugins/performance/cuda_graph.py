@@ -89,7 +89,7 @@ def unsupported_reason(run: Run) -> str:
     before the first step; the others show while the steps of the warm-up are taken.
     """
     if "preflight" not in hooks.load():
-        return "plugins/preflight is absent, which knows the obstacles"
+        return "plugins/preflight is absent, which lists the obstacles"
     on_gpu = run.world.device.type == KIND
     for error in hooks.find_conflicts("graph", run=run, on_gpu=on_gpu):
         return str(error)

@@ -324,7 +324,7 @@ class _Recording(_Pieces):
     stream   of the records
     pool     memory of the graphs
     ends     the update holds all of `Run.end_step`
-    whole    the pass and the update are one graph: nothing is between them
+    in_one   the pass and the update are one graph: nothing is between them
     keeps    the first pass keeps the values of buffers before the step
     graphs   recorded so far
     open     the record that has begun
@@ -335,9 +335,9 @@ class _Recording(_Pieces):
     outcome: Outcome
     numbers: Tensor | None = None
 
-    def __init__(self, run: Run, stream: torch.cuda.Stream, ends: bool, whole: bool):
+    def __init__(self, run: Run, stream: torch.cuda.Stream, ends: bool, in_one: bool):
         super().__init__(run)
-        self.stream, self.ends, self.whole = stream, ends, whole
+        self.stream, self.ends, self.in_one = stream, ends, in_one
         self.keeps = bool(run.reducer.buffers.changing) and not run.reducer.follows_passes
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -360,12 +360,12 @@ class _Recording(_Pieces):
             self.reducer.buffers.keep()
         with super().forward(micro):
             yield
-        if not self.whole:
+        if not self.in_one:
             self.open.close()
 
     def end_passes(self) -> None:
         """Begin the record of the update."""
-        if not self.whole:
+        if not self.in_one:
             self.begin_graph()
 
     def end_step(
@@ -412,8 +412,8 @@ class RecordedStep:
         """
         run = self.run
         ends = not self.has_workers and not run.has_after_step and run.reducer.mode == "same"
-        whole = pairs[0][1].closes_step and not self.has_workers
-        recording = _Recording(run, stream, ends, whole and self.processes == 1)
+        one_pass = pairs[0][1].closes_step and not self.has_workers
+        recording = _Recording(run, stream, ends, in_one=one_pass and self.processes == 1)
         batch = self.inputs.adopt(pairs[0][0])
         # a profiler's events would be recorded, too
         listeners, phase.listeners = phase.listeners, []
@@ -429,7 +429,7 @@ class RecordedStep:
         # the launches are on the main stream, and so is all that reads the memory of the record
         torch.cuda.current_stream().wait_stream(stream)
         passes = [*recording.graphs]
-        self.update = None if recording.whole else passes.pop()
+        self.update = None if recording.in_one else passes.pop()
         self.passes: list[PassGraph] = []
         for graph, (_, loss) in zip(passes, run.meter.losses, strict=True):
             self.passes.append(PassGraph(graph, loss))

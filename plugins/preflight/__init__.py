@@ -107,7 +107,7 @@ def compare_ranks(run: Run) -> None:
 
 
 def _largest(sizes: Iterable[int | None]) -> int | None:
-    """Return the largest size, or None if a rank does not know the size."""
+    """Return the largest size, or None if a rank has no size."""
     known = [*sizes]
     return None if None in known else max(filter(None, known), default=0)
 

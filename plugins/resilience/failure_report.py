@@ -114,8 +114,8 @@ def _report(world: World, error: LockstepError, details: str, secondary: bool) -
 
 
 def to_user_error(error: BaseException, world: World | None) -> LockstepError:
-    """Return an exception as an error for the user. The functions of `hooks.translators` know the
-    exceptions of other subsystems. Exit code 1: an error in the code, or memory has run out."""
+    """Return an exception as an error for the user. The functions of `hooks.translators` recognise
+    the exceptions of other subsystems. Exit code 1: an error in the code, or memory has run out."""
     if isinstance(error, LockstepError):
         return error
     place = _place(error, world)
@@ -145,7 +145,7 @@ def translate_connection(error: BaseException, place: str) -> LockstepError | No
     return LockstepError(
         f"the connection to the other ranks is lost: {headline(error)}",
         place,
-        "see what the other processes and machines say; start the same command again to resume",
+        "see what the other processes and machines print; start the same command again to resume",
         exit_code=DISTRIBUTED,
     )
 

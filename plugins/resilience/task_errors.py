@@ -97,7 +97,7 @@ def translate_unused(error: BaseException, place: str) -> LockstepError | None:
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None
-    names = "torch does not say which"
+    names = "torch does not name them"
     match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
     values = [value for scope in _scopes(error) for value in scope.values()]
     nets = [value for value in values if isinstance(value, DistributedDataParallel)]

@@ -20,7 +20,7 @@ from engine.errors import LockstepError
 from engine.launch import is_local_rank0
 
 SECRET = "LOCKSTEP_SECRET"
-"""Environment variable: a text that only the processes of this run know."""
+"""Environment variable: a text that only the processes of this run have."""
 
 SECRET_FILE = "LOCKSTEP_SECRET_FILE"
 """Environment variable: the path of a file with the secret."""

@@ -48,14 +48,14 @@ def start(policy: Any, backbone: nn.Module | None, imagenet_stats: bool) -> str:
     shapes = {each: tuple(value.shape) for each, value in backbone.state_dict().items()}
     weights, line = backbones.read(file, name, shapes, KEY)
     backbone.load_state_dict(weights)
-    told = [
+    lines = [
         line,
         f"  licence  {backbones.PUBLISHED[name].licence}",
         f"  new      all but the {name} that sees",
     ]
     if not imagenet_stats:
-        told.append(
+        lines.append(
             "  pictures are normalised by other statistics than ImageNet's: "
             "dataset.use_imagenet_stats"
         )
-    return "\n".join(told)
+    return "\n".join(lines)

@@ -74,14 +74,6 @@ def is_lerobots(policy: Any) -> bool:
     return isinstance(policy, LeRobotSettings)
 
 
-def knows(name: str) -> bool:
-    """Return whether the installed lerobot package has policy NAME; False without the package.
-
-    The function imports lerobot.
-    """
-    return find_spec("lerobot") is not None and name in _choices()
-
-
 # ---- types ---------------------------------------------------------------------------------------
 
 

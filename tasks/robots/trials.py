@@ -44,7 +44,7 @@ def make(
     coefficient = getattr(cfg.policy, "temporal_ensemble_coeff", 0.0)
     blend = act.TemporalEnsemble(coefficient) if coefficient else None
     looks, delay = itertools.count(), cfg.eval.delay
-    told = delay <= getattr(model.net, "max_committed", 0)
+    takes_committed = delay <= getattr(model.net, "max_committed", 0)
 
     def policy(
         observations: dict[str, np.ndarray],
@@ -55,14 +55,16 @@ def make(
         batch = {name: torch.from_numpy(value).to(device) for name, value in named.items()}
         batch |= {name: _shrunk(batch[name], task.sizes[name]) for name in task.cameras}
         if task.encode:
-            # A policy trained on one task knows only the task's wording, whatever the simulation's
-            # text.
+            # A policy trained on one task has learned the wording of the task alone, whatever the
+            # text of the simulation.
             texts = commands if len(task.demos.tasks) > 1 else task.demos.tasks * len(commands)
             batch["words"] = task.encode(texts).to(device)
         # Noise selects one of several ways instead of their mean. The seed depends on trial and
         # prediction, not on the rank.
         seeds_now = contract.sample_seeds(next(looks), 0, torch.tensor(which, device=device))
-        given = () if committed is None or not told else (torch.from_numpy(committed).to(device),)
+        given: tuple[torch.Tensor, ...] = ()
+        if takes_committed and committed is not None:
+            given = (torch.from_numpy(committed).to(device),)
         chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise), *given)
         return (blend(chunk)[:, None] if blend else chunk).float().cpu().numpy()
 

@@ -209,7 +209,7 @@ class Classification(contract.Task):
             )
         if unseen:
             warnings.append(
-                f"warning: nothing to validate on of {_some(unseen)}: no score tells; "
+                f"warning: nothing to validate on of {_some(unseen)}: no score shows it; "
                 f"{self.splitting}"
             )
         return "\n".join(warnings)

@@ -65,7 +65,7 @@ class FromWeights(Classification):
     shard = 16
     # (D,) mean and (D,) standard deviation of cached features
     _statistics: tuple[Tensor, Tensor] | None = None
-    _told = ""  # a line on the cached features
+    _note_on_features = ""  # a line on the cached features
 
     @classmethod
     def backbone(cls, cfg: Any) -> type[Backbone] | None:
@@ -151,23 +151,23 @@ class FromWeights(Classification):
             torch.manual_seed(self.cfg.seed)
             net = self.new_backbone(fixed)
         self._is_part = net.is_part
-        told: list[str] = []
+        lines: list[str] = []
         # A checkpoint of a trained backbone has all weights.
         if model.pretrained and (self._cached or not self.resuming):
             weights, line = backbones.read(
                 Path(model.pretrained).expanduser(), self.published_name(), net.shapes()
             )
             net.load_state_dict(weights, strict=False)
-            told = [line, f"  licence  {backbones.PUBLISHED[self.published_name()].licence}"]
+            lines = [line, f"  licence  {backbones.PUBLISHED[self.published_name()].licence}"]
         if self._cached:
             net.freeze()
-        if told:
-            told.append(f"  new      fc {tuple(net.fc.weight.shape)}, the head" + self._rates())
-            told.append(
+        if lines:
+            lines.append(f"  new      fc {tuple(net.fc.weight.shape)}, the head" + self._rates())
+            lines.append(
                 "  BatchNorm: "
                 f"{'running statistics, which stay as they are' if fixed else 'by the batch'}"
             )
-        self.started_from = "\n".join(told)
+        self.started_from = "\n".join(lines)
         return net
 
     def _rates(self) -> str:
@@ -207,7 +207,7 @@ class FromWeights(Classification):
         )
         net.to(device)
         about, folder = self._about(net)
-        table, told, threads = [], "", 1 if on_gpu else torch.get_num_threads()
+        table, note, threads = [], "", 1 if on_gpu else torch.get_num_threads()
         for view in range(self.cfg.model.views):
 
             def compute(x: Tensor, net: Backbone = net) -> Tensor:
@@ -230,7 +230,7 @@ class FromWeights(Classification):
             sizes = len(everything), self.shard, net.num_features
             found, line = compute_once(folder, about, fetch, *sizes, compute, threads)
             table.append(found)
-            told = told or line
+            note = note or line
         both = torch.stack(table)  # (V, M, D)
         made = [
             Features(both, rows, samples, views=n == 0) for n, (samples, rows) in enumerate(parts)
@@ -240,7 +240,7 @@ class FromWeights(Classification):
         by = self.published_name() + (
             "" if self.cfg.model.pretrained else ", whose weights are random"
         )
-        self._told = f"Features: {net.num_features} of each sample by {by}; {told}"
+        self._note_on_features = f"Features: {net.num_features} of each sample by {by}; {note}"
         return made
 
     def raw(self, batch: Batch) -> Batch:
@@ -283,8 +283,8 @@ class FromWeights(Classification):
         return module, lambda batch: input_of(self.raw(batch))
 
     def class_summary(self) -> str:
-        told = [super().class_summary(), self.backbone_note() if self.backbone(self.cfg) else ""]
-        return "\n".join(filter(None, [*told, self._told]))
+        lines = [super().class_summary(), self.backbone_note() if self.backbone(self.cfg) else ""]
+        return "\n".join(filter(None, [*lines, self._note_on_features]))
 
     def backbone_note(self) -> str:
         """Return a line that compares the data with the training data of the published weights."""

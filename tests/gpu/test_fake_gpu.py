@@ -197,8 +197,8 @@ def test_a_tensor_beside_the_piece_of_its_batch_is_copied():
     batch = {"x": x, "lockstep": BatchInfo(*torch.arange(18).view(3, 6))}
     packed = batches.pack_passes(batch, 2)
     first, second = (packed.part(number) for number in range(2))
-    for part, row in zip((first, second), packed.rows, strict=True):
-        part["lockstep"].packed = row
+    for part, piece in zip((first, second), packed.pieces, strict=True):
+        part["lockstep"].packed = piece
     inputs = Inputs(SimpleNamespace(world=SimpleNamespace(device="cpu"), optimizer=SimpleNamespace(param_groups=[]),
                                     meter=SimpleNamespace(terms=None)))  # fmt: skip
     memory = inputs.adopt(first)

@@ -408,8 +408,8 @@ def test_passes_of_one_size_are_packed_and_each_is_what_its_rows_were(kind):
             assert name == other and type(leaf) is type(expected)
             if isinstance(leaf, torch.Tensor):
                 assert leaf.dtype == expected.dtype and torch.equal(leaf, expected)
-                place = leaf.data_ptr() - packed.rows[number].data_ptr()
-                assert place % 512 == 0 and place + leaf.numel() * leaf.element_size() <= len(packed.rows[number])
+                place = leaf.data_ptr() - packed.pieces[number].data_ptr()
+                assert place % 512 == 0 and place + leaf.numel() * leaf.element_size() <= len(packed.pieces[number])
                 assert leaf.is_contiguous()
     assert isinstance(part, kind if kind is dict else Signals)
 

@@ -379,7 +379,7 @@ def test_a_set_without_a_sample_to_train_on_has_no_share(made):
         lerobot_mix.chunks(demos, range(7), deltas, None, [1.0, 1.0], 7)
     alone = lerobot_mix.chunks(demos, range(7), deltas, None, [], 7)
     assert alone.counts.tolist() == [0, 41]
-    assert "c  0 episodes to train on (0 frames)" in lerobot_mix.told(demos, alone, alone)[0]
+    assert "c  0 episodes to train on (0 frames)" in lerobot_mix.describe_sets(demos, alone, alone)[0]
 
 
 def test_without_weights_each_frame_comes_once(made):

@@ -739,7 +739,7 @@ def test_nothing_is_written_where_all_is_local(sets, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     data = Shards(sets["tar"][0])
     data.read([1])
-    assert not (tmp_path / "cache").exists() and "cache" not in data.told()
+    assert not (tmp_path / "cache").exists() and "cache" not in data.summary()
 
 
 # ---- trainings -------------------------------------------------------------------------------------------------------
@@ -773,7 +773,7 @@ class Task(contract.Task):
         return self.sets
 
     def summary(self):
-        return self.sets[0].told()
+        return self.sets[0].summary()
 
     def model(self):
         return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))

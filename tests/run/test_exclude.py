@@ -362,7 +362,7 @@ def test_robot_measures_its_statistics_without_them():
     pytest.importorskip("pyarrow")
     task, train = made("robot", *ROBOT)
     name = train.sources[0]
-    assert {*train.sources.tolist()} == {*map(str, {*train.told["episode_index"][train.rows].tolist()})}
+    assert {*train.sources.tolist()} == {*map(str, {*train.indices["episode_index"][train.rows].tolist()})}
     without, again = made("robot", *ROBOT, f"exclude={name},sample:{len(train) - 1}")
     columns = without.demos.columns
     left = columns["episode_index"] != int(name)

@@ -951,7 +951,7 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
             words,
             _processes_of(side, before + 1),
             kill_at=0 if horizon else to,
-            tell=lambda now: bar.update(max(0, now - begun - bar.n)),
+            notify=lambda now: bar.update(max(0, now - begun - bar.n)),
         )
     again = Side(side.name, folder / "run", folder / "run")
     if (again.folder / "config.yaml").is_file():

@@ -378,7 +378,7 @@ class Proof:
         self.within_rounding: list[Trial] = []
         self.not_known: list[str] = []
         self.one_s, self.began = 0.0, time.monotonic()
-        self.said_adds_up = ""
+        self.line_of_sums = ""
         multiple = math.lcm(*self.counts, 2)
         self.wanted = cfg.global_batch or cfg.batch_size * (cfg.gradient_accumulation_steps or 1)
         self.global_batch = max(1, self.wanted // multiple) * multiple
@@ -388,7 +388,7 @@ class Proof:
         cards.sharing(self.cards, max(self.counts), cfg.ddp.backend)
         self.bar: Any = None
 
-    def say(self, text: str = "") -> None:
+    def show(self, text: str = "") -> None:
         if not self.options.json:
             if self.bar is not None:
                 self.bar.clear()
@@ -416,7 +416,7 @@ class Proof:
             name = self.cfg.task
         first = self._first()
         if first is None:
-            self.say(f"{name}: refused before its first step")
+            self.show(f"{name}: refused before its first step")
             self.left_out.append("anything else: no step was taken")
             return
         batch = f"{self.global_batch} samples"
@@ -426,21 +426,21 @@ class Proof:
                 f" (the config's {self.wanted} do not divide by {divide}: not checked with these)"
             )
         precision = first.notes["precision"].replace("off", "float32")
-        self.say(
+        self.show(
             f"{name}: {amount(self.steps, 'step')} of {batch}, {first.notes['device']}, {precision}"
         )
-        self.say(_decided_by(first.notes["environment"]))
+        self.show(_decided_by(first.notes["environment"]))
         if cards.shares(self.cards, max(self.counts)):
-            self.say(f"up to {cards.shared_by(self.cards, max(self.counts))}")
-        if self.said_adds_up:
-            self.say(self.said_adds_up)
+            self.show(f"up to {cards.shared_by(self.cards, max(self.counts))}")
+        if self.line_of_sums:
+            self.show(self.line_of_sums)
         if first.kind == "virtual":
-            self.say(
+            self.show(
                 f"\nOn any number of processes, with virtual_workers={self.workers}: the same bits?"
             )
         else:
-            self.say("\nOn the same cut, without virtual workers: the same bits?")
-        self.say(ROW.format("processes", "interruption", "last loss", "digest of the weights"))
+            self.show("\nOn the same cut, without virtual workers: the same bits?")
+        self.show(ROW.format("processes", "interruption", "last loss", "digest of the weights"))
         self._show(first)
         for group in self._groups(first):
             self._start(group)
@@ -487,7 +487,7 @@ class Proof:
             code = errors.FAULT if code == 1 else code
             raise LockstepError(first.error, exit_code=code)
         found = re.search(r"^the loss adds up.*", first.text, re.M)
-        self.said_adds_up = found[0] if found else ""
+        self.line_of_sums = found[0] if found else ""
         steps = [step for event, step in first.lines if event == "train"]
         if not steps:
             what = f"not one step was taken within {first.limit_s:.0f} s"
@@ -707,7 +707,7 @@ class Proof:
         if each.killed:
             interruption = f"killed at step {each.killed}, resumed at {each.resumed_at}"
             name += f", then {each.after}"
-        self.say(ROW.format(name, interruption, f"{each.last_loss:.6g}", each.last["digest"]))
+        self.show(ROW.format(name, interruption, f"{each.last_loss:.6g}", each.last["digest"]))
 
     def _look(self, each: Trial, first: Trial) -> None:
         """Compare a run with the first run. Set the finding after a difference; otherwise note the
@@ -779,7 +779,7 @@ class Proof:
         finding = Finding(f"{name}: {what}", cause=f"it {WHY[how]}", step=step)
         if not step:
             return finding
-        self.say(f"\nRepeating both with a record of step {step} ...")
+        self.show(f"\nRepeating both with a record of step {step} ...")
         pair = [self._repeated(one, "why_0", how, step), self._repeated(other, "why_1", how, step)]
         finding.seen = _seen(pair)
         paths = [each.folder / f"record_step_{step}.npz" for each in pair]
@@ -886,15 +886,17 @@ class Proof:
         in_float64 = self._gaps_by_name("double")
         if not gaps and not in_float64:
             return
-        self.say(
+        self.show(
             "\nWithout virtual workers: the same up to rounding? The largest relative difference "
             "to one process:"
         )
-        self.say(PLAIN_ROW.format("processes", "numbers", "weights", "float64: numbers", "weights"))
+        self.show(
+            PLAIN_ROW.format("processes", "numbers", "weights", "float64: numbers", "weights")
+        )
         for name in gaps | in_float64:
             short = name.replace(" processes", "").replace(" process", "")
             cells = [*_cells(gaps.get(name)), *_cells(in_float64.get(name))]
-            self.say(PLAIN_ROW.format(short, *cells))
+            self.show(PLAIN_ROW.format(short, *cells))
 
     def _judge_plain(self) -> None:
         """Set the finding if a difference without virtual workers exceeds rounding. Otherwise note

@@ -104,16 +104,18 @@ def main(argv: list[str]) -> int:
     add("--trust", action="store_true", help=TRUST)
     options, rest = parser.parse_known_args(argv)
     return guarded(
-        [options.run, *rest], lambda args: _tell(args, options), partial(of_run, options.trust)
+        [options.run, *rest],
+        lambda args: _print_uses(args, options),
+        partial(of_run, options.trust),
     )
 
 
-def _tell(args: config.Args, options: argparse.Namespace) -> int:
-    alone("one process tells it", "provenance.py")
+def _print_uses(args: config.Args, options: argparse.Namespace) -> int:
+    alone("one process counts the samples", "provenance.py")
     if options.proof is not None and options.no_contents:
         raise LockstepError("a proof is of contents", "--no-contents", "drop it, or --proof")
     with stdout_aside(options.json):
-        seen, found = tell(args, not options.no_contents, options.proof)
+        seen, found = count_uses(args, not options.no_contents, options.proof)
         if options.list:
             _write(seen, options.list)
     if options.json:
@@ -123,7 +125,7 @@ def _tell(args: config.Args, options: argparse.Namespace) -> int:
     return status.set_exit_code(errors.DONE)
 
 
-def tell(
+def count_uses(
     args: config.Args, contents_too: bool, proof: int | None = None
 ) -> tuple[Seen, dict[str, Any]]:
     """Return the uses of the checkpoint `resume`, and the counts; with `contents_too` also the
@@ -471,7 +473,7 @@ def _lines(report: dict[str, Any], options: argparse.Namespace) -> list[str]:
     if report["excluded"]:
         lines[-1] += f"; {report['excluded']} of them excluded"
     if skipped:
-        known = ", ".join(map(str, report["skipped_steps"])) or "the log does not say which"
+        known = ", ".join(map(str, report["skipped_steps"])) or "the log does not name them"
         lines.append(
             f"  {amount(skipped, 'step')} moved no weight: {known}; samples of such steps count "
             "as seen"

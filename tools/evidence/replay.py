@@ -397,7 +397,7 @@ class Anyway:
     explains: list[str] = field(default_factory=list)  # why other bits may be mere rounding
     first: dict[str, Any] | None = None  # a difference before any step
 
-    def say(self, name: str, text: str) -> None:
+    def report(self, name: str, text: str) -> None:
         self.lines[name] = text
         print(f"  {name:<8} {text}", flush=True)
 
@@ -426,7 +426,7 @@ def _look_at_data(run: Recorded, task: Any, saved: list[CheckpointState], found:
             text = f"fingerprint {each.data} in {_name(each)}, {here.text} here: other data, or "
             text += f"another split ({difference})"
             break
-    found.say("data", text)
+    found.report("data", text)
 
 
 def _covered(data: Fingerprint) -> str:
@@ -448,7 +448,7 @@ def _name(saved: CheckpointState) -> str:
 
 def _look_at_config(run: Recorded, saved: list[CheckpointState], found: Anyway) -> None:
     if not saved:
-        found.say("config", "of config.yaml: there is no checkpoint to compare it with")
+        found.report("config", "of config.yaml: there is no checkpoint to compare it with")
         return
     newest = saved[-1]
     keys = run.decisive(newest.config, config.to_dict(run.cfg))
@@ -456,12 +456,13 @@ def _look_at_config(run: Recorded, saved: list[CheckpointState], found: Anyway) 
         if line["step"] >= newest.step:
             keys.pop(str(line.get("change")).partition(":")[0], None)
     if not keys:
-        found.say("config", f"the same in config.yaml and {_name(newest)}")
+        found.report("config", f"the same in config.yaml and {_name(newest)}")
         return
     key, (then, now) = next(iter(keys.items()))
     found.first = {"what": "config.yaml", "name": key, "run": then, "replay": now}
     texts = [f"{key}={now} ({_name(newest)}: {then})" for key, (then, now) in keys.items()]
-    found.say("config", f"not that of the steps: {', '.join(texts)}; replayed is the checkpoints'")
+    text = f"not that of the steps: {', '.join(texts)}; replayed is the checkpoints'"
+    found.report("config", text)
 
 
 def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
@@ -474,7 +475,7 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
         code = code_digest.short(code_digest.code_of(run.cfg.task, task))
     found.facts |= {"code": code, "git_commit": now["git_commit"], "git_dirty": now["git_dirty"]}
     if files and not changed:
-        found.say("code", f"the same: {code}, {_commit(now)}")
+        found.report("code", f"the same: {code}, {_commit(now)}")
     else:
         commit = str(then.get("git_commit") or "")
         todo = ""
@@ -484,7 +485,7 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
             todo = f": git checkout {commit[:12]}"
         before = f"{then.get('code', 'unknown')}, {_commit(then)}"
         names = f": {few(changed)}" if changed else ""
-        found.say("code", f"{before} -> {code}, {_commit(now)}{names}{todo}")
+        found.report("code", f"{before} -> {code}, {_commit(now)}{names}{todo}")
         found.explains.append("code")
     moved = []
     for name in ("python", "numpy"):
@@ -493,7 +494,7 @@ def _look_at_code(run: Recorded, task: Any, found: Anyway) -> None:
         if version != here:
             moved.append(f"{name} {version} -> {here}")
     if moved and then:
-        found.say("packages", ", ".join(moved))
+        found.report("packages", ", ".join(moved))
         found.explains.append("packages")
 
 
@@ -514,7 +515,7 @@ def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway)
             if then.get(name, value) != value:
                 moved[f"{name} {then[name]} -> {value}"] = None
     if moved:
-        found.say(
+        found.report(
             "machine", f"{'; '.join(moved)}: other bits are expected, the verdict is about rounding"
         )
         found.explains.append("machine")
@@ -524,8 +525,8 @@ def _look_at_machine(run: Recorded, saved: list[CheckpointState], found: Anyway)
         known.append(here["CPU instructions"])
     text = f"the same: {', '.join(known)}"
     if not saved:
-        text += ", as far as environment.json tells"
-    found.say("machine", text)
+        text += ", as far as environment.json has them"
+    found.report("machine", text)
 
 
 NATIVE = {"arithmetic": "native"}
@@ -606,7 +607,10 @@ class Taker:
         done = Trained(0, "")
         with contextlib.suppress(Enough):
             done = train_in(
-                folder, words, self.processes(stretch), tell=partial(self._tell, stretch, folder)
+                folder,
+                words,
+                self.processes(stretch),
+                notify=partial(self._note_step, stretch, folder),
             )
         if self.stop.is_set():
             raise LockstepError("interrupted", exit_code=128 + self.number)
@@ -657,7 +661,7 @@ class Taker:
             return bool(known.environment.get("cuDNN"))
         return bool(self.run.environment.get("cuda"))
 
-    def _tell(self, stretch: Stretch, folder: Path, step: int) -> None:
+    def _note_step(self, stretch: Stretch, folder: Path, step: int) -> None:
         """Note the last step of a new run. Raises Enough at the end of the stretch."""
         self.steps[str(folder)] = max(0, min(step, stretch.to) - stretch.start)
         if self.stop.is_set():
@@ -1038,9 +1042,11 @@ def _processes(run: Recorded, processes: int | None, stretches: list[Stretch]) -
 def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
     """Print the gaps of the log."""
     if run.unreadable:
-        anyway.say("log", f"{amount(run.unreadable, 'line')} cannot be read")
+        anyway.report("log", f"{amount(run.unreadable, 'line')} cannot be read")
     if not run.log:
-        anyway.say("log", "metrics.jsonl has no line: only the states of checkpoints are compared")
+        anyway.report(
+            "log", "metrics.jsonl has no line: only the states of checkpoints are compared"
+        )
     else:
         trained = [line for (_, event), line in run.log.items() if event == "train"]
         held = sum("digest" in line for line in trained)
@@ -1048,17 +1054,17 @@ def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
         text += "weights"
         if held < len(trained):
             text += "; at the others numbers are compared, to their last digit"
-        anyway.say("log", text)
+        anyway.report("log", text)
     starts = run_folder.starts_of(run.environment)
     if len(starts) > 1:
         texts = [f"from step {step} on {processes}" for step, processes in starts]
-        anyway.say("processes", f"the run was started {len(starts)} times: {', '.join(texts)}")
+        anyway.report("processes", f"the run was started {len(starts)} times: {', '.join(texts)}")
     elif len(counts) > 1:
         text = (
             f"the run went on with {' then '.join(map(str, counts))}; where, between two "
             "checkpoints, is not recorded"
         )
-        anyway.say("processes", text)
+        anyway.report("processes", text)
 
 
 def _take_all(

@@ -149,7 +149,7 @@ def make_fork(
         words += _forced(run, begin, command.read(words, tasks).cfg)
         text = f"began as a fork of {run.folder.resolve().name} at step {begin.step} {change}"
         _note(folder, run, begin, change, text)
-        done = train_in(folder, words, run.processes(stretch), tell=check)
+        done = train_in(folder, words, run.processes(stretch), notify=check)
     finally:
         _forget(folder)
     if done.code:

@@ -919,7 +919,7 @@ def _notes(plan: Plan, videos: dict[str, list[str]], options: argparse.Namespace
             f"all trials are of one {unit}; training divides {unit}s, so it needs two or more"
         )
     if len(counts) < 2:
-        warnings.append("all trials are of one class; there is nothing to tell apart")
+        warnings.append("all trials are of one class; there is nothing to distinguish")
     slow = [video for video, clock in plan.clocks.items() if clock.fps < 0.98 * options.fps]
     if slow:
         warnings.append(

@@ -467,7 +467,7 @@ def _write(
             raise LockstepError(
                 f"all labelled frames are {classes[0]}" if classes else "no frame has a label",
                 str(options.labels),
-                "label more: a network tells classes apart",
+                "label more: a network distinguishes classes",
             )
         number = {"": -1} | {name: c for c, name in enumerate(classes)}
         arrays |= {

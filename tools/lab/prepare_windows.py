@@ -315,7 +315,7 @@ def _of_tables(options: argparse.Namespace, out: Output, warnings: Warnings) -> 
     recordings = Recordings(options, labels, warnings)
     rows, used = 0, dict[str, str]()
     with _uncollected(), tqdm(unit=" lines", unit_scale=True, disable=None) as bar:
-        how.tell = bar.update
+        how.progress = bar.update
         for number, source in enumerate(sources, 1):
             bar.set_description(f"{source.path.name}, {number} of {len(sources)}")
             sheet = reader.read(source)
@@ -555,7 +555,7 @@ def _write(options: argparse.Namespace, out: Output, warnings: Warnings, about: 
                     f"all of {name!r} is of {of.pop()}: trained on or validated, never both"
                 )
         if len(counts) < 2:
-            doubts.append("all is of one class; there is nothing to tell apart")
+            doubts.append("all is of one class; there is nothing to distinguish")
         if len(people) == 1:
             doubts.append("all is of one person; training divides people, so it needs two or more")
     lines += [f"warning: {doubt}" for doubt in doubts]

@@ -133,7 +133,7 @@ def launch_of(cfg: Any) -> tuple[launching.Environment, list[Line]]:
         lines.append(failure(what, "TORCH_DISTRIBUTED_DEBUG=INFO"))
     return launch, lines or [
         ok(
-            f"{amount(launch.size, 'process')}, {launch.local_size or 'nobody says how many'} on "
+            f"{amount(launch.size, 'process')}, {launch.local_size or 'an unknown number'} on "
             "this machine"
         )
     ]
@@ -302,7 +302,7 @@ def _cuda(there: list[nvidia.Card]) -> Iterator[Line]:
         warnings.simplefilter("always")
         works = torch.cuda.is_available()
     if not works:
-        reason = next((str(note.message).splitlines()[0] for note in notes), "it does not say why")
+        reason = next((str(note.message).splitlines()[0] for note in notes), "without a reason")
         what = f"torch, built for CUDA {torch.version.cuda}, can use no GPU: {reason}"
         yield failure(
             what, "a newer driver, or torch for an older CUDA; for a container, --gpus all"
@@ -365,7 +365,7 @@ def peers(world: World) -> Iterator[Line]:
     pairs = itertools.combinations(range(count), 2)
     far = [f"{a} and {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     ways = sorted(set(ways_between(shown_cards()[:count])))
-    text = f"{count} GPUs, joined by {', '.join(ways) or 'what nvidia-smi does not tell'}"
+    text = f"{count} GPUs, joined by {', '.join(ways) or 'a way that nvidia-smi does not print'}"
     if far:
         todo = (
             "`nvidia-smi topo -m` shows the way; ACS or the IOMMU in the firmware, or a "

@@ -331,7 +331,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     if ready.record.resumed.path:
         text += f"; resumes {ready.record.resumed.path}"
     warned = marked_lines(output.getvalue(), "warning: ")
-    lines = [warning(line, "a training would say so, too") for line in warned]
+    lines = [warning(line, "a training would print this line, too") for line in warned]
     return [*lines, ok(f"task {cfg.task}: {text}")], ready
 
 
@@ -682,6 +682,6 @@ def _against_the_link(text: str, speed: float, cards: list[nvidia.Card]) -> Line
     if speed < SHARE_OF_LINK[kind] * limit:
         return warning(
             text,
-            "NCCL_DEBUG=INFO says which way it takes, `nvidia-smi topo -m` which ways there are",
+            "NCCL_DEBUG=INFO prints which way it takes, `nvidia-smi topo -m` which ways there are",
         )
     return ok(text)

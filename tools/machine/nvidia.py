@@ -42,7 +42,7 @@ class Card:
         return GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes
 
 
-def ask(*words: str) -> str:
+def query(*words: str) -> str:
     """Return the output of `nvidia-smi`, or "" without the program. Raises RuntimeError with the
     program's message after a failure."""
     program = shutil.which("nvidia-smi")
@@ -63,7 +63,7 @@ def cards() -> list[Card]:
     # an idle link runs in a lower generation
     fields += "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
     try:
-        rows = _rows(ask(f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
+        rows = _rows(query(f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         todo = "see to the driver: where it fails, training falls back to the CPU"
         raise LockstepError(f"no answer about the GPUs: {error}", todo=todo) from None
@@ -103,7 +103,7 @@ def users() -> dict[str, list[tuple[int, str, float]]]:
     """Return {UUID of a GPU: (process, name, MiB) of each computing process}, without the processes
     of the run."""
     rows = _rows(
-        ask(
+        query(
             "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
             "--format=csv,noheader,nounits",
         )
@@ -123,7 +123,9 @@ def paths() -> dict[tuple[int, int], str]:
     The connections are NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer), and SYS (between
     NUMA nodes).
     """
-    rows = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in ask("topo", "-m").splitlines()]
+    rows = [
+        re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in query("topo", "-m").splitlines()
+    ]
     header, *others = [row for row in rows if any(_gpu(word) >= 0 for word in row)] or [[]]
     ways = {
         (_gpu(row[0]), _gpu(name)): way.strip()
@@ -138,7 +140,7 @@ def nvlink_gb_s(index: int) -> float:
     return sum(
         map(
             float,
-            re.findall(r"Link \d+: ([\d.]+) GB/s", ask("nvlink", "--status", "-i", str(index))),
+            re.findall(r"Link \d+: ([\d.]+) GB/s", query("nvlink", "--status", "-i", str(index))),
         )
     )
 

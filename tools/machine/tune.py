@@ -66,7 +66,7 @@ class Tuning:
         self.cards = cards.visible(cfg)
         self.shared = cards.sharing(self.cards, options.processes, cfg.ddp.backend)
 
-    def say(self, text: str = "") -> None:
+    def show(self, text: str = "") -> None:
         if not self.options.json:
             print(text, flush=True)
 
@@ -114,10 +114,10 @@ class Tuning:
     def find_batch(self) -> tuple[Row, str]:
         """Return (the measurement of the fastest batch, a line about the largest)."""
         if self.shared:
-            self.say(
+            self.show(
                 f"{cards.shared_by(self.cards, self.options.processes)}: a GPU for each is faster\n"
             )
-        self.say(HEADER)
+        self.show(HEADER)
         timed: list[Row] = []
         slower, largest, limit = 0, 0, "there are no more samples, or no larger one was asked for"
         for batch in self.batches():
@@ -128,14 +128,14 @@ class Tuning:
             row = self.tried(self.cut(batch), seconds=0 if slower == 2 else self.options.seconds)
             if row is None:
                 limit = f"memory runs out at {batch}"
-                self.say(f"| {batch:>9} | out of memory |")
+                self.show(f"| {batch:>9} | out of memory |")
                 break
             largest = batch
             if slower < 2:
                 timed.append(row)
                 fastest = max(row["samples_per_s"] for row in timed)
                 slower = slower + 1 if row["samples_per_s"] < fastest else 0
-            self.say(line(row, timed[0]["samples_per_s"]))
+            self.show(line(row, timed[0]["samples_per_s"]))
         if not timed:
             raise LockstepError(
                 "memory runs out with the first batch already", "batch_size", "start lower"
@@ -185,13 +185,13 @@ class Tuning:
                 except LockstepError as error:  # such as a missing compiler
                     if error.exit_code == INTERRUPTED:
                         raise
-                    self.say(f"  {key}={value}: {error}")
+                    self.show(f"  {key}={value}: {error}")
                     continue
                 if row is None or again is None:
-                    self.say(f"  {key}={value}: out of memory")
+                    self.show(f"  {key}={value}: out of memory")
                     continue
                 gain = row["samples_per_s"] / max(again["samples_per_s"], best["samples_per_s"])
-                self.say(
+                self.show(
                     f"  {key}={value}: {row['samples_per_s']:.4g} samples/s, {gain:.2f} times "
                     "the best so far"
                 )
@@ -266,7 +266,7 @@ def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> i
     largest, cut_short = "", ""
     try:
         best, largest = tuning.find_batch()
-        tuning.say(f"\n{largest}\nfastest batch: {best['batch_size']} per process\n")
+        tuning.show(f"\n{largest}\nfastest batch: {best['batch_size']} per process\n")
         best = tuning.find_rest(best)
     except LockstepError as error:
         timed = [row for row in tuning.rows if not row["out_of_memory"]]
@@ -295,11 +295,11 @@ def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> i
     if busy := contention_warning(
         max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])
     ):
-        tuning.say(f"\nwarning: {busy}, and which setting is faster may be chance")
-    tuning.say(f"\n{text}")
+        tuning.show(f"\nwarning: {busy}, and which setting is faster may be chance")
+    tuning.show(f"\n{text}")
     if options.out:
         Path(options.out).write_text(text, encoding="utf-8")
-        tuning.say(f"written to {options.out}: give it to a training with --config {options.out}")
+        tuning.show(f"written to {options.out}: give it to a training with --config {options.out}")
     return INTERRUPTED if cut_short else 0
 
 

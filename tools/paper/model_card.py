@@ -278,8 +278,8 @@ def _limits(card: Card) -> list[str]:
         )
     if not seen:
         output.append(
-            "- It is not said whom the samples are from, or whether the split cuts a person or "
-            "an animal."
+            "- There is no record of whom the samples are from, or whether the split cuts a person "
+            "or an animal."
         )
     validated = card.results["validation"].get("per_source", {})
     both = [escaped(name) for name in validated if seen.get(name, {}).get("seen")]

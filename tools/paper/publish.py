@@ -205,7 +205,7 @@ def _publish(args: config.Args, options: argparse.Namespace) -> int:
     study = options.study and _study(options.study)
     with contextlib.redirect_stdout(sys.stderr):
         print("Reading what it was trained on", flush=True)
-        _, seen = provenance.tell(args, not options.no_contents)
+        _, seen = provenance.count_uses(args, not options.no_contents)
         print("Scoring the validation", flush=True)
         results = _results(args, options, saved)
     if study:
@@ -520,7 +520,7 @@ def _proof(
         if not options.no_sources:  # a setting may name a source
             text = str(fork.get("text"))
         proof["fork"] = text
-        print(f"warning: the run {text}: the model card says so", file=sys.stderr)
+        print(f"warning: the run {text}: the model card has this line", file=sys.stderr)
     if replay:
         proof["replay"] = _chosen(replay, OF_REPLAY)
     return proof

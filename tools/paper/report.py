@@ -367,7 +367,7 @@ def _about_study(study: dict[str, Any]) -> dict[str, Any]:
     ]
     tested = f"{study['tested']} of {study['trainings']} trainings are tested"
     return {
-        "said": f"{study['what']}; {tested}",
+        "summary": f"{study['what']}; {tested}",
         "configs": configs,
         "plot": panel(study),
         "note": f"{metric} of {len(sides[0])} {what}; the bar is the mean with its 95 % interval",

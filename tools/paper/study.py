@@ -607,8 +607,8 @@ class Study:
         if _state(folder) != "done":
             ended = self._watched(
                 each,
-                lambda tell: train_in(
-                    folder, [*words, *more], self.options.processes, 0, tell, env
+                lambda notify: train_in(
+                    folder, [*words, *more], self.options.processes, 0, notify, env
                 ),
             )
             if ended.code:
@@ -620,7 +620,8 @@ class Study:
             test += ["--by", self.kind]
         test += more
         ended = self._watched(
-            each, lambda tell: run_script(test, self.options.processes, lambda child: tell(), env)
+            each,
+            lambda notify: run_script(test, self.options.processes, lambda child: notify(), env),
         )
         found = result(self.plan, self.folder, each)
         if ended.code or found is None:
@@ -651,13 +652,13 @@ class Study:
     def _watched(self, each: Training, start: Callable[[Any], Trained]) -> Trained:
         """Start a process, and record the step. Raises LockstepError after a signal."""
 
-        def tell(step: int = 0) -> None:
+        def note_step(step: int = 0) -> None:
             self.steps[each.name] = step or last_step(self.folder / each.name)
             if self.stop.is_set():
                 raise self._interrupted()
 
-        tell()
-        ended = start(tell)
+        note_step()
+        ended = start(note_step)
         if self.stop.is_set():
             raise self._interrupted()
         return ended

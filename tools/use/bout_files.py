@@ -132,7 +132,7 @@ class Bouts:
             found += [
                 "",
                 (
-                    "Not scored, because the checkpoint does not know its videos: "
+                    "Not scored, because the checkpoint has no record of them: "
                     f"{', '.join(self.unknown)}"
                 ),
             ]

@@ -838,7 +838,7 @@ def cutting_of(task: video.Task, options: argparse.Namespace) -> videos.Cutting:
         )
     if not trained:
         words = (
-            "note: the run does not know how its clips were cut out of videos: every frame "
+            "note: the run has no record of how its clips were cut out of videos: every frame "
             "is taken, whole"
         )
         print(words + " (--every and --crop change that)", file=sys.stderr)

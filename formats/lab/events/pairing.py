@@ -117,7 +117,7 @@ def cure_of_ending(name: str, folder: Path) -> str:
 def pair(
     names: Sequence[Named], files: Sequence[Path], root: Path, folders: Folders = Folders.FIT
 ) -> list[list[Path]]:
-    """Return the files of each name: one, none, or several that the name does not tell apart.
+    """Return the files of each name: one, none, or several that the name does not distinguish.
 
     files  videos, or files of tracks by the name of their video
     root   folder of the files
@@ -211,7 +211,7 @@ def _has_ending_of(name: str, file: Path) -> bool:
 
 
 def several_called(name: str, files: Sequence[Path], root: Path) -> str:
-    """Return the words for several files that a name does not tell apart."""
+    """Return the words for several files that a name does not distinguish."""
     shown = [str(file.relative_to(root)) for file in sorted(files)]
     more = ""
     if len(shown) > MOST_LISTED:
@@ -227,7 +227,7 @@ OF_FOLDER = "give the folder {folder} alone"
 
 
 def cure_of_several(name: str, files: Sequence[Path], root: Path, way: str) -> str:
-    """Return how to tell files apart.
+    """Return how to distinguish files.
 
     name  as a table has it; empty for a table whose file name is the name of the video
     way   OF_VIDEOS, OF_FILE or OF_FOLDER
