@@ -313,7 +313,7 @@ def run(mutants: list[Mutant], jobs: int, out: Path | None, timeout_s: float) ->
     verdicts: dict[str, str] = {}
     printing = threading.Lock()
 
-    def tell(mutant: Mutant, verdict: str, why: str, seconds: float) -> None:
+    def report(mutant: Mutant, verdict: str, why: str, seconds: float) -> None:
         with printing:
             verdicts[mutant.id] = verdict
             shown = "LIVES" if verdict == LIVES else verdict
@@ -331,9 +331,9 @@ def run(mutants: list[Mutant], jobs: int, out: Path | None, timeout_s: float) ->
         for mutant in mutants:
             failing = [each for each in mutant.tests if not passes(each, outcomes)]
             if len(places[mutant.id]) != 1:
-                tell(mutant, LOST, _where(places[mutant.id]), 0.0)
+                report(mutant, LOST, _where(places[mutant.id]), 0.0)
             elif failing:
-                tell(mutant, BROKEN, f"without the mutant fails, or does not run: {', '.join(failing)}", 0.0)
+                report(mutant, BROKEN, f"without the mutant fails, or does not run: {', '.join(failing)}", 0.0)
             else:
                 waiting.put(mutant)
 
@@ -345,7 +345,7 @@ def run(mutants: list[Mutant], jobs: int, out: Path | None, timeout_s: float) ->
                     return
                 began = time.monotonic()
                 verdict, why = copy.try_one(mutant, places[mutant.id][0])
-                tell(mutant, verdict, why, time.monotonic() - began)
+                report(mutant, verdict, why, time.monotonic() - began)
 
         threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
         for thread in threads:
