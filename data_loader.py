@@ -2,10 +2,11 @@
 device.
 
 The order of an epoch is a pure function of (seed, epoch). It is divided into global batches, one
-per optimizer step, each global batch into `[rank::world]` shards, and each shard into
-micro-batches: with any partition a step takes the same samples. The batches of an evaluation go to
-the ranks in turn, each as a whole. The position in the data is one integer: the samples of this
-epoch that all ranks together have consumed.
+per optimizer step, each global batch into shares `[worker::workers]`, and each share into
+micro-batches: with any partition a step takes the same samples. A worker is a rank; with
+`virtual_workers` a rank takes the shares of several workers. The batches of an evaluation go to the
+ranks in turn, each as a whole. The position in the data is one integer: the samples of this epoch
+that all ranks together have consumed.
 """
 
 from __future__ import annotations
@@ -106,23 +107,24 @@ class TrainSampler(DistributedSampler[Any]):
         self.drawn: tuple[int, Any] = (-1, None)  # an epoch and its order
 
     def order(self) -> Any:
-        """(N,) indices: the epoch's global order, the same on every rank; or the dataset's own as a
-        sequence that is never listed, whose slices are such arrays."""
+        """Return the epoch's global order, the same on every rank: (N,) indices. A dataset's own
+        order may be a sequence whose slices are such arrays; it is never computed as a whole."""
         if self.drawn[0] != self.epoch:
             order = epoch_order(self.dataset, self.labels, self.seed, self.epoch)
             self.drawn = self.epoch, order
         return self.drawn[1]
 
     def chunk_at(self, position: int) -> range:
-        """Return the positions around this one, of whole steps, whose numbers are computed at once:
-        for all positions of an epoch they would take 32 bytes a sample."""
+        """Return the chunk of a position: a range of whole steps, whose numbers are computed at
+        once. The numbers of an epoch would take 32 bytes a sample."""
         # negative before `self.position`, from which `iter_included` may start earlier
         begin = self.position + (position - self.position) // self.chunk * self.chunk
         return range(max(0, begin), min(begin + self.chunk, self.plan.num_samples))
 
     def epoch_indices(self, chunk: range) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) indices in the order of the steps to come, and (n,) the position that each has in
-        `order`: the same position, but the excluded samples of a step are at its end."""
+        """Return (n,) indices in the sequence in which the steps take the samples of a chunk, and
+        (n,) the positions of the samples in `order`. The sequence is the order; only excluded
+        samples are moved, to the end of their step."""
         order = self.order()[chunk.start : chunk.stop]
         positions = np.arange(chunk.start, chunk.stop)
         if not self.excludes:
@@ -196,8 +198,8 @@ class TrainSampler(DistributedSampler[Any]):
     def _padding(
         self, start: int, stop: int, order: np.ndarray, positions: np.ndarray
     ) -> tuple[slice, list[int], np.ndarray]:
-        """Return the samples of an empty pass, for torch needs one: those from `start` to before
-        `stop`, or where the step has none the epoch's first.
+        """Return the samples of an empty pass, because torch needs a sample: the slots from `start`
+        to before `stop`, or, of a step without a sample, the first sample of the epoch.
 
         order, positions  from `start` on, see `epoch_indices`
         """
@@ -355,8 +357,8 @@ class TrainLoader(TrainExamples, _Loader):
         return self.prepare(batch)
 
     def _numbers(self, positions: slice) -> Tensor:
-        """(3, B) index, position and seed of a pass. They are computed by chunks, because per pass
-        they would take fifty operations."""
+        """Return (3, B) index, position and seed of a pass. The numbers are computed by chunks:
+        computed by passes, they would take fifty operations each."""
         if positions.start not in self.computed[0]:
             chunk = self.sampler.chunk_at(positions.start)
             self.computed = chunk, self.numbers_of(*self.sampler.epoch_indices(chunk))
@@ -365,6 +367,7 @@ class TrainLoader(TrainExamples, _Loader):
         return numbers[:, positions.start - first : positions.stop - first : positions.step]
 
     def numbers_of(self, order: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Return (3, n) index, position and seed of the samples of a chunk, on the device."""
         sampler = self.sampler
         index = to_device(torch.from_numpy(order), self.device)
         position = to_device(torch.from_numpy(positions), self.device)

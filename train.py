@@ -228,9 +228,8 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> AfterStep:
 
 def evaluate(run: Run, save_due: bool = False) -> None:
     """(all ranks) Score every sample of the split once; save if the score is the best, a save is
-    due, or the run ends. The bare module runs, so ranks
-    may have more or fewer batches, or none: nothing is padded, the ranks exchange sums, and every
-    rank returns with the same metrics."""
+    due, or the run ends. The bare module runs, so ranks may have more or fewer batches, or none:
+    nothing is padded, the ranks exchange sums, and every rank returns with the same metrics."""
     # averages the buffers of norms; before the evaluation, so that its failure loses no training
     state = checkpoint.capture(run)
     with resilience.keep(run, state):
@@ -280,8 +279,7 @@ def main(argv: list[str], strict: bool = False) -> int:
                     train(run)
         stopped = run.stopped
     del run  # DDP's hooks must be gone before their process group is destroyed
-    # (all ranks) wait for all, destroy the group; only after success, because it could hang
-    # otherwise
+    # (all ranks) wait for all, destroy the group; after an error this could hang
     launch.leave()
     return STOPPED if stopped else 0  # 75: the same command resumes it
 

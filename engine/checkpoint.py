@@ -202,7 +202,7 @@ def restore(run: Run, saved: CheckpointState) -> None:
             run.task.started_from = weights.load_file(run.model, source)
         for copied, part in copies:
             copied.load_state_dict(part.state_dict())
-        run.ema = make_ema(run.model, run.cfg.optim)  # it began with the weights before
+        run.ema = make_ema(run.model, run.cfg.optim)  # its averages begin with the new weights
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.record.left_out = left_out_digests(run.model, names) if names else {}
     if saved.path is None:

@@ -40,7 +40,7 @@ class Plan:
     sharded: bool = False  # each process holds some rows of the weights (ddp.strategy)
     workers: int = 0  # virtual workers; 0 where each process is its own
     passes: int = 1  # forward passes of a worker, or of a process, in a step
-    # the virtual workers of each process, which is its own worker where there are none
+    # the workers of each process; without virtual workers a process is one worker
     deals: Deals = field(default_factory=Deals)
     log_every: int = 10
     # What was decided for speed where the config has auto, see engine/kernels.py:
@@ -162,8 +162,8 @@ def divide_epoch(num_samples: int, global_batch: int, drop_last: bool) -> tuple[
 
 
 def count_steps(epochs: int, steps: int, steps_per_epoch: int) -> int:
-    """Return the steps of a run, which ends at the smaller of the two limits; 0 is no limit, and
-    one is given."""
+    """Return the steps of a run, which ends at the smaller of the two limits. 0 is no limit; at
+    least one limit is given."""
     return min(filter(None, (epochs * steps_per_epoch, steps)))
 
 

@@ -194,8 +194,8 @@ class Run:
 
     @contextmanager
     def forward(self, micro: Any) -> Iterator[None]:
-        """One pass, forward and backward: set its phase, its seeds, and the step that
-        `gather_batch` reads."""
+        """Prepare a pass, forward and backward: set the phase, the seeds, and the pass that
+        `gather_batch` reads. End the pass after the block."""
         phase(Phase.FORWARD)
         self.seed_pass(micro)
         reducer = self.reducer
@@ -221,9 +221,8 @@ class Run:
         float64, no graph.
 
         The zeros are the places of two numbers of the step, see `end_step`. Of an empty pass all
-        are zeros but the votes. (all ranks) The first loss of a run also
-        compares the names of the sums. Raises LockstepError if `loss` has frozen a weight, or set
-        one free.
+        numbers but the votes are zeros. (all ranks) The first loss of a run also compares the names
+        of the sums. Raises LockstepError if `loss` has frozen a weight, or set a weight free.
         """
         reducer, meter, device = self.reducer, self.meter, self.world.device
         self.trained.check()

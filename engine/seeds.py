@@ -1,6 +1,7 @@
 """Random numbers as a pure function of (seed, epoch, position). The seeds of samples are the same
-for every partition of a batch. `seed_generators` is the same for an equal key only: dropout in a
-pass follows the first sample of the pass, and so depends on the partition."""
+for every partition of a batch. The generators that `seed_generators` seeds are the same for equal
+keys only: dropout in a pass follows the first sample of the pass, and so depends on the
+partition."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def preserve_rng_state(device: torch.device | None = None) -> Iterator[None]:
 
 
 def uniform(seeds: Tensor, count: int) -> Tensor:
-    """(B,) int64 seeds -> (B, count) float32 in [0, 1), the same on every device and for every cut
-    of the batch."""
+    """(B,) int64 seeds -> (B, count) float32 in [0, 1), the same on every device and for every
+    partition of the batch."""
     counter = torch.arange(1, count + 1, device=seeds.device) * GAMMA
     return ((mix(seeds[:, None] + counter) >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24

@@ -63,10 +63,12 @@ class LocalReducer:
         """(all ranks) Called after the backward pass."""
 
     def worker_row(self, numbers: Tensor, micro: Any) -> Tensor:
+        """Return the numbers of a pass as `sum_workers` takes them."""
         return numbers
 
     def sum_workers(self, totals: Tensor) -> Tensor:
-        """Return the (3 + sums,) totals of a step."""
+        """Return the totals of a step, in the order of `Run.loss_vector`: here `totals` itself,
+        which the ranks have added up."""
         return totals
 
     def grad_norm(self, grads: list[Tensor]) -> Tensor:

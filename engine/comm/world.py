@@ -53,8 +53,9 @@ class World:
         return self.reduce_on_rank0(value, list)
 
     def reduce_on_rank0(self, value: Any, choose: Callable[[Iterator[Any]], T]) -> T:
-        """(all ranks) Return what rank 0 computes of every rank's value, by rank, with a function
-        that raises nothing: the other ranks hold none of these values (pickled)."""
+        """(all ranks) Return, on every rank, the value that rank 0 computes by `choose` from the
+        values of all ranks, in the order of the ranks. Only rank 0 holds the values of other ranks
+        (pickled). `choose` raises nothing."""
         if self.size == 1:
             return choose(iter([value]))
         with phase.during("all_gather", waits=True):

@@ -47,7 +47,7 @@ def step(
         p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]
     divisor = divisor.to(grads[0].dtype)
-    left: Tensor | None = divisor  # the divisor of the gradients as they are
+    left: Tensor | None = divisor  # by which the gradients are still to be divided
     if scaler.is_enabled():  # divide first, so that unscale_ sees the gradients of a bad divisor
         torch._foreach_div_([to_local(grad) for grad in grads], divisor)
         scaler.unscale_(optimizer)
