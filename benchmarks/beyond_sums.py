@@ -301,10 +301,10 @@ def started(processes: int, *words: str) -> str:
 
 
 def of_others(name: str, processes: int) -> list[float]:
-    said = started(processes, __file__, "--as", name)
-    if "RESULT " not in said:
-        sys.exit(f"{name} on {processes} processes has failed:\n{said}")
-    return json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
+    output = started(processes, __file__, "--as", name)
+    if "RESULT " not in output:
+        sys.exit(f"{name} on {processes} processes has failed:\n{output}")
+    return json.loads(output.rpartition("RESULT ")[2].splitlines()[0])
 
 
 def of_lockstep(processes: int) -> list[float]:

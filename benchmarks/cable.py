@@ -166,10 +166,10 @@ def rows(mbit: int, found: dict[str, Any]) -> list[str]:
                 "device": "cpu",
             }
         )
-        said = predicted(
+        prediction = predicted(
             [alone], 4, scaling.Link(LATENCY_S, mbit * 1e6 / 8), machines=2, inside=inside
         )
-        row = next(row for row in said["strategies"] if row["strategy"] == name)
+        row = next(row for row in prediction["strategies"] if row["strategy"] == name)
         each = [1e3 * sum(pair) for pair in found["times"][name]]
         lines.append(
             f"| {mbit} | {name} | {row['cable_mb']:.2f} | {1e-6 * found['crossing'][name]:.2f} "

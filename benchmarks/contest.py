@@ -47,7 +47,7 @@ class Clock:
         self.parts: dict[str, float] = {}
         self.current, self.since = "", 0.0
 
-    def listen(self, listeners: list[Any]) -> None:
+    def attach(self, listeners: list[Any]) -> None:
         """Be called with each new phase of a training."""
         listeners.append(self.phase)
 
@@ -101,11 +101,11 @@ class OrderedClock(Clock):
         self.stages = self._stages(orders)
         self.left = next(self.stages)
 
-    def listen(self, listeners: list[Any]) -> None:
+    def attach(self, listeners: list[Any]) -> None:
         """Do nothing: a listener would be a part of the time."""
 
     def phase(self, name: str) -> None:
-        """Do nothing, as `listen`."""
+        """Do nothing, as `attach`."""
 
     def step(self) -> None:
         self.left -= 1
@@ -314,7 +314,7 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     from engine.phases import phase
     from plugins import performance
 
-    clock.listen(phase.listeners)
+    clock.attach(phase.listeners)
     fast_step, evaluate = performance.fast_step, train.evaluate
     kept: dict[str, Any] = {}
 

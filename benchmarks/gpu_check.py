@@ -169,7 +169,7 @@ class Lab:
                 [*self.python, *command], stdout=log, stderr=subprocess.STDOUT, **how
             )
 
-    def said(self, name: str) -> str:
+    def output(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def finish(self, name: str, process: subprocess.Popen[bytes], expected: int = 0) -> None:
@@ -177,7 +177,7 @@ class Lab:
             ended = f"exit code {process.wait(max(0.0, self.until - time.monotonic()))}"
         except subprocess.TimeoutExpired:
             ended = "out of time"
-        lines = [line.strip() for line in self.said(name).splitlines() if line.strip()]
+        lines = [line.strip() for line in self.output(name).splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"error: |\w+(\.\w+)*Error: ", line)]
         require(
             ended == f"exit code {expected}",
@@ -208,7 +208,9 @@ class Lab:
         started = {name: self.begin(name, *words) for name, words in calls.items()}
         for name, process in started.items():
             self.finish(name, process)
-        return {n: json.loads(self.said(n).rpartition("RESULT ")[2].splitlines()[0]) for n in calls}
+        return {
+            n: json.loads(self.output(n).rpartition("RESULT ")[2].splitlines()[0]) for n in calls
+        }
 
     @contextlib.contextmanager
     def alone(self, failed: list[str]) -> Iterator[None]:
@@ -347,12 +349,12 @@ def compiled(lab: Lab, facts: Facts) -> None:
         try:  # each for itself: a mode that this torch cannot do says nothing about the others
             lab.finish(name, process)
             loss, eager = (logged(lab.folder / run, "loss")[-1] for run in (name, "off"))
-            said = lab.said(name)
+            output = lab.output(name)
             recorded, left_out = (
-                len(re.findall(kind, said)) for kind in (r"\bRecording f", "skipping cudag")
+                len(re.findall(kind, output)) for kind in (r"\bRecording f", "skipping cudag")
             )
             facts[name] = f"loss {loss:.5f}, {recorded} CUDA graphs, {left_out} left out"
-            require(name == "off" or "compiled (" in said, f"{name}: not compiled")
+            require(name == "off" or "compiled (" in output, f"{name}: not compiled")
             require(abs(loss - eager) < 0.01 * eager, f"{name}: loss {loss:.5f}, not {eager:.5f}")
         except Failed as error:
             failed.append(str(error))
@@ -377,7 +379,7 @@ def compiled_bf16(lab: Lab, facts: Facts) -> None:
         eager, losses = (logged(runs[f"{name}, {mode}"], "loss") for mode in ("off", "default"))
         apart = max(abs(a - b) / abs(b) for a, b in zip(losses, eager, strict=True))
         skipped = sum(logged(runs[f"{name}, default"], "skipped_steps"))
-        log = lab.said(f"{name}, default")
+        log = lab.output(f"{name}, default")
         facts[name] = f"losses {apart:.1e} apart in {len(losses)} steps, {skipped:g} steps skipped"
         warnings = [line for line in log.splitlines() if line.startswith("warning: ")]
         if warnings:
@@ -421,7 +423,7 @@ def data_parallel(lab: Lab, facts: Facts) -> None:
     splits one"""
     words = [*lab.exact, "--multi-gpu", "dp", "--gpu-ids", "0"]
     compare(lab, facts, {"plain": plain(*lab.exact), "DataParallel": plain(*words)})
-    require(lab.tiny or "one GPU of DataParallel" in lab.said("DataParallel"), "it was not used")
+    require(lab.tiny or "one GPU of DataParallel" in lab.output("DataParallel"), "it was not used")
 
 
 def devices(lab: Lab, facts: Facts) -> None:
@@ -434,7 +436,7 @@ def devices(lab: Lab, facts: Facts) -> None:
         lab, facts, {name: plain(*words, *on[1], "steps=16") for name, on in ways.items()}, 1e-7
     )
     for name in ways:
-        require("step 8," in lab.said(name), f"{name}: it did not resume from step 8")
+        require("step 8," in lab.output(name), f"{name}: it did not resume from step 8")
 
 
 def gloo(lab: Lab, facts: Facts) -> None:
@@ -468,7 +470,7 @@ def stop(lab: Lab, facts: Facts) -> None:
     command, folder = plain(*lab.exact), lab.folder / "stopped"
     process = lab.start("stopped", [*command, f"save_dir={folder}"])
     while (
-        "step 5/" not in lab.said("stopped")
+        "step 5/" not in lab.output("stopped")
         and process.poll() is None
         and time.monotonic() < lab.until
     ):
@@ -485,7 +487,7 @@ def cache(lab: Lab, facts: Facts) -> None:
     compare(
         lab, facts, {kind: plain(*small, f"cache={kind}") for kind in ("none", "host", "device")}
     )
-    require("of data held" in lab.said("device"), "no data were held")
+    require("of data held" in lab.output("device"), "no data were held")
 
 
 REFUSALS = {"refused": "recording it failed", "two processes": "waits for the GPU"}
@@ -563,7 +565,7 @@ def sanitized(lab: Lab, facts: Facts) -> None:
             1,
         )
         require(
-            "CSAN detected a possible data race" in lab.said(name),
+            "CSAN detected a possible data race" in lab.output(name),
             "the race made on purpose was not seen",
         )
         facts["one made on purpose"] = "seen"
@@ -586,7 +588,7 @@ def shrink(lab: Lab, facts: Facts) -> None:
         "shrunk": plain(*words, "batch_size=32", "oom=shrink"),
     }
     compare(lab, facts, commands, 1e-9)
-    require("Started again with" in lab.said("shrunk"), "memory did not run out")
+    require("Started again with" in lab.output("shrunk"), "memory did not run out")
 
 
 def device_assert(lab: Lab, facts: Facts) -> None:
@@ -595,9 +597,9 @@ def device_assert(lab: Lab, facts: Facts) -> None:
         "asserts", ddp(1, lab.task("asserts", ASSERTS), *lab.on, "steps=99", "ddp.timeout_s=30")
     )
     lab.finish("asserts", process, expected=1)
-    said = [line for line in lab.said("asserts").splitlines() if line.startswith("error: ")]
-    facts["it says"] = said[0].replace(f"{lab.folder}/", "")[:200] if said else ""
-    require(len(said) == 1, f"{len(said)} lines of error")
+    errors = [line for line in lab.output("asserts").splitlines() if line.startswith("error: ")]
+    facts["it says"] = errors[0].replace(f"{lab.folder}/", "")[:200] if errors else ""
+    require(len(errors) == 1, f"{len(errors)} lines of error")
 
 
 def stall(lab: Lab, facts: Facts) -> None:
@@ -771,8 +773,8 @@ def graph(lab: Lab, facts: Facts) -> None:
         weigh(facts, {name: runs[name] for name in (kind, launches)})
         wanted = REFUSALS.get(kind, r"a step is (one|\d) launch")
         require(
-            lab.tiny or re.search(wanted, lab.said(launches)) is not None,
-            f"{launches}: {said_of_graphs(lab, launches)}",
+            lab.tiny or re.search(wanted, lab.output(launches)) is not None,
+            f"{launches}: {lines_of_graphs(lab, launches)}",
         )
     places, _, seen = lab.part(
         "steps launches", *lab.har, "amp=bf16", "drop_last=true", "cuda_graph=true"
@@ -780,10 +782,10 @@ def graph(lab: Lab, facts: Facts) -> None:
     require(seen and not places, f"it waits for the GPU: {', '.join(sorted(set(places)))}")
 
 
-def said_of_graphs(lab: Lab, name: str) -> str:
+def lines_of_graphs(lab: Lab, name: str) -> str:
     return (
-        "; ".join(line for line in lab.said(name).splitlines() if line.startswith("cuda_graph"))
-        or "nothing said"
+        "; ".join(line for line in lab.output(name).splitlines() if line.startswith("cuda_graph"))
+        or "no line"
     )
 
 
@@ -804,7 +806,7 @@ def strange(lab: Lab, facts: Facts) -> None:
             weigh(facts, {name: runs[name] for name in (kind, launches)})
         except Failed as error:
             failed.append(str(error))
-        facts[launches] = f"{facts.pop(f'{launches} and {kind}')}; {said_of_graphs(lab, launches)}"
+        facts[launches] = f"{facts.pop(f'{launches} and {kind}')}; {lines_of_graphs(lab, launches)}"
     require(not failed, "; ".join(failed))
 
 
@@ -816,12 +818,12 @@ def profiled(lab: Lab, facts: Facts) -> None:
     facts["the trace has kernels of the GPU"] = (
         '"cat": "kernel"' in (run / "trace.json").read_text()
     )
-    waits = re.search(r"the GPU waits for the host .*", lab.said("profiled"))
+    waits = re.search(r"the GPU waits for the host .*", lab.output("profiled"))
     facts["it says"] = waits[0] if waits else ""
     require(
         lab.tiny or facts["the trace has kernels of the GPU"], "the trace has no kernel of the GPU"
     )
-    require(lab.tiny or waits is not None, "it does not say how long the GPU waits")
+    require(lab.tiny or waits is not None, "no line has the time that the GPU waits")
 
 
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {

@@ -278,7 +278,7 @@ def milliseconds(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) ->
 
 
 def words(folder: str, on: str) -> Facts:
-    """Tell objects in a group of one while the GPU is busy, and ask torch for the record of
+    """Gather objects in a group of one while the GPU is busy, and read torch's record of
     NCCL."""
     import torch.distributed as dist
 
@@ -290,7 +290,7 @@ def words(folder: str, on: str) -> Facts:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     device = {"device_id": torch.device("cuda:0")} if on_gpu else {}
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
-    number, told = (
+    number, gathered = (
         torch.ones(
             8192 if on_gpu else 8, 8192 if on_gpu else 8, device="cuda" if on_gpu else "cpu"
         ),
@@ -303,10 +303,10 @@ def words(folder: str, on: str) -> Facts:
     if ended:
         ended.record()
     began = time.perf_counter()
-    dist.all_gather_object(told, "a word")
+    dist.all_gather_object(gathered, "a word")
     found: Facts = {"an object took": f"{1e3 * (time.perf_counter() - began):.2f} ms"}
     found["the GPU was busy"] = bool(ended) and not ended.query()
-    require(told == ["a word"] and bool(product.isfinite().all()), "another word arrived")
+    require(gathered == ["a word"] and bool(product.isfinite().all()), "another word arrived")
     nccl_trace.trace_nccl(Path(folder))
     trace, until = Path(folder) / "nccl_trace_rank0", time.monotonic() + (20 if on_gpu else 0)
     while not trace.exists() and time.monotonic() < until:
@@ -527,9 +527,9 @@ def racer(orders: str, warm_up_steps: str, loop: str, about: str) -> None:
     """
     import contest
 
-    told = json.loads(about)
-    clock = contest.OrderedClock(int(warm_up_steps), orders, told.get("settling", 0))
-    getattr(contest, loop)(told, clock)
+    facts = json.loads(about)
+    clock = contest.OrderedClock(int(warm_up_steps), orders, facts.get("settling", 0))
+    getattr(contest, loop)(facts, clock)
 
 
 def feeds(seconds: str, *words: str) -> tuple[float, float]:

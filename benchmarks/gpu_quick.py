@@ -166,7 +166,7 @@ class Contest:
         return f"{part} {way}"
 
     def is_ready(self, way: str) -> bool:
-        return re.search("^READY$", self.lab.said(self._log(way)), re.MULTILINE) is not None
+        return re.search("^READY$", self.lab.output(self._log(way)), re.MULTILINE) is not None
 
     def can_be_taken(self, turn: Turn) -> bool:
         """Return whether a turn has a result at once: the contestant is ready, or has failed."""
@@ -176,7 +176,7 @@ class Contest:
         return self.processes[way].poll() is not None
 
     def _answers(self, way: str) -> list[str]:
-        return re.findall("^TURN (.*)\n", self.lab.said(self._log(way)), re.MULTILINE)
+        return re.findall("^TURN (.*)\n", self.lab.output(self._log(way)), re.MULTILINE)
 
     def _require_alive(self, way: str, in_time: bool) -> None:
         """Raise Failed, with the end of its log, for a contestant that has ended or is out of

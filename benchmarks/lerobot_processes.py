@@ -39,7 +39,7 @@ BATCH, SAMPLES = 16, 167
 
 
 class Way(NamedTuple):
-    """What a training on so many processes has taken and told, step by step."""
+    """What a training on so many processes has taken and printed, step by step."""
 
     samples: list[list[int]]  # sorted: two cuts of a step put them in another order
     valid: list[int]  # unpadded time steps that each rank has in the first step

@@ -63,7 +63,7 @@ class Data(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Who asks, and for how much at once."""
+    """The process that reads, and the amount that it takes at once."""
 
     rank: int
     processes: int
@@ -76,16 +76,16 @@ class Place(NamedTuple):
 
 
 class Kind:
-    """What one loader needs, says and does.
+    """What one loader needs and does, and its conditions.
 
-    says   the conditions that its own documentation states for a resumed run
-    needs  the module that is imported
+    conditions  of a resumed run, as the loader's own documentation states them
+    needs       the module that is imported
     """
 
     name: ClassVar[str] = ""
     needs: ClassVar[str] = ""
     package: ClassVar[str] = ""
-    says: ClassVar[str] = ""
+    conditions: ClassVar[str] = ""
     form: ClassVar[str] = "tar"  # the folder with the shards in this loader's format
     timed: ClassVar[bool] = True
 
@@ -97,7 +97,7 @@ class Kind:
         raise NotImplementedError
 
     def state(self) -> Any:
-        """Return what its documentation says to save; None where it has no state."""
+        """Return what its documentation requires to be saved; None where it has no state."""
         raise NotImplementedError
 
     def load(self, state: Any) -> None:
@@ -120,7 +120,9 @@ class Kind:
 
 class Lockstep(Kind):
     name, needs = "Lockstep", "formats.shards"
-    says = "the same seed and global batch, which the processes divide, or else virtual_workers"
+    conditions = (
+        "the same seed and global batch, which the processes divide, or else virtual_workers"
+    )
     lanes: ClassVar[int] = 0
     workers: ClassVar[int] = 0  # virtual ones
 
@@ -178,7 +180,7 @@ class LockstepVirtual(Lockstep):
 
 class WebDataset(Kind):
     name, needs, package = "webdataset", "webdataset", "webdataset==1.0.2"
-    says = (
+    conditions = (
         "no state; a rank takes whole shards, and for several nodes resampling without an end "
         "is recommended"
     )
@@ -215,7 +217,9 @@ class WebDatasetStateful(WebDataset):
         "webdataset torchdata.stateful_dataloader",
     )
     package = "webdataset==1.0.2 torchdata==0.11.0"
-    says = "a dataset without a state is skipped through from its beginning; no state across ranks"
+    conditions = (
+        "a dataset without a state is skipped through from its beginning; no state across ranks"
+    )
 
     @staticmethod
     def loading(samples: Any, batch: int) -> Any:
@@ -267,7 +271,7 @@ class TorchData(Kind):
         "torchdata.stateful_dataloader",
         "torchdata==0.11.0",
     )
-    says = "state is gathered and given back across loader processes, but not across ranks"
+    conditions = "state is gathered and given back across loader processes, but not across ranks"
 
     def __init__(self, data: Data, place: Place, reach: int):
         torchdata = import_module("torchdata.stateful_dataloader")
@@ -297,7 +301,7 @@ class Mosaic(Kind):
         "mosaicml-streaming==0.13.0",
         "mds",
     )
-    says = (
+    conditions = (
         "a constant global batch that the ranks divide evenly; canonical and physical nodes "
         "divide each other"
     )
@@ -352,7 +356,7 @@ class Mosaic(Kind):
 
 class LitData(Kind):
     name, needs, package, form = "litdata", "litdata", "litdata==0.2.76", "lit"
-    says = (
+    conditions = (
         "the same seed and shuffle; ranks in lockstep; a constant global batch for the same curve"
     )
     drop_last: ClassVar[bool | None] = None  # its default: True for several ranks
@@ -401,12 +405,12 @@ class LitData(Kind):
 
 class LitDataAll(LitData):
     name, drop_last, timed = "litdata, drop_last=False", False, False
-    says = LitData.says + "; it warns that a training may stop in a collective"
+    conditions = LitData.conditions + "; it warns that a training may stop in a collective"
 
 
 class LitDataLocal(LitData):
     name, fast = "litdata, a local folder", "1"
-    says = LitData.says + "; of a local folder whole remaining chunks are resumed"
+    conditions = LitData.conditions + "; of a local folder whole remaining chunks are resumed"
 
 
 def installed(kind: type[Kind]) -> bool:
@@ -414,7 +418,7 @@ def installed(kind: type[Kind]) -> bool:
 
 
 def ready(kind: type[Kind]) -> None:
-    """Import a loader, and silence what its libraries say of themselves."""
+    """Import a loader, and silence what its libraries print."""
     warnings.filterwarnings("ignore")
     os.environ.update(
         {

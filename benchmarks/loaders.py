@@ -157,13 +157,13 @@ def ranks(
     # the worker has imported the loader, and started no thread
     mp = multiprocessing.get_context("fork")
 
-    def work(number: int, say: Any, store: str) -> None:
+    def work(number: int, pipe: Any, store: str) -> None:
         end_with_parent()
         try:
             given = b"" if states is None else states[number if number < len(states) else 0]
-            say.send(rank(kind, data, Place(number, processes, batch), reach, store, steps, given))
+            pipe.send(rank(kind, data, Place(number, processes, batch), reach, store, steps, given))
         except Exception as error:
-            say.send(f"{type(error).__name__}: {error}".splitlines()[0])
+            pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
         signal.pause()
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -173,20 +173,22 @@ def ranks(
             for n in range(processes)
         ]
         try:
-            for child, (_, say) in zip(children, pipes, strict=True):
+            for child, (_, own_end) in zip(children, pipes, strict=True):
                 child.start()
-                say.close()
-            said = [heard(pipe, child) for (pipe, _), child in zip(pipes, children, strict=True)]
+                own_end.close()
+            answers = [
+                receive(pipe, child) for (pipe, _), child in zip(pipes, children, strict=True)
+            ]
         finally:
             for child in children:
                 child.kill()
                 child.join()
     kind.clean()
-    errors = [f"rank {n}: {what}" for n, what in enumerate(said) if isinstance(what, str)]
-    return Run([], errors[0]) if errors else Run(said)
+    errors = [f"rank {n}: {what}" for n, what in enumerate(answers) if isinstance(what, str)]
+    return Run([], errors[0]) if errors else Run(answers)
 
 
-def heard(pipe: Any, child: Any) -> Part | str:
+def receive(pipe: Any, child: Any) -> Part | str:
     ready = connection.wait([pipe, child.sentinel], PATIENCE_S)
     try:
         return pipe.recv() if pipe.poll() else "died" if ready else f"no end after {PATIENCE_S:g} s"
@@ -313,12 +315,12 @@ def serve(kind: type[Kind]) -> None:
 def in_a_fork(work: Callable[..., Any], *given: Any) -> Any:
     """Return what `work` does in a child: a round begins as the one before did."""
     mp = multiprocessing.get_context("fork")
-    hear, say = mp.Pipe(duplex=False)
-    child = mp.Process(target=lambda: say.send(work(*given)))
+    receiver, sender = mp.Pipe(duplex=False)
+    child = mp.Process(target=lambda: sender.send(work(*given)))
     child.start()
-    say.close()
+    sender.close()
     try:
-        return hear.recv()
+        return receiver.recv()
     finally:
         child.join()
 
@@ -335,7 +337,7 @@ class Worker:
         with open(log, "w") as words:
             self.child = subprocess.Popen(command, env=env, stderr=words, **pipes)
 
-    def ask(self, data: Data, do: str, *case: int) -> Any:
+    def request(self, data: Data, do: str, *case: int) -> Any:
         assert self.child.stdin and self.child.stdout
         with contextlib.suppress(BrokenPipeError):
             job = [do, str(data.folder), data[1:], case]
@@ -376,7 +378,7 @@ def epoch_table(workers: list[Worker], folder: Path) -> Iterator[str]:
     for worker, processes in tqdm(
         [*itertools.product(workers, PROCESSES)], "epochs", leave=False, disable=None
     ):
-        found = worker.ask(data, "epoch", processes)
+        found = worker.request(data, "epoch", processes)
         yield f"| {worker.kind.name} | {processes} | {cells(found)} |\n"
 
 
@@ -389,7 +391,7 @@ def resume_table(workers: list[Worker], folder: Path) -> Iterator[str]:
     ):
         total = sum(shard_sizes(worker.kind, data).values())
         before, after, batch, _ = case
-        found = worker.ask(data, "resume", *case)
+        found = worker.request(data, "resume", *case)
         again = "–" if isinstance(found, str) else share(found["again"], total)
         yield f"| {worker.kind.name} | {before} → {after} | {batch} | {cells(found)} | {again} |\n"
 
@@ -409,7 +411,7 @@ def speed_table(workers: list[Worker], folder: Path, rounds: int) -> Iterator[st
     times: dict[str, list[tuple[float, float]]] = {worker.kind.name: [] for worker in workers}
     for _ in tqdm(range(rounds), "speed", leave=False, disable=None):
         for worker in workers:
-            times[worker.kind.name].append(worker.ask(data, "speed"))
+            times[worker.kind.name].append(worker.request(data, "speed"))
     yield "| loader | shards | µs of CPU time per sample: median | range | samples per second |\n"
     yield "|---|---|---:|---:|---:|\n"
     for worker in workers:
@@ -426,14 +428,14 @@ def shown(table: Iterator[str]) -> None:
 
 
 def chosen(only: list[str] | None) -> list[type[Kind]]:
-    """Return the kinds that can be measured here, and say of the others why not."""
+    """Return the kinds that can be measured here, and print why the others cannot."""
     kinds = [kind for kind in KINDS if only is None or any(word in kind.name for word in only)]
     here = [kind for kind in kinds if loader_kinds.installed(kind)]
     for kind in kinds:
         if kind not in here:
             print(
                 f"{kind.name} is not measured: {kind.needs.partition('.')[0]} is not installed "
-                "(--install says how)"
+                "(--install prints how)"
             )
     return here
 
@@ -479,7 +481,7 @@ def main() -> None:
             written: set[str] = set()
             for worker in workers:
                 if worker.kind.form not in written:
-                    worker.ask(Data(folder, *SHARDS[part]), "write")
+                    worker.request(Data(folder, *SHARDS[part]), "write")
                 written.add(worker.kind.form)
             count, size, per_shard = SHARDS[part]
             print(
@@ -499,7 +501,7 @@ def main() -> None:
             else:
                 shown(speed_table(workers, folder, asked.rounds))
     for kind in kinds:
-        print(f"- {kind.name}: {kind.says}.")
+        print(f"- {kind.name}: {kind.conditions}.")
 
 
 if __name__ == "__main__":

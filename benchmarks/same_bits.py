@@ -32,7 +32,7 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "Lockstep": ("lockstep", []),
     "Lockstep, `virtual_workers=6`": ("lockstep", ["virtual_workers=6"]),
 }
-"""A row of the table: the contestant, and what Lockstep is told beside the others."""
+"""A row of the table: the contestant, and the settings of Lockstep beside those of all."""
 
 
 def main() -> int:
@@ -70,11 +70,11 @@ def main() -> int:
             continue
         cells = []
         for count in counts:
-            told = {
+            settings = {
                 "batch_size": BATCH // count,
                 "lockstep": [f"global_batch={BATCH}", "amp=off", *more],
             }
-            found = measure(name, about | told, count, threads=1)
+            found = measure(name, about | settings, count, threads=1)
             cells.append(f"`{found['weights'][:8]}` {found['loss']:.7f}" if found else "failed")
         print(f"| {row} | {' | '.join(cells)} |", flush=True)
     return 0

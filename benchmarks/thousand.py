@@ -7,7 +7,7 @@ python benchmarks/thousand.py --ranks 16 64       these
 
 A rank is a process, forked from this one, that trains nothing and does all the rest by the
 functions of a training: it meets the others in torch's TCPStore, joins gloo, compares facts, votes,
-sends heartbeats, hears of a stop, starts again, and ends when another is killed. Eight ranks count
+sends heartbeats, receives a stop, starts again, and ends when another is killed. Eight ranks count
 as a machine. Prints markdown.
 """
 
@@ -207,7 +207,7 @@ def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
 
 def measure(size: int, lost: int, out: Path) -> dict[str, float]:
     """Start `size` ranks, kill the last `lost` of them once all have done everything, and return
-    the numbers; what they say goes to the file `out`."""
+    the numbers; their output goes to the file `out`."""
     board, (wait, go) = Board(size), os.pipe()
     pids = []
     sys.stdout.flush()
@@ -241,7 +241,7 @@ def measure(size: int, lost: int, out: Path) -> dict[str, float]:
         named_s = time.monotonic() - killed
         for pid in pids[: size - lost]:
             os.waitpid(pid, 0)
-        ended_s, said = time.monotonic() - killed, out.read_text(encoding="utf-8").splitlines()
+        ended_s, lines = time.monotonic() - killed, out.read_text(encoding="utf-8").splitlines()
         pids.clear()
     finally:
         for pid in pids:
@@ -265,7 +265,7 @@ def measure(size: int, lost: int, out: Path) -> dict[str, float]:
         "... on another rank, MB": float(np.median(memory[1:])),
         "a rank is killed: its name is known after, s": named_s,
         "a rank is killed: all have ended after, s": ended_s,
-        "a rank is killed: lines of errors": len(said),
+        "a rank is killed: lines of errors": len(lines),
     }
 
 

@@ -128,7 +128,7 @@ def load(run: Path) -> dict[str, Any]:
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
     """Return the places where two nested values are not the same, to the last bit."""
     if isinstance(before, dict) and isinstance(now, dict):
-        # a key that is new, such as a setting's, says nothing of the others
+        # a key that is new, such as a setting's, is no difference of the others
         for key, value in before.items():
             if key in now:
                 yield from differences(value, now[key], f"{path}/{key}")

@@ -35,14 +35,14 @@ def board(runs: Path) -> Iterator[str]:
     options = ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), *options]
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=said, stderr=said) as server,
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as server,
     ):
         try:
-            while not (found := re.search(r"http://[\d.]+:\d+/", _text(said))):
+            while not (found := re.search(r"http://[\d.]+:\d+/", _text(output))):
                 if server.poll() is not None:
-                    raise RuntimeError(f"TensorBoard ended: {_text(said)}")
-                time.sleep(0.1)  # until it has said where it is
+                    raise RuntimeError(f"TensorBoard ended: {_text(output)}")
+                time.sleep(0.1)  # until it has printed where it is
             _wait_until_read(found[0])
             yield found[0]
         finally:
@@ -50,7 +50,7 @@ def board(runs: Path) -> Iterator[str]:
 
 
 def _wait_until_read(address: str) -> None:
-    """It reads the files while it serves, and doesn't say when it is through: until there is
+    """It reads the files while it serves, and doesn't print when it is through: until there is
     something, and a second later no more."""
     before, now = None, None
     while not now or now != before:
@@ -58,7 +58,7 @@ def _wait_until_read(address: str) -> None:
         before = now
         now = [
             newest(address, run, tag)
-            for run, tags in ask(address, "images").items()
+            for run, tags in query(address, "images").items()
             for tag in tags
         ]
 
@@ -75,8 +75,8 @@ def get(address: str, path: str, **words: Any) -> bytes:
         return bytes(answer.read())
 
 
-def ask(address: str, plugin: str) -> dict[str, Any]:
-    """{run: {tag: about it}}, as the page asks for them."""
+def query(address: str, plugin: str) -> dict[str, Any]:
+    """{run: {tag: about it}}, as the page requests them."""
     return dict(json.loads(get(address, f"{plugin}/tags")))
 
 
@@ -89,7 +89,7 @@ def newest(address: str, run: str, tag: str) -> bytes:
 def shoot(address: str, picture: Path, size: tuple[int, int] = (1680, 1000)) -> None:
     """Save what a browser shows with the curves and the pictures of the first run pinned."""
     (run, curves), (_, pictures) = (
-        next(iter(ask(address, plugin).items())) for plugin in ("scalars", "images")
+        next(iter(query(address, plugin).items())) for plugin in ("scalars", "images")
     )
     cards: list[dict[str, Any]] = [
         {"plugin": "scalars", "tag": tag} for tag in CURVES if tag in curves

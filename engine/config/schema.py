@@ -282,8 +282,8 @@ class Wandb:
     mode: Literal["auto", "online", "offline"] = option(
         "auto",
         (
-            "offline writes to the run folder, `wandb sync` sends it later; auto: as WANDB_MODE "
-            "says, or online"
+            "offline writes to the run folder, `wandb sync` sends it later; auto: the mode in "
+            "WANDB_MODE, or online"
         ),
     )
 
@@ -294,9 +294,8 @@ class MLflow:
     uri: str = option(
         "",
         (
-            "server, database or folder, such as file:mlruns; empty: as MLFLOW_TRACKING_URI "
-            "says, or "
-            "MLflow's own"
+            "server, database or folder, such as file:mlruns; empty: that of MLFLOW_TRACKING_URI, "
+            "or MLflow's own"
         ),
     )
     experiment: str = option("lockstep", "the experiment's name")
@@ -410,8 +409,8 @@ class Config:
     threads: int = option(
         0,
         (
-            "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a "
-            "small model"
+            "threads a process computes in, on a CPU; 0 = the number in OMP_NUM_THREADS, or one "
+            "for a small model"
         ),
         low=0,
         free=True,
@@ -428,9 +427,8 @@ class Config:
     oom: Literal["stop", "shrink"] = option(
         "stop",
         (
-            "when memory runs out: say which batch would fit, or start all ranks again with it, "
-            "the "
-            "same steps"
+            "when memory runs out: print a batch that would fit, or start all ranks again with it, "
+            "the same steps"
         ),
         free=True,
         changes=NOTHING,

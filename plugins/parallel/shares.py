@@ -2,9 +2,9 @@
 
 The bits of a step do not depend on the deal of its workers to the processes, so the deal may follow
 a measurement. With ddp.shares=auto the workers are dealt evenly at first. At log points all ranks
-know the time that each rank takes for a worker. From the same numbers all ranks decide on the same
+have the time that each rank takes for a worker. From the same numbers all ranks decide on the same
 new deal. A loader prefetches, so the deal begins with the first step that no loader has begun: no
-loader starts again. A checkpoint knows nothing of deals: a resumed run measures again.
+loader starts again. A checkpoint holds no deal: a resumed run measures again.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ def training(run: Run, strict: bool) -> None:
         console.warning(
             f"the warm-up of {plan.warmup_steps} steps is longer than the schedule of "
             f"{plan.horizon} (schedule): give a smaller warmup_epochs or warmup_steps, or the "
-            "learning rate never is what lr says\n"
+            "learning rate never reaches lr\n"
         )
     if strict:
         ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"

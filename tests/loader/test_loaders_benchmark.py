@@ -119,7 +119,9 @@ def test_a_loader_that_is_not_installed_is_named(monkeypatch, capsys):
     monkeypatch.setattr(loader_kinds.WebDataset, "needs", "no_such_module")
     names = [kind.name for kind in loaders.chosen(["webdataset", "12 lanes"])]
     assert "webdataset" not in names and "Lockstep, 12 lanes" in names
-    assert "webdataset is not measured: no_such_module is not installed (--install says how)" in capsys.readouterr().out
+    assert (
+        "webdataset is not measured: no_such_module is not installed (--install prints how)" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

@@ -594,7 +594,9 @@ def test_keys_that_split_otherwise_are_found_before_the_first_training(study, tm
 
 
 def test_a_task_that_names_no_split_is_told_what_it_lacks(study):
-    refused(study, "toy.py does not say which keys choose a split .task.: give it `split_keys`", "--folds=3", task=TOY)
+    refused(
+        study, "toy.py does not name the keys that choose a split .task.: give it `split_keys`", "--folds=3", task=TOY
+    )
 
 
 @pytest.mark.slow

@@ -929,7 +929,7 @@ class Proof:
                 if not self._in_float64():
                     what = f"weights changed in the last place move the numbers by {moved[0]:.0e}"
                     self.left_out.append(
-                        f"other cuts without virtual workers: {what}, so a difference says little"
+                        f"other cuts without virtual workers: {what}, so a difference proves little"
                     )
         else:
             limits, gaps = [FLOAT64, FLOAT64], self._gaps("double")

@@ -251,7 +251,7 @@ class Recorded:
             )
         saved = api.read(path)
         if saved.step != step:
-            what = f"it is of step {saved.step}, and the manifest says {step}"
+            what = f"it is of step {saved.step}, and of step {step} in the manifest"
             raise LockstepError(what, str(path), "correct the manifest", exit_code=3)
         return saved.without_tensors()
 
@@ -416,7 +416,7 @@ def look(run: Recorded, task: Any, stretches: list[Stretch]) -> Anyway:
 def _look_at_data(run: Recorded, task: Any, saved: list[CheckpointState], found: Anyway) -> None:
     datasets = load_datasets(task, "", saved[-1].metadata if saved else None)
     here = found.facts["data"] = fingerprint(*datasets, random_samples=run.cfg.random_samples)
-    text = f"fingerprint {here.text}; the run has no checkpoint that says which it had"
+    text = f"fingerprint {here.text}; the run has no checkpoint with its fingerprint"
     if saved:
         text = f"the same: fingerprint {here.text}, {_covered(here)}"
     for each in saved:

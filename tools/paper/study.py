@@ -284,7 +284,7 @@ class Study:
         kind = self.options.leave_one_out or self.options.by or next(iter(keys), "sources")
         if self._cuts and not keys:
             raise LockstepError(
-                f"the task {self.of_each[0].task} does not say which keys choose a split",
+                f"the task {self.of_each[0].task} does not name the keys that choose a split",
                 "task",
                 "give it `split_keys` and `test_dataset`: see engine/contract.py",
             )
