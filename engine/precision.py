@@ -88,7 +88,7 @@ def choose(
     """
     of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if amp == "auto" and of_accelerate in DTYPES:
-        return Precision(of_accelerate, device, "as accelerate launch --mixed_precision asks")
+        return Precision(of_accelerate, device, "set by accelerate launch --mixed_precision")
     if device.type == "cuda" and amp in ("auto", "bf16"):
         card = torch.cuda.get_device_name(device)
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -97,7 +97,7 @@ def choose(
             raise LockstepError(f"amp=bf16, but {card} has no bf16", "amp", "use amp=fp16 or auto")
         return Precision("fp16", device, f"{card} has no bf16")
     if amp != "auto":
-        return Precision(amp, device, "as amp asks")
+        return Precision(amp, device, "set by amp")
     if compiled:
         note = "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
         return Precision("off", device, note)

@@ -65,7 +65,7 @@ def set_threads(asked: int, gflop: float, allowed: int) -> str:
     the reason."""
     number, by = _set_by_user(asked)
     if number:
-        return f"as {by} says"
+        return f"set by {by}"
     torch.set_num_threads(max(1, min(allowed, int(gflop / GFLOP_PER_THREAD))))
     shown = f"{gflop:.2g}" if gflop < 10 else f"{gflop:,.0f}"
     return (

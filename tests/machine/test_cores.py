@@ -43,9 +43,9 @@ def test_the_limit_is_torchs_own_number_in_a_new_process(launch):
 
 def test_who_asks_for_a_number_of_threads_gets_it(four_cores, monkeypatch):
     """By the key before the variable; a variable that the launcher has set says how many there may be."""
-    assert threads.set_threads(3, 0.0, threads.limit_threads(3, 8)) == "as threads says"
+    assert threads.set_threads(3, 0.0, threads.limit_threads(3, 8)) == "set by threads"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert threads.set_threads(0, 0.0, threads.limit_threads(0, 8)) == "as OMP_NUM_THREADS says"
+    assert threads.set_threads(0, 0.0, threads.limit_threads(0, 8)) == "set by OMP_NUM_THREADS"
     assert four_cores == [3, 4]
     four_cores.clear()
     monkeypatch.setenv(threads.BY_RULE, "by_rule")
@@ -70,7 +70,7 @@ def test_the_plan_says_how_many_threads_and_why(launch, tmp_path):
     again = succeed(launch.python("train.py", *from_task, "steps=2", **env)).out
     assert device_line(small) == device_line(again)
     asked = succeed(launch.python("train.py", *from_task, "threads=2", "--dry-run", **env)).out
-    assert "2 threads per process (as threads says)" in asked
+    assert "2 threads per process (set by threads)" in asked
 
 
 def device_line(text):

@@ -138,8 +138,8 @@ def test_instructions_that_are_hidden_are_not_there(monkeypatch, hiding, found):
         ("auto", False, "fp16", "T4 has no bf16"),
         ("bf16", True, "bf16", "T4 has bf16"),
         ("bf16", False, "fp16", "T4 has no bf16"),
-        ("fp16", True, "fp16", "as amp asks"),
-        ("off", True, "off", "as amp asks"),
+        ("fp16", True, "fp16", "set by amp"),
+        ("off", True, "off", "set by amp"),
     ],
 )
 def test_what_a_gpu_takes(monkeypatch, amp, has_bf16, name, note):
