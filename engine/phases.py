@@ -22,6 +22,7 @@ class Phase(str, Enum):
     PREPARING = "preparing"
     DATA_LOADING = "data loading"
     HOST_TO_DEVICE = "host to device"
+    LOADING_PADDING = "data loading of padding"  # a part of the two
     AUGMENTATION = "augmentation"
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -9,6 +9,7 @@ checks. With hsdp several groups of processes hold a copy of the model each.
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections import Counter
 from typing import Any
@@ -23,6 +24,7 @@ from engine.comm.reducer import LocalReducer
 from engine.comm.shards import row_range, to_local
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.meter import loading_s
 from engine.partition import Deals
 from engine.phases import Phase, phase
 from plugins.parallel import private
@@ -33,7 +35,7 @@ from plugins.parallel.virtual import VirtualWorkers
 LISTS = (nn.ModuleList, nn.Sequential)
 
 PADDING = "padding"
-"""The phase of passes beyond the last worker, in the seconds of phases."""
+"""The phase of passes beyond the last worker, in the seconds of phases; without their loading."""
 
 NEEDED = (
     "set_all_reduce_hook",
@@ -250,7 +252,10 @@ class ShardedReducer(_OverShards):
 
 
 class ShardedWorkerReducer(_OverShards, VirtualWorkers):
-    """Virtual workers whose gradients `TreeReduceScatter` adds up, a round of workers at a time."""
+    """Virtual workers whose gradients `TreeReduceScatter` adds up, a round of workers at a time.
+
+    seconds  of each phase until the end of the last pass
+    """
 
     in_rounds = True
 
@@ -263,6 +268,7 @@ class ShardedWorkerReducer(_OverShards, VirtualWorkers):
         deals: Deals | None = None,
     ):
         super().__init__(workers, world, model, deals, timeout_s=timeout_s)
+        self.seconds: dict[str, float] = {}
         self.trees: dict[str, TreeReduceScatter] = {}
         for name, unit in self.calls.units.items():
             self.trees[name] = TreeReduceScatter(workers, name, self.calls)
@@ -279,7 +285,6 @@ class ShardedWorkerReducer(_OverShards, VirtualWorkers):
                 ranks.append(rank)
         for tree in self.trees.values():
             tree.sums, tree.ranks = 0, ranks
-        self.seconds = dict(phase.seconds)
 
     def end_pass(self) -> None:
         """(all ranks) Raise LockstepError unless the tree of each unit has received one sum for
@@ -287,6 +292,7 @@ class ShardedWorkerReducer(_OverShards, VirtualWorkers):
         super().end_pass()
         if self.worker >= self.workers:
             self._end_padding()
+        self.seconds = _seconds_until_now()
         for name, tree in self.trees.items():
             if self.calls.syncs and self.calls.trains(name) and tree.sums != 1:
                 raise LockstepError(
@@ -298,13 +304,32 @@ class ShardedWorkerReducer(_OverShards, VirtualWorkers):
                 )
 
     def _end_padding(self) -> None:
-        """Count the time of a pass beyond the last worker apart: it is no time of a worker."""
-        phase(phase.name, phase.now[1])  # adds the seconds of the current phase
-        for name in (Phase.FORWARD, Phase.BACKWARD):
-            before = self.seconds.get(name, 0.0)
-            added = phase.seconds.get(name, 0.0) - before
-            phase.seconds[name] = before
-            phase.seconds[PADDING] = phase.seconds.get(PADDING, 0.0) + added
+        """Count the time of a pass beyond the last worker apart, from the end of the pass before:
+        it is no time of a worker. A rank never begins a step with such a pass."""
+        now = _seconds_until_now()
+        seconds = phase.seconds
+        for name in (Phase.AUGMENTATION, Phase.FORWARD, Phase.BACKWARD):
+            added = now.get(name, 0.0) - self.seconds.get(name, 0.0)
+            seconds[name] = seconds.get(name, 0.0) - added
+            seconds[PADDING] = seconds.get(PADDING, 0.0) + added
+        # The log's data wait has this time, too.
+        loading = loading_s(now) - loading_s(self.seconds)
+        name = Phase.LOADING_PADDING
+        seconds[name] = seconds.get(name, 0.0) + loading
+
+    def workers_a_step(self, step: int) -> float:
+        """Return the passes of a step on a GPU, whose clock counts passes beyond the last worker,
+        too: there all ranks wait for each other in each pass."""
+        workers = super().workers_a_step(step)
+        return len(self.blocks[0]) if self.world.device.type == "cuda" else workers
+
+
+def _seconds_until_now() -> dict[str, float]:
+    """Return the seconds of each phase, also of the current phase until now."""
+    name, _, began = phase.now
+    seconds = dict(phase.seconds)
+    seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
+    return seconds
 
 
 class TreeReduceScatter(Collective):

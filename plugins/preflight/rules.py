@@ -7,6 +7,7 @@ the moment are judged in the order of RULES.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -241,7 +242,9 @@ def _numbers(shares: list[str]) -> list[float]:
 def _nearest_shares(facts: Any) -> str:
     """Return the shares that are nearest to `ddp.shares` and can be dealt, as the numbers of
     workers. A process without a share takes the mean share."""
-    numbers = _numbers(facts.cfg.ddp.shares)[: facts.world.size]
+    # as in 3:1 and 75%,25%
+    texts = re.split("[:; ]+", " ".join(facts.cfg.ddp.shares).replace("%", "").strip())
+    numbers = _numbers(texts)[: facts.world.size]
     numbers += [sum(numbers) / len(numbers)] * (facts.world.size - len(numbers))
     if not any(numbers):
         numbers = [1.0] * len(numbers)
@@ -450,7 +453,7 @@ RULES = (
         moment="plan",
         setting=SHARES,
         excluded=Condition("{value}", _shares_for_wrong_values),
-        what="{setting}: a share is a number above 0, or all are auto",
+        what="{setting}: a share is a number from 1e-6 to 1e6, or all are auto",
         fix="use ddp.shares={excluded}, the nearest that can be dealt, or ddp.shares=auto",
     ),
     Rule(

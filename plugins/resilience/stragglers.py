@@ -111,7 +111,8 @@ class Stragglers:
         if self.gpu_clock:
             with self.world.host_sync():
                 computing_s = self.gpu_clock.take()
+        loading = loading_s(seconds) - seconds.get(Phase.LOADING_PADDING, 0.0)
         times = torch.zeros(self.world.size, 2)
-        times[self.world.rank] = torch.tensor([loading_s(seconds), computing_s]) / self.workers
+        times[self.world.rank] = torch.tensor([loading, computing_s]) / self.workers
         self.world.sum(times)
         return times

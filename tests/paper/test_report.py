@@ -324,6 +324,15 @@ def test_the_panel_of_the_rate_shows_the_smallest_and_the_largest_of_the_groups(
     assert "lr_min" not in report._panel_names([run])
 
 
+def test_an_event_of_shares_names_the_workers_and_the_first_step():
+    facts = {"from_step": 26, "workers": [6, 2], "why": "process 1 takes 2.1 times as long per worker"}
+    lines = [{"event": "shares", "step": 20, "time_s": 1.0} | facts, {"event": "shares", "step": 30}]
+    (step, words), (_, of_damaged) = report._events(report.Run("run", Path("run"), "run", lines))
+    why = "process 1 takes 2.1 times as long per worker"
+    assert (step, words) == (20, f"virtual workers of the processes: [6, 2], from step 26 on ({why})")
+    assert of_damaged == "virtual workers of the processes: None, from step None on (None)"
+
+
 def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path):
     """Runs whose logs, checkpoints or other files are missing or damaged: one page of all, with a note in each."""
     folders = {name: tmp_path / name for name in [*BROKEN, *OTHER_FILES]}

@@ -19,11 +19,16 @@ from test_same_bits import ATTENTION, CONV, interrupt_thrice
 from test_the_idea import TERMS
 
 import tasks
-from engine import config, partition, plan
+from engine import config, partition, phases, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.errors import few
-from plugins.parallel import shares
+from engine.meter import loading_s
+from engine.phases import Phase, phase
+from engine.report import step_metrics
+from plugins.parallel import fsdp, shares
+from plugins.parallel.virtual import WorkerReducer
+from plugins.resilience.stragglers import Stragglers
 
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
 UNEVEN = str(ROOT / "tests" / "tasks" / "uneven.py")
@@ -202,6 +207,77 @@ def test_the_line_names_the_process_and_its_workers(caplog):
     assert re.search(r"process 11 takes 8.0 times .*: process 0 has 5 workers instead of 4, .*process 11 has 1 w", line)
 
 
+# ---- the times of a worker ----
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_log_point_divides_by_the_workers_of_its_own_steps(monkeypatch, rank):
+    """The deal changes in the middle of the second window; a worker takes half a second all the time."""
+    world, deals = World(rank, 0, 2, torch.device("cpu")), partition.Deals([6, 2])
+    reducer = WorkerReducer(8, world, torch.nn.Linear(1, 1), deals=deals)
+    meter = SimpleNamespace(stragglers=Stragglers(world, 1))
+    log = SimpleNamespace(straggler=lambda run, found: None, train=lambda run, metrics: None)
+    run = SimpleNamespace(meter=meter, reducer=reducer, progress=SimpleNamespace(step=0))
+    run.record, run.cfg = SimpleNamespace(log=log), SimpleNamespace(digest_every=0)
+    times = []
+    reducer.balance = SimpleNamespace(move=lambda run: times.append(float(meter.stragglers.newest[rank].sum())))
+    monkeypatch.setattr(World, "sum", lambda self, times: None)
+    monkeypatch.setattr(step_metrics, "training_metrics", lambda run, seconds: {})
+    deals.add(16, [5, 3])
+    for step, workers in ((10, (6, 2)), (20, (5.6, 2.4)), (21, (5, 3)), (30, (5, 3))):
+        run.progress.step = step
+        monkeypatch.setattr(phase, "seconds", {Phase.FORWARD: 0.5 * workers[rank]})
+        step_metrics.log_metrics(run)
+    assert times == pytest.approx([0.5] * 4)
+
+
+def sharded(counts, rank=0, device="cpu"):
+    """The reducer of a rank with shards, without a model."""
+    reducer = object.__new__(fsdp.ShardedWorkerReducer)
+    reducer.workers, reducer.trees, reducer.seconds, reducer.counted = sum(counts), {}, {}, 0
+    reducer.world, reducer.calls = World(rank, 0, 2, torch.device(device)), SimpleNamespace(end_pass=lambda: None)
+    reducer.deals = partition.Deals(counts, in_rounds=True)
+    reducer.blocks = reducer.deals.at(0)
+    return reducer
+
+
+LASTS = {Phase.DATA_LOADING: 1, Phase.HOST_TO_DEVICE: 2, Phase.AUGMENTATION: 4, Phase.FORWARD: 8, Phase.BACKWARD: 16}
+
+
+def test_padding_is_no_time_of_a_worker(monkeypatch):
+    """Neither its passes nor their loading; the log's data wait has the loading. Two workers and four passes beyond."""
+    clock, began = SimpleNamespace(now=0.0), []
+    for module in (phases, fsdp):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(phase, "now", (Phase.LOGGING, False, 0.0))
+    monkeypatch.setattr(phase, "seconds", {})
+    monkeypatch.setattr(phase, "listeners", [began.append])
+    monkeypatch.setattr(World, "sum", lambda self, times: times[0].fill_(10))
+    reducer = sharded([6, 2], rank=1)
+    stragglers = Stragglers(reducer.world, 2)
+    for _ in range(2):
+        began.clear()
+        for worker in reducer.blocks[1]:
+            reducer.worker = worker
+            for name, lasts in LASTS.items():
+                phase(name)
+                clock.now += lasts if worker < reducer.workers else 3 * lasts
+            reducer.end_pass()
+        phase(Phase.OPTIMIZER_STEP)
+        assert began == [*LASTS] * 6 + [Phase.OPTIMIZER_STEP], "a clock of the GPU follows the phases"
+        seconds = phase.take()
+        stragglers.find(seconds)
+        assert stragglers.newest[1].tolist() == [1 + 2, 4 + 8 + 16]
+        assert loading_s(seconds) == (2 + 4 * 3) * (1 + 2) and seconds[fsdp.PADDING] == 4 * 3 * (4 + 8 + 16)
+
+
+def test_with_shards_on_a_gpu_passes_are_counted_because_the_clock_counts_them():
+    """All ranks have as many, and wait for each other in each: none is slow because it has few workers."""
+    for rank, workers in enumerate([6, 2]):
+        assert sharded([6, 2], rank).workers_a_step(10) == workers
+        assert sharded([6, 2], rank, "cuda").workers_a_step(10) == 6
+
+
 # ---- what is refused ----
 
 
@@ -211,7 +287,7 @@ def plan_of(*words, processes=1):
 
 
 NOT_EACH = "ddp.shares={} has not one share for each process, of which there are {} (ddp.shares): use ddp.shares=auto"
-NO_NUMBER = "ddp.shares={}: a share is a number above 0, or all are auto (ddp.shares): use ddp.shares={}, the nearest"
+NO_NUMBER = "ddp.shares={}: a share is a number from 1e-6 to 1e6, or all are auto (ddp.shares): use ddp.shares={}, the"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +301,11 @@ NO_NUMBER = "ddp.shares={}: a share is a number above 0, or all are auto (ddp.sh
         ("3,auto", 2, NO_NUMBER.format("3,auto", "3,1")),
         ("nan,1", 2, NO_NUMBER.format("nan,1", "1,3")),
         ("inf,1", 2, NO_NUMBER.format("inf,1", "3,1")),
+        ("3:1", 2, NO_NUMBER.format("3:1", "3,1")),
+        ("1 3", 2, NO_NUMBER.format("1 3", "1,3")),
+        ("75%,25%", 2, NO_NUMBER.format("75%,25%", "3,1")),
+        ("%", 2, NO_NUMBER.format("%", "2,2")),
+        ("1e9,1", 2, NO_NUMBER.format("1e9,1", "3,1")),
         ("1e308,1e308", 2, NO_NUMBER.format("1e308,1e308", "2,2")),
         ("1,1,1,1,1", 5, "5 processes with virtual_workers=4 (virtual_workers): start at most 4"),
     ],

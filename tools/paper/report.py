@@ -821,6 +821,10 @@ def _events(run: Run) -> list[tuple[int, str]]:
             why = "; ".join([f"sample {index} has {what}" for index, what in faults])
             words = f"step {line.get('skipped_step')} skipped: {why or 'not finite'}"
             rows.append((line["step"], words))
+        elif event == "shares":
+            words = f"virtual workers of the processes: {line.get('workers')}"
+            words += f", from step {line.get('from_step')} on ({line.get('why')})"
+            rows.append((line["step"], words))
         elif event not in ("train", "eval"):
             values = [str(value) for key, value in line.items() if key not in LOGGED]
             rows.append((line["step"], f"{event}: " + ", ".join(values)))
