@@ -21,7 +21,7 @@ from engine import config
 from engine.errors import LockstepError
 from tools.evidence import rewind as tool
 from tools.evidence import rewind_shares
-from tools.evidence.rewind_find import Series, jumps, onset
+from tools.evidence.rewind_find import Series, jumps, noise_of, onset, series_of
 from tools.paper import study
 
 SPIKED = str(ROOT / "tests" / "tasks" / "spiked.py")
@@ -75,6 +75,20 @@ def test_a_jump_is_found_above_the_noise_and_in_a_falling_loss():
     assert not jumps([Series("loss", steps, falling)], begin=32)
 
 
+def test_the_short_step_at_the_end_of_an_epoch_is_no_jump():
+    """Of one sample the norm is sqrt(32) times as noisy: 1409 windows of `har` are 44 steps of 32 and one of 1."""
+    lines = []
+    for step in range(1, 46):
+        norm = 2.7 * (1 + 0.1 * (-1) ** step)
+        lines.append({"step": step, "samples": min(32 * step, 1409), "loss": 1.7, "grad_norm": norm})
+    lines[-1]["grad_norm"] = 15.2
+    assert not jumps(series_of(lines)), "not the norm of one sample"
+    assert [level.step for level in jumps(series_of([*lines[:44], lines[44] | {"samples": 1440}]))] == [45]
+    coarse = lines[9::10] + lines[-1:]
+    assert noise_of(coarse)[-1]["grad_norm"] == pytest.approx(32**0.5)
+    assert noise_of(coarse)[-1]["loss"] == pytest.approx((5 * 32 / (4 * 32 + 1)) ** 0.5)
+
+
 def test_the_step_is_the_first_of_a_jump_and_not_the_highest(capsys):
     lines = {n: {"event": "train", "step": n, "loss": 1 + 0.01 * (-1) ** n} for n in range(1, 61)}
     lines[31]["loss"], lines[32]["loss"], lines[33]["loss"] = 4.0, 9.0, 3.0
@@ -93,6 +107,22 @@ def test_a_loss_that_may_be_negative_is_compared_without_a_logarithm():
     values = [-1.0 + 0.01 * (-1) ** n for n in range(30)]
     values[20] = 0.5
     assert [level.step for level in jumps([Series("loss", [*range(30)], values)])] == [20]
+
+
+def test_noise_is_no_jump_after_few_steps_and_no_jump_is_a_rounding_error():
+    """The norms are the first of ordinary runs, of `har` and of two small networks. A line fits four values closely."""
+    of_har, of_waves, of_numbers = (
+        [4.494, 3.913, 2.807, 3.236],
+        [0.548, 0.531, 0.588, 0.685],
+        [4.786, 5.346, 4.205, 5.21],
+    )
+    for norms, fifth in ((of_har, 7.206), (of_waves, 1.183), (of_numbers, 8.93)):
+        assert not jumps([Series("grad_norm", [*range(5)], [*norms, fifth])])
+        assert jumps([Series("grad_norm", [*range(5)], [*norms, 20 * fifth])])
+    losses = [1.4, *[0.0] * 30, 2.98e-8, 0.0]
+    assert not jumps([Series("loss", [*range(len(losses))], losses)])
+    losses[-1] = 0.01
+    assert [level.value for level in jumps([Series("loss", [*range(len(losses))], losses)])] == [0.01]
 
 
 # ---- the shares, against a plain loop

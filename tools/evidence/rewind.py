@@ -32,6 +32,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ from tools.evidence.rewind_fork import (
     Change,
     Fork,
     check_folder,
+    check_settings,
     free_folder,
     make_fork,
     samples_in,
@@ -158,6 +160,9 @@ def _forks(options: argparse.Namespace) -> bool:
     return bool(options.without or options.changed or options.again)
 
 
+WITHOUT = re.compile(r"worst(:[1-9]\d*)?|(sample:)?\d+(,(sample:)?\d+)*")
+"""The values of --without."""
+
 OF_THE_TOOL = ("log_every", "save_every", "keep_checkpoints", "digest_every", "record")
 """Settings that the tool chooses for the steps that are taken again."""
 
@@ -179,11 +184,24 @@ def _check_options(options: argparse.Namespace, rest: list[str]) -> None:
         if getattr(options, name) and not _forks(options):
             todo = "give --without, --with or --again, too"
             raise LockstepError(f"--{name} without a fork", "command line", todo)
+    _check_fork(options)
     if not options.no_page:
         pages.check_packages("rewind.py")
-        options.page = pages.check_name(options.page or pages.free_name("rewind"))
-    if options.into:
-        check_folder(options.into)
+        options.page = pages.check_name(options.page or pages.free_name("rewind"), "--page")
+
+
+def _check_fork(options: argparse.Namespace) -> None:
+    """Raise LockstepError for options of a fork that cannot be used, before a step is taken."""
+    if not _forks(options):
+        return
+    check_folder(options.into, folder_of(Path(options.run)))
+    check_settings(options.changed)
+    if options.without and not WITHOUT.fullmatch(options.without):
+        todo = "give numbers such as 17,90, or worst, or worst:3"
+        raise LockstepError(f"--without {options.without}", "command line", todo)
+    if options.until and options.step and options.until < options.step:
+        todo = "give --step or a later step"
+        raise LockstepError(f"--until {options.until} is before the step", "command line", todo)
 
 
 def _not_found(run: Recorded, options: argparse.Namespace) -> dict[str, Any]:
@@ -605,6 +623,10 @@ def go_on(again: Again, analysis: Analysis, options: argparse.Namespace) -> Fork
     """Train the fork of the options, and print the difference to the run."""
     change = Change(samples_without(analysis, options.without), tuple(options.changed))
     run = analysis.run
+    number = analysis.step.number
+    if options.until and options.until < number:
+        what = f"--until {options.until} is before step {number}"
+        raise LockstepError(what, "command line", "give a later step")
     folder = options.into or free_folder(run.folder, change)
     begin = analysis.stretch.begin
     start = f"step {begin.step}" if begin.path else "the seed"
@@ -633,8 +655,6 @@ def samples_without(analysis: Analysis, text: str | None) -> tuple[int, ...]:
         return samples_in(text, len(analysis.step.train_set))
     groups = verdict.named
     if count:
-        if not count.isdecimal() or not int(count):
-            raise LockstepError(f"--without {text}", "command line", "give such as worst:3")
         groups = verdict.groups[: int(count)]
     if not groups:
         todo = "give numbers, or worst:1 for the sample with the highest share"
@@ -726,6 +746,9 @@ def updates_before(step: Step, states: States, log: Log, number: int) -> list[Up
 def facts_of(step: Step, states: States, taken: Taken) -> list[str]:
     """Return sentences on the division."""
     facts = list(step.notes)
+    count, whole = len(step.places), step.run.plan.global_batch
+    if count < whole:
+        facts.append(f"the step has {amount(count, 'sample')}, a whole step {whole}")
     other = [
         key
         for key, line in states.log.items()

@@ -2,13 +2,17 @@
 
 A value is compared with the values before it. The usual value m is the median of the last NEAR
 values. The deviation s is 1.4826 times the median of the absolute residuals of the last BEFORE
-values from a line by Theil and Sen, and at least FLOOR * |m|. A value above m + LIMIT * s and above
-RISE * m is a jump. All values are logarithms, if all are positive: the noise of a loss falls with
-the loss.
+values from a line by Theil and Sen, and at least FLOOR * |m|; with n < BEFORE values before, s is
+sqrt((BEFORE - 2) / (n - 2)) times as large, because a line fits few values closely. A value above
+m + LIMIT * s and above RISE * m is a jump, unless the value is smaller than the rounding of an
+earlier value. All values are logarithms, if all are positive: the noise of a loss falls with the
+loss. The last step of an epoch may have fewer samples: s and log(RISE) are larger by the square
+root of the ratio.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +31,9 @@ LEAST = 4
 LIMIT = 6.0
 FLOOR = 0.05
 RISE = 1.5
+ROUNDING = 1e-6
+"""A value below ROUNDING times the largest value before is the rounding of float32."""
+
 MAD = 1.4826
 """Deviation of a normal distribution / median of the absolute differences from the median."""
 
@@ -71,11 +78,15 @@ class Level(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A number of the log over the steps, the finite values only."""
+    """A number of the log over the steps, the finite values only.
+
+    noise  the noise of each value, relative to a value of a whole step; empty: 1 for all
+    """
 
     name: str
     steps: list[int]
     values: list[float]
+    noise: Sequence[float] = ()
 
     def level(self, place: int) -> Level | None:
         """Return the level of the value at a place; None with too few values before."""
@@ -89,12 +100,15 @@ class Series(NamedTuple):
             value = math.log(value)
         usual = float(np.median(before[-NEAR:]))
         floor = FLOOR if logarithmic else FLOOR * abs(usual)
-        deviation = max(_deviation(before), floor, 1e-12)
-        rise = math.log(RISE) if logarithmic else (RISE - 1) * abs(usual)
+        noise = self.noise[place] if self.noise else 1.0
+        few = math.sqrt((BEFORE - 2) / (len(before) - 2))
+        deviation = max(_deviation(before), floor, 1e-12) * few * noise
+        rise = (math.log(RISE) if logarithmic else (RISE - 1) * abs(usual)) * noise
         limit = usual + max(LIMIT * deviation, rise)
         score = (value - usual) / deviation
         if logarithmic:
             usual, limit = math.exp(usual), math.exp(limit)
+        limit = max(limit, ROUNDING * max(map(abs, self.values[:place])))
         return Level(self.name, self.steps[place], self.values[place], usual, limit, score)
 
     def levels(self) -> list[Level]:
@@ -107,7 +121,9 @@ def series_of(lines: Iterable[dict[str, Any]]) -> list[Series]:
     """Return the series of loss and gradient norm in lines of a training; with turns, of each
     turn."""
     found: dict[str, Series] = {}
-    for line in lines:
+    noises: dict[str, list[float]] = {}
+    lines = [*lines]
+    for line, noise in zip(lines, noise_of(lines), strict=True):
         turn = _turn_of(line)
         for name, value in line.items():
             kind = name.partition("/")[0]
@@ -116,10 +132,34 @@ def series_of(lines: Iterable[dict[str, Any]]) -> list[Series]:
                 continue
             if kind == "grad_norm" and turn:  # a norm is of the last step alone
                 name = f"{name}/{turn}"
-            series = found.setdefault(name, Series(name, [], []))
+            series = found.setdefault(name, Series(name, [], [], []))
             series.steps.append(int(line["step"]))
             series.values.append(float(value))
-    return list(found.values())
+            noises.setdefault(name, []).append(noise[kind])
+    return [series._replace(noise=noises[name]) for name, series in found.items()]
+
+
+def noise_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Return the noise of loss and gradient norm of each line, by the samples of its steps: 1 for
+    whole steps.
+
+    A loss is of all steps since the line before, a gradient norm of the last step. Where steps have
+    fewer samples than a whole step, the last step of an epoch lacks them, and an epoch ends with a
+    line.
+    """
+    counts = [(0, 0)]
+    for one, two in itertools.pairwise(lines):
+        steps, samples = (two.get(name, 0) - one.get(name, 0) for name in ("step", "samples"))
+        counts.append((steps, samples) if steps > 0 and samples > 0 else (0, 0))
+    whole = max((samples / steps for steps, samples in counts if steps), default=0.0)
+    noise = []
+    for steps, samples in counts[: len(lines)]:
+        of_loss = of_norm = 1.0
+        if steps:
+            of_loss = math.sqrt(whole * steps / samples)
+            of_norm = math.sqrt(whole / max(1.0, whole - (whole * steps - samples)))
+        noise.append({"loss": of_loss, "grad_norm": of_norm})
+    return noise
 
 
 def _turn_of(line: dict[str, Any]) -> str:

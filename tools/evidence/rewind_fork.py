@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -29,6 +30,15 @@ from tools.running import train_in
 
 RECIPE = "fork.yaml"
 """The file in a fork's folder with the settings of the run."""
+
+SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+
+FIXED = {
+    "save_dir": "--into FOLDER names the folder of the fork",
+    "resume": "a fork begins at the nearest checkpoint before the step: --step N",
+    "task": "start a new run",
+}
+"""Keys that a fork sets by itself, and the way to the same aim."""
 
 NAME = re.compile(r"[^A-Za-z0-9_.=,-]+")
 
@@ -93,10 +103,33 @@ def free_folder(run: Path, change: Change) -> Path:
     return path
 
 
-def check_folder(folder: Path) -> None:
-    """Raise LockstepError unless a folder is new or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def check_folder(folder: Path | None, run: Path) -> None:
+    """Raise LockstepError unless a fork may be written into a folder: new or empty, not within the
+    run.
+
+    folder  None: a new folder beside the run
+    """
+    todo = "give --into FOLDER in a folder of yours"
+    if folder is None:
+        folder = run.resolve().with_name("fork")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LockstepError(f"{folder} is not empty", "--into", "give a new folder")
+    above = folder.resolve().parents
+    if run.resolve() in above:
+        raise LockstepError(f"{folder} is within the run, which is only read", "--into", todo)
+    nearest = next(path for path in above if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise LockstepError(f"{nearest} cannot be written", "--into", todo)
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Raise LockstepError for a text that is no setting, or a setting that a fork cannot change."""
+    for setting in settings:
+        key = setting.partition("=")[0]
+        if not SETTING.match(setting):
+            raise LockstepError(f"--with {setting}", "command line", "give KEY=VALUE")
+        if key in FIXED:
+            raise LockstepError(f"a fork cannot change {key}", f"--with {setting}", FIXED[key])
 
 
 class ForkTaker(Taker):
@@ -146,7 +179,7 @@ def make_fork(
     words = ["--config", str(recipe), *rest, *change.settings]
     begin = stretch.begin
     try:
-        words += _forced(run, begin, command.read(words, tasks).cfg)
+        words += _forced(run, begin, change, command.read(words, tasks).cfg)
         text = f"began as a fork of {run.folder.resolve().name} at step {begin.step} {change}"
         _note(folder, run, begin, change, text)
         done = train_in(folder, words, run.processes(stretch), notify=check)
@@ -164,13 +197,14 @@ def make_fork(
     return fork
 
 
-def _forced(run: Recorded, begin: CheckpointState, cfg: Any) -> list[str]:
+def _forced(run: Recorded, begin: CheckpointState, change: Change, cfg: Any) -> list[str]:
     """Return the words that allow a fork to differ from its checkpoint."""
     if not begin.path:
         return []
     keys = [*run.decisive(begin.config, config.to_dict(cfg))]
-    if "exclude" in keys:  # class weights and means are of the samples that are left
+    if change != Change():  # class weights, means and windows follow from samples and settings
         keys.append("data")
+        keys.append("global_batch")
     return ["--force", ",".join(keys)] if keys else []
 
 

@@ -33,7 +33,8 @@ OUTSTANDING = 0.5
 """The least share of the named samples together, in each number that jumped."""
 
 MOST = 8
-"""The most samples that are named, and at most a tenth of the samples of the step."""
+"""The most samples that are named: a tenth of the samples of the step; two of six samples or more.
+"""
 
 HIGHER = 2.0
 """A rate, or an update, of so many times the usual value is named as the cause."""
@@ -271,7 +272,8 @@ def _outstanding(groups: Sequence[Group], jumped: Sequence[Level]) -> bool:
 
 def most_named(groups: Sequence[Group]) -> int:
     """Return the most samples of a step that are named."""
-    return max(1, min(MOST, len(groups) // 10))
+    of_few = min(2, len(groups) // 3)
+    return max(1, of_few, min(MOST, len(groups) // 10))
 
 
 def _explains(level: Level, without: float) -> bool:

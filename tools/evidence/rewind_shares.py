@@ -31,7 +31,15 @@ from engine import api, checkpoint, config, global_loss, kernels, launch, optim,
 from engine.comm.buffers import Buffers
 from engine.comm.world import World
 from engine.contract import Batch, Loss, Task, per_sample
-from engine.data.batches import map_tensors, tree_children, tree_leaves, unflatten
+from engine.data.ahead import to_device
+from engine.data.batches import (
+    attach_info,
+    find_info,
+    map_tensors,
+    tree_children,
+    tree_leaves,
+    unflatten,
+)
 from engine.data.splits import load_datasets
 from engine.files.archive import CheckpointState
 from engine.hooks import check
@@ -52,12 +60,37 @@ ROUGH = 0.1
 class Pass(NamedTuple):
     """A forward pass of the step: the batch on the device, and its place in the step.
 
+    numbers  (3, B) index, position and seed of the samples
+    loader   fetches samples again
     weights  of the terms of a task with `losses`, {term: weight over the whole step}
     """
 
     batch: Batch
     micro: MicroBatch
+    numbers: Tensor
+    loader: TrainLoader
     weights: Mapping[str, float] = MappingProxyType({})
+
+    def of_rows(self, rows: list[int]) -> Pass:
+        """Return a pass of some samples: rows of the batch, if all of its parts have rows."""
+        samples = len(self.micro.indices)
+        if not all_have_rows(self.batch, samples):
+            return self.fetched(rows)
+        micro = self._micro_of(rows)
+        batch = rows_of_batch(self.batch, rows, samples)
+        return self._replace(batch=batch, micro=micro, numbers=self.numbers[:, rows])
+
+    def fetched(self, rows: list[int]) -> Pass:
+        """Return a pass of some samples, which are fetched again as a batch of their own."""
+        loader, micro, numbers = self.loader, self._micro_of(rows), self.numbers[:, rows]
+        fetched = to_device(loader.source.get(micro), loader.device)
+        batch = loader.prepared([micro], fetched, numbers, loader.step_info([micro]))
+        return self._replace(batch=map_tensors(batch, Tensor.detach), micro=micro, numbers=numbers)
+
+    def _micro_of(self, rows: list[int]) -> MicroBatch:
+        micro = self.micro
+        seeds = micro.seeds and [micro.seeds[row] for row in rows]
+        return micro._replace(indices=[micro.indices[row] for row in rows], seeds=seeds)
 
 
 class Row(NamedTuple):
@@ -393,6 +426,8 @@ class Step:
         """Return whether the losses of the rows of the output add up to the loss of the pass."""
         total = size = 0.0
         try:
+            if self._reads_the_pass(each, output, gathered):
+                return False
             for row in range(len(each.micro.indices)):
                 part = float(self._of_row(each, row, output, gathered).total.detach())
                 total += part
@@ -405,18 +440,43 @@ class Step:
         limit = CLOSE[self.run.precision.name] * max(size, 1e-12)
         return abs(total - expected) <= limit
 
+    def _reads_the_pass(self, each: Pass, output: Any, gathered: Gathered) -> bool:
+        """Return whether the loss of a row reads a number of all samples of the pass.
+
+        A network may return a mean loss beside the rows of its output. The mean is another number
+        if a sample is computed alone; a temperature is the same number.
+        """
+        samples = len(each.micro.indices)
+        whole = {}
+        for name, leaf in tree_leaves(output):
+            is_number = isinstance(leaf, Tensor) and leaf.requires_grad
+            if is_number and not _is_rows(leaf, samples):
+                whole[name] = leaf
+        total = self._of_row(each, 0, output, gathered).total if whole else None
+        if total is None or not total.requires_grad:
+            return False
+        read = torch.autograd.grad(total, [*whole.values()], retain_graph=True, allow_unused=True)
+        kept = Buffers(self.run.model)
+        kept.keep()
+        alone = _Watched(self.run.model)
+        self._loss(alone, each.fetched([0]), Gathered(1))
+        kept.restore()
+        values = dict(tree_leaves(alone.output))
+        return any(
+            gradient is not None and not torch.equal(whole[name], values[name])
+            for name, gradient in zip(whole, read, strict=True)
+        )
+
     def _of_row(self, each: Pass, row: int, output: Any, gathered: Gathered) -> Loss:
         """Return the loss of a row: of the output of the whole pass, or of the sample alone."""
-        samples = len(each.micro.indices)
-        micro = each.micro._replace(indices=[each.micro.indices[row]])
-        part = Pass(select_rows(each.batch, [row], samples), micro, each.weights)
         if not self.rows_of_output:
             gathered = Gathered(1)
             gathered.begin(None)
             self.run.model.train()
-            return self._loss(_Watched(self.run.model), part, gathered)
+            return self._loss(_Watched(self.run.model), each.fetched([row]), gathered)
         gathered.begin([row])
-        return self._loss(_Replaced(select_rows(output, [row], samples)), part, gathered)
+        of_row = select_rows(output, [row], len(each.micro.indices))
+        return self._loss(_Replaced(of_row), each.of_rows([row]), gathered)
 
     def _compare(self, parts: Sums) -> None:
         """Compare the sums over the samples with the step."""
@@ -476,14 +536,12 @@ class Step:
         """Return the passes of the step without some samples. The others keep pass and seed."""
         left = []
         for number, each in enumerate(self.passes):
-            samples = len(each.micro.indices)
             dropped = {place.row for place in places if place.number == number}
-            rows = [row for row in range(samples) if row not in dropped]
+            rows = [row for row in range(len(each.micro.indices)) if row not in dropped]
             if rows:
-                indices = [each.micro.indices[row] for row in rows]
+                part = each.of_rows(rows)
                 of_step = each.micro.samples - len(places)
-                micro = each.micro._replace(indices=indices, samples=of_step)
-                left.append(Pass(select_rows(each.batch, rows, samples), micro))
+                left.append(part._replace(micro=part.micro._replace(samples=of_step)))
         return self._weighed(left)
 
     def losses_with(self, path: Path | None) -> list[float]:
@@ -531,27 +589,53 @@ def _norm(gradient: Iterable[Tensor]) -> float:
 def _has_rows(output: Any, samples: int) -> bool:
     """Return whether a tensor with a graph in a network's output has a row for each sample. Other
     tensors, such as a temperature, belong to all samples."""
-    return any(
-        isinstance(leaf, Tensor) and leaf.requires_grad and leaf.shape[:1] == (samples,)
-        for _, leaf in tree_leaves(output)
-    )
+    return any(_is_rows(leaf, samples) and leaf.requires_grad for _, leaf in tree_leaves(output))
+
+
+def all_have_rows(batch: Batch, samples: int) -> bool:
+    """Return whether each part of a batch has a row for each sample.
+
+    A batch of another class, or the nodes of several graphs in one tensor, have no such rows.
+    """
+    for _, leaf in tree_leaves(_container(batch)):
+        is_list = type(leaf) is list and len(leaf) == samples
+        if not (leaf is None or is_list or _is_rows(leaf, samples)):
+            return False
+    return True
+
+
+def _is_rows(value: Any, samples: int) -> bool:
+    return isinstance(value, Tensor) and value.shape[:1] == (samples,)
+
+
+def rows_of_batch(batch: Batch, rows: list[int], samples: int) -> Batch:
+    """Return rows of a batch of the loader, with the rows of its BatchInfo."""
+    part = select_rows(_container(batch), rows, samples)
+    info = None if isinstance(batch, dict) else find_info(batch)
+    return part if info is None else attach_info(part, select_rows(info, rows, samples))
+
+
+def _container(batch: Batch) -> Batch:
+    """Return a list or a tuple without the loader's attribute; another batch unchanged."""
+    if not isinstance(batch, list | tuple) or hasattr(batch, "_fields"):
+        return batch
+    return [*batch] if isinstance(batch, list) else (*batch,)
 
 
 def select_rows(value: Any, rows: list[int], samples: int) -> Any:
     """Return the rows of a batch, or of an output. A leaf without a row for each sample is
     unchanged."""
-    if isinstance(value, Tensor):
-        return value[rows] if value.shape[:1] == (samples,) else value
-    if type(value) is list and len(value) == samples:
+    if _is_rows(value, samples):
+        return value[rows]
+    of_samples = type(value) is list and len(value) == samples
+    if of_samples and not all(_is_rows(part, samples) for part in value):
         return [value[row] for row in rows]
     parts = tree_children(value)
     if parts is None:
         return value
-    selected = {name: select_rows(part, rows, samples) for name, part in parts.items()}
-    whole = unflatten(value, selected)
-    if not isinstance(value, dict) and hasattr(value, "lockstep"):
-        object.__setattr__(whole, "lockstep", select_rows(value.lockstep, rows, samples))
-    return whole
+    return unflatten(
+        value, {name: select_rows(part, rows, samples) for name, part in parts.items()}
+    )
 
 
 # ---- the run
@@ -612,7 +696,12 @@ def passes_of(run: Run, processes: int) -> list[Pass]:
     for rank in range(ranks):
         loader = _loader(run.loaders.train.dataset, run.cfg, run.plan, run.world, run.task, rank)
         loader.set_epoch(progress.epoch, progress.position, progress.step)
+        chunk = loader.sampler.chunk_at(progress.position)
+        numbers = loader.numbers_of(*loader.sampler.epoch_indices(chunk))
         for batch, micro in next(iter(loader)):
             if not micro.empty:
-                found.append(Pass(map_tensors(batch, torch.Tensor.detach), micro))
+                first, slots = chunk.start, micro.positions
+                of_pass = numbers[:, slots.start - first : slots.stop - first : slots.step]
+                batch = map_tensors(batch, Tensor.detach)
+                found.append(Pass(batch, micro, of_pass, loader))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,14 +22,17 @@ def check_packages(tool: str) -> None:
         raise LockstepError(f"{' and '.join(missing)} not installed", tool, EXTRA)
 
 
-def check_name(out: Path) -> Path:
+def check_name(out: Path, option: str = "--out") -> Path:
     """Return the name of a page. Raises LockstepError if no page can have the name."""
     if out.suffix not in (".html", ".htm") or not out.parent.is_dir() or out.is_dir():
         raise LockstepError(
             f"{out} is not the name of a page",
-            "--out",
+            option,
             "give one that ends in .html, in a folder that is there",
         )
+    if not os.access(out.parent, os.W_OK):
+        todo = f"give {option} FILE.html in a folder of yours"
+        raise LockstepError(f"{out} cannot be written", option, todo)
     return out
 
 
