@@ -1,6 +1,7 @@
 """tools/rewind.py: planted faults are named first; a step is divided exactly; a fork knows its run."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from engine.errors import LockstepError
 from tools.evidence import rewind as tool
 from tools.evidence import rewind_shares
 from tools.evidence.rewind_find import Series, jumps, noise_of, onset, series_of
+from tools.evidence.rewind_judge import Update, cause_of_updates
 from tools.paper import study
 
 SPIKED = str(ROOT / "tests" / "tasks" / "spiked.py")
@@ -262,6 +264,22 @@ def test_a_sample_that_spoils_the_statistics_of_a_pass_is_named(launch, rewind, 
     assert code == 0 and found["named"] == [culprit_of(run)], err
     lifts = [sample["lifts"] for sample in found["samples"]]
     assert lifts == sorted(lifts, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "rates, step",
+    [
+        ([0.5 * (1 + math.cos(math.pi * n / 24)) for n in range(24)], 0),
+        ([n / 10 for n in range(1, 11)], 0),
+        ([1.0] * 12 + [60.0] + [1.0] * 4, 13),
+        ([1.0] * 15 + [10.0] * 5, 16),
+    ],
+    ids=["decay", "warm-up", "one step", "a resume with another rate"],
+)
+def test_a_rate_is_at_fault_only_where_it_rises(rates, step):
+    updates = [Update(n, rate, math.nan) for n, rate in enumerate(rates, 1)]
+    cause = cause_of_updates(updates)
+    assert cause.startswith(f"the learning rate of step {step} was") if step else not cause
 
 
 # ---- the run is proved first

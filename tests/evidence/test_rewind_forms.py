@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 from conftest import ROOT, succeed
 from runs import records, same_bits, weights
@@ -51,6 +52,22 @@ def test_a_step_of_each_form_of_batch_is_divided(form, trained, rewind):
     assert total == pytest.approx(1, abs=1e-5)
     line = next(line for line in records(run, "train") if line["step"] == found["step"])
     assert found["loss"] == pytest.approx(line["loss"], rel=2e-6)
+
+
+@pytest.mark.slow
+def test_without_an_absurd_target_the_step_has_the_loss_of_the_fork(launch, rewind, tmp_path):
+    """The target is 1e5 among numbers of about 1: the loss of the others is lost in the digits of the sum."""
+    table, run, fork = tmp_path / "prices.csv", tmp_path / "run", tmp_path / "fork"
+    rng = np.random.default_rng(0)
+    rows = [f"{a},{b},{1e5 if n == 123 else a + 2 * b}" for n, (a, b) in enumerate(rng.normal(size=(300, 2)))]
+    table.write_text("\n".join(["a,b,price", *rows]))
+    settings = SMALL | {"table.path": table, "table.target": "price", "epochs": 2, "log_every": 1, "save_dir": run}
+    given = [f"{key}={value}" for key, value in settings.items() if not key.startswith("dataset.")]
+    succeed(launch.train(str(ROOT / "examples" / "own_task.py"), *given))
+    code, found, err = rewind(run, "--without", "worst", "--until", 16, "--into", fork)
+    assert code == 0 and found["named"] == [123] and found["samples"][0]["loss"] > 1e9, err
+    line = next(line for line in records(fork, "train") if line["step"] == found["step"])
+    assert found["without"] == pytest.approx({"loss": line["loss"], "grad_norm": line["grad_norm"]}, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ In a step whose loss or gradient is not finite, the samples that are not finite 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -307,10 +308,13 @@ def _of_no_sample(
 
 
 def cause_of_updates(updates: Sequence[Update]) -> str:
-    """Return a text on a learning rate, or an update, that was far above the usual one; empty if
-    there is none."""
+    """Return a text on a learning rate, or an update, that was far above the usual one, and above
+    the rate of the step before; empty if there is none."""
     usual_lr = float(np.median([each.lr for each in updates])) if updates else 0.0
-    by_rate = [each for each in updates if usual_lr and each.lr >= HIGHER * usual_lr]
+    by_rate = []
+    for before, update in itertools.pairwise(updates):  # the early rates of a decay are high, too
+        if usual_lr and update.lr >= HIGHER * max(usual_lr, before.lr):
+            by_rate.append(update)
     if by_rate:
         highest = max(by_rate, key=lambda each: each.lr)
         return (

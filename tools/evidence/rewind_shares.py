@@ -151,13 +151,6 @@ class Sums:
         else:
             self.gradient = [part.clone() for part in gradient]
 
-    def without(self, other: Sums) -> Sums:
-        """Return the sums without the samples of `other`."""
-        gradient = self.gradient
-        if other.gradient:
-            gradient = list(torch._foreach_sub(self.gradient, other.gradient))
-        return Sums(self.total - other.total, self.weight - other.weight, gradient)
-
 
 class _Watched(nn.Module):
     """Calls a model, and keeps the output."""
@@ -403,22 +396,16 @@ class Step:
             share.gradient_share = _dot(gradient, self.sums.gradient) / squares
         return share
 
-    def _of_rows(
-        self, each: Pass, only: Collection[int] | None = None
-    ) -> Iterator[tuple[Loss, list[Tensor]]]:
-        """Yield loss and gradient of the rows of a pass.
-
-        only  these rows; None: all rows
-        """
+    def _of_rows(self, each: Pass) -> Iterator[tuple[Loss, list[Tensor]]]:
+        """Yield loss and gradient of each row of a pass."""
         whole, output, gathered = self._forward(each)
         samples = len(each.micro.indices)
-        rows = range(samples) if only is None else sorted(only)
         has_rows = self.rows_of_output and _has_rows(output, samples)
         if has_rows and not self._rows_add_up(each, whole, output, gathered):
             has_rows = False
         if not has_rows:
             self.rows_of_output = False
-        for row in rows:
+        for row in range(samples):
             loss = self._of_row(each, row, output, gathered)
             yield loss, self._gradient(loss.total, keep=True)
 
@@ -502,25 +489,14 @@ class Step:
                 f"(relative difference {self.difference:.1g})"
             )
 
-    def of_samples(self, places: Collection[Row]) -> Sums:
-        """Return the sums of some samples within the step."""
-        sums = Sums()
-        for number, each in enumerate(self.passes):
-            rows = [place.row for place in places if place.number == number]
-            for loss, gradient in self._of_rows(each, rows) if rows else ():
-                sums.add(loss, gradient)
-        return sums
-
     def without(self, places: Collection[Row]) -> tuple[float, float]:
         """Return the loss and the norm of the gradient of the step without some samples.
 
-        Where a sample changes the part of the others, the passes are computed again without the
-        samples: by the statistics of a pass, by the loss, or by the weights of the terms.
+        The passes are computed again without the samples. A difference of sums would lose the
+        digits of the others beside a huge sample, and a sample may change the part of the others:
+        by the statistics of a pass, by the loss, or by the weights of the terms.
         """
-        if self.mixes or self.gathers or self.has_terms:
-            left = self._sums_of(self._passes_without(places))
-        else:
-            left = self.sums.without(self.of_samples(places))
+        left = self._sums_of(self._passes_without(places))
         return left.loss, left.norm
 
     def loss_without(self, places: Collection[Row]) -> float:
