@@ -132,6 +132,9 @@ def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str,
         raise LockstepError(
             "the run has no log: metrics.jsonl has no line", str(folder), "give another run"
         )
+    if options.changed:  # a wrong value is an error before a step is taken
+        words = ["--config", str(folder / "config.yaml"), *rest, *options.changed]
+        command.read(words, tasks)
     window = choose_window(run, options)
     if window is None:
         return _not_found(run, options)
