@@ -45,6 +45,9 @@ REACH = (
 
 _BEGAN = time.monotonic()
 
+stdout = 1
+"""The descriptor of stdout: another one while a tool keeps stdout for its JSON."""
+
 
 class Restart(NamedTuple):
     """The restarts of this process by itself, after a lack of memory.
@@ -77,6 +80,8 @@ def start_again(more: dict[str, Any]) -> None:
 def replace_process() -> None:
     """Replace this process by a new process with the same pid, command and environment. Does not
     return; any thread may call."""
+    if stdout != 1:
+        os.dup2(stdout, 1)
     # Otherwise ports, locks and files of the driver would stay open.
     for descriptor in Path("/proc/self/fd").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed

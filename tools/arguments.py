@@ -4,17 +4,29 @@ one line."""
 from __future__ import annotations
 
 import argparse
-import json
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from engine import errors
 from engine.errors import LockstepError
+from plugins.resilience import terminal
+from tools.output import print_json, reserve_stdout
 
 NOT_KNOWN = 7
 """The exit code of a tool without a verdict: a part was not tried, or is absent. 0: tried, and the
 property holds. 1: tried, and the property does not hold."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that prints a mistake as a line that begins with `error: `, as all commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(errors.USAGE, f"error: {message}\n")
 
 
 def whole_number(low: int) -> Any:
@@ -48,18 +60,28 @@ def printed(work: Callable[[], str], output: Path, as_json: bool) -> int:
 
     as_json  print {"output": path, "lines": the lines of the result}
     """
+    terminal.make_safe()
     try:
-        text = work()
-        if as_json:
-            text = json.dumps({"output": str(output), "lines": text.splitlines()})
-        print(text)
+        with reserve_stdout(as_json):
+            text = work()
+            if as_json:
+                print_json({"output": str(output), "lines": text.splitlines()})
+            else:
+                print(text)
     except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _failed(str(error), error.exit_code)
     except OSError as error:
         where = f"{error.filename or output}): choose another place"
-        print(f"error: cannot write: {error.strerror or error} ({where}", file=sys.stderr)
-        return 2
+        return _failed(f"cannot write: {error.strerror or error} ({where}", errors.USAGE)
     except KeyboardInterrupt:
-        return 130
-    return 0
+        return _failed("interrupted", 128 + signal.SIGINT)
+    except Exception as error:
+        traceback.print_exc()
+        return _failed(f"{type(error).__name__}: {errors.headline(error)}", errors.FAULT)
+    return errors.DONE
+
+
+def _failed(text: str, code: int) -> int:
+    """Print an error, and return its exit code."""
+    terminal.write_stderr(f"error: {text}\n")
+    return code

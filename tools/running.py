@@ -25,9 +25,10 @@ from engine.comm.world import World
 from engine.errors import FAULT, LockstepError, set_up, warn_on_stderr
 from plugins import resilience
 from plugins.reporting import plan_text
-from plugins.resilience import agent, terminal
+from plugins.resilience import agent
 from plugins.resilience.scratch import end_with_parent
 from plugins.resilience.signals import StopRequest
+from tools.output import reserve_stdout
 
 T = TypeVar("T")
 
@@ -36,23 +37,21 @@ PROGRESS_S = 10
 
 
 def guarded(
-    argv: list[str], work: Callable[[config.Args], int], translate: Callable[..., list[str]] = list
+    argv: list[str],
+    work: Callable[[config.Args], int],
+    translate: Callable[..., list[str]] = list,
+    as_json: bool = False,
 ) -> int:
     """Parse a training's command line and return the result of `work`. An error is printed as one
     line and becomes an exit code.
 
     translate  converts the tool's own arguments to a training's arguments
+    as_json    keep stdout for `print_json`
     """
 
     def main(words: list[str]) -> int:
-        code = work(command.read(translate(words), tasks))
-        sys.stdout.flush()
-        # a training continues without stdout; the output is the purpose of a tool
-        for why in terminal.lost_streams:
-            if why.startswith("stdout cannot be written"):
-                todo = "start it again"
-                raise LockstepError(why, "the output of a tool", todo, exit_code=FAULT)
-        return code
+        with reserve_stdout(as_json):
+            return work(command.read(translate(words), tasks))
 
     return resilience.guarded(main, FAULT)(argv)
 
@@ -156,11 +155,6 @@ def warn_once(text: str) -> None:
     text prints nothing."""
     if text:
         warn_on_stderr(text)
-
-
-def stdout_aside(as_json: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that redirects stdout to stderr, if stdout is for one JSON object."""
-    return contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout)
 
 
 def train_in(

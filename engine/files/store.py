@@ -157,12 +157,13 @@ class Checkpoints:
 
     entries  of the manifest, oldest first
     best     file name of the best checkpoint; empty without a best checkpoint
+    warning  empty, or a text about a missing or damaged manifest
     """
 
     def __init__(self, folder: Path, keep: int = 1):
         self.folder = folder
         self.keep = keep
-        self.entries, self.best, _ = _read_manifest(folder)
+        self.entries, self.best, self.warning = _read_manifest(folder)
 
     @property
     def last(self) -> Path | None:

@@ -54,9 +54,10 @@ from engine.files.atomic import read_object, write_atomically
 from engine.files.store import check_files
 from plugins import resilience
 from plugins.resilience import status
-from tools.arguments import NOT_KNOWN
+from tools.arguments import NOT_KNOWN, Parser
 from tools.evidence import records
 from tools.machine import cards
+from tools.output import print_json, reserve_stdout
 from tools.running import folder_of, train_in
 from tools.use.evaluate import TRUST, aligned, of_run
 
@@ -73,7 +74,7 @@ FEW = 3
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="compare.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,7 +99,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     args = parser.parse_args(argv)
-    return resilience.guarded(lambda argv: _main(args), errors.FAULT)(argv)
+
+    def work(argv: list[str]) -> int:
+        with reserve_stdout(args.json):
+            return _main(args)
+
+    return resilience.guarded(work, errors.FAULT)(argv)
 
 
 def _main(args: argparse.Namespace) -> int:
@@ -112,7 +118,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.picture:
         draw(args.picture, found["growth"])
     if args.json:
-        print(json.dumps(found))
+        print_json(found)
     else:
         print("\n".join(lines(a, b, found)))
     return status.set_exit_code(EXIT_CODES[found["verdict"]])

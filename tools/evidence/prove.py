@@ -71,9 +71,10 @@ from engine.files.atomic import read_object
 from engine.files.store import LAST
 from engine.threads import available
 from plugins.resilience import status
-from tools.arguments import NOT_KNOWN
+from tools.arguments import NOT_KNOWN, Parser
 from tools.evidence import records, trial
 from tools.machine import cards
+from tools.output import print_json
 from tools.running import guarded, last_step, problem_of, python, script_of, started
 from tools.use.evaluate import TRUST, of_run
 
@@ -303,7 +304,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print((__doc__ or "").strip())
         return 0
-    parser = argparse.ArgumentParser(prog="prove.py", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="prove.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--processes", default="1,2,3,4")
@@ -316,7 +317,7 @@ def main(argv: list[str]) -> int:
         with _place(options.keep) as folder:
             return Proof(options, _training(options.trust, words), args.cfg, folder).run()
 
-    return guarded(words, work, lambda words: _training(options.trust, words))
+    return guarded(words, work, lambda words: _training(options.trust, words), as_json=options.json)
 
 
 def _training(trust: bool, words: list[str]) -> list[str]:
@@ -405,7 +406,7 @@ class Proof:
         self.bar = None
         code = {HOLDS: errors.DONE, BROKEN: 1, UNKNOWN: NOT_KNOWN}[self.verdict]
         if self.options.json:
-            print(json.dumps(self._as_json(code)))
+            print_json(self._as_json(code))
         else:
             print("\n".join(self._verdict()), flush=True)
         return status.set_exit_code(code)

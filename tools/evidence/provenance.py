@@ -62,7 +62,9 @@ from engine.plan import make_plan
 from engine.seeds import preserve_rng_state, seed_everything
 from formats.lab.mixup import Mixed
 from plugins.resilience import status
-from tools.running import alone, guarded, stdout_aside, warn_once
+from tools.arguments import Parser
+from tools.output import print_json
+from tools.running import alone, guarded, warn_once
 from tools.use.evaluate import TRUST, aligned, of_run
 
 ONE_PASS = {
@@ -85,7 +87,7 @@ ROWS = 40
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="provenance.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -103,23 +105,22 @@ def main(argv: list[str]) -> int:
     )
     add("--trust", action="store_true", help=TRUST)
     options, rest = parser.parse_known_args(argv)
-    return guarded(
-        [options.run, *rest],
-        lambda args: _print_uses(args, options),
-        partial(of_run, options.trust),
-    )
+
+    def work(args: config.Args) -> int:
+        return _print_uses(args, options)
+
+    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
 
 
 def _print_uses(args: config.Args, options: argparse.Namespace) -> int:
     alone("one process counts the samples", "provenance.py")
     if options.proof is not None and options.no_contents:
         raise LockstepError("a proof is of contents", "--no-contents", "drop it, or --proof")
-    with stdout_aside(options.json):
-        seen, found = count_uses(args, not options.no_contents, options.proof)
-        if options.list:
-            _write(seen, options.list)
+    seen, found = count_uses(args, not options.no_contents, options.proof)
+    if options.list:
+        _write(seen, options.list)
     if options.json:
-        print(json.dumps(found))
+        print_json(found)
     else:
         print("\n".join(_lines(found, options)))
     return status.set_exit_code(errors.DONE)

@@ -64,9 +64,10 @@ from engine.files import archive, run_folder
 from engine.files.archive import CheckpointState
 from engine.files.atomic import read_object, write_json
 from engine.files.store import LOCK, Checkpoints
-from tools.arguments import NOT_KNOWN
+from tools.arguments import NOT_KNOWN, Parser
 from tools.machine import cards
-from tools.running import Trained, alone, folder_of, guarded, stdout_aside, train_in
+from tools.output import print_json
+from tools.running import Trained, alone, folder_of, guarded, train_in
 from tools.use.evaluate import TRUST, of_run
 
 Log = dict[tuple[int, str], dict[str, Any]]
@@ -88,7 +89,7 @@ FARTHER = 10
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="replay.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -143,17 +144,16 @@ def main(argv: list[str]) -> int:
     options, rest = parser.parse_known_args(argv)
 
     def work(args: config.Args) -> int:
-        with stdout_aside(options.json):
-            result = _replay(args.cfg, options, rest)
-        if options.json:
-            print(json.dumps(result))
+        result = _replay(args.cfg, options, rest)
         if options.out:
             write_json(options.out, result)
         if options.write:
             write_json(Path(result["run"]) / RESULT, result)
+        if options.json:
+            print_json(result)
         return {SAME: 0, UNKNOWN: NOT_KNOWN}.get(result["verdict"], 1)
 
-    return guarded([options.run, *rest], work, partial(of_run, options.trust))
+    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
 
 
 RESULT = "replay.json"

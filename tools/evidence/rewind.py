@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import re
 import signal
@@ -47,7 +46,7 @@ import tasks
 from engine import api, command, config, threads
 from engine.contract import per_sample
 from engine.errors import LockstepError, amount
-from tools.arguments import NOT_KNOWN, whole_number
+from tools.arguments import NOT_KNOWN, Parser, whole_number
 from tools.evidence import replay
 from tools.evidence.replay import Log, Recorded, Stretch, Taker, log_of, saved_at
 from tools.evidence.rewind_find import BEFORE, NAMES, Level, at_step, jumps, onset, series_of
@@ -63,11 +62,11 @@ from tools.evidence.rewind_fork import (
 from tools.evidence.rewind_judge import Group, Update, Verdict, change_ratio, judge, percent
 from tools.evidence.rewind_samples import describe_sample, in_words
 from tools.evidence.rewind_shares import CLOSE, Step
+from tools.output import print_json
 from tools.paper import pages
 from tools.paper.rewind_page import write_page
-from tools.running import alone, folder_of, guarded, stdout_aside
+from tools.running import alone, folder_of, guarded
 from tools.use.evaluate import TRUST, aligned, of_run
-from tools.use.tables import finite
 
 AFTER = 5
 """Steps after the step that are taken again, for the curves."""
@@ -77,7 +76,7 @@ EARLIER = 3
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rewind.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,13 +113,12 @@ def main(argv: list[str]) -> int:
     options, rest = parser.parse_known_args(argv)
 
     def work(args: config.Args) -> int:
-        with stdout_aside(options.json):
-            result = _rewind(args.cfg, options, rest)
+        result = _rewind(args.cfg, options, rest)
         if options.json:
-            print(json.dumps(finite(result)))
+            print_json(result)
         return int(result["exit_code"])
 
-    return guarded([options.run, *rest], work, partial(of_run, options.trust))
+    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
 
 
 def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:

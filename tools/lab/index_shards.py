@@ -37,11 +37,11 @@ from formats.shards import cache as shard_cache
 from formats.shards import digest_of, read_index, size
 from formats.shards import files as shard_files
 from formats.shards.files import INDEX, SCANS, Index, Scanned, Shard
-from tools.arguments import add_json, printed, whole_number
+from tools.arguments import Parser, add_json, printed, whole_number
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="index_shards.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -67,7 +67,7 @@ from formats.lab.videos import (
     read_clock,
 )
 from formats.tables import csv_rows
-from tools.arguments import add_json, printed, rate, whole_number
+from tools.arguments import Parser, add_json, printed, rate, whole_number
 from tools.names import some_names
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's int64 ends at 9e18
@@ -567,7 +567,7 @@ def _collect(
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="prepare_clips.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -42,7 +42,7 @@ from formats.lab.events.pairing import Folders, Named, stem_of
 from formats.lab.poses.track import Track
 from formats.lab.videos import STAMP, read_clock
 from formats.lab.windows import VALID
-from tools.arguments import add_json, printed, rate, whole_number
+from tools.arguments import Parser, add_json, printed, rate, whole_number
 from tools.lab.prepare_clips import (
     MULTI,
     add_labels,
@@ -60,7 +60,7 @@ ROUNDED_HZ = 0.006
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="prepare_tracks.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -45,7 +45,7 @@ from formats.lab.sensor_tables import Reading, Sheet
 from formats.lab.sensors import streams
 from formats.lab.windows import LENGTH, VALID
 from formats.tables import Layout
-from tools.arguments import add_json, printed, whole_number
+from tools.arguments import Parser, add_json, printed, whole_number
 from tools.lab import several_sensors
 from tools.lab.recordings import Labels, Output, Piece, Recordings, factors_of
 from tools.lab.sources import (
@@ -98,7 +98,7 @@ TEXTS = {
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="prepare_windows.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

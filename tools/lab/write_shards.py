@@ -28,7 +28,7 @@ from engine.errors import LockstepError
 from engine.files.atomic import write_json
 from formats.shards import stream
 from formats.shards.files import INDEX
-from tools.arguments import add_json, printed, whole_number
+from tools.arguments import Parser, add_json, printed, whole_number
 from tools.lab import index_shards
 
 SETS = ("train", "val")
@@ -36,7 +36,7 @@ SETS = ("train", "val")
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the words of the training."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="write_shards.py",
         usage="write_shards.py TASK [key=value ...] --to FOLDER",
         description=__doc__,

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -41,8 +40,10 @@ from engine import config
 from engine.errors import LockstepError, amount
 from engine.threads import available
 from plugins.performance.cores import contention_warning
+from tools.arguments import Parser
 from tools.machine import scaling
 from tools.machine.probe import OutOfMemory, probe
+from tools.output import print_json
 from tools.running import guarded
 
 MEANING = {"weak": "each process keeps its batch", "strong": "the global batch stays"}
@@ -298,7 +299,7 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print((__doc__ or "").strip())
         return 0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", default="")
     parser.add_argument("--scaling", choices=["weak", "strong", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=3)
@@ -309,7 +310,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--inside", default="")
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)
-    return guarded(words, partial(_main, options, words))
+    return guarded(words, partial(_main, options, words), as_json=options.json)
 
 
 def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> int:
@@ -338,7 +339,7 @@ def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> i
         )
     if options.json:
         rows = [vars(case) for case in measured]
-        print(json.dumps({"measured": rows, "predicted": prediction}))
+        print_json({"measured": rows, "predicted": prediction})
     else:
         _print(args.cfg.task, kinds, measured, prediction)
     return 0

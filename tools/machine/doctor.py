@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import io
 import itertools
-import json
 import math
 import os
 import resource
@@ -59,11 +58,12 @@ try:
     from plugins.reporting import plan_text
     from plugins.resilience import agent, failure_report, status
     from plugins.resilience.signals import StopRequest
-    from tools.arguments import NOT_KNOWN
+    from tools.arguments import NOT_KNOWN, Parser
     from tools.machine import cards, nvidia
     from tools.machine import checks as machine
     from tools.machine.checks import Line, attempt, failure, ok, unknown, warning
     from tools.machine.probe import time_sum
+    from tools.output import print_json
     from tools.running import guarded, in_world, marked_lines, script_of
 except ModuleNotFoundError as error:  # the doctor itself needs these packages
     sys.exit(
@@ -104,7 +104,7 @@ class Report:
         for line in lines:
             self.lines.append((check, line))
             text = ": ".join(filter(None, [line.text, line.remedy]))
-            self._print(f"{line.level:<8} {text}", as_json=False)
+            self._print(f"{line.level:<8} {text}")
 
     def run(self, check: Callable[..., Iterable[Line]], *given: Any) -> None:
         """Add the lines of a check of this process alone."""
@@ -123,7 +123,7 @@ class Report:
             text += f", {amount(unknowns, 'check')} not made"
         if failures:
             code = 1
-        self._print(text, as_json=False)
+        self._print(text)
         lines = [{"check": check, **line._asdict()} for check, line in self.lines]
         whole = {
             "exit_code": code,
@@ -132,11 +132,12 @@ class Report:
             "unknown": unknowns,
             "lines": lines,
         }
-        self._print(json.dumps(whole, indent=1), as_json=True)
+        if self.main and self.as_json:
+            print_json(whole, indent=1)
         return code
 
-    def _print(self, text: str, as_json: bool) -> None:
-        if self.main and as_json == self.as_json:
+    def _print(self, text: str) -> None:
+        if self.main and not self.as_json:
             print(text, file=self.out, flush=True)
 
 
@@ -145,7 +146,7 @@ class Report:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         usage="doctor.py [--launch N] [--json] [TASK] [--config FILE] [key=value ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -160,7 +161,7 @@ def main(argv: list[str]) -> int:
         if not 1 <= own.launch <= 9999:
             parser.error(f"--launch {own.launch}: give 1 or more")
         _launch(own.launch, words, own.json)
-    return guarded(words, lambda args: examine(args, own.json))
+    return guarded(words, lambda args: examine(args, own.json), as_json=own.json)
 
 
 def _launch(processes: int, words: list[str], as_json: bool) -> None:

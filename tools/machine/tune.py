@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -38,10 +37,13 @@ import yaml
 
 from engine import config, precision
 from engine.errors import LockstepError, amount
+from engine.files.atomic import write_atomically
 from engine.threads import available
 from plugins.performance.cores import contention_warning
+from tools.arguments import Parser
 from tools.machine import cards
 from tools.machine.probe import OutOfMemory, probe
+from tools.output import print_json
 from tools.running import guarded
 
 CLEARLY = 1.03
@@ -244,14 +246,14 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print((__doc__ or "").strip())
         return 0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--max-batch", type=int, default=0)
     parser.add_argument("--out", default="tuned.yaml")
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)
-    return guarded(words, partial(_main, options, words))
+    return guarded(words, partial(_main, options, words), as_json=options.json)
 
 
 def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> int:
@@ -281,26 +283,26 @@ def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> i
         f"{amount(options.processes, 'process')}\n"
     )
     text = about + cut_short + yaml.safe_dump(delta, sort_keys=False)
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    "settings": best["settings"],
-                    "largest": largest,
-                    "best": best,
-                    "tried": tuning.rows,
-                }
-            )
-        )
     if busy := contention_warning(
         max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])
     ):
         tuning.show(f"\nwarning: {busy}, and which setting is faster may be chance")
     tuning.show(f"\n{text}")
     if options.out:
-        Path(options.out).write_text(text, encoding="utf-8")
+        _write(Path(options.out), text)
         tuning.show(f"written to {options.out}: give it to a training with --config {options.out}")
+    if options.json:
+        found = {"settings": best["settings"], "largest": largest, "best": best}
+        print_json(found | {"tried": tuning.rows})
     return INTERRUPTED if cut_short else 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        what = f"cannot write: {error.strerror}"
+        raise LockstepError(what, str(path), "give another --out") from None
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

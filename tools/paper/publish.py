@@ -55,14 +55,15 @@ from engine.files.store import find_checkpoint
 from formats.partial import Partial
 from plugins.resilience import status
 from tasks import har, robot, video
+from tools.arguments import Parser
 from tools.evidence import provenance
+from tools.output import finite, print_json
 from tools.paper import model_card
 from tools.paper.report_scores import score
 from tools.paper.run_files import as_dict
 from tools.running import alone, guarded
 from tools.use import published
 from tools.use.evaluate import TRUST, of_run
-from tools.use.tables import finite
 
 KINDS: tuple[tuple[type[Task], str, list[str]], ...] = (
     (
@@ -89,7 +90,7 @@ OF_REPLAY = "from to share verdict points equal whole_run digest processes date"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="publish.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -145,7 +146,8 @@ def main(argv: list[str]) -> int:
         _check_options(options)
         return of_run(options.trust, words)
 
-    return guarded([options.run, *rest], partial(_publish, options=options), translate)
+    work = partial(_publish, options=options)
+    return guarded([options.run, *rest], work, translate, options.json)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -219,7 +221,7 @@ def _publish(args: config.Args, options: argparse.Namespace) -> int:
     step = saved.step
     if options.json:
         summary = {"folder": str(out), "files": files, "sha256": sha256, "step": step}
-        print(json.dumps(summary))
+        print_json(summary)
         return status.set_exit_code(errors.DONE)
     print(f"{published.shown(saved.path or '')}, step {step}:")
     for name in files:

@@ -44,7 +44,8 @@ from engine.files import run_folder
 from engine.files.atomic import read_object, write_atomically
 from engine.report.log import of_trials
 from plugins.resilience import status
-from tools.arguments import whole_number
+from tools.arguments import Parser, whole_number
+from tools.output import print_json
 from tools.paper import pages
 from tools.paper import report_figures as figures
 from tools.paper.pages import shown
@@ -61,11 +62,10 @@ from tools.paper.run_files import as_dict
 from tools.paper.study_tables import STUDY, all_tables, load
 from tools.running import alone, guarded
 from tools.use.evaluate import TRUST, of_run
-from tools.use.tables import finite
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="report.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
     options.runs = [word for word in options.runs if word not in settings]
     options.rest = [*settings, *rest]
     debug = [word for word in rest if word == "--debug"]
-    return guarded(debug[:1], lambda _: _report(options))
+    return guarded(debug[:1], lambda _: _report(options), as_json=options.json)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -125,7 +125,7 @@ def _report(options: argparse.Namespace) -> int:
             "bytes": len(page),
             "runs": list(map(_as_json, runs)),
         }
-        print(json.dumps(finite(summary)))
+        print_json(summary)
         return status.set_exit_code(errors.DONE)
     names = ", ".join([run.name for run in runs])
     if study:

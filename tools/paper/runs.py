@@ -34,6 +34,8 @@ from engine import errors
 from engine.errors import LockstepError
 from engine.files import run_folder
 from plugins.resilience import status
+from tools.arguments import Parser
+from tools.output import print_json
 from tools.paper.run_files import as_dict
 from tools.running import alone, guarded
 from tools.use.evaluate import TEST, aligned
@@ -50,7 +52,7 @@ MOST = 1 << 16
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="runs.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> int:
     add("--csv", action="store_true", help="print a CSV of all columns")
     add("--json", action="store_true", help="print a JSON list of all columns")
     options = parser.parse_args(argv)
-    return guarded([], lambda _: _list(options))
+    return guarded([], lambda _: _list(options), as_json=options.json)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -86,7 +88,7 @@ def _list(options: argparse.Namespace) -> int:
         column = COLUMN_OF_SORT.get(options.sort, options.sort)
         runs.sort(key=lambda run: _rank(run, column))
     if options.json:
-        print(json.dumps([{name: run[name] for name in COLUMNS} for run in runs]))
+        print_json([{name: run[name] for name in COLUMNS} for run in runs])
     elif options.csv:
         table = csv.writer(sys.stdout, lineterminator="\n")
         table.writerow(COLUMNS)

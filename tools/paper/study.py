@@ -38,7 +38,6 @@ import json
 import re
 import shlex
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -46,6 +45,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,9 @@ from engine.files.atomic import read_object, write_atomically
 from engine.hooks import check
 from formats.lab.folds import folds, part_to_validate
 from plugins.resilience import status
-from tools.arguments import NOT_KNOWN, whole_number
+from tools.arguments import NOT_KNOWN, Parser, whole_number
 from tools.machine import cards
+from tools.output import print_json
 from tools.paper.run_files import as_dict
 from tools.paper.study_numbers import of_study
 from tools.paper.study_tables import STUDY, as_number, lines, write
@@ -75,7 +76,7 @@ PLAN = "plan.json"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="study.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -119,9 +120,10 @@ def main(argv: list[str]) -> int:
     what = "trainings at once (default: one per group of GPUs; 1 without GPUs)"
     add("--jobs", type=whole_number(1), metavar="J", help=what)
     add("--dry-run", action="store_true", help="print folds and trainings, and stop")
-    add("--json", action="store_true", help="print study.json on stdout")
+    add("--json", action="store_true", help="print study.json on stdout; with --dry-run, the plan")
     options, words = parser.parse_known_args(argv)
-    return guarded(words, lambda args: _study(args, options, words))
+    work = partial(_study, options=options, words=words)
+    return guarded(words, work, as_json=options.json)
 
 
 def _seeds(text: str) -> list[int]:
@@ -137,21 +139,19 @@ def _seeds(text: str) -> list[int]:
 def _study(args: config.Args, options: argparse.Namespace, words: list[str]) -> int:
     """Run the study and print the results. Return the exit code. Raises LockstepError."""
     alone("torchrun started this, which starts processes itself", "environment")
-    aside: Any = contextlib.nullcontext()
+    study = Study(args, options, words)
+    print("\n".join(study.plan_lines()), flush=True)
+    if options.dry_run:
+        if options.json:
+            print_json(study.plan)
+        return status.set_exit_code(errors.DONE)
+    with study.owned():
+        failed = study.run()
+        found = results(study.plan, study.folder, study.task)
+        print("\n".join(["", *lines(found)]), flush=True)
+        print(f"\nWrote {', '.join(write(found, study.folder))} in {study.folder}", flush=True)
     if options.json:
-        aside = contextlib.redirect_stdout(sys.stderr)
-    with aside:
-        study = Study(args, options, words)
-        print("\n".join(study.plan_lines()), flush=True)
-        if options.dry_run:
-            return status.set_exit_code(errors.DONE)
-        with study.owned():
-            failed = study.run()
-            found = results(study.plan, study.folder, study.task)
-            print("\n".join(["", *lines(found)]), flush=True)
-            print(f"\nWrote {', '.join(write(found, study.folder))} in {study.folder}", flush=True)
-    if options.json:
-        print((study.folder / STUDY).read_text(), end="")
+        print_json(json.loads((study.folder / STUDY).read_bytes()), indent=1)
     if failed:
         (first, problem), *_ = failed
         raise LockstepError(

@@ -19,7 +19,6 @@ tools/predict.py applies the result. key=value changes the run's config (device=
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,8 +37,9 @@ from plugins.resilience import status
 from tasks import har
 from tasks.shared.calibration import bins_of, ece, fit_temperature
 from tasks.shared.classification import Classification
-from tools.arguments import whole_number
+from tools.arguments import Parser, whole_number
 from tools.lab.prepare_clips import add_labels
+from tools.output import print_json
 from tools.running import alone, guarded
 from tools.use import decisions
 from tools.use.decisions import Decision
@@ -50,7 +50,7 @@ HELD_OUT = "held out"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="decide.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -97,6 +97,7 @@ def main(argv: list[str]) -> int:
         [options.run, *rest, *keys],
         lambda args: _decide(args, options),
         partial(of_run, options.trust),
+        options.json,
     )
 
 
@@ -118,10 +119,10 @@ def _decide(args: config.Args, options: argparse.Namespace) -> int:
     if options.data:
         lines += _smoothing(decision, loaded, options)
     path = decisions.write(loaded.checkpoint, decision)
-    text = "\n".join([*lines, f"Wrote {path}"])
     if options.json:
-        text = json.dumps({"output": str(path), "step": loaded.step} | asdict(decision))
-    print(text)
+        print_json({"output": str(path), "step": loaded.step} | asdict(decision))
+    else:
+        print("\n".join([*lines, f"Wrote {path}"]))
     return status.set_exit_code(errors.DONE)
 
 

@@ -40,21 +40,22 @@ from engine.contract import Sums, Task, per_sample
 from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
 from engine.files.atomic import read_object, write_atomically
-from engine.files.store import LAST, Checkpoints, check_files
+from engine.files.store import LAST, MANIFEST, Checkpoints, check_files
 from engine.report.log import of_trials
 from engine.run import Run
 from plugins.reporting import plan_text
 from plugins.resilience import status
 from plugins.resilience.signals import StopRequest
 from tasks import har
-from tools.running import folder_of, guarded, in_world, stdout_aside
+from tools.arguments import Parser
+from tools.output import finite, print_json
+from tools.running import folder_of, guarded, in_world
 from tools.use.place import planned_steps
 from tools.use.published import as_run, shown
-from tools.use.tables import finite
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="evaluate.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -78,9 +79,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options, rest = parser.parse_known_args(argv)
-    return guarded(
-        [options.run, *rest], lambda args: _evaluate(args, options), partial(of_run, options.trust)
-    )
+
+    def work(args: config.Args) -> int:
+        return _evaluate(args, options)
+
+    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
 
 
 TRUST = "run a task file that lies in RUN's own folder"
@@ -106,8 +109,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         raise LockstepError(
             what, str(place / "config.yaml"), "read it, then give --trust to run it"
         )
-    checkpoints = Checkpoints(folder)
-    file = folder / (checkpoints.best or LAST) if run.is_dir() else run
+    file = _best_of(folder) if run.is_dir() else run
     # A tool may be one process and copy the model. An older run may have optim.zero=true, which is
     # an error now
     whole = []
@@ -127,6 +129,27 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     ]
 
 
+def _best_of(folder: Path) -> Path:
+    """Return the best checkpoint of a run, or the last without a best one.
+
+    Raises LockstepError (exit code 3) if there is no checkpoint, or if the best is not known.
+    """
+    checkpoints = Checkpoints(folder)
+    file = folder / (checkpoints.best or LAST)
+    what = ""
+    todo = f"give a checkpoint, such as {folder / LAST}"
+    if checkpoints.warning and (folder / MANIFEST).exists():
+        what = f"{MANIFEST} is damaged, so the best checkpoint is not known"
+    elif checkpoints.best and not file.exists():
+        what = f"the best checkpoint, {file.name}, is gone"
+    elif not file.exists():
+        what = "the run has no checkpoint yet"
+        todo = "let it train to its first evaluation"
+    if what:
+        raise LockstepError(what, str(folder), todo, exit_code=errors.CHECKPOINT)
+    return file
+
+
 def _evaluate(args: config.Args, options: argparse.Namespace) -> int:
     cfg, fixed = args.cfg, dict(ONLY_TO_SCORE)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -134,10 +157,9 @@ def _evaluate(args: config.Args, options: argparse.Namespace) -> int:
     if options.split == "all":
         fixed["exclude"] = []  # of the training data
     args = args._replace(cfg=config.changed(cfg, fixed))
-    with stdout_aside(options.json):
-        scored = in_world(
-            args.cfg, lambda world, stop: _score(args, world, stop, options.split, options.by or "")
-        )
+    scored = in_world(
+        args.cfg, lambda world, stop: _score(args, world, stop, options.split, options.by or "")
+    )
     if scored:
         _report(scored, options)
     return status.set_exit_code(errors.DONE)
@@ -167,7 +189,7 @@ def _report(scored: Scores, options: argparse.Namespace) -> None:
         _keep(scored.checkpoint.parent, about | goal)
     name = shown(str(scored.checkpoint))
     if options.json:
-        print(json.dumps(about | {"checkpoint": name}))
+        print_json(about | {"checkpoint": name})
         return
     print(f"{name}, step {scored.step}, split {options.split}:")
     if "success_rate_low" in scored.metrics:

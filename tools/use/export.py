@@ -44,6 +44,8 @@ from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
 from plugins.reporting import plan_text
+from tools.arguments import Parser
+from tools.output import print_json
 from tools.running import alone, folder_of, guarded, in_world
 from tools.use.evaluate import TRUST, of_run
 from tools.use.published import shown
@@ -63,7 +65,7 @@ class Exported:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="export.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -82,9 +84,11 @@ def main(argv: list[str]) -> int:
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
     options, rest = parser.parse_known_args(argv)
-    return guarded(
-        [options.run, *rest], lambda args: _export(args, options), partial(of_run, options.trust)
-    )
+
+    def work(args: config.Args) -> int:
+        return _export(args, options)
+
+    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
 
 
 def _export(args: config.Args, options: argparse.Namespace) -> int:
@@ -112,9 +116,7 @@ def _export(args: config.Args, options: argparse.Namespace) -> int:
     path = about.pop("path")
     sizes = [{"batch": size, "largest_difference": largest} for size, largest, _ in found]
     if options.json:
-        print(
-            json.dumps(about | {"file": str(out), "format": options.format, "differences": sizes})
-        )
+        print_json(about | {"file": str(out), "format": options.format, "differences": sizes})
         return 0
     print(f"{path}, step {about['step']}:")
     for row in sizes:

@@ -32,7 +32,6 @@ import argparse
 import contextlib
 import io
 import itertools
-import json
 import os
 import sys
 import time
@@ -73,7 +72,7 @@ from formats.lab.windows import Recordings, Windows
 from plugins.reporting import plan_text
 from plugins.resilience import status
 from tasks import har, video
-from tools.arguments import whole_number
+from tools.arguments import Parser, whole_number
 from tools.lab.prepare_clips import (
     add_labels,
     beyond,
@@ -81,6 +80,7 @@ from tools.lab.prepare_clips import (
     read_annotations,
     read_labels,
 )
+from tools.output import print_json
 from tools.running import alone, guarded, in_world, warn_once
 from tools.use import bout_files, decisions
 from tools.use.decisions import Decision
@@ -95,13 +95,15 @@ NOT_TRAINED_ON = ("held out", "held out?", "test", "test?", "new")
 def main(argv: list[str]) -> int:
     by_split = any(word.split("=")[0] == "--split" for word in argv)
     options, rest = parser(by_split).parse_known_args(argv)
-    return guarded(
-        [options.run, *rest], lambda args: _predict(args, options), partial(of_run, options.trust)
-    )
+
+    def work(args: config.Args) -> int:
+        return _predict(args, options)
+
+    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
 
 
 def parser(by_split: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="predict.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -320,7 +322,7 @@ def _predict_samples(args: config.Args, options: argparse.Namespace) -> int:
     loaded, dataset = load(args, split)
     rows, columns = write_table(options.out, _outputs(loaded, dataset))
     if options.json:
-        print(json.dumps({"predictions": str(options.out), "rows": rows, "columns": columns}))
+        print_json({"predictions": str(options.out), "rows": rows, "columns": columns})
     else:
         text = ", ".join(columns[:8])
         if len(columns) > 8:
@@ -488,7 +490,7 @@ def _predict_files(args: config.Args, options: argparse.Namespace) -> int:
             result["bouts"] = made.report()
         if applied:
             result["applied"] = applied
-        print(json.dumps(result))
+        print_json(result)
     else:
         print(f"{shown(loaded.checkpoint)}, step {loaded.step}:")
         print(_table(summary, classes))

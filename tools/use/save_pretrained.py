@@ -4,13 +4,12 @@ for a vla, LeRobot.
 python tools/save_pretrained.py RUN          to RUN/pretrained_model, from the best checkpoint
 python tools/save_pretrained.py RUN FOLDER
 
-RUN is the folder of a run of the robot task, or a checkpoint. --trust runs a task file in RUN's own
-folder. --json prints one JSON object with the folder.
+FOLDER may exist: the files of the policy in it are replaced.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,27 @@ from engine import config, launch
 from engine.comm.world import World, sync_errors
 from engine.errors import LockstepError
 from plugins.reporting import plan_text
-from tools.running import folder_of, guarded, in_world, stdout_aside
-from tools.use.evaluate import of_run
+from tools.arguments import Parser
+from tools.output import print_json
+from tools.running import folder_of, guarded, in_world
+from tools.use.evaluate import TRUST, of_run
 
 
 def main(argv: list[str]) -> int:
-    trust, as_json = "--trust" in argv, "--json" in argv
-    argv = [word for word in argv if word not in ("--trust", "--json")]
-    if not 1 <= len(argv) <= 2 or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    folder = Path(*argv[1:]) if argv[1:] else folder_of(Path(argv[0])) / "pretrained_model"
+    parser = Parser(
+        prog="save_pretrained.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a run of the robot task, or a checkpoint")
+    what = "the new folder (default: RUN/pretrained_model)"
+    add("folder", metavar="FOLDER", type=Path, nargs="?", help=what)
+    add("--json", action="store_true", help="one JSON object on stdout, with the folder")
+    add("--trust", action="store_true", help=TRUST)
+    options = parser.parse_args(argv)
+    folder = options.folder or folder_of(Path(options.run)) / "pretrained_model"
 
     def work(args: config.Args, world: World) -> None:
         cfg = config.changed(args.cfg, {"ddp.shares": []})
@@ -39,7 +48,7 @@ def main(argv: list[str]) -> int:
         task: Any = found.task
         if not hasattr(task, "save_pretrained"):
             raise LockstepError(
-                f"task {args.cfg.task} has no policy to save", argv[0], "give a robot's run"
+                f"task {args.cfg.task} has no policy to save", options.run, "give a robot's run"
             )
         with sync_errors(world):
             if world.main:
@@ -48,10 +57,9 @@ def main(argv: list[str]) -> int:
                 print(f"Saved {folder}")
 
     def save(args: config.Args) -> int:
-        with stdout_aside(as_json):
-            in_world(args.cfg, lambda world, _: work(args, world))
-        if as_json and launch.is_local_rank0():
-            print(json.dumps({"output": str(folder)}))
+        in_world(args.cfg, lambda world, _: work(args, world))
+        if options.json and launch.environment().rank == 0:
+            print_json({"output": str(folder)})
         return 0
 
-    return guarded(argv[:1], save, partial(of_run, trust))
+    return guarded([options.run], save, partial(of_run, options.trust), options.json)

@@ -7,7 +7,6 @@ import csv
 import io
 import itertools
 import json
-import math
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,15 +23,6 @@ COLUMNS = 4096
 """The largest number of columns of a name in a CSV. More numbers are a picture, not a row."""
 
 Part = dict[str, Packed]
-
-
-def finite(value: Any) -> Any:
-    """Return a value with None for numbers outside JSON."""
-    if isinstance(value, dict):
-        return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_table(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
