@@ -41,11 +41,14 @@ def whole_number(low: int) -> Any:
     return convert
 
 
-def rate(text: str) -> float:
-    """Convert the text of an option with samples or frames per second."""
+def positive_number(text: str) -> float:
+    """Convert the text of an option with a rate or a time."""
     if not 0 < float(text) < 1e6:
         raise argparse.ArgumentTypeError("must be above 0")
     return float(text)
+
+
+positive_number.__name__ = "number"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

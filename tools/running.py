@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ import tasks
 import train
 from engine import command, config, launch
 from engine.comm.world import World
-from engine.errors import FAULT, LockstepError, set_up, warn_on_stderr
+from engine.errors import FAULT, LockstepError, printable, set_up, warn_on_stderr
 from plugins import resilience
 from plugins.reporting import plan_text
 from plugins.resilience import agent
@@ -51,7 +52,13 @@ def guarded(
 
     def main(words: list[str]) -> int:
         with reserve_stdout(as_json):
-            return work(command.read(translate(words), tasks))
+            try:
+                return work(command.read(translate(words), tasks))
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                what, todo = "the name is too long", "give a shorter one"
+                raise LockstepError(what, printable(str(error.filename)), todo) from None
 
     return resilience.guarded(main, FAULT)(argv)
 

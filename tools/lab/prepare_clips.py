@@ -67,7 +67,7 @@ from formats.lab.videos import (
     read_clock,
 )
 from formats.tables import csv_rows
-from tools.arguments import Parser, add_json, printed, rate, whole_number
+from tools.arguments import Parser, add_json, positive_number, printed, whole_number
 from tools.names import some_names
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's int64 ends at 9e18
@@ -605,7 +605,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "frames per second of the clips, for videos of several rates (default: the rate of the "
         "videos, which must all be equal)"
     )
-    add("--fps", type=rate, default=0.0, metavar="HZ", help=many)
+    add("--fps", type=positive_number, default=0.0, metavar="HZ", help=many)
     add(
         "--size",
         type=whole_number(8),

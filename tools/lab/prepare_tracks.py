@@ -42,7 +42,7 @@ from formats.lab.events.pairing import Folders, Named, stem_of
 from formats.lab.poses.track import Track
 from formats.lab.videos import STAMP, read_clock
 from formats.lab.windows import VALID
-from tools.arguments import Parser, add_json, printed, rate, whole_number
+from tools.arguments import Parser, add_json, positive_number, printed, whole_number
 from tools.lab.prepare_clips import (
     MULTI,
     add_labels,
@@ -71,7 +71,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--labels", type=Path, metavar="FILE", help="a file or a folder of labels")
     add(
         "--fps",
-        type=rate,
+        type=positive_number,
         default=0.0,
         metavar="HZ",
         help="frames per second (default: the rate in the files of BORIS, or of --videos)",

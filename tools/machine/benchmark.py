@@ -40,7 +40,7 @@ from engine import config
 from engine.errors import LockstepError, amount
 from engine.threads import available
 from plugins.performance.cores import contention_warning
-from tools.arguments import Parser
+from tools.arguments import Parser, positive_number, whole_number
 from tools.machine import scaling
 from tools.machine.probe import OutOfMemory, probe
 from tools.output import print_json
@@ -302,9 +302,9 @@ def main(argv: list[str]) -> int:
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", default="")
     parser.add_argument("--scaling", choices=["weak", "strong", "both"], default="both")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--predict", type=int, default=0)
+    parser.add_argument("--rounds", type=whole_number(1), default=3)
+    parser.add_argument("--seconds", type=positive_number, default=4.0)
+    parser.add_argument("--predict", type=whole_number(0), default=0)
     parser.add_argument("--link", default="")
     parser.add_argument("--machines", type=int, default=1)
     parser.add_argument("--inside", default="")

@@ -40,7 +40,7 @@ from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from engine.threads import available
 from plugins.performance.cores import contention_warning
-from tools.arguments import Parser
+from tools.arguments import Parser, positive_number, whole_number
 from tools.machine import cards
 from tools.machine.probe import OutOfMemory, probe
 from tools.output import print_json
@@ -248,8 +248,8 @@ def main(argv: list[str]) -> int:
         return 0
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--max-batch", type=int, default=0)
+    parser.add_argument("--seconds", type=positive_number, default=3.0)
+    parser.add_argument("--max-batch", type=whole_number(0), default=0)
     parser.add_argument("--out", default="tuned.yaml")
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)

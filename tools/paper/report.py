@@ -42,6 +42,7 @@ from engine.contract import LOGGED
 from engine.errors import LockstepError, amount, few, headline
 from engine.files import run_folder
 from engine.files.atomic import read_object, write_atomically
+from engine.files.store import Checkpoints
 from engine.report.log import of_trials
 from plugins.resilience import status
 from tools.arguments import Parser, whole_number
@@ -107,7 +108,7 @@ def _report(options: argparse.Namespace) -> int:
     alone("a report is made by one process", "report.py")
     study = _check_options(options)
     # Check the words of all runs before the first run is scored.
-    words = [of_run(options.trust, [run, *options.rest]) for run in options.runs]
+    words = [_words_of(run, options) for run in options.runs]
     with contextlib.redirect_stdout(sys.stderr):
         runs = list(map(_read, options.runs, words, itertools.repeat(options)))
         _name_apart(runs)
@@ -238,6 +239,21 @@ def number(value: Any) -> float:
         return math.inf
 
 
+def _words_of(run: str, options: argparse.Namespace) -> list[str]:
+    """Return the command line of a run. Raises LockstepError for a wrong word of this command."""
+    alone = of_run(options.trust, [run], needs_checkpoint=False)
+    words = of_run(options.trust, [run, *options.rest], needs_checkpoint=False)
+    try:
+        command.read(words, tasks)
+    except LockstepError:
+        try:
+            command.read(alone, tasks)
+        except LockstepError:
+            return words  # a fault of the run itself becomes a note in the page
+        raise
+    return words
+
+
 def _read(given: str, words: list[str], options: argparse.Namespace) -> Run:
     """Return the contents of a run. A file that cannot be read becomes a note, not an error."""
     folder = Path(given)
@@ -251,6 +267,8 @@ def _read(given: str, words: list[str], options: argparse.Namespace) -> Run:
         )
     if not run.log:
         run.notes.append("The log is empty: no step has been logged yet.")
+    if doubt := Checkpoints(folder).warning:
+        run.notes.append(doubt)
     run.environment = read_object(folder / "environment.json")
     run.status = read_object(folder / "status.json")
     run.replay = read_object(folder / "replay.json")

@@ -89,10 +89,12 @@ def main(argv: list[str]) -> int:
 TRUST = "run a task file that lies in RUN's own folder"
 
 
-def of_run(trust: bool, argv: list[str]) -> list[str]:
+def of_run(trust: bool, argv: list[str], needs_checkpoint: bool = True) -> list[str]:
     """Return the command line of the training that resumes from RUN, or from a published folder.
 
-    trust  allow a task file in the run's folder; the file may be a program from elsewhere
+    trust             allow a task file in the run's folder; the file may be a program from
+                      elsewhere
+    needs_checkpoint  raise LockstepError if the best checkpoint is not there, or is not known
     """
     given, rest = Path(argv[0]), argv[1:]
     run = as_run(given)  # a published folder becomes one
@@ -109,7 +111,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         raise LockstepError(
             what, str(place / "config.yaml"), "read it, then give --trust to run it"
         )
-    file = _best_of(folder) if run.is_dir() else run
+    file = _best_of(folder, needs_checkpoint) if run.is_dir() else run
     # A tool may be one process and copy the model. An older run may have optim.zero=true, which is
     # an error now
     whole = []
@@ -129,10 +131,11 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     ]
 
 
-def _best_of(folder: Path) -> Path:
+def _best_of(folder: Path, must_exist: bool) -> Path:
     """Return the best checkpoint of a run, or the last without a best one.
 
-    Raises LockstepError (exit code 3) if there is no checkpoint, or if the best is not known.
+    With `must_exist` raises LockstepError (exit code 3) if there is no checkpoint, or if the best
+    is not known.
     """
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST)
@@ -145,7 +148,7 @@ def _best_of(folder: Path) -> Path:
     elif not file.exists():
         what = "the run has no checkpoint yet"
         todo = "let it train to its first evaluation"
-    if what:
+    if what and must_exist:
         raise LockstepError(what, str(folder), todo, exit_code=errors.CHECKPOINT)
     return file
 

@@ -39,9 +39,8 @@ def main(argv: list[str]) -> int:
     add("--json", action="store_true", help="one JSON object on stdout, with the folder")
     add("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(argv)
-    folder = options.folder or folder_of(Path(options.run)) / "pretrained_model"
 
-    def work(args: config.Args, world: World) -> None:
+    def work(args: config.Args, world: World, folder: Path) -> None:
         cfg = config.changed(args.cfg, {"ddp.shares": []})
         found = train.build(args._replace(cfg=cfg), world, split="val")
         plan_text.print_plan(found, steps=False)
@@ -57,7 +56,8 @@ def main(argv: list[str]) -> int:
                 print(f"Saved {folder}")
 
     def save(args: config.Args) -> int:
-        in_world(args.cfg, lambda world, _: work(args, world))
+        folder = options.folder or folder_of(Path(options.run)) / "pretrained_model"
+        in_world(args.cfg, lambda world, _: work(args, world, folder))
         if options.json and launch.environment().rank == 0:
             print_json({"output": str(folder)})
         return 0
