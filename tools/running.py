@@ -51,16 +51,24 @@ def guarded(
     """
 
     def main(words: list[str]) -> int:
-        with reserve_stdout(as_json):
-            try:
-                return work(command.read(translate(words), tasks))
-            except OSError as error:
-                if error.errno != errno.ENAMETOOLONG:
-                    raise
-                what, todo = "the name is too long", "give a shorter one"
-                raise LockstepError(what, printable(str(error.filename)), todo) from None
+        with tool_work(as_json):
+            return work(command.read(translate(words), tasks))
 
     return resilience.guarded(main, FAULT)(argv)
+
+
+@contextlib.contextmanager
+def tool_work(as_json: bool) -> Iterator[None]:
+    """Enclose the work of a tool: `reserve_stdout`, and a LockstepError for a name that is too long
+    for a file."""
+    try:
+        with reserve_stdout(as_json):
+            yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        what, todo = "the name is too long", "give a shorter one"
+        raise LockstepError(what, printable(str(error.filename)), todo) from None
 
 
 def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:

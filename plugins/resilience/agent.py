@@ -60,11 +60,26 @@ def main(argv: list[str], alone: bool = False) -> int:
         os.environ[scratch.SCRATCH] = folder
         args.log_dir = args.log_dir or folder  # torchrun does not remove its own folder
         try:
+            _handle_signals(args, _raise_signal)
             return _run(args, one_machine, os.path.join(folder, scratch.EXIT_CODE))
         finally:  # else torch's handlers would raise an error in the clean-up below
-            names = getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-            for name in names.split(","):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+            _handle_signals(args, signal.SIG_IGN)
+
+
+def _handle_signals(args: Any, handler: Any) -> None:
+    """Set the handler of the signals that end a run."""
+    names = getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    for name in names.split(","):
+        signal.signal(getattr(signal, name), handler)
+
+
+def _raise_signal(number: int, frame: Any) -> None:
+    """Handle a signal before torch's own handlers are set: else SIGINT would print a traceback, and
+    SIGTERM would leave the temporary folder behind."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    name = signal.Signals(number).name
+    raise SignalException(f"{name} before the start", sigval=signal.Signals(number))
 
 
 def _set_options(args: Any, one_machine: bool) -> None:
@@ -109,7 +124,10 @@ def _run(args: Any, one_machine: bool, path: str) -> int:
         return _error(str(error), error.exit_code)
     except SignalException as error:
         code = _reported(path)
-        return 128 + error.sigval if code is None else code
+        if code is not None:
+            return code
+        name = signal.Signals(error.sigval).name
+        return _error(f"ended by {name} before the first step: {AGAIN}", 128 + error.sigval)
     except ChildFailedError as error:
         return _failed(error.failures, _reported(path))
     except Exception as error:  # an error of the agent, mostly of the rendezvous

@@ -1,6 +1,7 @@
 """docs/agents.md: its commands with their output, its tables beside the code, and a program that knows that page."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FAULTY, ROOT, TOY, succeed, wait_until
+from robot_tasks import TINY_ACT
 
 from engine import errors
 from engine.errors import FAULT, LockstepError
@@ -20,6 +22,8 @@ PAGE = (ROOT / "docs" / "agents.md").read_text()
 HAR = "har model.mode=flatten device=cpu global_batch=128 virtual_workers=4".split()
 INTERNAL = {"trial", "probe", "prepare_watch"}
 """Commands that other tools start, and the one that has made data/watch."""
+MAIN = r"^from (tools\.\w+\.\w+) import main$"
+COMMANDS = {path.stem for path in (ROOT / "tools").glob("*.py") if re.search(MAIN, path.read_text(), re.M)} - INTERNAL
 
 
 def rows(heading):
@@ -60,19 +64,18 @@ def test_the_table_has_each_exit_code_of_the_code():
 
 def source_of(command):
     """The program of tools/COMMAND.py, and the module that it starts; None for a module of the tools."""
-    found = re.search(r"^from (tools\.\w+\.\w+) import main$", (ROOT / "tools" / f"{command}.py").read_text(), re.M)
+    found = re.search(MAIN, (ROOT / "tools" / f"{command}.py").read_text(), re.M)
     return found and (ROOT / f"{found[1].replace('.', '/')}.py").read_text()
 
 
 def test_every_tool_has_json_and_the_table_has_its_keys():
-    commands = {path.stem for path in (ROOT / "tools").glob("*.py") if source_of(path.stem)} - INTERNAL
-    without = [name for name in commands if not re.search(r'"--json"|add_json\(', source_of(name))]
+    without = [name for name in COMMANDS if not re.search(r'"--json"|add_json\(', source_of(name))]
     assert not without, "a program can read its text only"
     described = {}
     for names, line in rows("tool | keys of the JSON").items():
         for name in re.findall(r"`(\w+)\.py`", names):
             described[name] = re.findall(r"`(\w+)`", line.split(" | ")[1])
-    assert described.keys() == commands
+    assert described.keys() == COMMANDS
     sources = "".join(path.read_text() for path in (ROOT / "tools").rglob("*.py"))
     verdicts = {"same", "differ", "rounding", "differs"}
     keys = {key for keys in described.values() for key in keys} - verdicts
@@ -103,7 +106,254 @@ def test_a_task_that_breaks_is_no_verdict_of_prove(launch):
     assert (done.code, done.out) == (FAULT, "") and "ZeroDivisionError" in done.errors[0], done.err
 
 
+# ---- stdout has one JSON value, or nothing ---------------------------------------------------------------------------
+
+NOISY = """
+import os, subprocess
+print("the import")
+os.write(1, b"from C\\n")
+from tests.tasks.toy import Task as Toy, Waves
+
+
+class Loud(Waves):
+    def __getitems__(self, indices):
+        os.write(1, b"a sample, in a loader process\\n")
+        return super().__getitems__(indices)
+
+
+class Task(Toy):
+    def datasets(self):
+        print("the data")
+        return Loud(61, 0), Loud(23, 1)
+
+    def model(self):
+        subprocess.run(["echo", "a child"])
+        return super().model()
+
+    def report(self, sums):
+        return super().report(sums) | {"odd": float("nan")}
+"""
+
+
+def strict(text):
+    """The value of a JSON text, which has no NaN and no Infinity."""
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_a_task_and_its_children_print_is_not_in_the_json(launch, tmp_path):
+    task, run = tmp_path / "noisy.py", tmp_path / "run"
+    task.write_text(NOISY)
+    succeed(launch.train(str(task), "steps=4", "device=cpu", "num_workers=1", f"save_dir={run}"))
+    done = succeed(launch.python("tools/evaluate.py", run, "--json"))
+    assert strict(done.out)["metrics"]["odd"] is None
+    for words in ("the import", "from C", "the data", "a child", "a sample, in a loader process"):
+        assert words in done.err.splitlines(), words
+    assert "the import" in launch.python("tools/evaluate.py", run).out, "without --json it is for people"
+
+
+AGAIN = """
+import os, sys
+from engine import launch
+from tools.output import print_json, reserve_stdout
+with reserve_stdout(True):
+    print("the first process" if "AGAIN" not in os.environ else "the second", flush=True)
+    if "AGAIN" not in os.environ:
+        os.environ["AGAIN"] = "1"
+        launch.replace_process()
+    print_json({"rate": float("inf")})
+"""
+
+
+@pytest.mark.real
+def test_a_process_that_replaces_itself_has_its_stdout_again(launch):
+    """As after a lack of memory, and for `arithmetic=capped`."""
+    done = succeed(launch.python("-c", AGAIN))
+    assert strict(done.out) == {"rate": None} and done.err.split("\n")[:2] == ["the first process", "the second"]
+
+
+EARLY = """
+import os, signal, sys, torch.distributed.run
+torch.distributed.run.run = lambda args: os.kill(os.getpid(), signal.{name})
+from plugins.resilience import agent
+sys.exit(agent.main(["--standalone", "--nproc_per_node=2", "train.py"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_to_the_launcher_before_its_ranks_is_a_line_and_a_code(launch, name):
+    """And its temporary folder is gone, for which `launch` looks."""
+    done = launch.python("-c", EARLY.format(name=name))
+    assert done.code == 128 + signal.Signals[name] and done.out == ""
+    assert done.err.startswith(f"error: ended by {name} before the first step: start the same command again")
+    assert "Traceback" not in done.err
+
+
+def main_of(command):
+    return importlib.import_module(re.search(MAIN, (ROOT / "tools" / f"{command}.py").read_text(), re.M)[1]).main
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_wrong_command_line_is_an_error_line(command, capfd):
+    """For a program it is the same to argparse and to a training's settings: exit code 2, and the line."""
+    before = {"write_shards": [TOY, "--to", "gone"], "doctor": [TOY], "prove": [TOY], "study": [TOY]}
+    before |= {"tune": [TOY], "benchmark": [TOY]}
+    try:
+        code = main_of(command)([*before.get(command, []), "--json", "--no-such-option"])
+    except SystemExit as end:
+        code = end.code
+    printed = capfd.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert [line for line in printed.err.splitlines() if line.startswith("error: ")], printed.err
+
+
+@pytest.mark.parametrize("command", sorted({"compare", "evaluate", "replay", "runs", "save_pretrained"}))
+def test_a_name_that_no_file_can_have_is_a_mistake_of_usage(command, capfd):
+    long = "/" + 300 * "a"
+    assert main_of(command)([long, *([long] if command == "compare" else []), "--json"]) == 2
+    assert capfd.readouterr().err.startswith("error: the name is too long (/aaa")
+
+
+@pytest.mark.parametrize(("command", "option"), [
+    ("tune", "--seconds=nan"), ("tune", "--max-batch=-1"), ("benchmark", "--seconds=-1"), ("benchmark", "--rounds=0"),
+])  # fmt: skip
+def test_a_number_that_cannot_be_is_refused_before_a_process_starts(command, option, capfd):
+    with pytest.raises(SystemExit) as end:
+        main_of(command)([TOY, "--json", option])
+    assert end.value.code == 2 and f"error: argument {option.partition('=')[0]}: must be " in capfd.readouterr().err
+
+
+def test_a_tool_without_its_stdout_has_failed(launch, tmp_path):
+    run = tmp_path / "run"
+    succeed(launch.train(TOY, "steps=2", "epochs=0", "device=cpu", f"save_dir={run}"))
+    for words in (["runs", run], ["compare", run, run, "--no-replay"]):
+        with open("/dev/full", "w") as full:
+            done = launch.start(
+                sys.executable, f"tools/{words[0]}.py", *words[1:], "--json", output=full.fileno()
+            ).wait()
+        assert done.code == FAULT and "error: stdout cannot be written (No space left on device)" in done.err
+
+
+class Preparing:
+    """What `printed` does with the result of a tool that writes a file."""
+
+    def __init__(self, capfd):
+        self.capfd = capfd
+
+    def __call__(self, work, as_json=True):
+        code = arguments.printed(work, Path("out.npz"), as_json)
+        return code, *self.capfd.readouterr()
+
+
+def test_a_preparation_that_breaks_is_an_error_of_its_own(capfd):
+    printed = Preparing(capfd)
+
+    def loud():
+        os.write(1, b"from a library\n")
+        return "a\nb"
+
+    def broken():
+        raise ZeroDivisionError("division by zero")
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    def on_a_full_disk():
+        raise OSError(28, "No space left on device", "out.npz")
+
+    code, out, err = printed(loud)
+    assert (code, strict(out), err) == (0, {"output": "out.npz", "lines": ["a", "b"]}, "from a library\n")
+    code, out, err = printed(broken)
+    assert (code, out) == (FAULT, "") and err.endswith("\nerror: ZeroDivisionError: division by zero\n")
+    code, out, err = printed(stopped)
+    assert (code, out, err) == (130, "", "error: interrupted\n")
+    code, out, err = printed(on_a_full_disk)
+    assert (code, out) == (2, "") and err.startswith("error: cannot write: No space left on device (out.npz)")
+
+
+def test_a_run_without_the_best_checkpoint_is_code_3(launch, tmp_path, capfd):
+    """Not the weights of another step without a word."""
+    run = tmp_path / "run"
+    succeed(launch.train(TOY, "steps=12", "epochs=0", "device=cpu", f"save_dir={run}"))
+    manifest = run / "manifest.json"
+    whole, best = manifest.read_bytes(), run / json.loads(manifest.read_bytes())["best"]
+    evaluate, report = main_of("evaluate"), main_of("report")
+
+    def refused():
+        assert evaluate([str(run), "--json"]) == 3
+        printed = capfd.readouterr()
+        assert printed.out == ""
+        return printed.err
+
+    for damaged in (whole[:50], b"\0" * len(whole), b"[1]"):
+        manifest.write_bytes(damaged)
+        assert "manifest.json is damaged, so the best checkpoint is not known" in refused()
+    page = ["--json", "--no-samples", "--out", str(tmp_path / "page.html")]
+    assert report([str(run), *page]) == 0
+    printed = capfd.readouterr()
+    assert "manifest.json is missing or damaged" in printed.err and strict(printed.out)["report"] == page[-1]
+    manifest.write_bytes(whole)
+    best.rename(tmp_path / "away.pt")
+    assert f"the best checkpoint, {best.name}, is gone" in refused()
+    for path in run.glob("*.pt"):
+        path.unlink()
+    manifest.unlink()
+    assert "the run has no checkpoint yet" in refused()
+    assert report([str(run), *page, "width=no"]) == 2 and "error: width=no (command line)" in capfd.readouterr().err
+
+
 # ---- every tool answers in JSON --------------------------------------------------------------------------------------
+
+
+def keys_of(tool):
+    """The keys of the page's table."""
+    (line,) = [line for names, line in rows("tool | keys of the JSON").items() if f"`{tool}.py`" in names]
+    return {*re.findall(r"`(\w+)`", line.split(" | ")[1])}
+
+
+@pytest.mark.slow
+def test_a_policy_is_saved_with_its_folder_in_the_json(launch, tmp_path, walks):
+    run, out = tmp_path / "run", tmp_path / "policy"
+    words = ["robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "batch_size=4", "steps=1"]
+    succeed(launch.train(*words, f"save_dir={run}"))
+    answer = strict(succeed(launch.python("tools/save_pretrained.py", run, out, "--json")).out)
+    assert answer == {"output": str(out)} and strict((out / "config.json").read_text())["type"] == "act"
+    assert strict(succeed(launch.torchrun(2, "tools/save_pretrained.py", run, "--json")).out) == {
+        "output": f"{run}/pretrained_model"
+    }
+    (run / "best.txt").write_text("")
+    refused = launch.python("tools/save_pretrained.py", run, run / "best.txt" / "policy", "--json")
+    assert (refused.code, refused.out) == (2, "") and refused.errors
+
+
+@pytest.mark.slow
+def test_the_measurements_are_those_of_the_page(launch, tmp_path):
+    words = ["--json", "--seconds=0.05", "device=cpu"]
+    benchmark = ["--processes=1", "--rounds=1", "--scaling=weak"]
+    answer = strict(succeed(launch.python("tools/benchmark.py", TOY, *words, *benchmark)).out)
+    assert answer.keys() == {"measured", "predicted"} <= keys_of("benchmark") and answer["predicted"] is None
+    (case,) = answer["measured"]
+    assert case["processes"] == 1 and case["found"][0]["samples_per_s"] > 0
+    out = tmp_path / "tuned.yaml"
+    answer = strict(succeed(launch.python("tools/tune.py", TOY, *words, "--max-batch=12", f"--out={out}")).out)
+    assert answer.keys() == {"settings", "largest", "best", "tried"} and out.is_file()
+    again = launch.python("tools/tune.py", TOY, *words, f"--out={tmp_path}/gone/tuned.yaml", "--max-batch=12")
+    assert (again.code, again.out) == (2, ""), "no result, because it could not be written"
+
+
+@pytest.mark.slow
+def test_a_study_prints_its_file_or_its_plan(launch, tmp_path):
+    people, folder = str(ROOT / "tests" / "tasks" / "people.py"), tmp_path / "study"
+    words = [people, "--folds=2", "epochs=1", "device=cpu", "--out", folder, "--json"]
+    plan = strict(succeed(launch.python("tools/study.py", *words, "--dry-run")).out)
+    assert len(plan["folds"]) == 2 and not folder.exists()
+    done = succeed(launch.python("tools/study.py", *words))
+    assert strict(done.out) == strict((folder / "study.json").read_text()) and "Wrote " in done.err
+    broken = launch.python("tools/study.py", people, *words[1:5], tmp_path / "other", "--json", "optim.lr=x")
+    assert (broken.code, broken.out) == (2, "")
 
 
 def test_a_preparation_names_its_file_and_its_lines(launch, tmp_path):

@@ -57,8 +57,8 @@ from plugins.resilience import status
 from tools.arguments import NOT_KNOWN, Parser
 from tools.evidence import records
 from tools.machine import cards
-from tools.output import print_json, reserve_stdout
-from tools.running import folder_of, train_in
+from tools.output import print_json
+from tools.running import folder_of, tool_work, train_in
 from tools.use.evaluate import TRUST, aligned, of_run
 
 TIMES = ("event", "step", "time_s", "samples_per_s", "data_wait_share")
@@ -98,10 +98,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trust", action="store_true", help=TRUST)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
 
     def work(argv: list[str]) -> int:
-        with reserve_stdout(args.json):
+        with tool_work(args.json):
             return _main(args)
 
     return resilience.guarded(work, errors.FAULT)(argv)

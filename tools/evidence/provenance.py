@@ -120,7 +120,7 @@ def _print_uses(args: config.Args, options: argparse.Namespace) -> int:
     if options.list:
         _write(seen, options.list)
     if options.json:
-        print_json(found)
+        print_json(dict.fromkeys(("sources", "classes", "root")) | found)
     else:
         print("\n".join(_lines(found, options)))
     return status.set_exit_code(errors.DONE)

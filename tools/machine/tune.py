@@ -260,10 +260,8 @@ def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> i
     if options.processes < 1:
         what = f"{options.processes} is no number of processes"
         raise LockstepError(what, "--processes", "give as many as the training will have")
-    if options.out and Path(options.out).exists():
-        raise LockstepError(
-            f"{options.out} is there already", "--out", "remove it, or give another name"
-        )
+    if options.out:
+        _check_output(Path(options.out))
     tuning = Tuning(options, words, args.cfg)
     largest, cut_short = "", ""
     try:
@@ -295,6 +293,15 @@ def _main(options: argparse.Namespace, words: list[str], args: config.Args) -> i
         found = {"settings": best["settings"], "largest": largest, "best": best}
         print_json(found | {"tried": tuning.rows})
     return INTERRUPTED if cut_short else 0
+
+
+def _check_output(path: Path) -> None:
+    """Raise LockstepError if the file is there, or cannot be written: the search takes minutes."""
+    if path.exists():
+        raise LockstepError(f"{path} is there already", "--out", "remove it, or give another name")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        todo = "give a file in a folder of yours"
+        raise LockstepError(f"{path} cannot be written", "--out", todo)
 
 
 def _write(path: Path, text: str) -> None:

@@ -75,8 +75,10 @@ def main(argv: list[str]) -> int:
     )
     add("--csv", action="store_true", help="print a CSV of all columns")
     add("--json", action="store_true", help="print a JSON list of all columns")
+    add("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
-    return guarded([], lambda _: _list(options), as_json=options.json)
+    debug = ["--debug"] if options.debug else []
+    return guarded(debug, lambda _: _list(options), as_json=options.json)
 
 
 def _list(options: argparse.Namespace) -> int:

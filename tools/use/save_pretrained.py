@@ -38,7 +38,11 @@ def main(argv: list[str]) -> int:
     add("folder", metavar="FOLDER", type=Path, nargs="?", help=what)
     add("--json", action="store_true", help="one JSON object on stdout, with the folder")
     add("--trust", action="store_true", help=TRUST)
+    add("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(argv)
+    words = [options.run]
+    if options.debug:
+        words.append("--debug")
 
     def work(args: config.Args, world: World, folder: Path) -> None:
         cfg = config.changed(args.cfg, {"ddp.shares": []})
@@ -62,4 +66,4 @@ def main(argv: list[str]) -> int:
             print_json({"output": str(folder)})
         return 0
 
-    return guarded([options.run], save, partial(of_run, options.trust), options.json)
+    return guarded(words, save, partial(of_run, options.trust), options.json)
