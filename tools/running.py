@@ -33,6 +33,16 @@ from tools.output import reserve_stdout
 
 T = TypeVar("T")
 
+NO_FILE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EROFS,
+}
+"""The errors of a place that takes no file."""
+
 PROGRESS_S = 10
 """Seconds between two lines of progress, where stderr is no terminal."""
 
@@ -59,16 +69,16 @@ def guarded(
 
 @contextlib.contextmanager
 def tool_work(as_json: bool) -> Iterator[None]:
-    """Enclose the work of a tool: `reserve_stdout`, and a LockstepError for a name that is too long
-    for a file."""
+    """Enclose the work of a tool: `reserve_stdout`, and a LockstepError for a name or a disk that
+    takes no file."""
     try:
         with reserve_stdout(as_json):
             yield
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in NO_FILE:
             raise
-        what, todo = "the name is too long", "give a shorter one"
-        raise LockstepError(what, printable(str(error.filename)), todo) from None
+        where = printable(str(error.filename)) if error.filename else "a file of the tool"
+        raise LockstepError(str(error.strerror), where, "choose another place") from error
 
 
 def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:

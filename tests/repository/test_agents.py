@@ -214,7 +214,7 @@ def test_a_wrong_command_line_is_an_error_line(command, capfd):
 def test_a_name_that_no_file_can_have_is_a_mistake_of_usage(command, capfd):
     long = "/" + 300 * "a"
     assert main_of(command)([long, *([long] if command == "compare" else []), "--json"]) == 2
-    assert capfd.readouterr().err.startswith("error: the name is too long (/aaa")
+    assert capfd.readouterr().err.startswith("error: File name too long (/aaa")
 
 
 @pytest.mark.parametrize(("command", "option"), [

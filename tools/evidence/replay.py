@@ -971,7 +971,8 @@ def _check_options(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _check_writable(path: Path, option: str) -> None:
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    parent = path.parent
+    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         raise LockstepError(
             f"{path} cannot be written", option, "give --out FILE in a folder of yours"
         )
