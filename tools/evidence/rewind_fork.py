@@ -173,12 +173,12 @@ def make_fork(
     taker = ForkTaker(run, None, [])
     flat = taker.settings(stretch, until)
     flat["exclude"] = [*flat.get("exclude", []), *(f"sample:{n}" for n in change.without)]
-    folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / RECIPE
-    write_atomically(recipe, lambda file: file.write(yaml.safe_dump(flat).encode()))
     words = ["--config", str(recipe), *rest, *change.settings]
     begin = stretch.begin
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(recipe, lambda file: file.write(yaml.safe_dump(flat).encode()))
         words += _forced(run, begin, change, command.read(words, tasks).cfg)
         text = f"began as a fork of {run.folder.resolve().name} at step {begin.step} {change}"
         _note(folder, run, begin, change, text)
