@@ -4,7 +4,6 @@ one line."""
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from engine import errors
 from engine.errors import LockstepError
 from plugins.resilience import terminal
 from tools.output import print_json, reserve_stdout
+from tools.signals import ended_by_signals
 
 NOT_KNOWN = 7
 """The exit code of a tool without a verdict: a part was not tried, or is absent. 0: tried, and the
@@ -65,7 +65,7 @@ def printed(work: Callable[[], str], output: Path, as_json: bool) -> int:
     """
     terminal.make_safe()
     try:
-        with reserve_stdout(as_json):
+        with reserve_stdout(as_json), ended_by_signals():
             text = work()
             if as_json:
                 print_json({"output": str(output), "lines": text.splitlines()})
@@ -76,8 +76,6 @@ def printed(work: Callable[[], str], output: Path, as_json: bool) -> int:
     except OSError as error:
         where = f"{error.filename or output}): choose another place"
         return _failed(f"cannot write: {error.strerror or error} ({where}", errors.USAGE)
-    except KeyboardInterrupt:
-        return _failed("interrupted", 128 + signal.SIGINT)
     except Exception as error:
         traceback.print_exc()
         return _failed(f"{type(error).__name__}: {errors.headline(error)}", errors.FAULT)

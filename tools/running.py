@@ -23,13 +23,14 @@ import tasks
 import train
 from engine import command, config, launch
 from engine.comm.world import World
-from engine.errors import FAULT, LockstepError, printable, set_up, warn_on_stderr
+from engine.errors import DISTRIBUTED, FAULT, LockstepError, printable, set_up, warn_on_stderr
 from plugins import resilience
 from plugins.reporting import plan_text
 from plugins.resilience import agent
 from plugins.resilience.scratch import end_with_parent
 from plugins.resilience.signals import StopRequest
 from tools.output import reserve_stdout
+from tools.signals import ended_by_signals
 
 T = TypeVar("T")
 
@@ -62,17 +63,37 @@ def guarded(
 
     def main(words: list[str]) -> int:
         with tool_work(as_json):
-            return work(command.read(translate(words), tasks))
+            settings = translate(words)
+            with _checkpoint_is_there(settings):
+                return work(command.read(settings, tasks))
 
     return resilience.guarded(main, FAULT)(argv)
 
 
 @contextlib.contextmanager
-def tool_work(as_json: bool) -> Iterator[None]:
-    """Enclose the work of a tool: `reserve_stdout`, and a LockstepError for a name or a disk that
-    takes no file."""
+def _checkpoint_is_there(settings: list[str]) -> Iterator[None]:
+    """Give an error of the block another reason, and the exit code of a new try, if the checkpoint
+    has gone within the block: a running training replaces its best checkpoint."""
+    given = [word.removeprefix("resume=") for word in settings if word.startswith("resume=")]
+    present = [path for path in given if os.path.isfile(path)]
     try:
-        with reserve_stdout(as_json):
+        yield
+    except LockstepError:
+        for path in present:
+            if not os.path.isfile(path):
+                what, todo = "the run has replaced this checkpoint meanwhile", "start it again"
+                raise LockstepError(what, path, todo, exit_code=DISTRIBUTED) from None
+        raise
+
+
+@contextlib.contextmanager
+def tool_work(as_json: bool) -> Iterator[None]:
+    """Enclose the work of a tool: `reserve_stdout`, and a LockstepError for a signal, and for a
+    name or a disk that takes no file."""
+    # torchrun signals all ranks at once, and ends them after the first
+    signals = contextlib.nullcontext() if launch.environment().launched else ended_by_signals()
+    try:
+        with reserve_stdout(as_json), signals:
             yield
     except OSError as error:
         if error.errno not in NO_FILE:

@@ -192,6 +192,33 @@ def test_a_signal_to_the_launcher_before_its_ranks_is_a_line_and_a_code(launch, 
     assert "Traceback" not in done.err
 
 
+WAITING = NOISY.replace('print("the data")', 'open(os.environ["BEGUN"], "w").close(); time.sleep(60)').replace(
+    "import os,", "import time, os,"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_a_tool_is_a_line_and_a_code_and_leaves_nothing(launch, tmp_path, number):
+    """Its temporary folder is gone, for which `launch` looks."""
+    task, run, begun = tmp_path / "task.py", tmp_path / "run", tmp_path / "begun"
+    task.write_text(NOISY)
+    succeed(launch.train(str(task), "steps=2", "epochs=0", "device=cpu", f"save_dir={run}"))
+    task.write_text(WAITING)
+    for words in (
+        ["evaluate", run],
+        ["report", run, "--out", tmp_path / "r.html"],
+        ["write_shards", task, "--to", begun],
+    ):
+        begun.unlink(missing_ok=True)
+        tool = launch.start(sys.executable, f"tools/{words[0]}.py", *words[1:], "--json", BEGUN=str(begun))
+        wait_until(begun.exists)
+        tool.signal(number)
+        done = tool.wait()
+        assert (done.code, done.out) == (128 + number, ""), done.err
+        assert done.errors == [f"error: ended by {signal.Signals(number).name}"], done.err
+    assert not (tmp_path / "r.html").exists()
+
+
 def main_of(command):
     return importlib.import_module(re.search(MAIN, (ROOT / "tools" / f"{command}.py").read_text(), re.M)[1]).main
 
@@ -259,7 +286,7 @@ def test_a_preparation_that_breaks_is_an_error_of_its_own(capfd):
         raise ZeroDivisionError("division by zero")
 
     def stopped():
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def on_a_full_disk():
         raise OSError(28, "No space left on device", "out.npz")
@@ -269,7 +296,7 @@ def test_a_preparation_that_breaks_is_an_error_of_its_own(capfd):
     code, out, err = printed(broken)
     assert (code, out) == (FAULT, "") and err.endswith("\nerror: ZeroDivisionError: division by zero\n")
     code, out, err = printed(stopped)
-    assert (code, out, err) == (130, "", "error: interrupted\n")
+    assert (code, out, err) == (143, "", "error: ended by SIGTERM\n")
     code, out, err = printed(on_a_full_disk)
     assert (code, out) == (2, "") and err.startswith("error: cannot write: No space left on device (out.npz)")
 

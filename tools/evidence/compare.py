@@ -950,7 +950,8 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
     folder.mkdir()
     changes = folder / "changes.yaml"
     changes.write_text(yaml.safe_dump(settings))
-    words = ["--config", of_run(trust, [str(side.folder)])[1], "--config", str(changes)]
+    config_of_run = of_run(trust, [str(side.folder)], needs_checkpoint=False)[1]
+    words = ["--config", config_of_run, "--config", str(changes)]
     name = f"step {to} of {side.name} again"
     with tqdm(total=to - begun, unit="step", desc=name, disable=None, leave=False) as bar:
         ended = train_in(

@@ -326,7 +326,7 @@ def _training(trust: bool, words: list[str]) -> list[str]:
     if first.startswith("-") or "=" in first or first.endswith(".py"):
         return words
     is_run = (Path(first) / "config.yaml").is_file() or first.endswith(".pt") or os.sep in first
-    return of_run(trust, words) if first and is_run else words
+    return of_run(trust, words, needs_checkpoint=False) if first and is_run else words
 
 
 @contextlib.contextmanager

@@ -153,7 +153,8 @@ def main(argv: list[str]) -> int:
             print_json(result)
         return {SAME: 0, UNKNOWN: NOT_KNOWN}.get(result["verdict"], 1)
 
-    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
+    translate = partial(of_run, options.trust, needs_checkpoint=False)
+    return guarded([options.run, *rest], work, translate, options.json)
 
 
 RESULT = "replay.json"

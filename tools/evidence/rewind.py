@@ -118,7 +118,8 @@ def main(argv: list[str]) -> int:
             print_json(result)
         return int(result["exit_code"])
 
-    return guarded([options.run, *rest], work, partial(of_run, options.trust), options.json)
+    translate = partial(of_run, options.trust, needs_checkpoint=False)
+    return guarded([options.run, *rest], work, translate, options.json)
 
 
 def _rewind(cfg: Any, options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
