@@ -332,6 +332,21 @@ def test_a_run_without_the_best_checkpoint_is_code_3(launch, tmp_path, capfd):
     assert report([str(run), *page, "width=no"]) == 2 and "error: width=no (command line)" in capfd.readouterr().err
 
 
+def test_a_checkpoint_that_is_replaced_meanwhile_is_no_mistake_of_the_caller(tmp_path, capfd):
+    """A running training removes the best checkpoint when it has a better one."""
+    path = tmp_path / "best.pt"
+
+    def replaced(args):
+        path.unlink(missing_ok=True)
+        raise LockstepError("the checkpoint cannot be read", str(path), exit_code=3)
+
+    words = [TOY, "device=cpu", f"resume={path}"]
+    assert running.guarded(words, replaced) == 3, "it was never there"
+    path.touch()
+    assert running.guarded(words, replaced) == 6
+    assert f"error: the run has replaced this checkpoint meanwhile ({path}): start it again" in capfd.readouterr().err
+
+
 # ---- every tool answers in JSON --------------------------------------------------------------------------------------
 
 
