@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import math
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -87,6 +88,15 @@ def replace_process() -> None:
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
             os.set_inheritable(int(descriptor.name), int(descriptor.name) <= 2)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def can_start_again() -> bool:
+    """Return whether the command of this process starts the same program again. A program that is
+    read from a pipe or the standard input is gone by then."""
+    program = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    # typed, also in a notebook; or a function that a program runs in a process of its own
+    is_part = hasattr(sys, "ps1") or multiprocessing.parent_process() is not None
+    return not is_part and (program.is_file() or "-c" in sys.orig_argv)
 
 
 class Environment(NamedTuple):

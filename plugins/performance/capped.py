@@ -121,8 +121,18 @@ def _lack() -> tuple[str, str] | None:
 
 
 def _start_again() -> None:
-    """Replace this process by one with VARIABLES. Raises LockstepError if this process is that one
-    already, and something has removed the variables."""
+    """Replace this process by one with VARIABLES. Raises LockstepError if the program cannot be
+    started again, or if this process is that one already, and something has removed the
+    variables."""
+    if not launch.can_start_again():
+        raise LockstepError(
+            "arithmetic=capped starts the program again, and this program is read from the "
+            "standard input, typed, or a function that another process has started",
+            "arithmetic",
+            "start a file with python, or set the variables of plugins/performance/capped.py "
+            "before python starts",
+            everywhere=True,
+        )
     if os.environ.get(STARTED) == str(os.getpid()):
         raise LockstepError(
             "arithmetic=capped, but the variables that it sets are gone after a restart",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from engine.config import Config
 from engine.errors import LockstepError, headline
+from engine.launch import can_start_again
 from engine.partition import divisors
 from engine.phases import Phase, phase
 from engine.plan import Plan
@@ -64,7 +65,7 @@ def prepare_advice(run: Run) -> None:
         "training": next_training_batch(run.plan, run.cfg),
         "evaluation": PassBatch(samples, half),
     }
-    advice.restart = run.cfg.oom == "shrink"
+    advice.restart = run.cfg.oom == "shrink" and can_start_again()
 
 
 def next_training_batch(plan: Plan, cfg: Config) -> PassBatch:

@@ -4,13 +4,16 @@ functions that MKL computes by the maker of the CPU are NumPy's.
 That the bits are those of another kind of CPU needs another kind of CPU: `benchmarks/cpu_kinds.py`."""
 
 import json
+import multiprocessing
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TOY, succeed
+from conftest import ROOT, TOY, succeed
 from runs import same_bits, weights
 
 from engine import config, hooks
@@ -29,6 +32,7 @@ def clean(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launching, "replace_process", lambda: restarts.append(dict(os.environ)))
+    monkeypatch.setattr(launching, "can_start_again", lambda: True)
     monkeypatch.setattr(capped, "replace_functions", lambda: None)
     kernels = lambda: os.environ.get("ATEN_CPU_CAPABILITY", "AVX512").upper()  # noqa: E731
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", kernels)
@@ -63,6 +67,48 @@ def test_one_restart_sets_the_variables(clean):
     capped.set_arithmetic(CAPPED)  # after the restart
     (env,) = clean
     assert capped.VARIABLES.items() <= env.items()
+
+
+def test_a_program_that_cannot_be_started_again_is_refused_unless_the_variables_are_set(clean, monkeypatch):
+    monkeypatch.setattr(launching, "can_start_again", lambda: False)
+    with pytest.raises(LockstepError, match=r"starts the program again, and this program .*: start a file with python"):
+        capped.set_arithmetic(CAPPED)
+    assert not clean and not capped.VARIABLES.keys() & os.environ.keys()
+    os.environ.update(capped.VARIABLES)
+    capped.set_arithmetic(CAPPED)
+    assert not clean
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "again"),
+    [("file", ["train.py"], True), ("file", ["-m", "train"], True), (None, ["-c", "import train"], True),
+     (None, ["-"], False), (None, [], False), ("pipe", ["/dev/stdin"], False), ("gone", ["train.py"], False)],
+)  # fmt: skip
+def test_a_file_and_words_are_started_again_and_nothing_that_was_read_once(
+    monkeypatch, tmp_path, program, words, again
+):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    main = SimpleNamespace(__file__=str(tmp_path / program)) if program else SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+    assert launching.can_start_again() is again
+    with monkeypatch.context() as prompt:
+        prompt.setattr(sys, "ps1", ">>> ", raising=False)
+        assert not launching.can_start_again(), "typed"
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace())
+    assert not launching.can_start_again(), "a function of another program"
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_a_program_from_the_standard_input_is_refused_and_not_lost(tmp_path):
+    """Python would find nothing to read after the restart, and end with 0."""
+    command = [sys.executable, "-", *words(tmp_path / "run")]
+    how = {"cwd": ROOT, "input": (ROOT / "train.py").read_text(), "capture_output": True, "text": True}
+    done = subprocess.run(command, **how)
+    assert done.returncode == 2 and "read from the standard input" in done.stderr, done
+    assert not (tmp_path / "run").exists()
 
 
 def test_variables_that_something_removes_are_no_endless_restart(clean):
