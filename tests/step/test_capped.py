@@ -305,6 +305,28 @@ def test_a_convolution_by_the_size_of_a_cache_is_named(launch, tmp_path):
     assert "note: no longer the same bits" in changed.out, "a promise without virtual workers, too"
 
 
+TALKS = """
+from tests.tasks import toy
+class Talks(toy.Waves):
+    def __getitems__(self, indices):
+        print("a batch of", len(indices))
+        return super().__getitems__(indices)
+class Task(toy.Task):
+    def datasets(self):
+        return Talks(60, 0), toy.Waves(9, 1)
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_the_first_step_print_to_the_end(launch, tmp_path):
+    """They start in the step whose standard output is read for oneDNN's lines."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    given = ["arithmetic=capped", "device=cpu", "num_workers=1", "batch_size=12", "epochs=1"]
+    given += ["check_sums=false", "check_resume=false", f"save_dir={tmp_path / 'run'}"]
+    trained = succeed(launch.train(tmp_path / "talks.py", *given)).out.split("Starting training")[1]
+    assert trained.count("a batch of 12") == 5
+
+
 @pytest.mark.slow
 def test_a_native_run_that_goes_on_capped_says_so(launch, tmp_path):
     run = tmp_path / "run"
