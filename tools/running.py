@@ -195,6 +195,15 @@ def folder_of(run: Path) -> Path:
     return run if run.is_dir() else run.parent
 
 
+def is_writable(folder: Path) -> bool:
+    """Return whether a file can be made in a folder. For a superuser `os.access` is always true."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 @cache
 def warn_once(text: str) -> None:
     """Print a warning on stderr, once in a process: a tool may load a checkpoint twice. An empty

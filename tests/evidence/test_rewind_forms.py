@@ -1,12 +1,11 @@
 """tools/rewind.py with other people's tasks: forms of a batch, a network that returns its loss, data that move."""
 
-import os
-
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, succeed
 from runs import records, same_bits, weights
-from tampering import checkpoint_at, contents, copied
+from tampering import checkpoint_at, contents
 from test_rewind import SMALL
 from test_rewind import rewind as rewind
 
@@ -123,6 +122,14 @@ def test_a_fork_with_another_global_batch_and_other_data_is_the_run_by_hand(trai
         (["--again", "--into", "RUN"], "is not empty (--into): give a new folder"),
         (["--again", "--until", "12"], "--until 12 is before the step"),
         (["--again", "--into", "/proc/version/fork"], "/proc/version cannot be written (--into)"),
+        (
+            ["--again", "--into", "/proc/fork"],
+            "/proc cannot be written (--into): give --into FOLDER in a folder of yours",
+        ),
+        (
+            ["--page", "/proc/page.html"],
+            "/proc/page.html cannot be written (--page): give --page FILE.html in a folder",
+        ),
         (["--page", "/proc/version/page.html"], "/proc/version/page.html is not the name of a page (--page)"),
     ],
 )
@@ -134,12 +141,17 @@ def test_bad_options_of_a_fork_are_refused_before_a_step_is_taken(options, messa
     assert contents(run) == before
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_a_step_is_taken(trained, rewind, tmp_path, monkeypatch):
-    run = copied(trained("tuple"), tmp_path / "run")
-    allowed = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path) and allowed(path, mode))
-    code, _, err = rewind(run, "--step", 30, "--again")
-    assert code == 2 and f"{tmp_path} cannot be written (--into): give --into FOLDER" in err, err
-    code, _, err = rewind(run, "--step", 30, "--page", tmp_path / "page.html")
-    assert code == 2 and "page.html cannot be written (--page): give --page FILE.html" in err, err
-    assert "taking steps" not in err
+@pytest.mark.slow
+def test_the_earlier_loss_of_a_first_step_is_with_the_weights_of_init_from(trained, rewind, launch, tmp_path):
+    begin, run = trained("tuple") / "last.pt", tmp_path / "run"
+    succeed(launch.train(*words(run, "tuple", f"init_from={begin}", "steps=4", "seed=9")))
+    code, found, err = rewind(run, "--step", 2)
+    assert code == 0 and "earlier: the weights of step 0" in err, err
+    cfg = config.parse(["--config", str(run / "config.yaml")], tasks.load).cfg
+    task = tasks.load(FOREIGN)(cfg)
+    train_set, _ = task.datasets()
+    model = task.model()
+    model.load_state_dict(torch.load(begin, weights_only=True)["model"])
+    for sample in found["samples"][:3]:
+        loss = task.loss(model, train_set.__getitems__(sample["indices"])).total
+        assert sample["before"] == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-7)

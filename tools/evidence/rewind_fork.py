@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from engine.files.atomic import sha256_of, write_atomically, write_json
 from engine.files.run_folder import ENVIRONMENT
 from engine.files.store import LAST
 from tools.evidence.replay import Log, Recorded, Stretch, Taker, log_of
-from tools.running import train_in
+from tools.running import is_writable, train_in
 
 RECIPE = "fork.yaml"
 """The file in a fork's folder with the settings of the run."""
@@ -118,7 +117,7 @@ def check_folder(folder: Path | None, run: Path) -> None:
     if run.resolve() in above:
         raise LockstepError(f"{folder} is within the run, which is only read", "--into", todo)
     nearest = next(path for path in above if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+    if not nearest.is_dir() or not is_writable(nearest):
         raise LockstepError(f"{nearest} cannot be written", "--into", todo)
 
 

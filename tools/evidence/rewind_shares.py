@@ -41,6 +41,7 @@ from engine.data.batches import (
     unflatten,
 )
 from engine.data.splits import load_datasets
+from engine.files import weights
 from engine.files.archive import CheckpointState
 from engine.hooks import check
 from engine.plan import make_plan
@@ -522,13 +523,15 @@ class Step:
 
     def losses_with(self, path: Path | None) -> list[float]:
         """Return the mean loss of each sample with the weights of another checkpoint of the run;
-        None: with the weights of the seed. The weights of the step are put back."""
+        None: with the weights at the start of the run. The weights of the step are put back."""
         model = self.run.model
         own = {name: value.clone() for name, value in model.state_dict().items()}
         try:
             if path is None:
                 seed_everything(self.run.cfg.seed)
                 model.load_state_dict(self.task.model().state_dict())
+                if source := self.run.cfg.init_from:
+                    weights.load_file(model, source)
             else:
                 model.load_state_dict(own | api.read(path).model)
             self.buffers.keep()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from engine.errors import LockstepError
 from tools.paper import report_figures as figures
+from tools.running import is_writable
 
 EXTRA = "pip install matplotlib jinja2"
 
@@ -30,7 +30,7 @@ def check_name(out: Path, option: str = "--out") -> Path:
             option,
             "give one that ends in .html, in a folder that is there",
         )
-    if not os.access(out.parent, os.W_OK):
+    if not is_writable(out.parent):
         todo = f"give {option} FILE.html in a folder of yours"
         raise LockstepError(f"{out} cannot be written", option, todo)
     return out
