@@ -127,6 +127,11 @@ def test_noise_is_no_jump_after_few_steps_and_no_jump_is_a_rounding_error():
     assert [level.value for level in jumps([Series("loss", [*range(len(losses))], losses)])] == [0.01]
 
 
+def test_a_loss_that_is_zero_but_for_bursts_has_no_jump_of_the_usual_height():
+    bursts = [1.4, 0.2, *[0.0, 3.0, 0.0, 0.0] * 8, 8.0]
+    assert not jumps([Series("loss", [*range(len(bursts))], bursts)])
+
+
 # ---- the shares, against a plain loop
 # ----------------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """Find the step of a log at which the loss or the norm of the gradient jumped.
 
 A value is compared with the values before it. The usual value m is the median of the last NEAR
-values. The deviation s is 1.4826 times the median of the absolute residuals of the last BEFORE
-values from a line by Theil and Sen, and at least FLOOR * |m|; with n < BEFORE values before, s is
-sqrt((BEFORE - 2) / (n - 2)) times as large, because a line fits few values closely. A value above
-m + LIMIT * s and above RISE * m is a jump, unless the value is smaller than the rounding of an
-earlier value. All values are logarithms, if all are positive: the noise of a loss falls with the
-loss. The last step of an epoch may have fewer samples: s and log(RISE) are larger by the square
-root of the ratio.
+values. The deviation s is measured on the residuals of the last BEFORE values from a line by Theil
+and Sen: 1.4826 times the median size, or the size that 80 % have at most / 1.2816, if larger; and
+at least FLOOR * |m|. With n < BEFORE values before, s is sqrt((BEFORE - 2) / (n - 2)) times as
+large, because a line fits few values closely. A value above m + LIMIT * s and above RISE * m is a
+jump. All values are logarithms, if none is negative: the noise of a loss falls with the loss.
+Values below the rounding of the largest value before count as the rounding. The last step of an
+epoch may have fewer samples: s and log(RISE) are larger by the square root of the ratio.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ LIMIT = 6.0
 FLOOR = 0.05
 RISE = 1.5
 ROUNDING = 1e-6
-"""A value below ROUNDING times the largest value before is the rounding of float32."""
+"""Rounding of float32, relative to the largest value before."""
 
 MAD = 1.4826
 """Deviation of a normal distribution / median of the absolute differences from the median."""
+
+Q80 = 1.2816
+"""The size that 80 % of the differences have at most / deviation of a normal distribution."""
 
 NAMES = ("loss", "grad_norm")
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -47,7 +50,8 @@ def _deviation(values: np.ndarray) -> float:
     one, two = np.triu_indices(len(values), 1)
     slope = np.median((values[two] - values[one]) / (two - one))
     residuals = values - slope * np.arange(len(values))
-    return MAD * float(np.median(np.abs(residuals - np.median(residuals))))
+    sizes = np.abs(residuals - np.median(residuals))
+    return max(MAD * float(np.median(sizes)), float(np.quantile(sizes, 0.8)) / Q80)
 
 
 class Level(NamedTuple):
@@ -94,10 +98,11 @@ class Series(NamedTuple):
         if len(before) < LEAST:
             return None
         value = self.values[place]
-        logarithmic = bool((before > 0).all()) and value > 0
+        rounding = ROUNDING * max(map(abs, self.values[:place]))
+        logarithmic = bool((before >= 0).all()) and value > 0 and rounding > 0
         if logarithmic:
-            before = np.log(before)
-            value = math.log(value)
+            before = np.log(np.maximum(before, rounding))
+            value = math.log(max(value, rounding))
         usual = float(np.median(before[-NEAR:]))
         floor = FLOOR if logarithmic else FLOOR * abs(usual)
         noise = self.noise[place] if self.noise else 1.0
@@ -108,7 +113,6 @@ class Series(NamedTuple):
         score = (value - usual) / deviation
         if logarithmic:
             usual, limit = math.exp(usual), math.exp(limit)
-        limit = max(limit, ROUNDING * max(map(abs, self.values[:place])))
         return Level(self.name, self.steps[place], self.values[place], usual, limit, score)
 
     def levels(self) -> list[Level]:
