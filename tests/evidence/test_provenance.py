@@ -255,5 +255,5 @@ def test_what_is_refused(launch, tmp_path, noting):
 def test_a_dataset_without_sources_still_has_its_counts(launch, tmp_path, sampler, words):
     succeed(launch.train(TOY, "device=cpu", "steps=9", f"save_dir={tmp_path / 'run'}", *words))
     found = told(launch, tmp_path / "run" / "last.pt", "--no-contents")
-    assert "sources" not in found and [*found["classes"]] == ["0", "1"]
+    assert found["sources"] is None and [*found["classes"]] == ["0", "1"]
     assert found["uses"] == 61 + 36 and (found["most"] > 2) == (sampler == "balanced")
