@@ -181,8 +181,8 @@ def compare(before: Path, now: Path) -> int:
         for state in states:
             for key in ("save_dir", "memory_format", "compile"):  # decided for it
                 state["config"].pop(key, None)
-            # of one format of checkpoints only
-            for key in ("memory_format", "format", "rng", "environment"):
+            # of one format of checkpoints only; `code` has the digests of the changed files
+            for key in ("memory_format", "format", "rng", "environment", "code"):
                 state.pop(key, None)
         found = [
             *differences(*states),
