@@ -309,6 +309,7 @@ def test_a_task_inside_a_runs_folder_is_not_run(launch, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/mine.py").write_text("open('ran', 'a').write('.')\nraise ValueError('so far')\n")
     (tmp_path / "run/config.yaml").write_text("task: run/mine.py\n")
+    (tmp_path / "run/last.pt").touch()
     done = succeed(launch.python("-c", OPENED, str(tmp_path / "run"), cwd=tmp_path))
     refused, ran = done.errors[::2], done.errors[1::2]
     assert len(refused) == len(ran) == 4 and (tmp_path / "ran").read_text() == "....", done.err
