@@ -160,6 +160,7 @@ def test_what_is_planted_in_a_config_is_named_first(place, say, planted):
     assert any(line in each for each in found[1:]), found
 
 
+@pytest.mark.slow
 def test_a_changed_sample_is_named_at_the_step_that_takes_it(place, say):
     """Its file has the same form. The fingerprint names the part of the data."""
     text = say(place.a, place.run("sample", f"dataset.root={place.folder / 'y.npy'}"), "--trust")
@@ -283,6 +284,7 @@ def test_other_cuts_are_told_apart_rounding_from_batch_norm(place, say):
     say(place.run("bits", *bits), place.run("two bits", *bits, processes=2), code=0)
 
 
+@pytest.mark.slow
 def test_records_are_compared_with_each_other_and_with_a_run(place, say):
     one, other = place.run("r", "record=3"), place.run("s", "record=3", *RATE.words)
     mine, theirs = (run / "record_step_3.npz" for run in (one, other))

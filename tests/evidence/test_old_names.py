@@ -96,6 +96,7 @@ def imported(node):
     return set()
 
 
+@pytest.mark.slow
 def test_the_project_uses_the_new_names():
     """In each import, and in each block of Python that a page shows."""
     rooms = "benchmarks dev engine examples formats models plugins tasks tests tools".split()

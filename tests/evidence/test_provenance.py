@@ -229,6 +229,7 @@ def test_without_contents_no_sample_but_those_of_the_fingerprint_is_read(launch,
     assert "  root  " not in done.out and not done.err
 
 
+@pytest.mark.slow
 def test_what_is_refused(launch, tmp_path, noting):
     run = tmp_path / "run"
     words = [noting, "device=cpu", "log_every=1", "schedule.horizon=20", f"save_dir={run}"]

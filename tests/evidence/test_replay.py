@@ -84,6 +84,7 @@ def flip_a_bit(state):
     state["model"]["layers.0.weight"].view(torch.int32)[3, 5] ^= 1
 
 
+@pytest.mark.slow
 def test_every_step_of_a_run_again(original, replay, tmp_path):
     before = contents(original)
     code, found, err = replay(original, "--jobs", 2, "--processes", 1, "--out", tmp_path / "out.json")
@@ -131,6 +132,7 @@ CHANGED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_was_changed_in_a_run_is_named(run, replay, name):
     case = CHANGED[name]
@@ -143,6 +145,7 @@ def test_what_was_changed_in_a_run_is_named(run, replay, name):
     assert f"step {case.step}, " in err and case.name in err
 
 
+@pytest.mark.slow
 def test_another_learning_rate_in_the_config_is_named_although_the_steps_are_the_same(run, replay):
     replace_text(run / "config.yaml", "  lr: 0.01\n", "  lr: 0.011\n")
     code, found, err = replay(run, "--to", 12)
@@ -167,6 +170,7 @@ class Task(toy.Task):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sample", "seen"), [(0, "fingerprint"), (7, "digest")])
 def test_a_changed_sample_is_found(launch, replay, tmp_path, sample, seen):
     """One that the fingerprint covers, before a step is taken; another by the first step whose batch has it:
@@ -192,6 +196,7 @@ def test_a_changed_sample_is_found(launch, replay, tmp_path, sample, seen):
         assert re.search(r"^  data +the same", err, re.M)
 
 
+@pytest.mark.slow
 def test_a_step_without_a_line_is_proven_by_the_next(original, launch, replay, tmp_path):
     code, found, err = replay(original, "--step", 17, "--keep", tmp_path / "kept")
     assert code == 0 and (found["from"], found["to"], found["points"]) == (12, 20, 2), err
@@ -202,6 +207,7 @@ def test_a_step_without_a_line_is_proven_by_the_next(original, launch, replay, t
     assert [path.name for path in (tmp_path / "kept").iterdir() if path.is_dir()] == ["steps_12_to_20"]
 
 
+@pytest.mark.slow
 def test_lines_that_a_log_lacks_are_said(run, replay):
     """With other lines the means are over other steps, but the digests and the norms are still compared."""
     remove_line(run, 4)
@@ -213,6 +219,7 @@ def test_lines_that_a_log_lacks_are_said(run, replay):
     assert found["stretches"][0]["left_out"] == "progress/epoch_totals, tally"
 
 
+@pytest.mark.slow
 def test_means_over_other_steps_are_not_compared(run, replay):
     """As where log_every was changed on the way: of a line that begins elsewhere only what is of its own step."""
     change_checkpoint(checkpoint_at(run, 12), lambda state: state["config"].update(log_every=2))
@@ -238,6 +245,7 @@ def test_the_shares_of_machines_are_all_stretches(run, replay, monkeypatch):
     assert json.loads((run / "replay.json").read_text()) == found
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
     before = torch.load(checkpoint_at(run, 12), weights_only=True)["progress"]
     held = {name: before[name] for name in ("best", "stale")} | {"evaluation_due": True}
@@ -250,6 +258,7 @@ def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_had_optim_zero_is_scored_and_replayed(run, replay, capfd):
     """Its config.yaml and its checkpoints have a key that is an error in a new run."""
     replace_text(run / "config.yaml", "  zero: false\n", "  zero: true\n")
@@ -262,6 +271,7 @@ def test_a_run_that_had_optim_zero_is_scored_and_replayed(run, replay, capfd):
     assert "error: optim.zero=true is no longer there (optim.zero): use ddp.strategy=fsdp" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_names_no_program_to_run(run, replay, tmp_path):
     """Only the task of config.yaml was checked, see `of_run`."""
     (tmp_path / "planted").mkdir()
@@ -271,6 +281,7 @@ def test_a_checkpoint_names_no_program_to_run(run, replay, tmp_path):
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_without_a_digest_or_a_checkpoint_nothing_is_known_of_the_bits(run, replay):
     drop_digests(run)
     delete_checkpoints(run)
@@ -280,6 +291,7 @@ def test_without_a_digest_or_a_checkpoint_nothing_is_known_of_the_bits(run, repl
     assert "at step 8 no bits of the weights could be compared (digests, checkpoints): there are none" in err
 
 
+@pytest.mark.slow
 def test_a_step_is_proven_by_the_next_that_has_bits(run, replay):
     """The line of step 8 has numbers alone: those of the checkpoint of step 12 are needed."""
     change_line(run, 8, lambda line: line.pop("digest"))

@@ -291,6 +291,7 @@ def test_a_rate_is_at_fault_only_where_it_rises(rates, step):
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_run_is_only_read_and_the_samples_have_their_names(original, rewind, tmp_path):
     before = contents(original)
     page = tmp_path / "page.html"
@@ -305,6 +306,7 @@ def test_the_run_is_only_read_and_the_samples_have_their_names(original, rewind,
     assert contents(original) == before
 
 
+@pytest.mark.slow
 def test_steps_with_other_bits_are_a_verdict_and_no_error(original, rewind, tmp_path):
     """Exit code 1 with a result, as tools/replay.py and compare.py have; --anyway does not make a 0 of it."""
     run, fork = copied(original, tmp_path / "run"), tmp_path / "fork"
@@ -317,6 +319,7 @@ def test_steps_with_other_bits_are_a_verdict_and_no_error(original, rewind, tmp_
     assert code == found["exit_code"] == 1 and found["samples"], err
 
 
+@pytest.mark.slow
 def test_a_run_without_a_digest_near_the_step_is_not_proved(original, rewind, tmp_path):
     run = copied(original, tmp_path / "run")
     drop_digests(run)
@@ -361,6 +364,7 @@ def test_an_exit_code_has_one_meaning(verdict, problem, agrees, fork, code):
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_division_with_other_numbers_than_the_log_names_nobody(original, rewind, monkeypatch):
     """Here by another seed of the dropout masks, as a task might have that computes something else in one process."""
     known = tool.step_config
@@ -370,6 +374,7 @@ def test_a_division_with_other_numbers_than_the_log_names_nobody(original, rewin
     assert "agree with the log" not in err
 
 
+@pytest.mark.slow
 def test_samples_that_do_not_add_up_to_the_step_are_not_named(original, rewind, monkeypatch):
     """Here by a loss of single samples that is three times as high; a loss that reads the whole batch has such."""
     of_row = rewind_shares.Step._of_row
@@ -384,6 +389,7 @@ def test_samples_that_do_not_add_up_to_the_step_are_not_named(original, rewind, 
     assert "each sample was computed alone" in err and not found["exact"]
 
 
+@pytest.mark.slow
 def test_a_step_that_was_usual_with_earlier_weights_has_no_culprit(original, rewind, monkeypatch):
     """Whatever share a sample has of the step: after a bad update a few samples have most of the loss, too."""
     monkeypatch.setattr(rewind_shares.Step, "losses_with", lambda self, path: [0.01] * len(self.places))
@@ -393,6 +399,7 @@ def test_a_step_that_was_usual_with_earlier_weights_has_no_culprit(original, rew
     assert re.search(r"the update[^;]*[0-9.]+ %", found["cause"]), "the change of the weights is known"
 
 
+@pytest.mark.slow
 def test_a_sample_that_is_not_finite_is_named(launch, rewind, tmp_path):
     run = tmp_path / "run"
     changes = {"own.kind": "factors", "own.bad": 5, "check_sums": False, "device": "cpu", "amp": "off", "log_every": 1}
@@ -429,6 +436,7 @@ def test_bad_options_are_refused_before_a_step_is_taken(options, message, origin
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fork_without_a_change_ends_in_the_hash_of_the_run(original, rewind, tmp_path):
     fork = tmp_path / "fork"
     code, found, err = rewind(original, "--step", 18, "--again", "--into", fork)
@@ -438,6 +446,7 @@ def test_a_fork_without_a_change_ends_in_the_hash_of_the_run(original, rewind, t
     assert "the fork ends in the bits of the run" in err
 
 
+@pytest.mark.slow
 def test_a_fork_without_the_culprit_knows_its_run(original, rewind, launch, tmp_path):
     fork = tmp_path / "fork"
     page = tmp_path / "page.html"
@@ -466,6 +475,7 @@ def publish(launch, run, folder):
     return launch.python(str(ROOT / "tools" / "publish.py"), str(run), "--to", str(folder), "--license", "mit")
 
 
+@pytest.mark.slow
 def test_a_fork_without_a_change_in_other_weights_is_a_verdict(original, rewind, monkeypatch):
     parts = {"begin": 16, "changed": False, "hashes": ("a", "b"), "same": False}
     monkeypatch.setattr(tool, "make_fork", lambda *given: tool.Fork(given[3], "a fork", **parts))
@@ -487,6 +497,7 @@ def test_a_signal_ends_the_training_of_the_moment(line, original, launch, tmp_pa
     assert line != "taking steps" or "the same bits as the run" not in done.out, "the steps were taken to their end"
 
 
+@pytest.mark.slow
 def test_a_fork_with_another_setting_stops_where_it_should(original, rewind, launch, tmp_path):
     fork = tmp_path / "fork"
     options = ["--step", 30, "--with", "optim.grad_clip=0.1", "--until", 36, "--into", fork]
@@ -502,6 +513,7 @@ def test_a_fork_with_another_setting_stops_where_it_should(original, rewind, lau
     assert text in done.err and f"fork of {original.name} at step 24" in card
 
 
+@pytest.mark.slow
 def test_a_change_without_an_effect_and_a_wrong_key(original, rewind, tmp_path):
     """The scheduler of this task restores the rates of the checkpoint."""
     options = ["--step", 30, "--until", 36, "--into", tmp_path / "fork"]
@@ -514,6 +526,7 @@ def test_a_change_without_an_effect_and_a_wrong_key(original, rewind, tmp_path):
     assert code == 2 and "optim.lrr" in err and not (tmp_path / "wrong").exists()
 
 
+@pytest.mark.slow
 def test_a_window_of_steps_is_searched_step_by_step(launch, rewind, tmp_path):
     """A log with a line for ten steps hides the jump; nothing jumps in a part of the run without the culprit."""
     run = tmp_path / "run"
@@ -525,6 +538,7 @@ def test_a_window_of_steps_is_searched_step_by_step(launch, rewind, tmp_path):
     assert code == 7 and found["step"] is None and "no step stands out" in err
 
 
+@pytest.mark.slow
 def test_a_fork_is_no_training_of_a_study_and_is_not_published_without_a_word(tmp_path, original, monkeypatch, capsys):
     folder = copied(original, tmp_path / "study" / "fold_0")
     about = json.loads((folder / "environment.json").read_text())
@@ -539,6 +553,7 @@ def test_a_fork_is_no_training_of_a_study_and_is_not_published_without_a_word(tm
     assert "warning: --force: fold_0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_before_the_step_the_settings_are_named(original, rewind, launch, tmp_path):
     """A run that began from a checkpoint that is gone."""
     begin, run = tmp_path / "begin.pt", tmp_path / "later"

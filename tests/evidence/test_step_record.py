@@ -128,6 +128,7 @@ def test_what_cannot_be_recorded_is_refused(launch, tmp_path, words, said):
     assert done.code == 2 and done.errors == [f"error: {said}"]
 
 
+@pytest.mark.slow
 def test_it_is_written_after_a_resume_and_not_again_later(launch, tmp_path):
     words = ["train.py", TOY, *COMMON, "global_batch=12", "schedule.horizon=9", f"save_dir={tmp_path}"]
     succeed(launch.python(*words, "steps=4"))

@@ -633,6 +633,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_no_file_stays_open_however_a_run_ends(launch, folder, how):
     """A file that nobody closes is a ResourceWarning at the end of the process, and a log that may lack its end."""

@@ -202,6 +202,7 @@ def struck(scenes: Path, scene: str, mode: str | int, for_good: bool, tmp_path: 
     assert n > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "for_good"), [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True)])
 @pytest.mark.parametrize("scene", SCENES)
 def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path, console_lines):

@@ -76,6 +76,7 @@ GONE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", GONE)
 def test_no_print_fails_of_a_stream_that_is_gone(launch, tmp_path, why):
     ends, command = GONE[why](), [sys.executable, "-c", SPEAK, str(tmp_path / "lost")]
@@ -89,6 +90,7 @@ def test_no_print_fails_of_a_stream_that_is_gone(launch, tmp_path, why):
         os.close(end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "lost"),
     [

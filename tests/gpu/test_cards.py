@@ -83,6 +83,7 @@ def assert_nothing_is_seen(out, processes):
     assert seen == [NOTHING] * processes, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_sees_no_gpu(launch, probe, tmp_path, way):
     assert_nothing_is_seen(WAYS[way](launch, probe, tmp_path), 2 if way == "torchrun" else 1)
@@ -153,6 +154,7 @@ def test_what_needs_a_gpu_sees_those_that_the_user_shows(suite, shown, count):
     assert "1 passed, 1 deselected" in said
 
 
+@pytest.mark.slow
 def test_pytests_workers_know_what_the_user_shows(suite):
     assert "1 passed" in suite("-m", "gpu", "-n", "1", shown="1", count=1)
 

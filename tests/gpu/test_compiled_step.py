@@ -89,6 +89,7 @@ def test_a_compiled_step_that_raises_is_dropped(trained, processes):
     assert same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_a_right_step_is_compiled_and_nothing_else(trained):
     """Of five steps of twelve samples, one of one, and two more; a pass of each size is compared. The 23 samples that
     are scored, and those of the checks, are not."""
@@ -99,6 +100,7 @@ def test_a_right_step_is_compiled_and_nothing_else(trained):
     assert near(found, expected), "also in the random numbers of dropout"
 
 
+@pytest.mark.slow
 def test_a_step_of_each_turn_is_compared(trained):
     """Of two turns, each trains other weights."""
     words = [TURNS, "own.kind=factors", "threads=1", "steps=4", "amp=off"]
@@ -271,6 +273,7 @@ def test_a_line_where_the_compiler_gives_up(compiled, caplog):
     assert calls == [6, 5]
 
 
+@pytest.mark.slow
 def test_a_line_where_nothing_is_compiled(trained, tmp_path):
     """The model forbids it."""
     task = tmp_path / "forbidden.py"

@@ -70,7 +70,8 @@ def exact(folder):
     return [*map(str, words), "log_every=100", "optim.grad_clip=1", *rate]
 
 
-@pytest.mark.parametrize("cache", ["device", *(pytest.param(c, marks=pytest.mark.slow) for c in ("none", "host"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["device", "none", "host"])
 def test_the_bits_of_the_cpu(gpu, of_the_cpu, tmp_path, cache):
     """Of weights, average and moments: killed, and resumed; with copies that are read before they have arrived, or
     tensors of the host among the others, it would fail or end in other numbers."""
@@ -98,11 +99,8 @@ SAID = {"terms": {f"tests/tasks/{place_of(TERMS, 'out.new_tensor')} a copy from 
 """Waits that are the task's own."""
 
 
-SLOW = ("vla", "virtual", "act", "transformer")
-QUICK = [kind for kind in STEPS if kind not in SLOW]
-
-
-@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
 def test_no_wait_in_a_step(gpu, kind):
     """The first steps copy class weights, and read the optimizer's counters; the last one is scored and saved. The
     order of the epoch is copied without a wait, too."""
@@ -149,6 +147,7 @@ Run.votes = lambda self, consumed: 0.5 if phase.step in (5, 9) else votes(self, 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", ["true", "false"])
 def test_no_wait_in_a_step_whose_rank_votes(gpu, tmp_path, recorded):
     """Kernel by kernel, and as the launch of a graph: those of steps 5, 8, 9, 10 and 12 are neither recorded nor
@@ -181,6 +180,7 @@ def test_recorded_virtual_workers_take_the_bits_of_those_kernel_by_kernel(
     assert_same_parts(load(tmp_path / "eager"), load(tmp_path / "gpu"))
 
 
+@pytest.mark.slow
 def test_a_launched_step_of_one_pass_is_few_calls(gpu):
     """The rate, the batch in one piece, and the graph; of another form is the last batch of the epoch."""
     words = [*HAR, "mode=flatten", "batch_size=16", "cache=device", EMA, "amp=bf16", "cuda_graph=true"]
@@ -224,6 +224,7 @@ class Task(Har):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", [False, True])
 def test_passes_of_virtual_workers_are_prepared_together(gpu, tmp_path, product):
     """Where no operation of `prepare` depends on the number of rows; a product of matrices does."""

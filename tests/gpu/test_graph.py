@@ -57,6 +57,7 @@ def launched(said):
     return int(said.rpartition("LAUNCHED ")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -83,6 +84,7 @@ def test_a_recorded_step_takes_the_same_bits(run, words):
     assert_same(eager, recorded)
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_changes_in_each_step(run, tmp_path):
     """It grows after each step, and shrinks after a step that overflows; a comparison undoes its change, too."""
     grows = "import torch\ntorch.amp.GradScaler.__init__.__defaults__ = ('cuda', 2.0**14, 2.0, 0.5, 1, True)\n"
@@ -107,6 +109,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_named(run):
     assert_same(eager, recorded)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_stopped_and_resumed(run):
     """SIGTERM comes while a batch is made for a launch: it is the host's vote, and the graph holds none."""
     words = [*ODD, "model.dropout=0.3"]
@@ -190,6 +193,7 @@ class Task(graphed.Task):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", "another tensor"])
 def test_a_graph_reads_the_state_that_the_host_changes(run, tmp_path, kind):
     (tmp_path / "own.py").write_text(KEEPING)
@@ -249,6 +253,7 @@ class Task(graphed.Task):
 """
 
 
+@pytest.mark.slow
 def test_torchs_own_fused_optimizer_is_recorded(run, tmp_path):
     """It refuses a capture unless it is marked as capturable; the mark is not in the checkpoint."""
     (tmp_path / "own.py").write_text(OWN_OPTIMIZER)
@@ -269,6 +274,7 @@ OLD_TORCH = "import torch\nvars(torch.autograd.graph).pop('set_override_stale_ca
 TORCHES = ["2.12"] + ["2.13"] * hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", TORCHES)
 def test_a_loss_that_the_task_keeps(run, tmp_path, version):
     """Its nodes that accumulate gradients were made on the default stream."""
@@ -368,6 +374,7 @@ AUTO = {
 """Statements before a training with cuda_graph=auto, and the reason to give up."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*AUTO])
 def test_auto_records_where_the_gpu_waits(run, tmp_path, kind):
     """The bits are those kernel by kernel, whatever the measurement was."""
@@ -385,6 +392,7 @@ def test_auto_records_where_the_gpu_waits(run, tmp_path, kind):
     assert_same(eager, auto)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_rate_in_memory_has_the_bits_of_the_number(name):
     """On a GPU each rate is a float32; a graph reads it from memory."""

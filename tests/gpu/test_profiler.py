@@ -96,12 +96,14 @@ def test_a_run_says_where_its_time_goes_and_leaves_a_trace(launch, tmp_path, pro
     assert {"forward", "backward", "data loading", "aten::addmm"} <= {*names}
 
 
+@pytest.mark.slow
 def test_the_profile_changes_nothing(launch, tmp_path):
     for name, more in (("plain", []), ("profiled", ["--profile"])):
         succeed(launch.python("train.py", *WORDS, f"save_dir={tmp_path / name}", *more))
     assert same_bits(weights(tmp_path / "plain"), weights(tmp_path / "profiled"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_short_says_so(launch, tmp_path):
     done = succeed(launch.python("train.py", TOY, "steps=4", f"save_dir={tmp_path}", "--profile"))
     assert "--profile lets 10 steps pass, and this run had 4" in done.out

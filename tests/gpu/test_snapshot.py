@@ -152,6 +152,7 @@ def gpu(launch, tmp_path):
     return functools.partial(run_on_fake_gpu, launch, tmp_path / "gpu")
 
 
+@pytest.mark.slow
 def test_saves_pin_no_memory_and_wait_for_nothing(gpu):
     """But for the numbers of the step that is saved. Two buffers are pinned for all saves, and the copies on the GPU
     are as many kernels in each of them."""
@@ -179,6 +180,7 @@ class Task(Task): ...
 """
 
 
+@pytest.mark.slow
 def test_a_state_without_room_is_waited_for_and_whole(gpu, tmp_path):
     """By the training itself, and by no thread."""
     (tmp_path / "own.py").write_text(NO_ROOM)

@@ -250,6 +250,7 @@ def test_a_rank_with_two_samples_exchanged_is_named(launch, own, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_edit_between_two_starts_is_named_by_a_resume_and_by_an_evaluation(launch, own, tmp_path):
     run = tmp_path / "run"
     succeed(launch.train(own, f"save_dir={run}"))

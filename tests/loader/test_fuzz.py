@@ -90,6 +90,7 @@ def test_any_command_line(argv):
     read_config(*argv)
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))))
 def test_any_bytes_as_a_config_file(tmp_path, raw):

@@ -796,6 +796,7 @@ def mine(tmp_path):
     return str(tmp_path / "mine.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_a_run_ends_where_a_shard_is_broken(launch, site, mine, tmp_path, loaders):
     server, cache, _ = site

@@ -89,6 +89,7 @@ def test_where_all_is_well_nothing_fails(healthy):
         assert re.search(f"^{words}", table.out, re.M), (words, table.out)
 
 
+@pytest.mark.slow
 def test_json_and_the_table_say_the_same(healthy):
     table, as_json, _ = healthy
     found = json.loads(as_json.out)
@@ -184,6 +185,7 @@ def test_words_that_no_training_takes(launch, capsys):
         assert count in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_missing_package(launch):
     program = "import runpy, sys; sys.modules['yaml'] = None; runpy.run_path('tools/doctor.py', run_name='x')"

@@ -384,6 +384,7 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
         assert done.code == 2 and says in done.err and len(done.errors) == 1
 
 
+@pytest.mark.slow
 def test_a_table_is_refused_with_the_line_that_prepares_it(har_run, tmp_path, monkeypatch, capfd):
     """Pasted as it is, the line gives data that the model takes; the columns of the table are in another order."""
     arrays = np.load(SHIPPED)
@@ -422,6 +423,7 @@ UNITS = {
 """Channels, factor, summand, and the warning."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNITS)
 def test_data_in_other_units_are_named(har_run, tmp_path, capsys, name):
     channels, factor, summand, warning = UNITS[name]
@@ -526,6 +528,7 @@ def test_what_a_robot_would_do_at_each_frame(launch, tmp_path):
     assert float(first["action_5_2"]) == pytest.approx(arrays["action"][0, 5, 2], rel=1e-5) and first["episode"] == "0"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_predicted_is_said(launch, har_run, tmp_path):
     toy = tmp_path / "toy"
     succeed(launch.python("train.py", TOY, "steps=1", f"save_dir={toy}"))
@@ -562,7 +565,7 @@ def test_videos_are_cut_as_for_the_training_or_as_asked(capsys, about, asked, fo
     words = SimpleNamespace(**{"run": "RUN", "stride": 0, "every": 0, "crop": None} | asked)
     if isinstance(found, Cutting):
         assert predict.cutting_of(task, words) == found
-        assert ("note: the run does not know" in capsys.readouterr().err) == ("cutting" in about)
+        assert ("note: the run has no record" in capsys.readouterr().err) == ("cutting" in about)
     else:
         with pytest.raises(LockstepError, match=found):
             predict.cutting_of(task, words)

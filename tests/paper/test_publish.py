@@ -164,6 +164,7 @@ def told(launch, tool, *words):
 # ---- what is written ----
 
 
+@pytest.mark.slow
 def test_the_hub_reads_the_card_and_no_name_breaks_it(places):
     data, text, results = card_of(places / "har")
     found = json_of(places / "har/eval_results.json")["validation"]
@@ -194,6 +195,7 @@ def test_the_hub_reads_the_card_and_no_name_breaks_it(places):
     assert "| mouse 1 --- \\# title \\| x | 10 | 10 |" in text
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_other_tools(launch, places):
     for name in ("har", "own"):
         run, folder = places / f"{name}_run", places / name
@@ -230,6 +232,7 @@ def test_nothing_private_is_in_it(places):
     assert int(known["step"]) == best["step"] and known["digest"] == best["digest"]
 
 
+@pytest.mark.slow
 def test_without_the_names_of_people(launch, places, tmp_path):
     how = ["--license", "mit", "--no-sources", "--no-contents", "device=cpu"]
     (tmp_path / "run").mkdir()
@@ -287,6 +290,7 @@ def test_a_training_starts_from_it(launch, places, tmp_path):
     assert done.code == 2 and done.errors[0].startswith("error: no checkpoint"), "it has no optimizer"
 
 
+@pytest.mark.slow
 def test_the_command_of_the_card_ends_in_its_weights(launch, places, tmp_path):
     """The task's own file, config and code alone."""
     shutil.copytree(places / "own", tmp_path / "own")
@@ -390,6 +394,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_published_is_said_before_anything_is_written(launch, places, tmp_path):
     succeed(launch.train(TOY, "steps=1", "device=cpu", f"save_dir={tmp_path / 'toy_run'}"))
     for name in ("har_run", "empty", "damaged"):

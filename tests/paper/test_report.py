@@ -333,6 +333,7 @@ def test_an_event_of_shares_names_the_workers_and_the_first_step():
     assert of_damaged == "virtual workers of the processes: None, from step None on (None)"
 
 
+@pytest.mark.slow
 def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path):
     """Runs whose logs, checkpoints or other files are missing or damaged: one page of all, with a note in each."""
     folders = {name: tmp_path / name for name in [*BROKEN, *OTHER_FILES]}
@@ -467,6 +468,7 @@ def test_a_sample_is_drawn_by_its_shape(shape, kind, drawn):
         assert draw(np.where(np.eye(*found[1].shape[:2])[(...,) + (None,) * (found[1].ndim - 2)] > 0, np.nan, found[1]))
 
 
+@pytest.mark.slow
 def test_the_result_stands_above_the_curves_and_progress_is_printed_without_a_terminal(
     launch, tmp_path, monkeypatch, capsys
 ):

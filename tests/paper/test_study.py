@@ -424,6 +424,7 @@ def made_up(study, monkeypatch):
     return made_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "[", '{"monitor": "accuracy", "metrics": {}}'])
 def test_a_fold_without_a_result_is_named(study, made_up, text):
     made_up.tests = {"fold_1_seed_0": text}
@@ -482,6 +483,7 @@ def trained_with(folder, task):
     (folder / "environment.json").write_text(json.dumps(code_digest.described(code_digest.code_of(task))))
 
 
+@pytest.mark.slow
 def test_a_study_does_not_mix_codes(study, made_up, own_people):
     """It is killed after its first fold, the neighbour of the task is edited, and the same command is typed again."""
     made_up.tests = {"fold_1_seed_0": ""}

@@ -10,6 +10,7 @@ from conftest import ROOT, succeed
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["links.py", "lerobot_keys.py"])
 def test_lines_and_tables_of_the_pages_are_those_of_the_code(script):
     command = [sys.executable, f"dev/{script}", "--check"]

@@ -48,6 +48,7 @@ def test_two_nodes_as_two_launchers(launch, tmp_path):
     assert "Starting training" not in second.result().out, "rank 0 alone is_local_rank0"
 
 
+@pytest.mark.slow
 def test_the_deprecated_launch_module(launch, tmp_path):
     """It passes --local-rank to the script besides setting the variables, and needs a port."""
     port = free_port()

@@ -104,6 +104,7 @@ def test_no_folder_is_crowded(room):
         assert len({*folder.glob("[a-z]*.py")}.difference(COMMANDS)) <= 15, folder
 
 
+@pytest.mark.slow
 def test_no_held_measurement_is_over_its_bar():
     """The rows that need a training are left out: they take twenty seconds."""
     done = subprocess.run(

@@ -172,6 +172,7 @@ def test_cameras_of_any_size_in_their_order():
     close(swapped.sample(inputs), chunk, atol=1e-5, rtol=1e-4)  # attention has no order of its own
 
 
+@pytest.mark.slow
 def test_a_random_backbone_learns():
     """Nothing pretrained: which of two pictures it is must reach the action, through gradients from the first layer."""
     net = build([TOP], use_vae=False, n_encoder_layers=1, dim_model=32)

@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
     return folder, answers
 
 
+@pytest.mark.slow
 def test_thirty_nine_lines_do_what_is_told(folder):
     """And what is told, is told in the documentation: `python tests/robots/lerobot_lines.py --update` writes both."""
     _, answers = folder

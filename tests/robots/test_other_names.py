@@ -82,6 +82,7 @@ def test_names_that_only_one_start_has_are_not_compared(tmp_path):
     assert compare(before, data_of(arm)).parts == ()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_an_evaluation_name_what_has_changed(launch, arm, tmp_path):
     words = ["robot", "policy.type=act", *TINY_ACT, "device=cpu", "batch_size=4", f"dataset.root={arm}"]
     run = f"save_dir={tmp_path / 'run'}"

@@ -167,6 +167,7 @@ def test_who_passes_on_the_loaders_numbers_is_told():
 # ---- where a task is called, and not only for the first batch, which is tried before the first step -----------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "said"), [
     ({"weight": None}, "a Loss whose weight is None"),
     ({"weight": torch.ones(4)}, "a Loss whose weight is"),
@@ -207,6 +208,7 @@ class Task(Toy):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "said"), [
     ("score", "a float as 'one'"), ("collect", "a float as 'one'"), ("trials", "a float as 'hits'"), ("", ""),
 ])  # fmt: skip
@@ -231,6 +233,7 @@ class Task(Toy):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "body", "said"), [
     ("score", "return None", "None"),
     ("score", "return {'total': torch.ones(())}", "no `count`, the number of samples"),

@@ -111,6 +111,7 @@ class ParsesWhenCollected:
         ast.parse("a + b")
 
 
+@pytest.mark.slow
 def test_a_finalizer_may_parse_code_meanwhile(tmp_path):
     """Python 3.11 raises SystemError where a collection within `ast.parse` runs such a finalizer."""
     path = tmp_path / "f.py"

@@ -161,6 +161,7 @@ launch.leave()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 def test_gradients_meet_once_per_step(launch, tmp_path, backend):
     script = tmp_path / "counting.py"
@@ -524,6 +525,7 @@ def test_what_is_not_used_is_not_loaded(launch, tmp_path):
     assert "Resuming" in done.out and done.out.splitlines()[-1] == "loaded"
 
 
+@pytest.mark.slow
 def test_the_tools_that_will_refuse_a_task_are_named_before_it_trains(launch, tmp_path):
     bare = "from tests.tasks.toy import Task as Toy\nclass Task(Toy):\n    pass\n"
     (tmp_path / "bare.py").write_text(bare)

@@ -129,6 +129,7 @@ CUTS = [(1, 12, 1, 0), (1, 2, 6, 0), (2, 6, 1, 0), (3, 2, 2, 0), (1, 2, 0, 4), (
 """processes, samples of a pass, passes a step, virtual workers: twelve samples a step each"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"sampler": "balanced"}, {"num_workers": 1}])
 def test_a_step_is_the_same_step_without_the_excluded(options):
     """On any cut, from any position, in two epochs: who is in it, at which place, with which random numbers."""

@@ -202,6 +202,7 @@ def test_a_file_that_would_take_more_memory_than_it_is_long_is_not_unpacked(tmp_
         weights.read(tmp_path / "it.pt")
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_with_a_new_head(launch, tmp_path):
     """On two processes, with frozen weights, an average and shards of all; once started it needs the file no more."""
     first = {"layers.0.weight": torch.randn(16, 8), "layers.0.bias": torch.randn(16)}

@@ -51,6 +51,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_metrics_jsonl_has_what_others_rely_on(runs):
     records = lines(runs[0] / "toy")
     train, evals = ([r for r in records if r["event"] == event] for event in ("train", "eval"))
@@ -410,6 +411,7 @@ def test_pictures_and_names_of_classes_are_in_mlflow(launch, tmp_path, monkeypat
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("uri", "error"),
     [("nowhere://x", "mlflow cannot be started"), ("file:/proc/nowhere", "mlflow cannot be started")],

@@ -127,6 +127,7 @@ def test_on_a_gpu_the_host_waits_at_log_points_that_are_further_apart():
     assert every == [50, 10, 7, 7]
 
 
+@pytest.mark.slow
 def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_gpu(monkeypatch, steps):
     """Its device stands in for a GPU: nothing can be read from it."""
     run, sent = steps()[0], []
@@ -139,6 +140,7 @@ def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_
     assert evaluate_split(run, [None]) is None and sent == ["cpu"] and run.stopped == "SIGTERM"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "computed", "named"),
     [
@@ -191,6 +193,7 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
     assert len(set(blamed)) == len(blamed) == 24, "each step's own samples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatch, steps, on_gpu):
     """On a GPU a step later, without a wait before: then all that was posted is read, and one save follows."""
@@ -221,6 +224,7 @@ def trained(monkeypatch, run, at_step, **log):
     train.train(run)
 
 
+@pytest.mark.slow
 def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, steps):
     """Of its loss over all samples, whatever the log points in between."""
     sums, told = {}, []
@@ -289,6 +293,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["gradient_accumulation_steps=3", "batch_size=4"]], ids=["one", "three"])
 def test_the_host_reads_nothing_between_log_points(monkeypatch, steps, words):
     """On a GPU each would wait for all that is under way. What is asked on CPUs only is left out here."""
@@ -313,6 +318,7 @@ def test_the_host_reads_nothing_in_a_batch_of_an_evaluation():
     assert not reads.seen and sums["confusion"].tolist() == [[2, 1, 0], [0, 0, 0], [0, 1, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [12, 0.5, np.float64(0.5), torch.tensor(12)], ids=repr)
 def test_a_weight_of_the_host_is_no_copy_to_the_device(steps, weight):
     """`Loss(total, len(batch))`, as in the README. Its device stands in for a GPU: it has no memory to copy to."""
@@ -334,6 +340,7 @@ def test_a_loss_is_divided_by_its_weight_and_what_is_watched_by_the_count():
     assert math.isnan(means(totals | {"weight": 0.0})["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [[FAULTY, "fault.kind=nan loss", "fault.step=3"], [BUFFERS, "own.nan_at=2"]], ids=["loss", "input"]
 )
@@ -422,6 +429,7 @@ def test_an_evaluation_that_is_stopped_amid_its_trials_is_none(monkeypatch, step
     assert evaluate_split(run, []) is None and run.stopped == "asked"
 
 
+@pytest.mark.slow
 def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
     """The steps after it have dropout again, and the random numbers that they would have had."""
     weights = []
@@ -451,6 +459,7 @@ PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "row", "warning"), PLANS)
 def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys, words, row, warning):
     errors.set_up(main=True)
@@ -498,6 +507,7 @@ class Task(Toy):
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     (tmp_path / "own.py").write_text(TIED)
     words = ["optim.ema_decay=0.5", "epochs=1"]
@@ -585,6 +595,7 @@ def test_a_model_drawn_from_numpy_and_random_is_the_same_each_time(launch, tmp_p
     assert len({line for out in outputs for line in out.splitlines() if "sha256" in line}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["virtual_workers=2"]], ids=["plain", "virtual workers"])
 def test_only_a_run_that_promises_its_bits_notes_that_they_change(monkeypatch, steps, words):
     """Resumed by another version of torch; both note a schedule of another length."""
@@ -598,6 +609,7 @@ def test_only_a_run_that_promises_its_bits_notes_that_they_change(monkeypatch, s
     assert [f"torch 1.0 -> {torch.__version__}" in note for note in notes[1:]] == [True] * len(words)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_the_exact_square_root_is_resumed_with_one_note(monkeypatch, steps):
     """The entry of the environment is all that it lacks."""
     words, said = ["virtual_workers=2"], []

@@ -169,6 +169,7 @@ print(json.dumps([error([sys.argv[1], word], False) for word in sys.argv[2:]] + 
 """
 
 
+@pytest.mark.slow
 def test_a_setting_of_an_absent_plugin_is_refused(tmp_path):
     """By one line that names the plugin; train_ddp.py needs two of them."""
     folder = copy_without(tmp_path / "copy")

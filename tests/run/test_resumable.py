@@ -177,6 +177,7 @@ def own(tmp_path):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORGOTTEN)
 def test_what_a_new_process_would_not_have_is_named(steps, own, kind):  # noqa: F811
     code, printed = FORGOTTEN[kind]
@@ -222,6 +223,7 @@ Task.optimizer = lambda self, model: Own(model.parameters(), lr=0.01, fused=True
 FINE = cases(FINE) | {"what empties the state that it loads": (EMPTIES, "")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FINE)
 def test_what_a_new_process_has_is_not(steps, own, kind):  # noqa: F811
     """What runs is compared, and not changed: the inner dicts of a state dict are the optimizer's own."""
@@ -246,6 +248,7 @@ def test_an_optimizer_that_has_not_begun_is_looked_at_after_its_first_step(launc
     assert (run / f"step_{first}.pt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["save", "load_state"])
 def test_a_loader_process_that_is_killed_meanwhile_is_no_fault_of_the_task(steps, monkeypatch, call):  # noqa: F811
     """torch raises it from a signal handler, wherever the main thread is."""

@@ -111,6 +111,7 @@ def test_a_checkpoint_holds_the_batchnorm_statistics_of_all_ranks(launch, tmp_pa
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_and_is_the_same_after_a_stop(launch, tmp_path):
     common = [FAULTY, "lr=0.3", "epochs=50", "patience=2", "fault.rank=0", f"fault.once={tmp_path / 'once'}"]
     straight = succeed(launch.train(*common, f"save_dir={tmp_path / 'straight'}"))
@@ -456,6 +457,7 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
     assert [text.partition("run/last.pt: ")[2] for text in said] == ([difference] if difference else [])
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(launch, tmp_path):
     run, straight = tmp_path / "run", tmp_path / "straight"
     horizon = ["schedule.horizon=18"]
@@ -495,6 +497,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_two_runs_cannot_own_one_folder_of_a_disk_without_locks(launch, tmp_path):
     """As Lustre mounted without flock. What a killed run leaves behind stops nobody on its own machine."""
     lock = tmp_path / "run/run.lock"
@@ -561,6 +564,7 @@ class Task(toy.Task):
 are others: the fingerprint of the data has those of a matrix product, and weights are drawn in float32."""
 
 
+@pytest.mark.slow
 def test_a_run_of_before_the_page_is_resumed(launch, tmp_path):
     """Rounding apart: it was begun on another processor."""
     old, straight = tmp_path / "old", tmp_path / "straight"

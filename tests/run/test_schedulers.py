@@ -321,6 +321,7 @@ def test_a_longer_run_keeps_the_settings_of_its_scheduler(launch, tmp_path):
     assert "by the task's `scheduler`" in finished.out
 
 
+@pytest.mark.slow
 def test_the_plan_prints_the_shape_of_the_schedule(launch):
     """The first, the highest and the last rate: of a kind, of the groups, and of a task's own scheduler."""
     plan = ["train.py", OWN, "--dry-run", "epochs=3"]

@@ -7,7 +7,7 @@ import pytest
 from conftest import launching, succeed
 from guides import SHORT_ROBOT, SHORT_VIDEO
 
-from dev.screenshot import CHROMIUM, ask, board, newest, shoot
+from dev.screenshot import CHROMIUM, board, newest, query, shoot
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def picture(address, run, tag):
 
 def test_scalars_are_grouped_by_name(address):
     groups = {}
-    for tag in ask(address, "scalars")["video/logs"]:
+    for tag in query(address, "scalars")["video/logs"]:
         group, _, name = tag.partition("/")
         groups.setdefault(group, set()).add(name)
     assert groups.keys() == {"train", "val", "val baseline", "val f1", "val precision", "val recall"}
@@ -44,11 +44,11 @@ def test_scalars_are_grouped_by_name(address):
     assert groups["val"] == names, "what is of each class does not bury the loss"
     assert {"loss", "accuracy", "lr", "grad_norm", "samples_per_s"} <= groups["train"]
     assert groups["val f1"] == groups["val recall"] and "paw_withdraw" in groups["val f1"]
-    assert {"val/action_l1", "val/success_rate"} <= ask(address, "scalars")["robot/logs"].keys()
+    assert {"val/action_l1", "val/success_rate"} <= query(address, "scalars")["robot/logs"].keys()
 
 
 def test_matrix_clips_and_rollouts_are_there(address):
-    tags = {run: set(found) for run, found in ask(address, "images").items()}
+    tags = {run: set(found) for run, found in query(address, "images").items()}
     of_video = {"val/confusion_matrix", "val/clips", "val/reliability"}
     assert tags == {"video/logs": of_video, "robot/logs": {"val/trial", "val/trial_strip", "val/episode_0"}}
     assert picture(address, "video/logs", "val/clips").n_frames == 5, "it moves"

@@ -137,6 +137,7 @@ def test_the_mean_of_buffers_is_one_processs(runs):
         torch.testing.assert_close(runs["mean"]["model"][name], runs["one_mean"]["model"][name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_instance_norms_statistics_are_averaged(runs):
     """And scored so: the metrics are one process's."""
     ours, theirs = runs["frozen"], runs["one_frozen"]

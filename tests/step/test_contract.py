@@ -140,6 +140,7 @@ class Task(Norms):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["virtual_workers=2"]])
 def test_weights_are_those_of_the_passes_that_count(steps, tmp_path, more):  # noqa: F811
     """Where they depend on random numbers, and the forward pass changes buffers."""

@@ -446,6 +446,7 @@ def test_the_cure_is_the_same_run_on_any_cut_and_after_a_resume(launch, tmp_path
             torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(expected[key]), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_rates_of_groups_are_printed(launch, tmp_path):
     body = (
         "def optimizer(self, model):\n"

@@ -166,6 +166,7 @@ def test_every_rank_calls_the_model_equally_often(launch, tmp_path, case):
         assert other == of_ranks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["torch's switch", "by hand"])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_weight_that_one_rank_leaves_out_counts_as_zeros(launch, processes, way):

@@ -395,6 +395,7 @@ def test_a_run_with_moving_workers_is_killed_and_resumed_on_other_numbers_of_pro
     assert {sum(line["workers"]) for line in lines} == {6}
 
 
+@pytest.mark.slow
 def test_a_resume_with_shares_of_another_number_of_processes_is_refused_and_continued(launch, tmp_path):
     """2 -> 3 -> 1; only what `ddp.shares` says changes."""
     words = ["train.py", TOY, "virtual_workers=4", "global_batch=12", "model.dropout=0.2", "seed=3", "epochs=0"]

@@ -155,6 +155,7 @@ def test_the_steps_are_those_of_a_plain_loop(trained, kind, cut):
         assert {name: line[name] for name in step} == pytest.approx(step, rel=1e-9, abs=1e-13)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_turns_are_not_mixed(launch, tmp_path):
     """In a line for several steps, in TensorBoard's names, on the terminal, and in the plan."""
     words = ["train.py", TASK, "own.each=true", "steps=12", "seed=3", "amp=off"]
@@ -356,6 +357,7 @@ def prepared(tmp_path, monkeypatch):
     launch.leave()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_turns_that_cannot_be_are_refused(prepared, tmp_path, name):
     body, text = FAULTS[name]
@@ -363,6 +365,7 @@ def test_turns_that_cannot_be_are_refused(prepared, tmp_path, name):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both", "", None, ["critic"]], ids=repr)
 def test_a_step_of_an_unknown_turn_is_refused(prepared, monkeypatch, name):
     """Before the first step not all steps of a long run are examined. An empty name would train all weights."""
@@ -436,6 +439,7 @@ def test_virtual_workers_hold_no_gradients_of_other_turns(prepared, monkeypatch)
     assert held == {("critic", 41 + 4), ("generator", 51 + 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "text"),
     [
