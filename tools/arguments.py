@@ -84,5 +84,5 @@ def printed(work: Callable[[], str], output: Path, as_json: bool) -> int:
 
 def _failed(text: str, code: int) -> int:
     """Print an error, and return its exit code."""
-    terminal.write_stderr(f"error: {text}\n")
+    print(f"error: {text}", file=sys.stderr)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -48,3 +49,33 @@ def _end(number: int, frame: Any) -> NoReturn:
     for each in ENDING:
         signal.signal(each, signal.SIG_DFL)
     raise Ended(number)
+
+
+# A forked child gets no handler of the tool. A signal that arrives amid a fork would be lost:
+# CPython forgets in the child the signals that wait for a handler. So the fork blocks them.
+
+
+class _Mask(threading.local):
+    before: set[Any] = set()
+    """The signals that the thread had blocked before a fork."""
+
+
+_mask = _Mask()
+
+
+def _before_fork() -> None:
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _in_child() -> None:
+    for number in ENDING:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -156,7 +156,7 @@ def test_the_doctors_processes_share_the_gpus(gpus, monkeypatch, visible, words,
     gpus(visible)
     commands = []
     monkeypatch.setattr(doctor.os, "execv", lambda program, command: commands.append(command))
-    monkeypatch.setattr(doctor, "guarded", lambda *given: 0)
+    monkeypatch.setattr(doctor, "guarded", lambda *given, **named: 0)
     doctor.main(["--launch", "3", "--json", *words])
     ((*_, script, as_json), given) = commands[0][:6], commands[0][6:]
     assert as_json == "--json" and script == str(ROOT / "tools" / "doctor.py") and given == [*words, *more]

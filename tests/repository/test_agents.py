@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from engine import errors
 from engine.errors import FAULT, LockstepError
 from plugins import resilience
 from tools import arguments, running
+from tools.signals import ended_by_signals
 
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 HAR = "har model.mode=flatten device=cpu global_batch=128 virtual_workers=4".split()
@@ -195,6 +197,20 @@ def test_a_signal_to_the_launcher_before_its_ranks_is_a_line_and_a_code(launch, 
 WAITING = NOISY.replace('print("the data")', 'open(os.environ["BEGUN"], "w").close(); time.sleep(60)').replace(
     "import os,", "import time, os,"
 )
+
+
+def test_a_forked_child_of_a_tool_ends_by_a_signal_however_early():
+    """A pool of processes ends its children at once, when the last one may have begun a moment before."""
+    with ended_by_signals():
+        for _ in range(200):
+            child = os.fork()
+            if not child:
+                try:
+                    time.sleep(30)
+                finally:
+                    os._exit(1)
+            os.kill(child, signal.SIGTERM)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
