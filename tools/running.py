@@ -91,7 +91,7 @@ def tool_work(as_json: bool) -> Iterator[None]:
     """Enclose the work of a tool: `reserve_stdout`, and a LockstepError for a signal, and for a
     name or a disk that takes no file."""
     # torchrun signals all ranks at once, and ends them after the first
-    signals = contextlib.nullcontext() if launch.environment().launched else ended_by_signals()
+    signals = contextlib.nullcontext() if "RANK" in os.environ else ended_by_signals()
     try:
         with reserve_stdout(as_json), signals:
             yield
