@@ -86,12 +86,20 @@ def _checkpoint_is_there(settings: list[str]) -> Iterator[None]:
         raise
 
 
+def _is_launched() -> bool:
+    """Return whether a launcher started this process. torchrun signals all ranks at once, and ends
+    them after the first. The work itself refuses a wrong environment."""
+    try:
+        return launch.environment().launched
+    except LockstepError:
+        return False
+
+
 @contextlib.contextmanager
 def tool_work(as_json: bool) -> Iterator[None]:
     """Enclose the work of a tool: `reserve_stdout`, and a LockstepError for a signal, and for a
     name or a disk that takes no file."""
-    # torchrun signals all ranks at once, and ends them after the first
-    signals = contextlib.nullcontext() if "RANK" in os.environ else ended_by_signals()
+    signals = contextlib.nullcontext() if _is_launched() else ended_by_signals()
     try:
         with reserve_stdout(as_json), signals:
             yield
