@@ -24,7 +24,7 @@ from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.errors import few
 from engine.meter import loading_s
-from engine.phases import Phase, phase
+from engine.phases import Phase, Phases, phase
 from engine.report import step_metrics
 from plugins.parallel import fsdp, shares
 from plugins.parallel.virtual import WorkerReducer
@@ -223,6 +223,7 @@ def test_a_log_point_divides_by_the_workers_of_its_own_steps(monkeypatch, rank):
     reducer.balance = SimpleNamespace(move=lambda run: times.append(float(meter.stragglers.newest[rank].sum())))
     monkeypatch.setattr(World, "sum", lambda self, times: None)
     monkeypatch.setattr(step_metrics, "training_metrics", lambda run, seconds: {})
+    monkeypatch.setattr(phase, "now", Phases().now)  # a training of an earlier test may have left another phase
     deals.add(16, [5, 3])
     for step, workers in ((10, (6, 2)), (20, (5.6, 2.4)), (21, (5, 3)), (30, (5, 3))):
         run.progress.step = step

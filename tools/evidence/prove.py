@@ -139,8 +139,13 @@ PARTS = {
 }
 """Kind of the first different tensor in a step -> the part of the task with the likely cause."""
 
-ENDING = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-"""Exit codes of a training that a signal ended before the training handled signals."""
+ENDING = {
+    code: number.name
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for code in (-number, 128 + number)
+}
+"""{exit code: signal} of a training, or of its launcher, that a signal ended before the training
+handled signals."""
 
 HOLDS, BROKEN, UNKNOWN = "holds", "does not hold", "not known"
 
@@ -235,7 +240,7 @@ class Trial:
             return "it was stopped by a signal"
         if self.code == -signal.SIGKILL or "was killed by SIGKILL" in self.text:
             return "it was killed by SIGKILL, as the system does where memory is short"
-        return f"it was ended by {signal.Signals(-self.code).name}" if self.code in ENDING else ""
+        return f"it was ended by {ENDING[self.code]}" if self.code in ENDING else ""
 
     @property
     def error(self) -> str:
