@@ -13,7 +13,7 @@ WORKERS := -n $(shell echo $$(($$(nproc) < 4 ? $$(nproc) : 4))) --dist worksteal
 # The tests start hundreds of processes. Without bytecode each of them compiles the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The gate: every quick test, and the slow ones that tests/gate.txt lists by promise. Five minutes on two cores.
+# The gate: every quick test, and the slow ones that tests/gate.txt lists by promise. Six minutes on two cores.
 test: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) -m "not slow or gate" $(ARGS)
 
