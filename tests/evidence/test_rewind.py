@@ -519,7 +519,7 @@ def test_a_change_without_an_effect_and_a_wrong_key(original, rewind, tmp_path):
     options = ["--step", 30, "--until", 36, "--into", tmp_path / "fork"]
     code, _, err = rewind(original, *options, "--with", "optim.lr=1e-4")
     assert code == 0 and "the change has no effect" in err
-    first = [*options[:2], "--until", 25, "--into", tmp_path / "first"]
+    first = ["--step", 25, "--until", 25, "--into", tmp_path / "first"]
     code, _, err = rewind(original, *first, "--with", "optim.grad_clip=0.1")
     assert code == 0 and "no effect" not in err, "one step shows no setting of the optimizer"
     code, _, err = rewind(original, *options[:-1], tmp_path / "wrong", "--with", "optim.lrr=1")
