@@ -313,6 +313,7 @@ def test_steps_with_other_bits_are_a_verdict_and_no_error(original, rewind, tmp_
     change_line(run, 17, lambda line: line.update(loss=line["loss"] * 1.001))
     code, found, err = rewind(run, "--step", 18, "--again", "--into", fork)
     assert (code, found["exit_code"], found["replayed"]["verdict"]) == (1, 1, "differs")
+    assert found["named"] == found["samples"] == [], "the keys are there in each result"
     assert "have other bits than the run: the first difference is at step 17: loss" in found["cause"]
     assert "error: " not in err and "--anyway" in err and not fork.exists()
     code, found, err = rewind(run, "--step", 18, "--anyway")

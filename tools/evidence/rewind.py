@@ -206,6 +206,17 @@ def _check_fork(options: argparse.Namespace) -> None:
         raise LockstepError(f"--until {options.until} is before the step", "command line", todo)
 
 
+NO_STEP: dict[str, Any] = {
+    "step": None,
+    "levels": [],
+    "named": [],
+    "samples": [],
+    "replayed": None,
+    "fork": None,
+}
+"""The part of a result that is the same wherever no step was divided."""
+
+
 def _not_found(run: Recorded, options: argparse.Namespace) -> dict[str, Any]:
     """Print that no step stands out. Return the result."""
     every = lines_every(run)
@@ -220,7 +231,7 @@ def _not_found(run: Recorded, options: argparse.Namespace) -> dict[str, Any]:
     if skipped:
         text += f"; steps were skipped, because they were not finite: --step {skipped[0]}"
     print(text)
-    return {"run": str(run.folder), "step": None, "cause": text, "exit_code": NOT_KNOWN}
+    return {"run": str(run.folder), **NO_STEP, "cause": text, "exit_code": NOT_KNOWN}
 
 
 def _other_bits(run: Recorded, taken: Taken) -> dict[str, Any]:
@@ -228,7 +239,7 @@ def _other_bits(run: Recorded, taken: Taken) -> dict[str, Any]:
     print("tools/replay.py looks for the cause; --anyway divides the step all the same")
     return {
         "run": str(run.folder),
-        "step": None,
+        **NO_STEP,
         "cause": taken.proof,
         "replayed": taken.as_json(),
         "exit_code": 1,
